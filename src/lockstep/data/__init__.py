@@ -1,0 +1,1 @@
+"""From a dataset to this rank's microbatches."""

@@ -1,0 +1,65 @@
+"""A microbatch: one replica's share of one global batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from lockstep.layout.order import Indices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Microbatch:
+    """What a replica computes on in one step.
+
+    Attributes:
+        loader: number of the loader in the run, in order of creation.
+        epoch: the run's epoch.
+        round: how many loops over this loader the epoch has seen before.
+        step: number of the global batch in this loop.
+        replica: whose share this is.
+        size: number of samples that count; 0 for a stand-in, which repeats one sample at weight 0.
+        total: number of samples in the global batch.
+        first: whether it is this rank's first of the global batch.
+        last: whether it is this rank's last of the global batch.
+        indices: dataset indices (or stream positions) of the samples, shape `(max(size, 1),)`.
+        turn: how many passes over this global batch went before.
+    """
+
+    loader: int
+    epoch: int
+    round: int
+    step: int
+    replica: int
+    size: int
+    total: int
+    first: bool
+    last: bool
+    indices: Indices
+    turn: int = 0
+
+    @property
+    def weight(self) -> float:
+        """Its part of the global batch: the weight of its mean loss in the mean over all samples."""
+        return self.size / self.total
+
+    @property
+    def numbers(self) -> tuple[int, int, int, int, int]:
+        """What names it in the derivation of keys; none of it depends on the layout."""
+        return (self.loader, self.epoch, self.round, self.step, self.replica)
+
+
+class Observer(Protocol):
+    """Who is told where a loop over microbatches stands: the run."""
+
+    def loop_begins(self, loader: int) -> tuple[int, int]:
+        """Return the epoch and the round of a loop over `loader` that starts now."""
+
+    def microbatch_begins(self, microbatch: Microbatch) -> None:
+        """The loop's body is about to see this microbatch."""
+
+    def microbatch_ends(self, microbatch: Microbatch) -> None:
+        """The loop's body is done with this microbatch."""
+
+    def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
+        """The loop is over in global batch `step`: early by `break`, or after the last one."""

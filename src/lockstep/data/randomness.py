@@ -1,0 +1,62 @@
+"""Setting the random generators that users draw from: torch's, NumPy's and Python's."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+_NUMPY_SEED_MASK = (1 << 32) - 1  # the legacy generator takes 32 bits
+
+
+def set_key(key: int) -> None:
+    """Start the global generators of torch (CPU, and CUDA once in use), NumPy and `random` at `key`."""
+    torch.default_generator.manual_seed(key)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed(key)
+    np.random.seed(key & _NUMPY_SEED_MASK)
+    random.seed(key)
+
+
+class Stream:
+    """A random state of its own, swapped in while a piece of user code runs.
+
+    An iterable dataset draws at every item, between which the script draws as well: neither may
+    disturb the other.
+    """
+
+    def __init__(self, key: int) -> None:
+        with self._outer_kept():
+            set_key(key)
+            self._save()
+
+    def _save(self) -> None:
+        self._torch = torch.get_rng_state()
+        self._numpy = np.random.get_state()
+        self._python = random.getstate()
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Run the body on this stream; what surrounds it finds its own state again."""
+        with self._outer_kept():
+            torch.set_rng_state(self._torch)
+            np.random.set_state(self._numpy)
+            random.setstate(self._python)
+            try:
+                yield
+            finally:
+                self._save()
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _outer_kept() -> Iterator[None]:
+        states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+        try:
+            yield
+        finally:
+            torch.set_rng_state(states[0])
+            np.random.set_state(states[1])
+            random.setstate(states[2])

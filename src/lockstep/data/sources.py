@@ -1,0 +1,205 @@
+"""Where microbatches come from: map-style datasets, and streams that are read once."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lockstep.data.fetch import Collate, Fetch, Request
+from lockstep.data.microbatch import Microbatch
+from lockstep.data.orders import OrderSource
+from lockstep.data.randomness import Stream
+from lockstep.layout import keys
+from lockstep.layout.order import Indices, Order
+from lockstep.layout.replicas import share
+
+#: A global batch of one rank: its microbatches, each with the data that belongs to it.
+Batch = Iterator[tuple[Microbatch, Any]]
+
+_CHUNK = 4096  # positions whose indices are computed at once: cheap in memory, amortised in time
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How global batches are split: `replicas` in all, of which this rank hosts `block`."""
+
+    batch_size: int
+    replicas: int
+    block: range
+
+
+class Source(Protocol):
+    """What a loader draws from."""
+
+    def batches(self, loader: int, epoch: int, round_: int) -> Iterator[Batch]:
+        """Yield this rank's part of each global batch of one loop over the data."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """Settings that go to the DataLoader as they are."""
+
+    count: int = 0
+    pin_memory: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+class _Requests:
+    """The sampler of a DataLoader: hands out the requests of the loop that is about to start."""
+
+    def __init__(self) -> None:
+        self.pending: Iterable[Request] = ()
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self.pending)
+
+
+class _Fetched(Dataset[Any]):
+    """A dataset whose items are whole microbatches."""
+
+    def __init__(self, fetch: Fetch) -> None:
+        self._fetch = fetch
+
+    def __getitem__(self, request: Request) -> Any:
+        return self._fetch(request)
+
+
+def _as_is(batch: Any) -> Any:
+    return batch
+
+
+class MapSource:
+    """A dataset with a length and an index: every sample has a position in the epoch's order."""
+
+    def __init__(
+        self, fetch: Fetch, orders: OrderSource, split: Split, workers: Workers, *, drop_last: bool
+    ) -> None:
+        self._fetch, self._orders, self._split = fetch, orders, split
+        self._drop_last = drop_last
+        self._requests = _Requests()
+        self._loader = self._make_loader(workers) if workers.count else None
+
+    def _make_loader(self, workers: Workers) -> DataLoader[Any]:
+        settings = {"persistent_workers": True, **workers.settings}
+        return DataLoader(
+            _Fetched(self._fetch),
+            sampler=self._requests,
+            batch_size=None,
+            collate_fn=_as_is,
+            num_workers=workers.count,
+            pin_memory=workers.pin_memory,
+            **settings,
+        )
+
+    def __len__(self) -> int:
+        length = len(self._orders)
+        batch_size = self._split.batch_size
+        return length // batch_size if self._drop_last else -(-length // batch_size)
+
+    def batches(self, loader: int, epoch: int, round_: int) -> Iterator[Batch]:
+        """Yield this rank's part of each global batch of one loop over the data."""
+        order = self._orders.order(loader, epoch, round_)
+        plan = self._plan(order, loader, epoch, round_)
+        planned, to_fetch = itertools.tee(itertools.chain.from_iterable(plan))
+        data = self._fetch_all(Request(m.indices, m.numbers) for m in to_fetch)
+        pairs = zip(planned, data, strict=True)
+        for _ in range(len(self)):
+            yield itertools.islice(pairs, len(self._split.block))
+
+    def _fetch_all(self, requests: Iterable[Request]) -> Iterator[Any]:
+        if self._loader is None:
+            return map(self._fetch, requests)
+        self._requests.pending = requests
+        return iter(self._loader)
+
+    def _plan(
+        self, order: Order, loader: int, epoch: int, round_: int
+    ) -> Iterator[list[Microbatch]]:
+        length, batch_size = len(order), self._split.batch_size
+        chunk = max(1, _CHUNK // batch_size) * batch_size
+        for step in range(len(self)):
+            start = step * batch_size
+            if start % chunk == 0:
+                indices, offset = order(start, min(length, start + chunk)), start
+            batch = indices[start - offset : start - offset + batch_size]
+            yield split_batch(batch, self._split, (loader, epoch, round_, step))
+
+
+def split_batch(
+    indices: Indices, split: Split, numbers: tuple[int, int, int, int]
+) -> list[Microbatch]:
+    """Return this rank's microbatches of the global batch that holds the samples `indices`."""
+    loader, epoch, round_, step = numbers
+    microbatches = []
+    for replica in split.block:
+        part = share(len(indices), split.replicas, replica)
+        microbatches.append(
+            Microbatch(
+                loader=loader,
+                epoch=epoch,
+                round=round_,
+                step=step,
+                replica=replica,
+                size=len(part),
+                total=len(indices),
+                first=replica == split.block.start,
+                last=replica == split.block.stop - 1,
+                indices=indices[part.start : part.stop] if part else indices[:1],
+            )
+        )
+    return microbatches
+
+
+class StreamSource:
+    """An iterable dataset: every rank reads the whole stream and keeps its own replicas' items.
+
+    Reading everything everywhere is what makes the assignment independent of the layout without any
+    talk between ranks; a map-style dataset is the cheaper choice where there is one.
+    """
+
+    def __init__(
+        self,
+        dataset: IterableDataset[Any],
+        collate: Collate,
+        split: Split,
+        workers: Workers,
+        *,
+        seed: int,
+        drop_last: bool,
+    ) -> None:
+        self._collate, self._split, self._seed = collate, split, seed
+        self._drop_last = drop_last
+        self._items: Iterable[Any] = dataset
+        if workers.count:
+            self._items = DataLoader(
+                dataset,
+                batch_size=None,
+                collate_fn=_as_is,
+                num_workers=workers.count,
+                **workers.settings,
+            )
+
+    def batches(self, loader: int, epoch: int, round_: int) -> Iterator[Batch]:
+        """Yield this rank's part of each global batch of one loop over the stream."""
+        stream = Stream(keys.derive(self._seed, keys.STREAM, loader, epoch, round_))
+        with stream.active():
+            items = iter(self._items)
+        position = 0
+        for step in itertools.count():
+            with stream.active():
+                batch = list(itertools.islice(items, self._split.batch_size))
+            if not batch or (self._drop_last and len(batch) < self._split.batch_size):
+                return
+            indices = np.arange(position, position + len(batch), dtype=np.int64)
+            position += len(batch)
+            parts = split_batch(indices, self._split, (loader, epoch, round_, step))
+            yield ((m, self._collated(m, batch)) for m in parts)
+
+    def _collated(self, microbatch: Microbatch, batch: list[Any]) -> Any:
+        part = share(len(batch), self._split.replicas, microbatch.replica)
+        return self._collate(batch[part.start : part.stop] or batch[:1])

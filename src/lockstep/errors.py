@@ -1,0 +1,106 @@
+"""Every error a user can meet, each with an exit code and a hint.
+
+LockstepError
+├── UsageError                 exit 2   a flag, an argument or a layout that cannot work
+│   ├── ScriptNotFoundError             the script to run is not there
+│   ├── WorldError                      the environment contradicts itself
+│   └── DeviceError                     a device that this machine does not have
+├── CheckFailedError           exit 3   a check ran, and did not hold
+└── RunError                   exit 1   a run started and cannot go on
+    ├── ModelError                      a model or optimizer that the run does not hold, or ranks that differ
+    ├── LoaderError                     data that cannot be split as asked
+    ├── StepError                       calls in an order that depends on the layout
+    ├── NonFiniteLossError              a loss that is NaN or infinite
+    ├── ExactnessError                  a setting that breaks the promise, with `exact=True`
+    ├── DivergenceError                 ranks that should hold the same bits do not
+    ├── RunDirectoryError               the run directory cannot be used
+    └── PeerError                       another rank left, died or fell behind
+        └── EarlyExitError              another rank left a loop that this rank is still in
+
+A message says what was seen and what was expected; the hint names the flag or the call that helps.
+"""
+
+from __future__ import annotations
+
+
+class LockstepError(Exception):
+    """Base of all errors that Lockstep raises for users.
+
+    Args:
+        message: what was seen, and what was expected.
+        hint: what to do about it, in one line.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\nhint: {self.hint}" if self.hint else self.message
+
+
+class UsageError(LockstepError):
+    """A flag, an argument or a layout that cannot work."""
+
+    exit_code = 2
+
+
+class ScriptNotFoundError(UsageError):
+    """The script to run is not there, or is not a file."""
+
+
+class WorldError(UsageError):
+    """The environment variables that should say who this process is contradict each other."""
+
+
+class DeviceError(UsageError):
+    """A device was asked for that this machine does not have."""
+
+
+class CheckFailedError(LockstepError):
+    """A check ran to its end and did not hold."""
+
+    exit_code = 3
+
+
+class RunError(LockstepError):
+    """A run started and cannot go on."""
+
+
+class ModelError(RunError):
+    """A model or an optimizer that the run does not hold, or that differs between ranks."""
+
+
+class LoaderError(RunError):
+    """Data that cannot be split over the replicas as asked."""
+
+
+class StepError(RunError):
+    """Calls in an order whose result would depend on the layout."""
+
+
+class NonFiniteLossError(RunError):
+    """A loss that is NaN or infinite."""
+
+
+class ExactnessError(RunError):
+    """A setting that would break the promise, while `exact=True`."""
+
+
+class DivergenceError(RunError):
+    """Ranks that should hold the same bits do not."""
+
+
+class RunDirectoryError(RunError):
+    """The run directory cannot be created, written or continued."""
+
+
+class PeerError(RunError):
+    """Another rank left, died or fell behind: a consequence, seldom the cause."""
+
+
+class EarlyExitError(PeerError):
+    """Another rank left a loop that this rank is still in."""

@@ -1,0 +1,81 @@
+"""What every exchange is, and what a rank knows of the others' nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from lockstep.layout.replicas import block
+from lockstep.layout.tree import fold, merges, nodes
+
+Sum = torch.futures.Future[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Forest:
+    """The maximal nodes that each rank holds, and the merges that make the root of them.
+
+    Attributes:
+        rank: this rank.
+        counts: number of nodes of each rank, in rank order.
+        merges: how many merges follow each node, when all nodes are pushed in rank order.
+    """
+
+    rank: int
+    counts: tuple[int, ...]
+    merges: tuple[int, ...]
+
+    @staticmethod
+    def of(replicas: int, size: int, rank: int) -> Forest:
+        """Return the forest of `replicas` replicas over `size` ranks, as `rank` sees it."""
+        per_rank = [nodes(block(replicas, size, other), replicas) for other in range(size)]
+        counts, _ = merges([node for own in per_rank for node in own], replicas)
+        return Forest(rank, tuple(len(own) for own in per_rank), tuple(counts))
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.counts)
+
+    @property
+    def own(self) -> int:
+        """Number of nodes of this rank."""
+        return self.counts[self.rank]
+
+    def sum(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the sum of the nodes of all ranks, given in rank order, and change none of them."""
+        (root,) = fold(parts, self.merges, torch.add)
+        return root
+
+    def sum_in_place(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Add the nodes of all ranks, given in rank order, into the first of them, and return it."""
+        (root,) = fold(parts, self.merges, torch.Tensor.add_)
+        return root
+
+
+class Exchange(Protocol):
+    """Sums one bucket of gradients at a time over all ranks.
+
+    A bucket is announced by `slots`, which gives the memory for this rank's nodes; once they are
+    filled, `start` begins the sum. After the last bucket of a backward pass all sums are complete.
+    """
+
+    name: str
+    #: whether the sum has the same bits on every layout
+    exact: bool
+
+    def slots(self, bucket: torch.Tensor) -> list[torch.Tensor]:
+        """Return memory for this rank's nodes, each like `bucket`: a flat tensor of gradients."""
+
+    def start(self, slots: list[torch.Tensor], *, last: bool) -> Sum:
+        """Begin to sum `slots` over all ranks, and return the sum's future.
+
+        Raises:
+            PeerError: if another rank is gone, or elsewhere.
+        """
+
+    def close(self) -> None:
+        """Give back what the exchange holds."""

@@ -1,0 +1,70 @@
+"""Which exchange a run uses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.errors import ExactnessError, UsageError
+from lockstep.exchange.base import Exchange, Forest
+from lockstep.exchange.native import NativeExchange
+from lockstep.exchange.shared_memory import SharedMemoryExchange
+from lockstep.exchange.tree import TreeExchange
+
+NAMES = ("auto", "native", "tree", "shared-memory")
+
+
+def choose_name(wanted: str, forest: Forest, *, one_host: bool, device: str, exact: bool) -> str:
+    """Return the name of the exchange to use; `auto` is the fastest exact one.
+
+    Raises:
+        UsageError: for a name that is none, or an exchange that cannot work here.
+        ExactnessError: for one whose sums depend on the layout, with `exact`.
+    """
+    if wanted not in NAMES:
+        raise UsageError(f"exchange is {wanted!r}; expected one of {', '.join(NAMES)}")
+    shares_memory = one_host and device == "cpu"
+    if wanted == "auto":
+        if shares_memory:
+            return "shared-memory"
+        return "native" if NativeExchange.is_exact(forest) else "tree"
+    if wanted == "shared-memory" and not shares_memory:
+        raise UsageError(
+            f"exchange=shared-memory with {'ranks on several hosts' if not one_host else device}; "
+            "expected ranks on the CPUs of one host",
+            hint="exchange='tree' works everywhere",
+        )
+    if wanted == "native" and exact and not NativeExchange.is_exact(forest):
+        raise ExactnessError(
+            f"exchange=native with {forest.size} ranks sums in an order of its own; "
+            "expected an exchange that sums in tree order",
+            hint="exchange='tree' or 'shared-memory', or say exact=False to the run",
+        )
+    return wanted
+
+
+def make(
+    name: str,
+    forest: Forest,
+    parameters: Sequence[nn.Parameter],
+    *,
+    group: dist.ProcessGroup,
+    store: dist.Store,
+    key: str,
+) -> Exchange:
+    """Return a new exchange for the gradients of `parameters`; `key` is used once per run."""
+    if name == "native":
+        return NativeExchange(group, forest)
+    if name == "tree":
+        return TreeExchange(group, forest)
+    capacity = sum(_bytes(parameter) for parameter in parameters)
+    return SharedMemoryExchange(
+        store, key, forest, capacity=capacity, buckets=len(parameters) + 1
+    )
+
+
+def _bytes(parameter: torch.Tensor) -> int:
+    return parameter.numel() * parameter.element_size()

@@ -1,0 +1,149 @@
+"""Sockets between the ranks of one host: who has written what, and who is gone.
+
+A process that dies closes its sockets, so that its peers learn of it at once; that is why signals go
+through sockets rather than through flags in the shared memory itself.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import socket
+import struct
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from lockstep.errors import PeerError
+
+_SIGNAL = struct.Struct("<BIQ")  # what, the rank that says it, which one of its kind
+WRITTEN, SUMMED = 0, 1
+_CONNECT_SECONDS = 300.0  # as long as a slow peer may take to reach the same call
+
+
+@dataclass(slots=True)
+class _Peer:
+    rank: int
+    socket: socket.socket
+    heard: list[int] = field(default_factory=lambda: [0, 0])
+
+
+class Peers:
+    """This rank's connections to all others of its host.
+
+    Args:
+        store: a store that all of them reach, for the addresses.
+        name: what the connections are for; the same on all ranks, and used once.
+        rank: this rank.
+        size: number of ranks, all on this host.
+    """
+
+    def __init__(self, store: dist.Store, name: str, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self._directory = Path(tempfile.mkdtemp(prefix="lockstep-"))
+        try:
+            self._peers = self._connect_all(dist.PrefixStore(f"peers/{name}", store))
+        finally:
+            shutil.rmtree(self._directory, ignore_errors=True)
+        self._poll = select.poll()
+        self._by_descriptor = {peer.socket.fileno(): peer for peer in self._peers}
+        for descriptor in self._by_descriptor:
+            self._poll.register(descriptor, select.POLLIN)
+
+    def _connect_all(self, store: dist.Store) -> list[_Peer]:
+        address = str(self._directory / "socket")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+            server.settimeout(_CONNECT_SECONDS)
+            server.bind(address)
+            server.listen(self.size)
+            store.set(str(self.rank), address)
+            peers = [self._connect(store, other) for other in range(self.rank)]
+            peers += [self._accept(server) for _ in range(self.rank + 1, self.size)]
+        return sorted(peers, key=lambda peer: peer.rank)
+
+    def _connect(self, store: dist.Store, other: int) -> _Peer:
+        store.wait([str(other)], timedelta(seconds=_CONNECT_SECONDS))
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.connect(store.get(str(other)).decode())
+        connection.send(struct.pack("<I", self.rank))
+        return _Peer(other, connection)
+
+    @staticmethod
+    def _accept(server: socket.socket) -> _Peer:
+        try:
+            connection, _ = server.accept()
+        except TimeoutError:
+            raise PeerError(
+                f"a rank of this host did not connect within {_CONNECT_SECONDS:.0f} s",
+                hint="all ranks must call run.model for the same models, in the same order",
+            ) from None
+        connection.settimeout(None)
+        (rank,) = struct.unpack("<I", connection.recv(4))
+        return _Peer(rank, connection)
+
+    def exchange_descriptors(self, descriptor: int) -> list[int]:
+        """Give every peer `descriptor`, and return all ranks' in rank order; own ones are copies."""
+        for peer in self._peers:
+            socket.send_fds(peer.socket, [b"fd"], [descriptor])
+        received = {self.rank: os.dup(descriptor)}
+        for peer in self._peers:
+            _, (received[peer.rank],), _, _ = socket.recv_fds(peer.socket, 2, 1)
+        return [received[rank] for rank in range(self.size)]
+
+    def say(self, what: int, number: int) -> None:
+        """Tell every peer that this rank is done with the `number`-th thing of a kind.
+
+        Raises:
+            PeerError: if a peer is gone.
+        """
+        message = _SIGNAL.pack(what, self.rank, number)
+        for peer in self._peers:
+            try:
+                peer.socket.send(message)
+            except OSError as error:
+                raise self._gone(peer, number) from error
+
+    def all_said(self, what: int, number: int, *, wait: bool) -> bool:
+        """Return whether every peer is done with the `number`-th thing of a kind.
+
+        Args:
+            what: which kind.
+            number: which one, counted from 1.
+            wait: block until it is so.
+
+        Raises:
+            PeerError: if a peer is gone before it is so.
+        """
+        while not all(peer.heard[what] >= number for peer in self._peers):
+            ready = self._poll.poll(None if wait else 0)
+            if not ready:
+                return False
+            for descriptor, _ in ready:
+                self._hear(self._by_descriptor[descriptor], number)
+        return True
+
+    def _hear(self, peer: _Peer, number: int) -> None:
+        try:
+            message = peer.socket.recv(_SIGNAL.size)
+        except OSError as error:
+            raise self._gone(peer, number) from error
+        if not message:
+            raise self._gone(peer, number)
+        what, _, said = _SIGNAL.unpack(message)
+        peer.heard[what] = said
+
+    def _gone(self, peer: _Peer, number: int) -> PeerError:
+        return PeerError(
+            f"rank {peer.rank} is gone: it closed its connection before exchange {number} was complete",
+            hint=f"what happened to rank {peer.rank} is the cause; see its log",
+        )
+
+    def close(self) -> None:
+        """Close the connections, which peers that still wait hear of."""
+        for peer in self._peers:
+            peer.socket.close()

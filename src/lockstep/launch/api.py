@@ -1,0 +1,102 @@
+"""Launching a script or a module from the command line."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from lockstep.errors import ScriptNotFoundError
+from lockstep.launch import dry_run, machine, worker
+from lockstep.launch.functions import launch
+from lockstep.launch.interrupts import Interrupted, listening
+from lockstep.launch.plan import make_plan, share_of_threads
+from lockstep.launch.preload import preload
+from lockstep.launch.spec import LaunchSpec
+from lockstep.launch.supervise import private_directory, say, supervise
+from lockstep.record import directory
+
+__all__ = ["check_target", "launch", "run", "show_plan"]
+
+
+def run(spec: LaunchSpec) -> int:
+    """Launch `spec` and wait for its end; return the exit code.
+
+    A failure's verdict is printed to standard error.
+
+    Raises:
+        LockstepError: if the launch cannot start.
+    """
+    check_target(spec)
+    with listening() as interrupts:
+        spec = _prepare(spec)
+        here = machine.look()
+        # The whole plan is checked before a directory appears for a launch that cannot be.
+        make_plan(spec, here, os.environ, run_dir=Path(), error_dir=Path())
+        run_dir = directory.create(spec.run_dir, spec.name)
+        try:
+            with private_directory() as private:
+                verdict = supervise(spec, here, worker.job(spec), run_dir, private, interrupts)
+        except Interrupted as stop:
+            say(f"lockstep: stopped by {stop.signum.name}; logs: {run_dir / 'logs'}")
+            return 128 + stop.signum
+    if verdict is None:
+        return 0
+    say(verdict.text)
+    return verdict.exit_code
+
+
+def show_plan(spec: LaunchSpec) -> int:
+    """Print what `run` would start, and start nothing."""
+    check_target(spec)
+    run_dir = (spec.run_dir or Path("runs") / spec.name / "TIME").absolute()
+    private = Path(tempfile.gettempdir()) / "lockstep-PRIVATE"
+    dry_run.show(make_plan(spec, machine.look(), os.environ, run_dir=run_dir, error_dir=private))
+    return 0
+
+
+def check_target(spec: LaunchSpec) -> None:
+    """Raise `ScriptNotFoundError` unless the script is a file."""
+    path = Path(spec.target)
+    if spec.kind != "script" or path.is_file():
+        return
+    what = "is a directory" if path.is_dir() else "does not exist"
+    raise ScriptNotFoundError(
+        f"the script {spec.target} {what}; expected a Python file",
+        hint="-m runs a module by its name",
+    )
+
+
+def _prepare(spec: LaunchSpec) -> LaunchSpec:
+    """Import what forked workers share; return `spec`, with another start where forks are unsafe."""
+    if spec.start != "fork":
+        return spec
+    with _threads_shared(spec):
+        reason = preload()
+    if reason is None:
+        return spec
+    say(f"lockstep: workers are spawned, not forked: {reason}")
+    return dataclasses.replace(spec, start="spawn")
+
+
+@contextlib.contextmanager
+def _threads_shared(spec: LaunchSpec) -> Iterator[None]:
+    """Let numpy and torch read the workers' `OMP_NUM_THREADS` while they are imported."""
+    cores = machine.usable_cores()
+    n = cores if spec.n == "cpu" else spec.n
+    threads = share_of_threads(spec, os.environ, cores, n) if isinstance(n, int) else None
+    before = os.environ.get("OMP_NUM_THREADS")
+    if threads is None:
+        yield
+        return
+    os.environ["OMP_NUM_THREADS"] = threads
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before

@@ -1,0 +1,188 @@
+"""One verdict for a failed launch: the rank that failed first, why, and where to read more."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.launch import report
+from lockstep.launch.forkserver import Exit
+from lockstep.launch.plan import WorkerPlan
+from lockstep.launch.report import Report
+
+_LAST_LINES = 8
+_LAST_BYTES = 1 << 14
+
+_CAUSES: dict[int, str] = {
+    signal.SIGKILL: "out of memory, or somebody's kill -9",
+    signal.SIGTERM: "somebody's kill, or a scheduler's",
+    signal.SIGINT: "an interrupt sent to the worker itself",
+    signal.SIGSEGV: "a fault in native code: an extension, or a stack that overflowed",
+    signal.SIGBUS: "shared memory that is full (/dev/shm), or a mapped file that shrank",
+    signal.SIGABRT: "native code gave up: its reason is in the log",
+    signal.SIGFPE: "an arithmetic fault in native code",
+    signal.SIGILL: "an instruction that this processor does not have",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """How one rank failed.
+
+    Attributes:
+        worker: its plan.
+        time: when it failed, seconds since the epoch.
+        report: its exception, where it could describe it.
+        exit: how its process ended, where it has ended.
+    """
+
+    worker: WorkerPlan
+    time: float
+    report: Report | None
+    exit: Exit | None
+
+    @property
+    def consequence(self) -> bool:
+        """Whether another rank's failure explains this one."""
+        if self.report is not None:
+            return self.report.consequence
+        # A script started by exec describes nothing; what it printed last says as much.
+        ended_itself = self.exit is not None and self.exit.code > 0
+        return ended_itself and report.blames_peer("\n".join(last_lines(self.worker.log)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What is said about a failed launch.
+
+    Attributes:
+        text: the lines for the user.
+        exit_code: what the launcher ends with.
+        rank: the rank that failed first.
+        traceback: its Python traceback, where there was one.
+    """
+
+    text: str
+    exit_code: int
+    rank: int
+    traceback: str | None
+
+
+def collect(workers: Iterable[WorkerPlan], exits: Mapping[int, Exit]) -> list[Failure]:
+    """Return the failures known so far: workers that ended badly or described an exception."""
+    failures = []
+    for worker in workers:
+        left, told = exits.get(worker.rank), report.read(worker.error_file)
+        if told is None and (left is None or left.code == 0):
+            continue
+        time = told.time if told else left.time if left else 0.0
+        failures.append(Failure(worker=worker, time=time, report=told, exit=left))
+    return failures
+
+
+def first(failures: Iterable[Failure]) -> Failure:
+    """Return the failure that explains the others: the earliest that is not a consequence."""
+    return min(failures, key=lambda failure: (failure.consequence, failure.time))
+
+
+def verdict(
+    failures: list[Failure], size: int, *, killed_for_memory: bool | None = None
+) -> Verdict:
+    """Return the verdict over `failures`.
+
+    Args:
+        failures: what `collect` found; at least one.
+        size: number of ranks in the launch.
+        killed_for_memory: whether the kernel killed a process of this group for memory meanwhile;
+            `None` where it doesn't say.
+    """
+    cause = first(failures)
+    rank = cause.worker.rank
+    lines = [
+        f"lockstep: rank {rank} of {size} failed on {socket.gethostname()}: "
+        + _what(cause, killed_for_memory)
+    ]
+    lines += _details(cause)
+    lines.append(f"  log: {cause.worker.log}")
+    return Verdict(
+        text="\n".join(lines),
+        exit_code=cause.report.exit_code if cause.report else 1,
+        rank=rank,
+        traceback=cause.report.traceback if cause.report else None,
+    )
+
+
+def oom_kills() -> int | None:
+    """Return how often the kernel killed a process of this control group for memory, if it says."""
+    for file in _memory_events():
+        with contextlib.suppress(OSError, ValueError):
+            counters = dict(line.split() for line in file.read_text().splitlines())
+            if "oom_kill" in counters:
+                return int(counters["oom_kill"])
+    return None
+
+
+def _memory_events() -> list[Path]:
+    with contextlib.suppress(OSError):
+        groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+        root = Path("/sys/fs/cgroup")
+        first_version = [
+            root / "memory" / path[1:] / "memory.oom_control"
+            for _, name, path in groups
+            if name == "memory"
+        ]
+        second_version = [root / path[1:] / "memory.events" for _, name, path in groups if not name]
+        return second_version + first_version
+    return []
+
+
+def _what(failure: Failure, killed_for_memory: bool | None) -> str:
+    if failure.report is not None:
+        told = failure.report
+        return f"{told.exception}: {told.message}" if told.message else told.exception
+    code = failure.exit.code if failure.exit is not None else 1
+    if code >= 0:
+        return f"exit code {code}"
+    return f"killed by signal {-code} ({_signal_name(-code)}): {_likely(-code, killed_for_memory)}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"
+
+
+def _likely(number: int, killed_for_memory: bool | None) -> str:
+    if number != signal.SIGKILL or killed_for_memory is None:
+        return _CAUSES.get(number, "no usual cause")
+    if killed_for_memory:
+        return "out of memory, says the kernel"
+    return "somebody's kill -9 (the kernel counted no kill for memory in this control group)"
+
+
+def _details(failure: Failure) -> list[str]:
+    told = failure.report
+    if told is None:
+        return [f"  | {line}" for line in last_lines(failure.worker.log)]
+    lines = []
+    if told.file:
+        where = f"  at {told.file}:{told.line}"
+        lines.append(f"{where} in {told.function}" if told.function else where)
+    if told.hint:
+        lines.append(f"  hint: {told.hint}")
+    return lines
+
+
+def last_lines(log: Path) -> list[str]:
+    """Return the last lines of a log file."""
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(0, 2)
+        file.seek(max(0, file.tell() - _LAST_BYTES))
+        text = file.read().decode(errors="replace")
+        return [line for line in text.splitlines() if line.strip()][-_LAST_LINES:]
+    return []

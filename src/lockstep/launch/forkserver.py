@@ -1,0 +1,261 @@
+"""The fork server: a single-threaded child that makes, watches and ends the workers.
+
+It is forked before the launcher starts any thread or store, so that its own forks can never copy a
+lock that some thread holds. Launcher and server talk in small JSON messages over one socket; the
+socket's end of file is what tells the server that the launcher is gone, however it went.
+
+    launcher ── socket ── server ── fork ── worker (session of its own)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from lockstep.errors import RunError
+from lockstep.launch import processes
+
+#: Upper bound of one message; environment additions and a few numbers.
+_MESSAGE = 1 << 17
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What one worker is to be."""
+
+    rank: int
+    local_rank: int
+    env: Mapping[str, str] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exit:
+    """How one worker ended.
+
+    Attributes:
+        rank: its rank.
+        pid: its process id.
+        code: exit code, or minus the signal that killed it.
+        time: when it was reaped, seconds since the epoch.
+    """
+
+    rank: int
+    pid: int
+    code: int
+    time: float
+
+
+#: Runs in the worker's clean process and never returns.
+Job = Callable[[Request], NoReturn]
+
+
+class ForkServer:
+    """The launcher's end: starts workers, hears of their ends, and ends them.
+
+    Args:
+        job: what a worker does; the server keeps it in memory, so it need not be importable.
+    """
+
+    def __init__(self, job: Job) -> None:
+        launcher = os.getpid()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._exits: list[Exit] = []
+        self._pid = processes.fork()
+        if self._pid == 0:
+            ours.close()
+            _serve_and_exit(theirs, job, launcher)
+        theirs.close()
+        self._socket = ours
+
+    def start(self, request: Request, out: int, err: int) -> int:
+        """Start a worker whose output goes to the descriptors `out` and `err`; return its process id.
+
+        Raises:
+            RunError: if the server is gone or could not fork.
+        """
+        message = {"rank": request.rank, "local_rank": request.local_rank, "env": dict(request.env)}
+        try:
+            socket.send_fds(self._socket, [json.dumps(message).encode()], [out, err])
+        except OSError as error:
+            raise self._gone() from error
+        while True:
+            answer = self._receive()
+            if "started" in answer:
+                return int(answer["started"])
+            if "refused" in answer:
+                raise RunError(f"rank {request.rank} could not be started: {answer['refused']}")
+            self._exits.append(Exit(**answer))
+
+    def poll(self) -> list[Exit]:
+        """Return the workers that ended since the last call, without waiting."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._exits.append(Exit(**self._receive(socket.MSG_DONTWAIT)))
+        exits, self._exits = self._exits, []
+        return exits
+
+    def signal(self, signum: signal.Signals) -> None:
+        """Send `signum` to the sessions of all living workers."""
+        with contextlib.suppress(OSError):
+            self._socket.send(json.dumps({"signal": int(signum)}).encode())
+
+    def close(self) -> None:
+        """Kill what is left of the workers and wait for the server's end."""
+        self._socket.close()
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self._pid, 0)
+
+    def _receive(self, flags: int = 0) -> dict[str, Any]:
+        try:
+            data = self._socket.recv(_MESSAGE, flags)
+        except ConnectionError as error:
+            raise self._gone() from error
+        if not data:
+            raise self._gone()
+        answer: dict[str, Any] = json.loads(data)
+        return answer
+
+    @staticmethod
+    def _gone() -> RunError:
+        return RunError(
+            "the fork server ended while the run was going on; expected it to live as long as the run",
+            hint="it may have been killed for memory, or by hand",
+        )
+
+
+def _serve_and_exit(connection: socket.socket, job: Job, launcher: int) -> NoReturn:
+    """Be the server until the launcher closes the socket or dies."""
+    try:
+        os.setsid()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        processes.freeze()
+        _Server(connection, job, launcher).serve()
+    except BaseException:  # whatever happens here, the launcher's stack must not be unwound
+        os._exit(1)
+    os._exit(0)
+
+
+class _Server:
+    def __init__(self, connection: socket.socket, job: Job, launcher: int) -> None:
+        self._connection = connection
+        self._job = job
+        self._ranks: dict[int, int] = {}  # living workers: process id to rank
+        self._ending = False
+        self._wake, wake_writer = os.pipe()
+        self._own = (self._wake, wake_writer)
+        for descriptor in self._own:
+            os.set_blocking(descriptor, False)
+        signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, self._end)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        # Not SIGKILL: the server outlives its launcher by the moment it takes to kill whole sessions.
+        processes.die_with_parent(launcher, signal.SIGTERM)
+
+    def _end(self, *_: object) -> None:
+        self._ending = True
+
+    def serve(self) -> None:
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN)
+        poll.register(self._wake, select.POLLIN)
+        while not self._ending:
+            readable = {descriptor for descriptor, _ in poll.poll()}
+            if self._wake in readable:
+                self._drain_wake()
+                self._reap()
+            if self._connection.fileno() in readable and not self._answer():
+                break
+        self._kill_all()
+
+    def _drain_wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._wake, 512):
+                pass
+
+    def _answer(self) -> bool:
+        """Serve one message; return whether the launcher is still there."""
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._connection, _MESSAGE, 2)
+        except ConnectionError:
+            return False
+        if not data:
+            return False
+        message = json.loads(data)
+        if "signal" in message:
+            self._signal_all(message["signal"])
+        else:
+            self._start(Request(**message), descriptors)
+        return True
+
+    def _start(self, request: Request, streams: list[int]) -> None:
+        server = os.getpid()
+        # A signal that meets the child before it has reset its handlers waits until it has.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            pid = processes.fork()
+            if pid == 0:
+                self._become_worker(request, streams, server)
+            self._ranks[pid] = request.rank
+            self._send({"started": pid})
+        except OSError as error:
+            self._send({"refused": str(error)})
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, [])
+            for descriptor in streams:
+                os.close(descriptor)
+
+    def _become_worker(self, request: Request, streams: list[int], server: int) -> NoReturn:
+        try:
+            processes.make_clean(server, streams)
+            self._connection.close()
+            for descriptor in self._own:
+                os.close(descriptor)
+            self._job(request)
+        except BaseException as error:  # as in a shell: 127 for a command that cannot be run
+            os.write(2, f"lockstep: rank {request.rank} could not start: {error!r}\n".encode())
+        os._exit(127)
+
+    def _reap(self) -> None:
+        for pid in list(self._ranks):
+            # Seen but not reaped yet: the process id, which names the session, is still ours.
+            seen = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if seen is not None:
+                self._bury(pid)
+
+    def _bury(self, pid: int) -> None:
+        status = os.waitstatus_to_exitcode(_wait_status(pid))
+        self._send({"rank": self._ranks.pop(pid), "pid": pid, "code": status, "time": time.time()})
+
+    def _signal_all(self, signum: int) -> None:
+        for pid in self._ranks:
+            try:
+                os.killpg(pid, signum)
+            except ProcessLookupError:  # so young that it has no session of its own yet
+                os.kill(pid, signum)
+
+    def _kill_all(self) -> None:
+        self._signal_all(signal.SIGKILL)
+        for pid in list(self._ranks):
+            os.waitpid(pid, 0)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # a launcher that is gone is noticed by the next read
+            self._connection.send(json.dumps(message).encode())
+
+
+def _wait_status(pid: int) -> int:
+    """Kill what a failed worker left in its session, then reap it."""
+    seen = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    if seen is not None and not (seen.si_code == os.CLD_EXITED and seen.si_status == 0):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+    return os.waitpid(pid, 0)[1]

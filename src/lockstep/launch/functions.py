@@ -1,0 +1,243 @@
+"""Launching a function from Python: `lockstep.launch(main, n=2)`.
+
+The function's value on each rank comes back through a file in a directory of this launch alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import multiprocessing.process
+import multiprocessing.spawn
+import multiprocessing.util
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from lockstep.errors import RunError, UsageError
+from lockstep.launch import forksafety, machine, processes, worker
+from lockstep.launch.forkserver import Job, Request
+from lockstep.launch.interrupts import Interrupted, listening
+from lockstep.launch.plan import interpreter, make_plan
+from lockstep.launch.spec import Devices, LaunchSpec, Ranks, StartMethod
+from lockstep.launch.supervise import private_directory, say, supervise
+from lockstep.record import directory
+from lockstep.world import detect
+
+#: What `multiprocessing` tells a fresh interpreter that ours needs too: paths and the main module.
+_PREPARATION = (
+    "sys_path",
+    "sys_argv",
+    "orig_dir",
+    "dir",
+    "init_main_from_name",
+    "init_main_from_path",
+)
+
+
+def launch(
+    main: Callable[..., Any],
+    n: Ranks = 2,
+    *,
+    args: Sequence[Any] = (),
+    replicas: int | None = None,
+    start: Literal["auto", "fork", "spawn"] = "auto",
+    devices: Devices = "auto",
+    run_dir: str | os.PathLike[str] | None = None,
+    timeout: float | None = None,
+) -> list[Any]:
+    """Run `main(*args)` on `n` ranks; return its values in the order of ranks.
+
+    Workers are forked where this process allows it, so that `main` may be defined in a notebook, and
+    spawned otherwise, after a line that says why.
+
+    Args:
+        main: the function that every rank runs.
+        n: number of ranks, or `cpu`, `gpu` or `auto`.
+        args: its arguments, the same on every rank.
+        replicas: replicas of the run; the script's or as many as ranks by default.
+        start: how workers come to life.
+        devices: what ranks compute on.
+        run_dir: where logs and records go; a new directory in `runs/` by default.
+        timeout: seconds after which the launch is stopped.
+
+    Raises:
+        RunError: if a rank fails, or at the timeout; with the verdict, no process is left.
+        UsageError: if the launch cannot work.
+    """
+    _refuse_in_worker()
+    spec = LaunchSpec(
+        target=main.__qualname__ if hasattr(main, "__qualname__") else repr(main),
+        kind="function",
+        n=n,
+        start=_choose(start),
+        devices=None if devices == "auto" else devices,
+        replicas=replicas,
+        run_dir=None if run_dir is None else Path(run_dir),
+    )
+    with private_directory() as private:
+        job = _forked(main, args) if spec.start == "fork" else _spawned(main, args, private)
+        return _values(_run(spec, job, private, _name(main), timeout), private)
+
+
+def run_spawned(payload: Path) -> int:
+    """Run the function in `payload` in this fresh interpreter; return the exit code."""
+    work = pickle.loads(payload.read_bytes())  # noqa: S301 - written by our parent, readable by this user alone
+    return worker.run_guarded(lambda: _call_pickled(work), os.environ, None)
+
+
+def _run(spec: LaunchSpec, job: Job, private: Path, name: str, timeout: float | None) -> int:
+    """Run `spec` to its end; return the number of ranks."""
+    here = machine.look()
+    plan = make_plan(spec, here, os.environ, run_dir=Path(), error_dir=Path())
+    run_dir = directory.create(spec.run_dir, name)
+    deadline = None if timeout is None else time.monotonic() + timeout
+    try:
+        with listening() as interrupts:
+            verdict = supervise(spec, here, job, run_dir, private, interrupts, deadline)
+    except Interrupted as stop:
+        _pass_on(stop.signum)
+    except TimeoutError:
+        raise RunError(
+            f"{name} on {plan.size} rank(s) did not end within {timeout} s; logs: {run_dir / 'logs'}",
+            hint="a rank may wait for a collective that another never enters",
+        ) from None
+    else:
+        if verdict is not None:
+            error = RunError(verdict.text)
+            if verdict.traceback:
+                error.add_note(f"\non rank {verdict.rank}:\n{verdict.traceback}")
+            raise error
+    return plan.size
+
+
+def _pass_on(signum: signal.Signals) -> NoReturn:
+    """Do what the signal would have done without the launch, now that its processes are gone."""
+    os.kill(os.getpid(), signum)
+    raise KeyboardInterrupt
+
+
+def _refuse_in_worker() -> None:
+    if detect().environment == "lockstep":
+        raise UsageError(
+            "lockstep.launch was called in a worker, which would start workers of its own",
+            hint="call it under `if __name__ == '__main__':`, or start the script with python",
+        )
+
+
+def _choose(start: str) -> StartMethod:
+    if start not in ("auto", "fork", "spawn"):
+        raise UsageError(f"start is {start!r}; expected auto, fork or spawn")
+    if start == "spawn":
+        return "spawn"
+    reason = forksafety.reason_against_fork()
+    if reason is None:
+        return "fork"
+    if start == "fork":
+        raise UsageError(f"workers cannot be forked: {reason}", hint="start='spawn'")
+    say(f"lockstep: workers are spawned, not forked: {reason}")
+    return "spawn"
+
+
+def _name(main: Callable[..., Any]) -> str:
+    name = getattr(main, "__name__", "function")
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    in_script = getattr(main, "__module__", None) == "__main__" and file
+    return Path(str(file)).stem if in_script and name == "main" else name.strip("<>")
+
+
+def _forked(main: Callable[..., Any], args: Sequence[Any]) -> Job:
+    def job(request: Request) -> NoReturn:
+        _leave_parent_behind()
+        os.environ.update(request.env)
+        faulthandler.enable(sys.stderr)
+        worker.adopt_threads()
+        _end(worker.run_guarded(lambda: _call(main, args, os.environ), os.environ, None))
+
+    return job
+
+
+def _spawned(main: Callable[..., Any], args: Sequence[Any], private: Path) -> Job:
+    try:
+        function = pickle.dumps((main, tuple(args)))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise UsageError(
+            f"{main!r} and its arguments cannot be sent to a fresh interpreter: {error}",
+            hint="define the function at the top level of a module",
+        ) from None
+    payload = private / "function.pickle"
+    payload.write_bytes(pickle.dumps((_preparation(main), function)))
+    words = (*interpreter(), "-m", "lockstep.launch.bootstrap", "function", str(payload))
+    return lambda request: worker.execute(words, request.env)
+
+
+def _preparation(main: Callable[..., Any]) -> dict[str, Any]:
+    data = multiprocessing.spawn.get_preparation_data("lockstep")
+    known = {name: data[name] for name in _PREPARATION if name in data}
+    if main.__module__ == "__main__" and not known.keys() & {
+        "init_main_from_name",
+        "init_main_from_path",
+    }:
+        raise UsageError(
+            f"{main.__qualname__} is defined where no fresh interpreter can import it from",
+            hint="put it into a file and import it, or launch before anything that rules out forks",
+        )
+    return known
+
+
+def _call_pickled(work: tuple[dict[str, Any], bytes]) -> None:
+    preparation, function = work
+    multiprocessing.spawn.prepare(preparation)
+    main, args = pickle.loads(function)  # noqa: S301 - see run_spawned
+    _call(main, args, os.environ)
+
+
+def _call(main: Callable[..., Any], args: Sequence[Any], environ: Mapping[str, str]) -> None:
+    value = main(*args)
+    try:
+        data = pickle.dumps(value)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise RunError(
+            f"the value that {main.__qualname__} returned cannot be pickled: {error}",
+            hint="return numbers, strings, tensors, or containers of them",
+        ) from None
+    _value_file(Path(environ["TORCHELASTIC_ERROR_FILE"]).parent, int(environ["RANK"])).write_bytes(
+        data
+    )
+
+
+def _values(size: int, private: Path) -> list[Any]:
+    return [
+        pickle.loads(_value_file(private, rank).read_bytes())  # noqa: S301 - written by our own workers
+        for rank in range(size)
+    ]
+
+
+def _value_file(private: Path, rank: int) -> Path:
+    return private / f"rank-{rank}.value"
+
+
+def _leave_parent_behind() -> None:
+    """Drop what belongs to the interpreter this process was forked from, as multiprocessing does."""
+    processes.renew_streams()
+    sys.excepthook = sys.__excepthook__
+    atexit._clear()
+    atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
+    multiprocessing.process._children = set()  # type: ignore[attr-defined]
+    multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
+    multiprocessing.util._run_after_forkers()  # type: ignore[attr-defined]
+
+
+def _end(code: int) -> NoReturn:
+    """End without tearing down modules: they are copies of somebody else's."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,243 @@
+"""Where workers' output goes: a log file each, the terminal for the main rank, or for all with `tee`.
+
+A rank that is not shown writes straight to its log file. A rank that is shown writes to a pipe, or to
+a pseudo-terminal where the launcher's own stream is a terminal (so that progress bars work); one
+thread copies what arrives to the terminal and to the log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import select
+import struct
+import sys
+import termios
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, TextIO
+
+from lockstep.errors import RunDirectoryError
+
+_CHUNK = 1 << 16
+#: Seconds that a terminal may take for the last output before it is given up.
+_PATIENCE = 30.0
+
+
+class Sink(Protocol):
+    """Something that takes bytes and never fails."""
+
+    def write(self, data: bytes) -> None:
+        """Take `data`, or lose it."""
+
+
+@dataclass(slots=True)
+class TextSink:
+    """A stream of text that is not a file: a notebook's, or a test's.
+
+    Attributes:
+        stream: where text goes.
+    """
+
+    stream: TextIO
+
+    def write(self, data: bytes) -> None:
+        """Write `data` as text."""
+        with contextlib.suppress(OSError, ValueError):
+            self.stream.write(data.decode(errors="replace"))
+            self.stream.flush()
+
+
+@dataclass(slots=True)
+class _Sink:
+    """A descriptor that is written to until it fails once: a closed terminal, a full disk."""
+
+    descriptor: int | None
+
+    def write(self, data: bytes) -> None:
+        while data and self.descriptor is not None:
+            try:
+                data = data[os.write(self.descriptor, data) :]
+            except OSError:
+                self.descriptor = None
+
+    def duplicate(self) -> int:
+        """Return a descriptor of one's own for the same place, or for nowhere after a failure."""
+        return (
+            os.open(os.devnull, os.O_WRONLY) if self.descriptor is None else os.dup(self.descriptor)
+        )
+
+
+@dataclass(slots=True)
+class _Source:
+    """One readable end: where its bytes go, and the prefix of each line on the terminal."""
+
+    shown: Sink
+    log: Sink
+    prefix: bytes
+    rest: bytearray = field(default_factory=bytearray)
+
+    def feed(self, data: bytes) -> None:
+        self.log.write(data)
+        if not self.prefix:
+            self.shown.write(data)
+            return
+        self.rest += data
+        whole, newline, rest = self.rest.rpartition(b"\n")
+        self.rest = bytearray(rest)
+        if newline:
+            self._show(bytes(whole))
+
+    def finish(self) -> None:
+        """Show a last line that has no end."""
+        if self.rest:
+            self._show(bytes(self.rest))
+            self.rest.clear()
+
+    def _show(self, lines: bytes) -> None:
+        self.shown.write(b"".join(self.prefix + line + b"\n" for line in lines.split(b"\n")))
+
+
+class Output:
+    """The output of all workers of one launch.
+
+    Args:
+        tee: whether every rank is shown, its lines prefixed, instead of only rank 0.
+    """
+
+    def __init__(self, *, tee: bool) -> None:
+        self._tee = tee
+        self._terminal = (_standard(sys.stdout, 1), _standard(sys.stderr, 2))
+        self._logs: dict[Path, _Sink] = {}
+        self._sources: dict[int, _Source] = {}
+        self._lock = threading.Lock()
+        self._wake, self._wake_writer = os.pipe()
+        self._finishing = False
+        self._thread = threading.Thread(target=self._pump, name="lockstep-output", daemon=True)
+        self._thread.start()
+
+    def open(self, rank: int, log: Path) -> tuple[int, int]:
+        """Return descriptors for a worker's standard output and error; the caller closes them.
+
+        Raises:
+            RunDirectoryError: if the log file cannot be written.
+        """
+        sink = self._log(log)
+        if rank != 0 and not self._tee:
+            return sink.duplicate(), sink.duplicate()
+        prefix = f"[rank {rank}] ".encode() if self._tee else b""
+        return self._channels(prefix, sink)
+
+    def finish(self) -> None:
+        """Copy what is still on its way, then stop; the workers must have ended."""
+        self._finishing = True
+        self._poke()
+        self._thread.join(_PATIENCE)
+        if self._thread.is_alive():  # stuck in a terminal that takes nothing; it ends with the process
+            return
+        for sink in self._logs.values():
+            if sink.descriptor is not None:
+                os.close(sink.descriptor)
+        for descriptor in (self._wake, self._wake_writer):
+            os.close(descriptor)
+
+    def _log(self, path: Path) -> _Sink:
+        if path not in self._logs:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            try:
+                self._logs[path] = _Sink(os.open(path, flags, 0o600))
+            except OSError as error:
+                raise RunDirectoryError(
+                    f"the log file {path} cannot be written: {error.strerror}",
+                    hint="--run-dir DIR names another place",
+                ) from None
+        return self._logs[path]
+
+    def _channels(self, prefix: bytes, log: _Sink) -> tuple[int, int]:
+        terminals = [not self._tee and _is_terminal(sink) for sink in self._terminal]
+        if all(terminals):
+            worker = self._add(_open_terminal(1), 0, prefix, log)
+            return worker, os.dup(worker)
+        out, err = (
+            self._add(_open_terminal(index + 1) if terminal else os.pipe(), index, prefix, log)
+            for index, terminal in enumerate(terminals)
+        )
+        return out, err
+
+    def _add(self, ends: tuple[int, int], index: int, prefix: bytes, log: _Sink) -> int:
+        reader, writer = ends
+        os.set_blocking(reader, False)
+        with self._lock:
+            self._sources[reader] = _Source(self._terminal[index], log, prefix)
+        self._poke()
+        return writer
+
+    def _poke(self) -> None:
+        os.write(self._wake_writer, b"\0")
+
+    def _pump(self) -> None:
+        while True:
+            with self._lock:
+                readers = list(self._sources)
+            finishing = self._finishing
+            ready = _wait([self._wake, *readers], timeout=0 if finishing else None)
+            if self._wake in ready:
+                os.read(self._wake, _CHUNK)
+            active = [reader for reader in ready if reader != self._wake and self._copy(reader)]
+            if finishing and not active:
+                break
+        for reader in list(self._sources):
+            self._drop(reader)
+
+    def _copy(self, reader: int) -> bool:
+        """Copy once from `reader`; return whether there was anything."""
+        try:
+            data = os.read(reader, _CHUNK)
+        except BlockingIOError:
+            return False
+        except OSError:  # a pseudo-terminal whose other end is closed
+            data = b""
+        if not data:
+            self._drop(reader)
+            return False
+        self._sources[reader].feed(data)
+        return True
+
+    def _drop(self, reader: int) -> None:
+        with self._lock:
+            source = self._sources.pop(reader)
+        source.finish()
+        os.close(reader)
+
+
+def _wait(readers: list[int], timeout: float | None) -> list[int]:
+    poll = select.poll()
+    for reader in readers:
+        poll.register(reader, select.POLLIN)
+    return [reader for reader, _ in poll.poll(timeout)]
+
+
+def _standard(stream: TextIO, descriptor: int) -> Sink:
+    """Return where this process shows things: its descriptor, unless something took the stream's place."""
+    original = sys.__stdout__ if descriptor == 1 else sys.__stderr__
+    return _Sink(descriptor) if stream is original else TextSink(stream)
+
+
+def _is_terminal(sink: Sink) -> bool:
+    return isinstance(sink, _Sink) and sink.descriptor is not None and os.isatty(sink.descriptor)
+
+
+def _open_terminal(like: int) -> tuple[int, int]:
+    """Open a pseudo-terminal with the window size of `like`; it passes bytes on unchanged."""
+    reader, writer = pty.openpty()
+    mode = termios.tcgetattr(writer)
+    mode[1] &= ~termios.OPOST
+    mode[3] &= ~(termios.ECHO | termios.ICANON)
+    termios.tcsetattr(writer, termios.TCSANOW, mode)
+    with contextlib.suppress(OSError):
+        size = fcntl.ioctl(like, termios.TIOCGWINSZ, struct.pack("HHHH", 0, 0, 0, 0))
+        fcntl.ioctl(writer, termios.TIOCSWINSZ, size)
+    return reader, writer

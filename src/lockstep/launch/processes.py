@@ -1,0 +1,116 @@
+"""What the kernel is asked about processes: death signals, clean children, threads.
+
+Everything here is for Linux. A child made by `fork` keeps its parent's signal handlers, random state
+and streams; `make_clean` gives it those of a process of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import random
+import signal
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int, signum: signal.Signals) -> None:
+    """Ask the kernel to send `signum` to this process when its parent dies.
+
+    Args:
+        parent: process id of the parent, known before the fork: it may be dead already.
+        signum: the signal to receive.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signum)
+
+
+def fork() -> int:
+    """Fork without Python 3.12's warning about threads: callers have made sure of them."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+def task_count() -> int:
+    """Return how many threads the kernel sees in this process."""
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def make_clean(parent: int, streams: Sequence[int]) -> None:
+    """Turn a freshly forked child into a worker of its own session.
+
+    Args:
+        parent: process id of the parent.
+        streams: descriptors that become standard output and standard error.
+    """
+    die_with_parent(parent, signal.SIGKILL)
+    os.setsid()
+    _reset_signals()
+    _connect_streams(*streams)
+    _reseed()
+
+
+def _reset_signals() -> None:
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+
+def _connect_streams(out: int, err: int) -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    for descriptor in {out, err}:
+        os.close(descriptor)
+
+
+def _reseed() -> None:
+    # A fresh interpreter seeds these from the system; children of one parent would all be equal.
+    random.seed()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+
+
+def renew_streams() -> None:
+    """Give Python's standard streams the buffers of this process; lines appear as they are written."""
+    out, err = _encoding(sys.stdout), _encoding(sys.stderr)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - lives as long as the process
+    sys.stdout = open(1, "w", buffering=1, encoding=out, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, encoding=err, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
+
+
+def _encoding(stream: object) -> str | None:
+    encoding = getattr(stream, "encoding", None)
+    return encoding if isinstance(encoding, str) else None
+
+
+def finalize(code: int) -> None:
+    """End this forked process as an interpreter ends: threads, `atexit`, flushes, module teardown.
+
+    The frames below belong to the launcher and must not be unwound here, so `sys.exit` will not do;
+    `os._exit` would lose files that the script left open for the teardown to flush.
+    """
+    ctypes.pythonapi.Py_Exit(code & 0xFF)
+
+
+def freeze() -> None:
+    """Keep the collector off the objects made so far: touching them would copy pages shared by fork."""
+    gc.freeze()

@@ -1,0 +1,146 @@
+"""How a worker describes its exception to the launcher: one JSON file, written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+
+from lockstep.errors import LockstepError, PeerError
+
+#: What torch and Gloo say when the other end is the one that failed.
+_PEER_PHRASES = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "timed out waiting",
+    "socket timeout",
+    "connection was likely closed",
+    "failed to recv",
+    "no error message found for",
+    "rank may have exited",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """An exception that ended a worker.
+
+    Attributes:
+        rank: the worker's rank.
+        exception: name of the exception's type.
+        message: its text, without the hint.
+        hint: what to do about it, where it is known.
+        exit_code: the code that the worker ends with.
+        file: file of the user's frame where it was raised.
+        line: line in that file.
+        function: function around that line.
+        traceback: the whole traceback as text.
+        time: seconds since the epoch.
+        consequence: whether it tells of another rank's failure rather than of its own.
+    """
+
+    rank: int
+    exception: str
+    message: str
+    hint: str | None = None
+    exit_code: int = 1
+    file: str | None = None
+    line: int | None = None
+    function: str | None = None
+    traceback: str = ""
+    time: float = 0.0
+    consequence: bool = False
+
+
+def describe(error: BaseException, rank: int, home: str | None) -> Report:
+    """Return the report of `error`.
+
+    Args:
+        error: what ended the worker, its traceback trimmed to the user's frames.
+        rank: the worker's rank.
+        home: directory of the user's script; frames below it are preferred.
+    """
+    file, line, function = _place(error, home)
+    hint = error.hint if isinstance(error, LockstepError) else None
+    return Report(
+        rank=rank,
+        exception=type(error).__qualname__,
+        message=error.message if isinstance(error, LockstepError) else str(error),
+        hint=hint,
+        exit_code=error.exit_code if isinstance(error, LockstepError) else 1,
+        file=file,
+        line=line,
+        function=function,
+        traceback="".join(traceback.format_exception(error)),
+        time=time.time(),
+        consequence=is_consequence(error),
+    )
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Return whether `error` says that another rank failed."""
+    if isinstance(error, PeerError):
+        return True
+    from_torch = isinstance(error, (RuntimeError, ConnectionError, TimeoutError))
+    return from_torch and blames_peer(str(error))
+
+
+def blames_peer(text: str) -> bool:
+    """Return whether `text` is what torch says when the other end is the one that failed."""
+    lowered = text.lower()
+    return any(phrase in lowered for phrase in _PEER_PHRASES)
+
+
+def write(report: Report, path: Path) -> None:
+    """Write `report` to `path` atomically; a full disk leaves the traceback in the log alone."""
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    with contextlib.suppress(OSError):
+        draft.write_text(json.dumps(asdict(report)))
+        draft.replace(path)
+
+
+def read(path: Path) -> Report | None:
+    """Return the report in `path`, or `None` where there is none of ours."""
+    try:
+        return Report(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def trim(trace: TracebackType | None, own: str) -> TracebackType | None:
+    """Return `trace` without the launcher's frames at its top.
+
+    Args:
+        trace: a traceback, outermost frame first.
+        own: directory of the frames to drop.
+    """
+    while trace is not None and _is_ours(trace, own):
+        trace = trace.tb_next
+    return trace
+
+
+def _is_ours(trace: TracebackType, own: str) -> bool:
+    file = trace.tb_frame.f_code.co_filename
+    return file.startswith((own, "<frozen "))
+
+
+def _place(error: BaseException, home: str | None) -> tuple[str | None, int | None, str | None]:
+    if isinstance(error, SyntaxError) and error.filename:
+        return error.filename, error.lineno, None
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return None, None, None
+    inside = [
+        frame
+        for frame in frames
+        if home and frame.filename.startswith(home) and "site-packages" not in frame.filename
+    ]
+    frame = (inside or frames)[-1]
+    return frame.filename, frame.lineno, frame.name

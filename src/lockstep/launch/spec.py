@@ -1,0 +1,110 @@
+"""What the user asked to start, as one value that is valid or does not exist."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast, get_args
+
+from lockstep.errors import UsageError
+
+StartMethod = Literal["fork", "spawn", "exec"]
+Devices = Literal["auto", "cpu", "gpu"]
+TargetKind = Literal["script", "module", "function"]
+Ranks = int | Literal["cpu", "gpu", "auto"]
+
+#: What `n` may be besides a number.
+_WORDS = ("cpu", "gpu", "auto")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchSpec:
+    """One launch as asked for, before anything is known about the machine.
+
+    Attributes:
+        target: path of a script, name of a module, or qualified name of a function.
+        kind: which of the three `target` is.
+        args: arguments of the script or module.
+        n: number of ranks: at least 1, or `cpu`, `gpu` or `auto`.
+        start: how workers come to life.
+        devices: what ranks compute on; `None` leaves `LOCKSTEP_DEVICES` and then `auto`.
+        replicas: replicas of the run; `None` leaves `LOCKSTEP_REPLICAS` and then the script.
+        threads: intra-op threads of each rank; `None` leaves `LOCKSTEP_THREADS`, then shares the cores.
+        run_dir: where logs and records go; `None` makes a new one.
+        fresh: whether a finished run in `run_dir` may be overwritten.
+        tee: whether every rank's output is shown, not only the main rank's.
+        stop_on_nan: whether a loss that is not finite ends the run.
+        local_rank_option: option such as `--local-rank` given to old scripts; `None` for none.
+
+    Raises:
+        UsageError: if a value cannot work on any machine.
+    """
+
+    target: str
+    kind: TargetKind = "script"
+    args: tuple[str, ...] = ()
+    n: Ranks = 1
+    start: StartMethod = "fork"
+    devices: Devices | None = None
+    replicas: int | None = None
+    threads: int | None = None
+    run_dir: Path | None = None
+    fresh: bool = False
+    tee: bool = False
+    stop_on_nan: bool = False
+    local_rank_option: str | None = None
+
+    def __post_init__(self) -> None:
+        self._check_ranks()
+        self._check_choice("--start", self.start, get_args(StartMethod))
+        self._check_choice("the kind of target", self.kind, get_args(TargetKind))
+        if self.devices is not None:
+            self._check_choice("--devices", self.devices, get_args(Devices))
+        self._check_count("--replicas", self.replicas)
+        self._check_count("--threads", self.threads)
+        if self.kind == "function" and self.start == "exec":
+            raise UsageError(
+                "a function cannot be started by exec; expected fork or spawn",
+                hint="leave out `start`",
+            )
+
+    @property
+    def name(self) -> str:
+        """What the run is called in `runs/`: the script's stem, the module or the function."""
+        return Path(self.target).stem if self.kind == "script" else self.target.rpartition(".")[2]
+
+    def _check_ranks(self) -> None:
+        if isinstance(self.n, str):
+            self._check_choice("-n", self.n, _WORDS)
+        elif isinstance(self.n, bool) or self.n < 1:
+            raise UsageError(
+                f"-n is {self.n}; expected at least 1 rank",
+                hint="-n takes a number, or cpu, gpu or auto",
+            )
+
+    @staticmethod
+    def _check_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:
+        if value not in choices:
+            raise UsageError(f"{flag} is {value!r}; expected one of {', '.join(choices)}")
+
+    @staticmethod
+    def _check_count(flag: str, value: int | None) -> None:
+        if value is not None and value < 1:
+            raise UsageError(f"{flag} is {value}; expected at least 1")
+
+
+def parse_ranks(text: str) -> Ranks:
+    """Return the value of `-n` that `text` spells.
+
+    Raises:
+        UsageError: if it is neither an integer nor `cpu`, `gpu` or `auto`.
+    """
+    if text in _WORDS:
+        return cast("Ranks", text)
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(
+            f"-n is {text!r}; expected a number of ranks, or cpu, gpu or auto",
+            hint="for example `lockstep run -n 2 train.py`",
+        ) from None

@@ -1,0 +1,101 @@
+"""Running the user's script or module as `__main__`, the way `python` itself would."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType
+
+from lockstep.errors import ScriptNotFoundError
+
+
+def run_script(path: str, args: list[str]) -> None:
+    """Run the file `path` as `python path args` would.
+
+    Raises:
+        ScriptNotFoundError: if it cannot be read.
+    """
+    _set_path(str(Path(path).resolve().parent))
+    sys.argv[:] = [path, *args]
+    absolute = str(Path(path).absolute())
+    module = _fresh_main()
+    module.__file__ = absolute
+    module.__loader__ = SourceFileLoader("__main__", absolute)
+    _execute(compile(_source(path), absolute, "exec", dont_inherit=True), module)
+
+
+def run_module(name: str, args: list[str]) -> None:
+    """Run the module `name` as `python -m name args` would.
+
+    Raises:
+        ScriptNotFoundError: if there is no such module, or it cannot be run.
+    """
+    _set_path(str(Path.cwd()))
+    sys.argv[:] = ["-m", *args]
+    spec = _find(name)
+    code = spec.loader.get_code(spec.name) if isinstance(spec.loader, SourceFileLoader) else None
+    if code is None:
+        raise ScriptNotFoundError(f"module {name!r} has no source that could be run")
+    module = _fresh_main()
+    module.__file__ = spec.origin
+    module.__spec__ = spec
+    module.__loader__ = spec.loader
+    module.__package__ = spec.parent
+    sys.argv[0] = spec.origin or name
+    _execute(code, module)
+
+
+def _execute(code: CodeType, module: ModuleType) -> None:
+    exec(code, module.__dict__)  # noqa: S102 - running the user's code is what a launcher is for
+
+
+def _source(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ScriptNotFoundError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _set_path(directory: str) -> None:
+    # `python -P` and PYTHONSAFEPATH: the interpreter put no directory in front, so none is replaced.
+    if sys.flags.safe_path:
+        return
+    if sys.path:
+        sys.path[0] = directory
+    else:
+        sys.path.append(directory)
+
+
+def _fresh_main() -> ModuleType:
+    """Return a new `__main__`, leaving the launcher's own alive."""
+    module = ModuleType("__main__")
+    module.__dict__["__builtins__"] = sys.modules["builtins"]
+    module.__annotations__ = {}
+    sys.modules["__lockstep_main__"] = sys.modules["__main__"]
+    sys.modules["__main__"] = module
+    return module
+
+
+def _find(name: str) -> ModuleSpec:
+    spec = _spec(name)
+    if spec.submodule_search_locations is not None:
+        spec = _spec(f"{name}.__main__")
+    return spec
+
+
+def _spec(name: str) -> ModuleSpec:
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        # An import that fails inside the user's own package is the user's error, not a missing target.
+        if error.name is None or not name.startswith(error.name):
+            raise
+        spec = None
+    if spec is None:
+        raise ScriptNotFoundError(
+            f"there is no module {name!r}",
+            hint="-m takes a module's name, without -m a file is run",
+        )
+    return spec

@@ -1,0 +1,105 @@
+"""What a worker does with itself: run the target, describe what went wrong, end properly."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NoReturn
+
+from lockstep.launch import processes, report, target
+from lockstep.launch.forkserver import Job, Request
+from lockstep.launch.plan import arguments, command
+from lockstep.launch.spec import LaunchSpec
+
+_PACKAGE = str(Path(__file__).parent)
+
+
+def job(spec: LaunchSpec) -> Job:
+    """Return what each worker of `spec` does in its clean process."""
+    if spec.start == "fork":
+        return lambda request: _run_forked(spec, request)
+    return lambda request: execute(command(spec, request.local_rank), request.env)
+
+
+def run_guarded(body: Callable[[], object], environ: Mapping[str, str], home: str | None) -> int:
+    """Run `body`; return the exit code an interpreter would end with.
+
+    An exception is printed to standard error and described in the error file that `environ` names.
+
+    Args:
+        body: the user's code.
+        environ: the worker's environment.
+        home: directory of the user's code.
+    """
+    try:
+        body()
+    except SystemExit as leave:
+        return exit_code(leave)
+    except KeyboardInterrupt as error:
+        _tell(error, environ, home)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+        return 128 + signal.SIGINT
+    except BaseException as error:
+        return _tell(error, environ, home)
+    return 0
+
+
+def exit_code(leave: SystemExit) -> int:
+    """Return the exit code of `SystemExit`, printing its message as the interpreter does."""
+    if leave.code is None:
+        return 0
+    if isinstance(leave.code, int):
+        return leave.code & 0xFF
+    print(leave.code, file=sys.stderr)  # noqa: T201 - what the interpreter does with sys.exit("text")
+    return 1
+
+
+def adopt_threads() -> None:
+    """Take over `OMP_NUM_THREADS`, which torch read in the parent, if it read it at all."""
+    value = os.environ.get("OMP_NUM_THREADS", "")
+    torch = sys.modules.get("torch")
+    if torch is not None and value.isdecimal() and int(value) > 0:
+        torch.set_num_threads(int(value))
+
+
+def _tell(error: BaseException, environ: Mapping[str, str], home: str | None) -> int:
+    error.__traceback__ = report.trim(error.__traceback__, _PACKAGE)
+    told = report.describe(error, int(environ.get("RANK", "0")), home)
+    file = environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        report.write(told, Path(file))
+    sys.excepthook(type(error), error, error.__traceback__)
+    return told.exit_code
+
+
+def _run_forked(spec: LaunchSpec, request: Request) -> NoReturn:
+    processes.renew_streams()
+    os.environ.update(request.env)
+    faulthandler.enable()
+    adopt_threads()
+    args = list(arguments(spec, request.local_rank))
+    code = run_target(spec.kind, spec.target, args)
+    _end(code)
+
+
+def run_target(kind: str, name: str, args: list[str]) -> int:
+    """Run a script or a module as `__main__`; return the exit code."""
+    if kind == "module":
+        return run_guarded(lambda: target.run_module(name, args), os.environ, str(Path.cwd()))
+    home = str(Path(name).resolve().parent)
+    return run_guarded(lambda: target.run_script(name, args), os.environ, home)
+
+
+def _end(code: int) -> NoReturn:
+    processes.finalize(code)
+    os._exit(code)  # not reached: tells readers, and the type checker, that nothing follows
+
+
+def execute(words: tuple[str, ...], env: Mapping[str, str]) -> NoReturn:
+    """Become the program `words`, with `env` added to the environment."""
+    os.execve(words[0], words, {**os.environ, **env})  # noqa: S606 - that is what exec means

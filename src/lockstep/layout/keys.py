@@ -1,0 +1,32 @@
+"""Keys for random streams: a function of what is computed, never of where.
+
+Keys are BLAKE2b digests (RFC 7693) of the purpose and the numbers, so that neighbouring numbers give
+unrelated streams.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+#: The streams of a run. Each names what its numbers after the seed mean.
+INIT = "init"  # none: parameters and whatever the script draws before it trains
+ORDER = "order"  # loader, epoch: the epoch's permutation
+SAMPLE = "sample"  # loader, epoch, index: what `dataset[index]` draws
+BATCH = "batch"  # loader, epoch, step, replica: what a whole-batch fetch or a collate function draws
+FORWARD = "forward"  # loader, epoch, step, replica, pass: what the user's code draws for a microbatch
+BETWEEN = "between"  # loader, epoch, step: what the script draws after a loop over batches
+STREAM = "stream"  # loader, epoch: what an iterable dataset draws
+
+
+def derive(seed: int, purpose: str, *numbers: int) -> int:
+    """Return the 63-bit key of a random stream.
+
+    Args:
+        seed: the run's seed.
+        purpose: which stream; one of this module's constants.
+        numbers: which part of the stream, each within 64 signed bits.
+    """
+    packed = struct.pack(f"<{1 + len(numbers)}q", seed, *numbers)
+    digest = hashlib.blake2b(packed, digest_size=8, person=purpose.encode()).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,58 @@
+"""The directory of a run: where its logs and records go."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from pathlib import Path
+
+from lockstep.errors import RunDirectoryError
+
+_HINT = "--run-dir DIR names another place"
+
+
+def create(run_dir: Path | None, name: str, base: Path = Path("runs")) -> Path:
+    """Return the directory of a launch, made and writable, with `logs/` in it.
+
+    Args:
+        run_dir: the directory asked for, new or not; `None` makes `base/NAME/TIME`.
+        name: name of the run.
+        base: where directories are made that nobody named.
+
+    Raises:
+        RunDirectoryError: if it cannot be made or written.
+    """
+    try:
+        path = _make_new(base / name) if run_dir is None else run_dir.absolute()
+        logs = path / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        _check_writable(logs)
+    except OSError as error:
+        where = run_dir or base / name
+        raise RunDirectoryError(
+            f"the run directory {where} cannot be used: {error.strerror} ({error.filename})",
+            hint=_HINT,
+        ) from None
+    return path
+
+
+def _make_new(parent: Path) -> Path:
+    """Make a directory named after the time that no other launch has, and return it."""
+    parent = parent.absolute()
+    parent.mkdir(parents=True, exist_ok=True)
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for number in itertools.count(1):
+        path = parent / (stamp if number == 1 else f"{stamp}-{number}")
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return path
+    raise AssertionError("itertools.count does not end")
+
+
+def _check_writable(directory: Path) -> None:
+    # Permissions do not say it all: a read-only mount, a full disk. Writing does.
+    probe = directory / ".writable"
+    probe.write_bytes(b"1")
+    probe.unlink()

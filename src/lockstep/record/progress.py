@@ -1,0 +1,94 @@
+"""What a person sees while a run goes on: a bar on a terminal, a line per epoch elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+_REFRESH_SECONDS = 0.1
+
+
+class Progress:
+    """Shows epochs, samples per second and the newest logged values on the main rank.
+
+    Args:
+        shown: whether this rank shows anything.
+    """
+
+    def __init__(self, *, shown: bool) -> None:
+        self._shown = shown
+        self._is_terminal = sys.stderr.isatty()
+        self._bar: tqdm[Any] | None = None
+        self._values: dict[str, Any] = {}
+        self._refreshed = 0.0
+        self._started = 0.0
+        self._samples = 0
+
+    def epoch_begins(self, epoch: int, epochs: int, steps: int | None) -> None:
+        """A training loop of `steps` global batches begins."""
+        self._started = time.monotonic()
+        self._samples = 0
+        if self._shown and self._is_terminal:
+            self._bar = tqdm(
+                total=steps,
+                desc=f"epoch {epoch + 1}/{epochs}",
+                unit="step",
+                leave=False,
+                dynamic_ncols=True,
+            )
+
+    def step(self, samples: int) -> None:
+        """A global batch of `samples` samples is done."""
+        self._samples += samples
+        if self._bar is not None:
+            self._refresh(self._bar)
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Take the newest values; they are read only when they are shown."""
+        if self._shown:
+            self._values.update(values)
+
+    def _refresh(self, bar: tqdm[Any]) -> None:
+        bar.n += 1
+        now = time.monotonic()
+        if now - self._refreshed < _REFRESH_SECONDS:
+            return
+        self._refreshed = now
+        bar.set_postfix_str(self._summary(), refresh=False)
+        bar.refresh()
+
+    def epoch_ends(self, epoch: int, epochs: int) -> None:
+        """The training loop is over: one line stays."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+        if self._shown and self._samples:
+            self.say(f"epoch {epoch + 1}/{epochs}  {self._summary()}")
+
+    def _summary(self) -> str:
+        elapsed = max(time.monotonic() - self._started, 1e-9)
+        parts = [f"{name} {_short(value)}" for name, value in self._values.items()]
+        return "  ".join([*parts, f"{self._samples / elapsed:,.0f} samples/s"])
+
+    @staticmethod
+    def say(text: str) -> None:
+        """Print a line to standard error, above the bar if there is one."""
+        tqdm.write(text, file=sys.stderr)
+
+
+    @staticmethod
+    def print(text: str) -> None:
+        """Print a line to standard output, above the bar if there is one."""
+        tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        value = value.item()
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,213 @@
+"""Everything a run writes and shows, behind one listener."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from lockstep.data.build import LoaderSettings
+from lockstep.data.loader import Loader
+from lockstep.data.microbatch import Microbatch
+from lockstep.record import directory as directories
+from lockstep.record import run_file
+from lockstep.record.events import Events
+from lockstep.record.progress import Progress
+from lockstep.record.run_file import Identity
+from lockstep.record.trace import Trace
+from lockstep.world.model import World
+
+
+class Place(Protocol):
+    """Where a run stands."""
+
+    epoch: int
+    epochs: int
+    steps: int
+
+
+class Asked(Protocol):
+    """The settings of a run that matter here."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def run_dir(self) -> Path | None: ...
+    @property
+    def fresh(self) -> bool: ...
+    @property
+    def progress(self) -> bool: ...
+    @property
+    def trace(self) -> Path | None: ...
+
+
+class Recorder:
+    """Writes `run.json`, events and the trace, and shows progress.
+
+    Args:
+        settings: what the run is asked to do.
+        identity: what the run is.
+        world: who this process is.
+        store: through which the main rank names the directory.
+
+    Raises:
+        RunDirectoryError: if the directory cannot be used.
+    """
+
+    def __init__(
+        self, settings: Asked, identity: Identity, world: World, store: dist.Store
+    ) -> None:
+        self._settings, self._identity, self._world = settings, identity, world
+        self.directory = self._agree_on_directory(store)
+        self._events = Events(self.directory, world.rank)
+        self._progress = Progress(shown=world.is_main and settings.progress)
+        self._trace = Trace(settings.trace, world.rank) if settings.trace else None
+        self._loaders: dict[int, Loader] = {}
+        self._training = False
+        self._generations = self._earlier_generations()
+        self._place: Place | None = None
+        self._digest: Callable[[], str] | None = None
+        if world.is_main:
+            self._write("running")
+
+    def _agree_on_directory(self, store: dist.Store) -> Path:
+        if self._world.is_main:
+            path = directories.create(self._settings.run_dir, self._settings.name)
+            run_file.check(path, self._identity, fresh=self._settings.fresh)
+            store.set("directory", str(path))
+        return Path(store.get("directory").decode())
+
+    def _earlier_generations(self) -> list[dict[str, Any]]:
+        recorded = run_file.read(self.directory) if self._world.is_main else None
+        if recorded is None or self._settings.fresh:
+            return []
+        return list(recorded.get("generations", []))
+
+    @property
+    def shown_directory(self) -> str:
+        """The run directory as a person would type it here."""
+        try:
+            return str(self.directory.relative_to(Path.cwd()))
+        except ValueError:
+            return str(self.directory)
+
+    def bind(self, place: Place, digest: Callable[[], str]) -> None:
+        """Learn where the run stands, and how to take its digest."""
+        self._place, self._digest = place, digest
+
+    # --- what happens ----------------------------------------------------------------------------
+
+    def loader_made(self, loader: Loader, dataset: Any, settings: LoaderSettings) -> None:
+        """Take note of a new loader."""
+        self._loaders[loader.number] = loader
+        if self._trace is not None:
+            length = len(dataset) if hasattr(dataset, "__len__") else None
+            exhaustive = settings.sampler is None and not settings.drop_last
+            self._trace.loader(loader.number, length, exhaustive=exhaustive)
+
+    def loop_begins(self, loader: int, epoch: int, round_: int) -> None:  # noqa: ARG002
+        """Show a bar for a loop that trains."""
+        self._training = torch.is_grad_enabled()
+        if self._training and self._place is not None:
+            self._progress.epoch_begins(epoch, self._place.epochs, self._length(loader))
+
+    def _length(self, loader: int) -> int | None:
+        try:
+            return len(self._loaders[loader])
+        except TypeError:
+            return None
+
+    def microbatch_begins(self, microbatch: Microbatch) -> None:
+        """Nothing is recorded before there is a loss."""
+
+    def before_backward(self, microbatch: Microbatch, loss: torch.Tensor) -> None:
+        """Trace a loss and the samples behind it."""
+        if self._trace is not None and self._place is not None:
+            self._trace.microbatch(self._place.steps + 1, microbatch, loss)
+
+    def step_ends(self, step: int, microbatch: Microbatch) -> None:
+        """Trace the parameters and move the bar."""
+        if self._trace is not None and self._digest is not None:
+            self._trace.step(step, self._digest())
+        self._progress.step(microbatch.total)
+
+    def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:  # noqa: ARG002
+        """Close the bar and write what is pending."""
+        if self._trace is not None:
+            self._trace.loop(loader, epoch, round_, complete=not early)
+        if self._training and self._place is not None:
+            self._training = False
+            self._progress.epoch_ends(epoch, self._place.epochs)
+
+    def epoch_ends(self, epoch: int) -> None:
+        """Write what is pending."""
+        self._events.add(kind="epoch", epoch=epoch)
+        self._events.flush()
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Record values of the current step."""
+        kept = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+        place = self._place
+        epoch, step = (place.epoch, place.steps) if place else (0, 0)
+        self._events.add(kind="log", epoch=epoch, step=step, **kept)
+        self._progress.log(kept)
+
+    def say(self, text: str) -> None:
+        """Show a line of Lockstep's own on the main rank, on standard error."""
+        if self._world.is_main and self._settings.progress:
+            self._progress.say(text)
+
+    def print(self, text: str) -> None:
+        """Print a line of the script's on the main rank, on standard output."""
+        if self._world.is_main:
+            self._progress.print(text)
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    def finish(self, digest: str, seconds: float) -> None:
+        """Record how the run ended, and say so in one line."""
+        self._events.flush()
+        if not self._world.is_main:
+            return
+        steps = self._place.steps if self._place else 0
+        self._write("finished", steps=steps, seconds=round(seconds, 3), digest=digest)
+        self._progress.print(
+            f"lockstep: finished steps={steps} seconds={seconds:.1f} digest={digest}"
+        )
+
+    def close(self, error: BaseException | None) -> None:
+        """Close all files; record an error on the main rank."""
+        if self._trace is not None:
+            self._trace.close()
+        try:
+            self._events.close()
+            if error is not None and self._world.is_main:
+                self._write("failed", error=f"{type(error).__name__}: {error}")
+        except directories.RunDirectoryError:
+            if error is None:
+                raise  # otherwise the first error is the one to tell
+
+    def _write(self, status: str, **more: Any) -> None:
+        world = self._world
+        generation = {
+            "ranks": world.size,
+            "nodes": world.node_count,
+            "environment": world.environment,
+            "time": round(time.time(), 3),
+        }
+        if status == "running":
+            self._generations.append(generation)
+        run_file.write(
+            self.directory,
+            {
+                "identity": asdict(self._identity),
+                "status": status,
+                **more,
+                "generations": self._generations,
+            },
+        )

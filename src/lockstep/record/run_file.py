@@ -1,0 +1,129 @@
+"""`run.json`: what a run is, where it ran, how it ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import RunDirectoryError
+
+NAME = "run.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Everything that the result of a run depends on, as far as a run can know it.
+
+    Attributes:
+        name: the run's name.
+        script: the script's file name.
+        arguments: the script's arguments.
+        seed: the run's seed.
+        replicas: number of replicas.
+        threads: intra-op threads per process.
+        precision: numeric precision of forward passes.
+        device: kind of device.
+        versions: versions of Python, torch and Lockstep.
+    """
+
+    name: str
+    script: str
+    arguments: list[str]
+    seed: int
+    replicas: int
+    threads: int
+    precision: str
+    device: str
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def differences(self, other: dict[str, Any]) -> list[str]:
+        """Return one line per field in which a recorded identity differs."""
+        return [
+            f"{name}: {other.get(name)!r} recorded, {value!r} now"
+            for name, value in asdict(self).items()
+            if other.get(name) != value
+        ]
+
+
+def versions(torch_version: str, lockstep_version: str) -> dict[str, str]:
+    """Return the versions that belong to a run's identity."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch_version,
+        "lockstep": lockstep_version,
+    }
+
+
+def script_and_arguments() -> tuple[str, list[str]]:
+    """Return the running script's file name and its arguments."""
+    return Path(sys.argv[0]).name, sys.argv[1:]
+
+
+def read(directory: Path) -> dict[str, Any] | None:
+    """Return what `directory` records, or `None` where there is no record.
+
+    Raises:
+        RunDirectoryError: if the record is damaged.
+    """
+    path = directory / NAME
+    try:
+        recorded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise RunDirectoryError(
+            f"{path} cannot be read: {error}", hint="name another directory with --run-dir"
+        ) from error
+    return recorded
+
+
+def write(directory: Path, content: dict[str, Any]) -> None:
+    """Write the record so that a reader sees the old or the new one, never a part.
+
+    Raises:
+        RunDirectoryError: if it cannot be written.
+    """
+    try:
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{NAME}.", dir=directory)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=2)
+            file.write("\n")
+        Path(temporary).replace(directory / NAME)
+    except OSError as error:
+        raise cannot_write(directory, error) from error
+
+
+def cannot_write(directory: Path, error: OSError) -> RunDirectoryError:
+    """Return the error for a run directory that refuses to be written to."""
+    return RunDirectoryError(
+        f"the run directory {directory} cannot be written: {error.strerror or error}",
+        hint="name another one with --run-dir",
+    )
+
+
+def check(directory: Path, identity: Identity, *, fresh: bool) -> None:
+    """Refuse a directory that holds another run, or one that is finished.
+
+    Raises:
+        RunDirectoryError: naming what differs.
+    """
+    recorded = read(directory)
+    if recorded is None or fresh:
+        return
+    if recorded.get("status") == "finished":
+        raise RunDirectoryError(
+            f"the run in {directory} is finished; expected a new or an unfinished one",
+            hint="--fresh overwrites it, --run-dir names another directory",
+        )
+    differences = identity.differences(recorded.get("identity", {}))
+    if differences:
+        raise RunDirectoryError(
+            f"the run in {directory} is another one: " + "; ".join(differences),
+            hint="--fresh begins anew there, --run-dir names another directory",
+        )

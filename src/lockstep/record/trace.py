@@ -1,0 +1,80 @@
+"""The trace: what every step saw and made, exact to the bit, for two layouts to be compared.
+
+One JSON object per line. `{"kind": "microbatch", …}` holds the bits of a replica's loss and its sample
+ids; `{"kind": "step", …}` the digest of all parameters after an update.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from lockstep.data.microbatch import Microbatch
+
+
+class Trace:
+    """Writes the trace of one rank to a file of its own.
+
+    Args:
+        directory: where the traces of all ranks go.
+        rank: this rank.
+    """
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._file = (directory / f"rank-{rank}.jsonl").open("w", encoding="utf-8")
+
+    def microbatch(self, step: int, microbatch: Microbatch, loss: torch.Tensor) -> None:
+        """Record a backward pass of step number `step`."""
+        self._write(
+            kind="microbatch",
+            step=step,
+            loader=microbatch.loader,
+            epoch=microbatch.epoch,
+            round=microbatch.round,
+            batch=microbatch.step,
+            turn=microbatch.turn,
+            replica=microbatch.replica,
+            loss=loss_bits(loss),
+            value=loss.item(),
+            samples=microbatch.indices[: microbatch.size].tolist(),
+        )
+
+    def step(self, step: int, digest: str) -> None:
+        """Record the parameters after step number `step`."""
+        self._write(kind="step", step=step, digest=digest)
+
+    def loader(self, number: int, length: int | None, *, exhaustive: bool) -> None:
+        """Record how many samples a loader has, and whether one loop is to see each exactly once."""
+        self._write(kind="loader", loader=number, length=length, exhaustive=exhaustive)
+
+    def loop(self, loader: int, epoch: int, round_: int, *, complete: bool) -> None:
+        """Record that a loop over a loader is over."""
+        self._write(kind="loop", loader=loader, epoch=epoch, round=round_, complete=complete)
+
+    def _write(self, **fields: Any) -> None:
+        self._file.write(json.dumps(fields) + "\n")
+
+    def close(self) -> None:
+        """Write what is pending and close the file."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def loss_bits(loss: torch.Tensor) -> str:
+    """Return the bytes of a loss in hexadecimal digits."""
+    return loss.detach().reshape(1).cpu().view(torch.uint8).numpy().tobytes().hex()

@@ -1,0 +1,1 @@
+"""How a model is held: what happens to its gradients and buffers in every microbatch."""

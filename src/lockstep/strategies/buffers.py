@@ -1,0 +1,84 @@
+"""Buffers, such as BatchNorm's running statistics: replica 0's updates are the run's.
+
+Every replica starts a step from the same buffers, which is what DistributedDataParallel's
+`broadcast_buffers` means; here they also agree after the step, so that evaluation sees the same ones
+on every rank.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+class Buffers:
+    """The buffers of one model over the replicas of a rank, and over the ranks.
+
+    Args:
+        module: the model.
+        block: the replicas of this rank.
+        group: the process group, or `None` for a single rank.
+    """
+
+    def __init__(self, module: nn.Module, block: range, group: dist.ProcessGroup | None) -> None:
+        self._module = module
+        self._hosts_first = block.start == 0
+        self._several = len(block) > 1
+        self._group = group
+        self._start: list[torch.Tensor] | None = None
+        self._first: list[torch.Tensor] | None = None
+        self.dirty = False
+
+    def _tensors(self) -> list[torch.Tensor]:
+        # Asked for anew each time: a module may replace a buffer by another tensor.
+        return [buffer.detach() for buffer in self._module.buffers()]
+
+    def before_forward(self) -> None:
+        """A forward pass in training mode is about to change the buffers."""
+        if self._several and self._start is None:
+            self._start = [tensor.clone() for tensor in self._tensors()]
+        self.dirty = True
+
+    def next_replica(self) -> None:
+        """A replica of this rank is done; the next one starts from the same buffers."""
+        if not self.dirty or self._start is None:
+            return
+        if self._hosts_first and self._first is None:
+            self._first = [tensor.clone() for tensor in self._tensors()]
+        _copy(self._start, self._tensors())
+
+    def finish(self) -> None:
+        """The global batch is done: all ranks take replica 0's buffers."""
+        if not self.dirty:
+            return
+        tensors = self._tensors()
+        if self._first is not None:
+            _copy(self._first, tensors)
+        self._start = self._first = None
+        self.dirty = False
+        if self._group is not None and tensors:
+            _broadcast(tensors, self._group)
+
+
+def _copy(source: list[torch.Tensor], target: list[torch.Tensor]) -> None:
+    if target:
+        torch._foreach_copy_(target, source)
+
+
+def _broadcast(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Send rank 0's tensors to all, as bytes and in one message."""
+    parts = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    flat = torch.cat(parts)
+    dist.broadcast(flat, src=0, group=group)
+    if dist.get_rank(group) == 0:
+        return
+    received = flat.split([part.numel() for part in parts])
+    _copy(
+        [
+            # A copy of its own: bytes in the middle of others may not be aligned for the type.
+            part.clone().view(tensor.dtype).view(tensor.shape)
+            for part, tensor in zip(received, tensors, strict=True)
+        ],
+        tensors,
+    )

@@ -1,0 +1,69 @@
+"""This rank's share of a gradient: its replicas' contributions, reduced to maximal nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lockstep.layout.tree import leaves, merges
+
+#: One tensor per parameter; `None` where the replica did not use the parameter.
+Gradients = list[torch.Tensor | None]
+
+
+def add(left: Gradients, right: Gradients) -> Gradients:
+    """Add `right` into `left` and return it.
+
+    A missing gradient counts as zeros, so that the sign of a zero does not tell whether it was
+    missing or added: `x + 0` turns -0.0 into 0.0, as it does where buckets hold real zeros.
+    """
+    both = [i for i, (a, b) in enumerate(zip(left, right, strict=True)) if a is not None and b is not None]
+    if both:
+        torch._foreach_add_([left[i] for i in both], [right[i] for i in both])
+    if len(both) < len(left):
+        for i, (a, b) in enumerate(zip(left, right, strict=True)):
+            if (a is None) != (b is None):
+                left[i] = (b if a is None else a) + 0.0  # type: ignore[operator]
+    return left
+
+
+class Contributions:
+    """Collects one contribution per local replica, adding siblings as soon as both are there.
+
+    Args:
+        block: the replicas of this rank.
+        replicas: number of replicas in all.
+    """
+
+    def __init__(self, block: range, replicas: int) -> None:
+        self._merges, _ = merges(leaves(block), replicas)
+        self.nodes: list[Gradients] = []
+        self._collected = 0
+
+    @property
+    def pending_merges(self) -> int:
+        """How many of the nodes the next contribution is to be merged with."""
+        return self._merges[self._collected]
+
+    def push(self, gradients: Gradients) -> None:
+        """Take the contribution of the next local replica."""
+        count = self.pending_merges
+        self.nodes.append(gradients)
+        for _ in range(count):
+            right = self.nodes.pop()
+            self.nodes[-1] = add(self.nodes[-1], right)
+        self._collected += 1
+
+    def take(self) -> list[Gradients]:
+        """Return the nodes, and begin anew."""
+        nodes, self.nodes, self._collected = self.nodes, [], 0
+        return nodes
+
+
+def take_gradients(parameters: Sequence[torch.nn.Parameter]) -> Gradients:
+    """Take the gradients off `parameters`, which have none afterwards."""
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    return gradients

@@ -1,0 +1,150 @@
+"""A model that a run holds: the part that all strategies share."""
+
+from __future__ import annotations
+
+import abc
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.data.microbatch import Microbatch
+from lockstep.errors import ModelError, StepError
+from lockstep.strategies.buffers import Buffers
+from lockstep.strategies.contributions import Contributions
+
+
+class HeldModel(abc.ABC):
+    """A model over the replicas of a rank.
+
+    Args:
+        module: the user's model.
+        block: the replicas of this rank.
+        replicas: number of replicas in all.
+        group: the process group, or `None` for a single rank.
+
+    Attributes:
+        module: the user's model.
+        parameters: those that take part in training.
+        used: whether a forward pass with gradients has run since the last backward pass.
+    """
+
+    def __init__(
+        self, module: nn.Module, block: range, replicas: int, group: dist.ProcessGroup | None
+    ) -> None:
+        self.module = module
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        self.used = False
+        self.contributions = Contributions(block, replicas)
+        self._several_replicas = replicas > 1
+        self._buffers = Buffers(module, block, group)
+        self._reduced = False
+        self._stepped = False
+        self._watching = False
+        module.register_forward_pre_hook(self._before_forward)
+
+    @property
+    @abc.abstractmethod
+    def wrapped(self) -> nn.Module:
+        """What the user's script calls."""
+
+    @abc.abstractmethod
+    def _prepare(self, microbatch: Microbatch) -> None:
+        """Get ready for the forward and backward pass of a microbatch."""
+
+    @abc.abstractmethod
+    def _meet(self, microbatch: Microbatch) -> None:
+        """A backward pass of `microbatch` is done: keep its gradients, or complete the sum."""
+
+    def _before_forward(self, module: nn.Module, _inputs: object) -> None:
+        if not self._watching:
+            return
+        if module.training:
+            self._buffers.before_forward()
+        if torch.is_grad_enabled() and self.parameters:
+            self._check_not_stepped()
+            self.used = True
+
+    def _check_not_stepped(self) -> None:
+        if self._stepped and self._several_replicas:
+            raise StepError(
+                f"{type(self.module).__name__} was used after optimizer.step() within one "
+                "microbatch; with several replicas on a rank the step has not happened yet there, "
+                "so the result would depend on the layout",
+                hint="loop over `for batch in run.batches(loader):` and within it once "
+                "`for … in batch:` per update",
+            )
+
+    def microbatch_begins(self, microbatch: Microbatch) -> None:
+        """The loop's body is about to see `microbatch`."""
+        self._watching = True
+        self.used = False
+        if microbatch.first:
+            self._reduced = False
+            self.contributions.take()
+        self._prepare(microbatch)
+
+    def microbatch_ends(self, microbatch: Microbatch) -> None:
+        """The loop's body is done with `microbatch`."""
+        self._watching = False
+        self._stepped = False
+        if microbatch.last:
+            self._buffers.finish()
+        else:
+            self._buffers.next_replica()
+
+    def before_backward(self, microbatch: Microbatch) -> None:
+        """Check that a backward pass would mean the same on every layout.
+
+        Raises:
+            StepError: if gradients of an earlier pass are still there.
+        """
+        if not self.used:
+            return
+        if self._reduced:
+            raise StepError(
+                f"run.backward was called twice for {type(self.module).__name__} in one "
+                "microbatch; expected once, since its gradients have already met",
+                hint="add the losses: run.backward(loss_a + loss_b); wrap forwards that need no "
+                "gradients in torch.no_grad()",
+            )
+        if microbatch.first and any(p.grad is not None for p in self.parameters):
+            raise StepError(
+                f"{type(self.module).__name__} still has gradients of an earlier batch",
+                hint="call optimizer.zero_grad() in every iteration; to accumulate over more "
+                "samples raise batch_size, and set replicas above the number of ranks",
+            )
+
+    def after_backward(self, microbatch: Microbatch) -> None:
+        """Let the gradients of a backward pass meet those of the other replicas."""
+        if not self.used:
+            return
+        self.used = False
+        self._reduced = microbatch.last
+        self._meet(microbatch)
+
+    def stepped(self) -> None:
+        """An optimizer of this model was asked to step."""
+        self._stepped = True
+
+    def finish_buffers(self) -> None:
+        """Let all ranks take replica 0's buffers now."""
+        self._buffers.finish()
+
+    def close(self) -> None:
+        """Give back what the strategy holds."""
+
+
+def refuse_sparse(module: nn.Module) -> None:
+    """Refuse sparse gradients, which no exchange sums in a fixed order.
+
+    Raises:
+        ModelError: if an embedding of `module` has `sparse=True`.
+    """
+    for name, child in module.named_modules():
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
+            raise ModelError(
+                f"the embedding {name or type(child).__name__} has sparse=True; "
+                "expected dense gradients",
+                hint="create it with sparse=False",
+            )

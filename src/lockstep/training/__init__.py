@@ -1,0 +1,1 @@
+"""The run: the one object that a training script talks to."""

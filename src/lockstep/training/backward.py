@@ -1,0 +1,69 @@
+"""The backward pass of one microbatch: its loss, weighted, through the models of the run."""
+
+from __future__ import annotations
+
+import torch
+
+from lockstep.data.microbatch import Microbatch
+from lockstep.errors import ModelError, NonFiniteLossError
+from lockstep.training.session import Session
+
+
+class Backward:
+    """Runs backward passes.
+
+    Args:
+        session: the run's session.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._weights: dict[tuple[float, torch.dtype], torch.Tensor] = {}
+
+    def __call__(self, loss: torch.Tensor) -> None:
+        """Compute the gradients of `loss` and let them meet; see `Run.backward`."""
+        session = self._session
+        microbatch = session.loop.require_microbatch("run.backward")
+        self._check(loss)
+        if session.settings.stop_on_nan:
+            self._check_finite(loss, microbatch)
+        for model in session.models:
+            model.before_backward(microbatch)
+        session.before_backward(microbatch, loss)
+        loss.backward(gradient=self._weight(loss, microbatch.weight))  # type: ignore[no-untyped-call]
+        for model in session.models:
+            model.after_backward(microbatch)
+
+    def _check(self, loss: torch.Tensor) -> None:
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            what = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ModelError(
+                f"the loss is {what}; expected a scalar, the mean over the microbatch's samples",
+                hint="take .mean() of it",
+            )
+        if not loss.requires_grad:
+            raise ModelError(
+                "the loss needs no gradient; expected one that a model computed",
+                hint="don't detach it, and don't compute it under torch.no_grad()",
+            )
+        if not any(model.used for model in self._session.models):
+            raise ModelError(
+                "the loss comes from no model of the run",
+                hint="call what run.model(…) returned, inside the loop over the loader",
+            )
+
+    def _check_finite(self, loss: torch.Tensor, microbatch: Microbatch) -> None:
+        if torch.isfinite(loss).item():
+            return
+        raise NonFiniteLossError(
+            f"the loss is {loss.item()} in epoch {microbatch.epoch}, batch {microbatch.step}, "
+            f"replica {microbatch.replica}, after {self._session.loop.steps} steps",
+            hint="look at the samples and the learning rate; without --stop-on-nan the run goes on",
+        )
+
+    def _weight(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
+        """Return the weight as a tensor like `loss`: the gradient that backward starts from."""
+        key = weight, loss.dtype
+        if key not in self._weights:
+            self._weights[key] = torch.full_like(loss.detach(), weight)
+        return self._weights[key].reshape(loss.shape)

@@ -1,0 +1,110 @@
+"""Taking models into a run."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.errors import ModelError
+from lockstep.exchange.choose import make
+from lockstep.strategies.ddp import ReplicatedModel, check_same_models, check_settings, hush_advice
+from lockstep.strategies.frozen import FrozenModel
+from lockstep.strategies.held import HeldModel
+from lockstep.strategies.precision import autocast_forward
+from lockstep.strategies.single import SingleModel
+from lockstep.training.session import Session
+
+
+class Models:
+    """The models of a run.
+
+    Args:
+        session: the run's session.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._hushed = False
+
+    def add(self, module: nn.Module, settings: dict[str, Any]) -> nn.Module:
+        """Place and hold `module`, and return what the script is to call.
+
+        Raises:
+            ModelError: if it is no module, held already, or differs between ranks.
+            ExactnessError: for a setting that breaks the promise.
+        """
+        session = self._session
+        self._check(module, settings)
+        module.to(session.device)
+        if session.settings.precision == "bf16":
+            autocast_forward(module, session.device.type, torch.bfloat16)
+        held = self._hold(module, settings)
+        session.models.append(held)
+        return held.wrapped
+
+    def _check(self, module: nn.Module, settings: dict[str, Any]) -> None:
+        if not isinstance(module, nn.Module):
+            raise ModelError(f"run.model was given a {type(module).__name__}; expected a Module")
+        if any(module in (held.module, held.wrapped) for held in self._session.models):
+            raise ModelError(f"this {type(module).__name__} belongs to the run already")
+        known = inspect.signature(DistributedDataParallel).parameters
+        unknown = [name for name in settings if name not in known]
+        if unknown:
+            raise ModelError(
+                f"DistributedDataParallel has no setting {', '.join(unknown)}",
+                hint=f"its settings are {', '.join(name for name in known if name != 'module')}",
+            )
+        check_settings(module, settings, exact=self._session.settings.exact)
+
+    def _hold(self, module: nn.Module, settings: dict[str, Any]) -> HeldModel:
+        session = self._session
+        number = len(session.models)
+        if session.group is not None:
+            world = session.world
+            check_same_models(module, str(number), session.store, world.rank, world.size)
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            return FrozenModel(module, session.block, session.replicas, session.group)
+        if session.group is None:
+            return SingleModel(module, session.replicas)
+        return self._replicate(module, settings, number)
+
+    def _replicate(self, module: nn.Module, settings: dict[str, Any], number: int) -> HeldModel:
+        session = self._session
+        assert session.group is not None
+        if not self._hushed and "find_unused_parameters" not in settings:
+            hush_advice(session.group)
+            self._hushed = True
+        exchange = make(
+            session.exchange,
+            session.forest,
+            [p for p in module.parameters() if p.requires_grad],
+            group=session.group,
+            store=session.store,
+            key=str(number),
+        )
+        if session.device.type == "cuda":
+            settings = {"device_ids": [session.device.index], **settings}
+        return ReplicatedModel(
+            module, session.block, session.replicas, session.group, exchange, settings
+        )
+
+    def find(self, model: nn.Module | None) -> nn.Module:
+        """Return the user's module behind `model`, or the only one there is.
+
+        Raises:
+            ModelError: if it is not clear which one is meant.
+        """
+        held = self._session.models
+        if model is None and len(held) == 1:
+            return held[0].module
+        for candidate in held:
+            if model is not None and model in (candidate.module, candidate.wrapped):
+                return candidate.module
+        raise ModelError(
+            f"the run holds {len(held)} models; expected one of them to be named",
+            hint="pass what run.model returned",
+        )

@@ -1,0 +1,91 @@
+"""Optimizers and schedulers that act once per global batch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch.optim import Optimizer
+
+from lockstep.errors import ModelError, StepError
+from lockstep.strategies.held import HeldModel
+from lockstep.training.loop import Loop
+
+OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
+Scheduler = TypeVar("Scheduler")
+
+
+def gate_optimizer(
+    optimizer: OptimizerT, loop: Loop, models: Sequence[HeldModel], index: int
+) -> OptimizerT:
+    """Let `optimizer.step()` act once per global batch: on its last microbatch.
+
+    The optimizer stays the object it is, so that schedulers and scripts find what they expect.
+
+    Raises:
+        ModelError: if it holds a parameter of no model that the run holds.
+    """
+    own = _models_of(optimizer, models, index)
+
+    def step(self: Optimizer, closure: Callable[[], float] | None = None) -> Any:
+        if closure is not None:
+            raise StepError(
+                f"{type(self).__name__}.step was given a closure; expected none: it would compute "
+                "gradients that no other replica takes part in",
+                hint="use an optimizer that needs no closure",
+            )
+        for model in own:
+            model.stepped()
+        if not loop.acts_now():
+            return None
+        for model in models:
+            model.finish_buffers()
+        loop.updated()
+        return act()
+
+    act = optimizer.step
+    optimizer.step = MethodType(functools.wraps(act)(step), optimizer)  # type: ignore[method-assign]
+    return optimizer
+
+
+def _models_of(
+    optimizer: Optimizer, models: Sequence[HeldModel], index: int
+) -> list[HeldModel]:
+    owner = {id(p): model for model in models for p in model.module.parameters()}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    strangers = sum(id(p) not in owner for p in parameters)
+    if strangers:
+        raise ModelError(
+            f"optimizer {index} ({type(optimizer).__name__}) holds {strangers} of {len(parameters)} "
+            "parameters that belong to no model of the run",
+            hint="pass the model through run.model(…) first, and its parameters() to the optimizer",
+        )
+    return list({id(owner[id(p)]): owner[id(p)] for p in parameters}.values())
+
+
+def gate_scheduler(scheduler: Scheduler, loop: Loop) -> Scheduler:
+    """Let `scheduler.step()` act once per global batch inside a loop, and always outside.
+
+    Raises:
+        StepError: if it has no `step`.
+    """
+    act = getattr(scheduler, "step", None)
+    if not callable(act):
+        raise StepError(f"{type(scheduler).__name__} has no step(); expected a scheduler")
+
+    @functools.wraps(act)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        return act(*args, **kwargs) if loop.acts_now() else None
+
+    scheduler.step = step  # type: ignore[attr-defined]
+    return scheduler
+
+
+def clip(
+    parameters: torch.Tensor | Sequence[torch.Tensor], max_norm: float, norm_type: float
+) -> torch.Tensor:
+    """Scale gradients so that their total norm is at most `max_norm`, and return the norm before."""
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)

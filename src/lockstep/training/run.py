@@ -1,0 +1,386 @@
+"""The run: the one object that a training script talks to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from lockstep.data.build import LoaderSettings, adopt, build
+from lockstep.data.fetch import Collate
+from lockstep.data.loader import GlobalBatch, Loader
+from lockstep.data.sources import Workers
+from lockstep.errors import LoaderError, ModelError, UsageError
+from lockstep.training import optimizers
+from lockstep.training.backward import Backward
+from lockstep.training.metrics import Item, Metrics
+from lockstep.training.models import Models
+from lockstep.training.session import Session, show_plainly
+from lockstep.training.settings import Settings, from_environment
+from lockstep.world import World
+
+OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
+SchedulerT = TypeVar("SchedulerT")
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+class Run:
+    """A training run whose result does not depend on its layout.
+
+    Use it as a context manager; inside, models, optimizers and loaders are made through it.
+
+    Args:
+        name: what the run is called; names its directory.
+        seed: everything random follows from it.
+        replicas: number of logical workers, at least as many as ranks; by default the number of ranks.
+        exact: refuse what would make the result depend on the layout.
+        strategy: how models are held: `single`, `ddp`, or `auto`.
+        exchange: how gradients meet: `shared-memory`, `tree`, `native`, or `auto`, the fastest exact one.
+        precision: `fp32`, or `bf16` for forward passes under autocast.
+        devices: `cpu`, `gpu`, or `auto`.
+        threads: intra-op threads per process; by default the cores divided by the replicas.
+        run_dir: directory of the run; by default `runs/NAME/TIME`.
+        progress: show a bar or lines on the main rank.
+        stop_on_nan: check every loss, and stop at one that is not finite.
+
+    Each of them except `name` gives way to the environment variable `LOCKSTEP_` plus its name.
+
+    Raises:
+        UsageError: for a setting that makes no sense, or more ranks than replicas.
+        WorldError: if the environment contradicts itself, or the other ranks cannot be met.
+        DeviceError: if there are not enough devices.
+        RunDirectoryError: if the directory cannot be used.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        seed: int = 0,
+        replicas: int | None = None,
+        exact: bool = True,
+        strategy: str = "auto",
+        exchange: str = "auto",
+        precision: str = "fp32",
+        devices: str = "auto",
+        threads: int | None = None,
+        run_dir: str | Path | None = None,
+        progress: bool = True,
+        stop_on_nan: bool = False,
+    ) -> None:
+        show_plainly()
+        settings = Settings(
+            name=name,
+            seed=seed,
+            replicas=replicas,
+            exact=exact,
+            strategy=strategy,
+            exchange=exchange,
+            precision=precision,
+            devices=devices,
+            threads=threads,
+            run_dir=None if run_dir is None else Path(run_dir),
+            progress=progress,
+            stop_on_nan=stop_on_nan,
+        )
+        self._session = Session(from_environment(settings))
+        self._models = Models(self._session)
+        self._metrics = Metrics(self._loop, self.replicas, self._session.group)
+        self._backward = Backward(self._session)
+        self._optimizers = 0
+        self._loaders = 0
+
+    def __enter__(self) -> Self:
+        self._session.open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self._session.finish(self.digest())
+        self._session.close(error)
+
+    # --- who and where ---------------------------------------------------------------------------
+
+    @property
+    def world(self) -> World:
+        """Who this process is among all."""
+        return self._session.world
+
+    @property
+    def device(self) -> torch.device:
+        """The device that this rank computes on."""
+        return self._session.device
+
+    @property
+    def replicas(self) -> int:
+        """Number of logical workers of the run."""
+        return self._session.replicas
+
+    @property
+    def main(self) -> bool:
+        """Whether this is rank 0, the one that prints and writes files."""
+        return self.world.is_main
+
+    @property
+    def directory(self) -> Path:
+        """Where the run keeps its records."""
+        return self._session.directory
+
+    @property
+    def epoch(self) -> int:
+        """Number of the running epoch, from 0."""
+        return self._loop.epoch
+
+    @property
+    def step(self) -> int:
+        """How many times the parameters have been updated."""
+        return self._loop.steps
+
+    @property
+    def exchange(self) -> str:
+        """Name of the exchange that is used, or `none` on a single rank."""
+        return self._session.exchange
+
+    @property
+    def exactness(self) -> str:
+        """Class of the run: `exact`, or `close` where another layout rounds otherwise."""
+        return self._session.exactness
+
+    @property
+    def _loop(self) -> Any:
+        return self._session.loop
+
+    # --- what is trained -------------------------------------------------------------------------
+
+    def model(self, module: ModelT, **settings: Any) -> ModelT:
+        """Place `module` on the device, make it identical on all ranks, and hold it.
+
+        Args:
+            module: the model; it is changed in place.
+            settings: keyword arguments for DistributedDataParallel; used when there are several ranks.
+
+        Returns:
+            What the script is to call: the module itself, or a wrapper that looks like it.
+
+        Raises:
+            ModelError: if ranks built different models, or gradients are sparse.
+            ExactnessError: for a setting that breaks the promise.
+        """
+        return self._models.add(module, settings)  # type: ignore[return-value]
+
+    def optimizer(self, optimizer: OptimizerT) -> OptimizerT:
+        """Let `optimizer.step()` act once per global batch.
+
+        Raises:
+            ModelError: if it holds parameters of no model of the run.
+        """
+        self._optimizers += 1
+        return optimizers.gate_optimizer(
+            optimizer, self._loop, self._session.models, self._optimizers
+        )
+
+    def scheduler(self, scheduler: SchedulerT) -> SchedulerT:
+        """Let `scheduler.step()` act once per global batch inside a loop, and always outside."""
+        return optimizers.gate_scheduler(scheduler, self._loop)
+
+    def register(self, name: str, value: Any) -> Any:
+        """Count `value` as state of the run: anything with `state_dict` and `load_state_dict`.
+
+        Raises:
+            ModelError: if it lacks one of them, or the name is taken.
+        """
+        self._session.register(name, value)
+        return value
+
+    # --- data ------------------------------------------------------------------------------------
+
+    def loader(
+        self,
+        data: Any,
+        *,
+        batch_size: int | None = None,
+        shuffle: bool = False,
+        sampler: Any = None,
+        drop_last: bool = False,
+        collate_fn: Collate | None = None,
+        num_workers: int = 0,
+        **workers: Any,
+    ) -> Loader:
+        """Return a loader whose global batches are split over the replicas, each sample once.
+
+        Args:
+            data: a dataset, or a DataLoader whose settings are adopted.
+            batch_size: samples per *global* batch.
+            shuffle: a new keyed order in every epoch.
+            sampler: an order of the user's; its length must be known.
+            drop_last: leave out a last batch that is short; otherwise it weighs what it holds.
+            collate_fn: makes a batch of a list of samples.
+            num_workers: processes per rank that fetch in advance.
+            workers: other settings for the DataLoader, such as `prefetch_factor`.
+
+        Raises:
+            LoaderError: if the data cannot be split as asked.
+        """
+        if isinstance(data, DataLoader):
+            if batch_size is not None or shuffle or sampler is not None:
+                raise LoaderError(
+                    "a DataLoader and batch_size, shuffle or sampler; expected one of the two",
+                    hint="the DataLoader's own settings are adopted",
+                )
+            dataset, settings = adopt(data)
+        elif batch_size is None:
+            raise LoaderError("batch_size is missing; expected the samples of a global batch")
+        else:
+            dataset = data
+            settings = LoaderSettings(
+                batch_size=batch_size,
+                shuffle=shuffle,
+                sampler=sampler,
+                drop_last=drop_last,
+                collate=collate_fn,
+                workers=Workers(num_workers, self.device.type == "cuda", workers),
+            )
+        return self._make_loader(dataset, settings)
+
+    def _make_loader(self, dataset: Any, settings: LoaderSettings) -> Loader:
+        session = self._session
+        source = build(dataset, settings, self.replicas, session.block, session.settings.seed)
+        number, self._loaders = self._loaders, self._loaders + 1
+        loader = Loader(
+            source,
+            session.loop,
+            number=number,
+            batch_size=settings.batch_size,
+            device=None if self.device.type == "cpu" else self.device,
+        )
+        session.loader_made(loader, dataset, settings)
+        return loader
+
+    def batches(self, loader: Loader) -> Iterator[GlobalBatch]:
+        """Yield global batches, each to be iterated over once per update."""
+        return loader.batches()
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the epochs of the run, `0` to `count - 1`."""
+        if count < 0:
+            raise UsageError(f"{count} epochs; expected 0 or more")
+        return self._loop.run_epochs(count, self._session.epoch_ends)  # type: ignore[no-any-return]
+
+    # --- a step ----------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute gradients of `loss`, the mean over this microbatch's samples, and let them meet.
+
+        Raises:
+            StepError: outside of a loop over a loader, or twice for a model in one microbatch.
+            ModelError: if the loss is no scalar, or comes from no model of the run.
+            NonFiniteLossError: with `stop_on_nan`, for a loss that is NaN or infinite.
+            PeerError: if another rank is gone.
+        """
+        self._backward(loss)
+
+    def clip(
+        self, parameters: Any, max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor | None:
+        """Scale gradients to a total norm of at most `max_norm`, once per global batch.
+
+        Args:
+            parameters: a model, or what `torch.nn.utils.clip_grad_norm_` takes.
+            max_norm: the largest norm that is left as it is.
+            norm_type: which norm.
+
+        Returns:
+            The norm before; `None` on microbatches that are not the last of a global batch.
+        """
+        if not self._loop.acts_now():
+            return None
+        if isinstance(parameters, nn.Module):
+            parameters = parameters.parameters()
+        if not isinstance(parameters, torch.Tensor):
+            parameters = list(parameters)
+        return optimizers.clip(parameters, max_norm, norm_type)
+
+    def log(self, **values: Any) -> None:
+        """Record values of this step and show the newest; never waits for other ranks or the device."""
+        self._session.log(values)
+
+    # --- metrics ---------------------------------------------------------------------------------
+
+    def mean(self, items: Iterable[Item | Mapping[str, Item]]) -> Any:
+        """Return the mean over all samples of all ranks.
+
+        Args:
+            items: one per microbatch, computed while it iterates over a loader: the microbatch's
+                mean, or one value per sample (shape `(samples, …)`), or a mapping of such.
+
+        Returns:
+            A number, the same on every rank and layout; or one for each entry of the mappings.
+        """
+        self._loop.require_meeting_point("run.mean")
+        return self._metrics.mean(items)
+
+    def sum(self, items: Iterable[Item | Mapping[str, Item]]) -> Any:
+        """Return the sum over all samples of all ranks; `items` as in `mean`, exact for integers."""
+        self._loop.require_meeting_point("run.sum")
+        return self._metrics.sum(items)
+
+    def gather(self, items: Iterable[torch.Tensor]) -> torch.Tensor:
+        """Return one row per sample of the data, in dataset order, on every rank.
+
+        Args:
+            items: one tensor of shape `(samples, …)` per microbatch, computed while it iterates.
+        """
+        self._loop.require_meeting_point("run.gather")
+        return self._metrics.gather(items)
+
+    # --- together --------------------------------------------------------------------------------
+
+    def first(self) -> AbstractContextManager[None]:
+        """Let the main rank go through the body first, then one rank per node, then all others."""
+        return self._session.first()
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+        self._loop.require_meeting_point("run.barrier")
+        self._session.barrier()
+
+    def print(self, *values: object, sep: str = " ") -> None:
+        """Print on the main rank, above the progress bar."""
+        self._session.print(sep.join(str(value) for value in values))
+
+    def digest(self) -> str:
+        """Return the SHA-256 of all models and registered objects, as `sha256:…`."""
+        return self._session.digest()
+
+    def export(self, path: str | Path, model: nn.Module | None = None) -> None:
+        """Write a model's plain `state_dict`, without wrappers' prefixes, on the main rank.
+
+        Args:
+            path: where to, for `torch.load(path, weights_only=True)`.
+            model: which of the run's models; may be left out where there is one.
+
+        Raises:
+            ModelError: if it is not clear which one, or the file cannot be written.
+        """
+        state = self._models.find(model).state_dict()
+        if not self.main:
+            return
+        try:
+            torch.save({key: value.cpu() for key, value in state.items()}, path)
+        except (OSError, RuntimeError) as error:
+            raise ModelError(f"{path} cannot be written: {error}") from error
+
+
+__all__: Sequence[str] = ["Run"]

@@ -1,0 +1,277 @@
+"""What a run holds besides its models: world, connection, directory, records."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.data.build import LoaderSettings
+from lockstep.data.loader import Loader
+from lockstep.data.microbatch import Microbatch
+from lockstep.data.randomness import set_key
+from lockstep.errors import DivergenceError, EarlyExitError, ModelError, PeerError, UsageError
+from lockstep.exchange.base import Forest
+from lockstep.exchange.choose import choose_name
+from lockstep.exchange.native import NativeExchange
+from lockstep.layout import keys
+from lockstep.layout.replicas import block
+from lockstep.launch import report
+from lockstep.record.recorder import Recorder
+from lockstep.record.run_file import Identity, script_and_arguments, versions
+from lockstep.strategies.held import HeldModel
+from lockstep.training.digest import digest
+from lockstep.training.loop import Listener, Loop
+from lockstep.training.settings import Settings
+from lockstep.training.watch import Watch
+from lockstep.version import __version__
+from lockstep.world.connect import connect
+from lockstep.world.detect import detect
+from lockstep.world.devices import choose_device, default_threads, make_deterministic
+
+_TIMEOUT = timedelta(minutes=30)  # torch.distributed's own default
+
+
+class Session:
+    """The life of a run in this process, from meeting the other ranks to leaving them.
+
+    Args:
+        settings: what is asked for.
+
+    Attributes:
+        world: who this process is.
+        replicas: number of replicas in all.
+        block: those of this rank.
+        device: what this rank computes on.
+        store: where ranks leave notes for each other.
+        group: the process group; `None` on a single rank.
+        models: the models that the run holds.
+        loop: where the run stands.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._started = time.monotonic()
+        self.world = world = detect()
+        self.replicas = settings.replicas or world.size
+        self.block = block(self.replicas, world.size, world.rank)
+        self.device = choose_device(settings.devices, world)
+        self._set_threads()
+        if settings.exact:
+            make_deterministic(self.device)
+        connection = connect(world, self.device, _TIMEOUT)
+        self.store, self.group, self._owns_group = (
+            connection.store,
+            connection.group,
+            connection.owned,
+        )
+        self.forest = Forest.of(self.replicas, world.size, world.rank)
+        self.exchange = self._choose_exchange()
+        self.models: list[HeldModel] = []
+        self._registered: dict[str, Any] = {}
+        self._meetings = 0
+        self._record = Recorder(settings, self._identity(), world, self.store)
+        self._watch = self._start_watch()
+        listeners: list[Listener] = [self._record]
+        if self._watch is not None:
+            listeners.append(self._watch)
+        self.loop = Loop(settings.seed, self.replicas, self.models, listeners)
+        self._record.bind(self.loop, self.digest)
+        set_key(keys.derive(settings.seed, keys.INIT))
+
+    def _set_threads(self) -> None:
+        self.threads = self.settings.threads or default_threads(self.replicas)
+        if torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)
+
+    def _choose_exchange(self) -> str:
+        if self.settings.strategy == "single" and self.world.size > 1:
+            raise UsageError(
+                f"strategy=single with {self.world.size} ranks; expected one rank",
+                hint="strategy='ddp', or leave it to 'auto'",
+            )
+        if self.group is None:
+            return "none"
+        return choose_name(
+            self.settings.exchange,
+            self.forest,
+            one_host=self.world.local_size == self.world.size,
+            device=self.device.type,
+            exact=self.settings.exact,
+        )
+
+    @property
+    def exactness(self) -> str:
+        """`exact`, or `close` where another layout rounds otherwise."""
+        sums_freely = self.exchange == "native" and not NativeExchange.is_exact(self.forest)
+        return "close" if sums_freely else "exact"
+
+    @property
+    def directory(self) -> Path:
+        """Where the run keeps its records."""
+        return self._record.directory
+
+    def _identity(self) -> Identity:
+        script, arguments = script_and_arguments()
+        return Identity(
+            name=self.settings.name,
+            script=script,
+            arguments=arguments,
+            seed=self.settings.seed,
+            replicas=self.replicas,
+            threads=self.threads,
+            precision=self.settings.precision,
+            device=self.device.type,
+            versions=versions(torch.__version__, __version__),
+        )
+
+    def _start_watch(self) -> Watch | None:
+        if self.group is None:
+            return None
+        return Watch(self.store, self.world.rank, self.world.size, self._tell_launcher)
+
+    def _tell_launcher(self, error: EarlyExitError) -> None:
+        path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if path and self.world.environment == "lockstep":
+            report.write(report.describe(error, self.world.rank, home=None), Path(path))
+
+    def open(self) -> None:
+        """Say what runs, on the main rank."""
+        ranks = f"{self.replicas} replicas on {self.world.size} ranks"
+        exchange = "" if self.group is None else f", exchange {self.exchange}"
+        self._record.say(
+            f"lockstep: {self.settings.name}: {self.exactness}, {ranks}, {self.device.type}"
+            f"{exchange}, threads {self.threads}, {self._record.shown_directory}"
+        )
+
+    # --- what the run asks for -------------------------------------------------------------------
+
+    def register(self, name: str, value: Any) -> None:
+        """Count `value` as state of the run."""
+        for method in ("state_dict", "load_state_dict"):
+            if not callable(getattr(value, method, None)):
+                raise ModelError(
+                    f"{name} is a {type(value).__name__} without {method}(); "
+                    "expected an object that can save and load its state"
+                )
+        if name in self._registered:
+            raise ModelError(f"{name} is registered already; expected another name")
+        self._registered[name] = value
+
+    def digest(self) -> str:
+        """Return the digest of all models and registered objects."""
+        states = [model.module.state_dict() for model in self.models]
+        states += [value.state_dict() for value in self._registered.values()]
+        return digest(states)
+
+    def loader_made(self, loader: Loader, dataset: Any, settings: LoaderSettings) -> None:
+        """Take note of a new loader."""
+        self._record.loader_made(loader, dataset, settings)
+
+    def before_backward(self, microbatch: Microbatch, loss: torch.Tensor) -> None:
+        """Take note of a loss."""
+        self._record.before_backward(microbatch, loss)
+
+    def log(self, values: dict[str, Any]) -> None:
+        """Record values of the current step."""
+        self._record.log(values)
+
+    def print(self, text: str) -> None:
+        """Print on the main rank."""
+        self._record.print(text)
+
+    def epoch_ends(self, epoch: int) -> None:
+        """The body of `for epoch in run.epochs(…)` is done with an epoch."""
+        self._record.epoch_ends(epoch)
+
+    @contextlib.contextmanager
+    def first(self) -> Iterator[None]:
+        """Let the main rank go first, then one rank per node, then all others."""
+        self._meetings += 1
+        prefix = f"first/{self._meetings}"
+        mine = f"{prefix}/{self.world.node_rank}/{self.world.local_rank}"
+        if not self.world.is_main:
+            leader = 0 if self.world.local_rank == 0 else self.world.node_rank
+            self.store.wait([f"{prefix}/{leader}/0"], _TIMEOUT)
+        yield
+        self.store.set(mine, "done")
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+        if self.group is not None:
+            dist.barrier(group=self.group)
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    def finish(self, own_digest: str) -> None:
+        """Agree with the other ranks on the result, and record it.
+
+        Raises:
+            DivergenceError: if a rank holds other bits.
+            PeerError: if a rank does not come to its end.
+        """
+        if self._watch is not None:
+            self._watch.run_ends()
+        self._agree(own_digest)
+        self._record.finish(own_digest, time.monotonic() - self._started)
+
+    def _agree(self, own: str) -> None:
+        if self.group is None:
+            return
+        self.store.set(f"digest/{self.world.rank}", own)
+        for rank in range(self.world.size):
+            try:
+                theirs = self.store.get(f"digest/{rank}").decode()
+            except dist.DistError as error:
+                raise PeerError(f"rank {rank} did not come to the end of the run") from error
+            if theirs != own and self.settings.exact:
+                raise DivergenceError(
+                    f"rank {self.world.rank} ends with {own}, rank {rank} with {theirs}; "
+                    "expected the same bits",
+                    hint="look for code that changes weights by itself on one rank; "
+                    "`lockstep verify` names the first step that differs",
+                )
+
+    def close(self, error: BaseException | None) -> None:
+        """Give back everything; after an error nothing that would wait for other ranks."""
+        if self._watch is not None:
+            self._watch.close()
+        for model in self.models:
+            model.close()
+        try:
+            self._record.close(error)
+        finally:
+            if self._owns_group and error is None:
+                self._leave_group()
+
+    def _leave_group(self) -> None:
+        if not self.world.agent_store:
+            # Rank 0 hosts the store: it leaves last.
+            self.store.set(f"left/{self.world.rank}", "1")
+            if self.world.is_main:
+                self.store.wait([f"left/{rank}" for rank in range(self.world.size)], _TIMEOUT)
+        dist.destroy_process_group()
+
+
+def show_plainly() -> None:
+    """Let an error of the user's be one message instead of a traceback, under plain `python` too."""
+    if sys.excepthook is not sys.__excepthook__:
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        from lockstep.errors import LockstepError
+
+        if isinstance(error, LockstepError):
+            sys.stderr.write(f"lockstep: error: {error}\n")
+        else:
+            sys.__excepthook__(kind, error, trace)
+
+    sys.excepthook = hook

@@ -1,0 +1,110 @@
+"""What a run is asked to do: flags win over the environment, which wins over the script."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import UsageError
+
+STRATEGIES = ("auto", "single", "ddp")
+PRECISIONS = ("fp32", "bf16")
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off", ""})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Settings of a run; see `Run` for their meaning.
+
+    Raises:
+        UsageError: if a setting makes no sense by itself.
+    """
+
+    name: str
+    seed: int = 0
+    replicas: int | None = None
+    exact: bool = True
+    strategy: str = "auto"
+    exchange: str = "auto"
+    precision: str = "fp32"
+    devices: str = "auto"
+    threads: int | None = None
+    run_dir: Path | None = None
+    fresh: bool = False
+    progress: bool = True
+    stop_on_nan: bool = False
+    trace: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not self.name or "/" in self.name:
+            raise UsageError(f"the run's name is {self.name!r}; expected a word without '/'")
+        if not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**63:
+            raise UsageError(f"seed is {self.seed!r}; expected an integer of 64 bits")
+        self._check_choice("strategy", self.strategy, STRATEGIES)
+        self._check_choice("precision", self.precision, PRECISIONS)
+        self._check_count("replicas", self.replicas)
+        self._check_count("threads", self.threads)
+
+    @staticmethod
+    def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+        if value not in choices:
+            raise UsageError(f"{name} is {value!r}; expected one of {', '.join(choices)}")
+
+    @staticmethod
+    def _check_count(name: str, value: int | None) -> None:
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise UsageError(f"{name} is {value!r}; expected an integer of at least 1")
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() in _TRUE | _FALSE:
+        return text.lower() in _TRUE
+    raise ValueError("expected 1 or 0")
+
+
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    "seed": int,
+    "replicas": int,
+    "exact": _boolean,
+    "strategy": str,
+    "exchange": str,
+    "precision": str,
+    "devices": str,
+    "threads": int,
+    "run_dir": Path,
+    "fresh": _boolean,
+    "progress": _boolean,
+    "stop_on_nan": _boolean,
+    "trace": Path,
+}
+
+
+def from_environment(settings: Settings, environ: Mapping[str, str] | None = None) -> Settings:
+    """Return `settings` with every `LOCKSTEP_NAME` of the environment in the place of `name`.
+
+    Raises:
+        UsageError: if a variable cannot be read as its setting.
+    """
+    environ = os.environ if environ is None else environ
+    changes: dict[str, Any] = {}
+    for setting in fields(settings):
+        variable = f"LOCKSTEP_{setting.name.upper()}"
+        if setting.name in _PARSERS and variable in environ:
+            changes[setting.name] = _parse(setting.name, variable, environ[variable])
+    settings = replace(settings, **changes)
+    if settings.replicas is None and "LOCKSTEP_DEFAULT_REPLICAS" in environ:
+        # Set by `lockstep verify`, so that layouts of a script that names no number agree on one.
+        name = "LOCKSTEP_DEFAULT_REPLICAS"
+        settings = replace(settings, replicas=_parse("replicas", name, environ[name]))
+    return settings
+
+
+def _parse(name: str, variable: str, text: str) -> Any:
+    try:
+        return _PARSERS[name](text)
+    except ValueError as error:
+        raise UsageError(f"{variable} is {text!r}; {error}") from None

@@ -1,0 +1,119 @@
+"""The watch over other ranks: a rank that left a loop is named instead of waited for.
+
+A rank that leaves a loop early, or ends, says so in the store. A thread of every other rank looks
+there while its own rank makes no progress. Only a thread can: the main one waits inside a collective,
+where Python is not asked. Where ranks disagree the process ends, since nothing else ends that wait.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from lockstep.data.microbatch import Microbatch
+from lockstep.errors import EarlyExitError
+
+_LOOK_SECONDS = 1.0
+
+
+class Watch:
+    """Publishes where this rank leaves loops, and looks where the others did.
+
+    Args:
+        store: a store that all ranks reach.
+        rank: this rank.
+        size: number of ranks.
+        fail: told of the disagreement before the process ends.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, fail: Callable[[EarlyExitError], None]
+    ) -> None:
+        self._store = dist.PrefixStore("watch", store)
+        # A client of its own: the main thread's may be busy waiting.
+        self._thread_store = self._store.clone()
+        self._rank = rank
+        self._others = [other for other in range(size) if other != rank]
+        self._fail = fail
+        self._loops = 0
+        self._step = 0
+        self._inside = False
+        self._beat = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="lockstep-watch", daemon=True)
+        self._thread.start()
+
+    def loop_begins(self, loader: int, epoch: int, round_: int) -> None:  # noqa: ARG002
+        """A loop over a loader begins."""
+        self._loops += 1
+        self._step = 0
+        self._inside = True
+        self._beat += 1
+
+    def microbatch_begins(self, microbatch: Microbatch) -> None:
+        """The loop has come to another microbatch."""
+        self._step = microbatch.step
+        self._beat += 1
+
+    def step_ends(self, step: int, microbatch: Microbatch) -> None:  # noqa: ARG002
+        """The parameters have been updated."""
+        self._beat += 1
+
+    def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:  # noqa: ARG002
+        """A loop over a loader is over."""
+        self._inside = False
+        self._beat += 1
+        self._store.set(f"{self._loops}/{self._rank}", str(step if early else step - 1))
+
+    def run_ends(self) -> None:
+        """This rank is about to end: it takes part in no further loop."""
+        self._store.set(f"end/{self._rank}", str(self._loops))
+
+    def _look(self) -> None:
+        seen = -1
+        while not self._stop.wait(_LOOK_SECONDS):
+            if self._inside and seen == self._beat:
+                self._compare()
+            seen = self._beat
+
+    def _compare(self) -> None:
+        loops, step = self._loops, self._step
+        for other in self._others:
+            left = self._read(f"{loops}/{other}")
+            ended = self._read(f"end/{other}")
+            if left is not None and left < step:
+                self._end(f"rank {other} left this loop in batch {left}, rank {self._rank} is in {step}")
+            if ended is not None and ended < loops:
+                self._end(
+                    f"rank {other} ended after {ended} loops over loaders, "
+                    f"rank {self._rank} is in loop {loops}"
+                )
+
+    def _read(self, key: str) -> int | None:
+        return int(self._thread_store.get(key)) if self._thread_store.check([key]) else None
+
+    def _end(self, what: str) -> None:
+        error = EarlyExitError(
+            f"{what}; expected all ranks to run the same loops",
+            hint="a `break` or `continue` must not depend on the rank or on one rank's values; "
+            "reduce them first, for instance with run.mean",
+        )
+        print(f"lockstep: error: {error}\n{_main_stack()}", file=sys.stderr, flush=True)  # noqa: T201
+        self._fail(error)
+        os._exit(error.exit_code)
+
+    def close(self) -> None:
+        """Stop looking."""
+        self._stop.set()
+        self._thread.join()
+
+
+def _main_stack() -> str:
+    main = threading.main_thread().ident
+    frame = sys._current_frames().get(main or 0)
+    return "".join(traceback.format_stack(frame)) if frame else ""

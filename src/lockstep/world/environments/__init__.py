@@ -1,0 +1,1 @@
+"""One module per environment: `detect(environ)` gives a `World`, or `None` where it is not the one."""

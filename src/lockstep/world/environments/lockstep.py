@@ -1,0 +1,18 @@
+"""Processes started by `lockstep run` or `lockstep.launch`: torchrun's variables and a mark."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lockstep.world.environments import torchrun
+from lockstep.world.model import World
+
+#: Set by the launcher in every worker, to the version that started it.
+MARK = "LOCKSTEP_LAUNCHER"
+
+
+def detect(environ: Mapping[str, str]) -> World | None:
+    """Return the world that `lockstep run` meant for this process, or `None` without its mark."""
+    if MARK not in environ:
+        return None
+    return torchrun.read(environ, environment="lockstep", reason=f"{MARK} is set")

@@ -1,0 +1,12 @@
+"""A script started by `python`: one process, which is the whole world."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lockstep.world.model import World
+
+
+def detect(environ: Mapping[str, str]) -> World:  # noqa: ARG001 - every environment is asked alike
+    """Return the world of one process."""
+    return World(environment="single", reason="no launcher's variables are set")

@@ -1,0 +1,27 @@
+"""Reading integers from an environment, with an error that names the variable."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lockstep.errors import WorldError
+
+
+def integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Return variable `name` as an integer.
+
+    Raises:
+        WorldError: if it is absent and has no default, or is not an integer.
+    """
+    text = environ.get(name)
+    if text is None:
+        if default is None:
+            raise WorldError(
+                f"{name} is not set, though its sister variables are",
+                hint="let one launcher set all of them, or none",
+            )
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise WorldError(f"{name} is {text!r}; expected an integer") from None

@@ -1,0 +1,72 @@
+"""The world: one process's place among all processes of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lockstep.errors import WorldError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """Who this process is, as its environment says.
+
+    Attributes:
+        rank: number of this process among all, `0 <= rank < size`.
+        size: number of processes.
+        local_rank: number of this process among those of its node.
+        local_size: number of processes on this node.
+        node_rank: number of this node among all nodes.
+        node_count: number of nodes.
+        address: host of the store where the ranks meet; `None` for a single process.
+        port: port of that store; `None` for a single process.
+        generation: how many times the processes were (re)started before these.
+        agent_store: whether the launcher hosts the store, so that every rank is a client of it.
+        environment: which environment was detected.
+        reason: why it was chosen, in words.
+
+    Raises:
+        WorldError: if the numbers contradict each other.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    node_rank: int = 0
+    node_count: int = 1
+    address: str | None = None
+    port: int | None = None
+    generation: int = 0
+    agent_store: bool = False
+    environment: str = "single"
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        self._check_pair("rank", self.rank, "size", self.size)
+        self._check_pair("local_rank", self.local_rank, "local_size", self.local_size)
+        self._check_pair("node_rank", self.node_rank, "node_count", self.node_count)
+        if self.local_size > self.size:
+            raise WorldError(
+                f"{self.environment}: {self.local_size} local processes in a world of {self.size}; "
+                "expected at most the size of the world",
+                hint="check LOCAL_WORLD_SIZE and WORLD_SIZE",
+            )
+        if self.size > 1 and (self.address is None or self.port is None):
+            raise WorldError(
+                f"{self.environment}: {self.size} processes but no address to meet at",
+                hint="set MASTER_ADDR and MASTER_PORT, or start with `lockstep run`",
+            )
+
+    def _check_pair(self, index_name: str, index: int, count_name: str, count: int) -> None:
+        if not 0 <= index < count:
+            raise WorldError(
+                f"{self.environment}: {index_name} is {index} with {count_name} {count}; "
+                f"expected 0 <= {index_name} < {count_name}",
+                hint="two launchers may have set variables of one process; start from a clean shell",
+            )
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the one that prints and writes."""
+        return self.rank == 0

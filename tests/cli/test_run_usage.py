@@ -1,0 +1,135 @@
+"""`lockstep run` and what cannot work: one clear error, an exit code, no process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["-n", "0"], "-n is 0; expected at least 1 rank"),
+        (["-n", "-2"], "-n is -2; expected at least 1 rank"),
+        (["-n", "two"], "-n is 'two'; expected a number of ranks"),
+        (["-n", "100000"], "100000 ranks, but this process may use"),
+        (["-n", "3", "--replicas", "2"], "3 ranks for 2 replica(s)"),
+        (["--replicas", "0"], "--replicas is 0; expected at least 1"),
+        (["--threads", "0"], "--threads is 0; expected at least 1"),
+        (["--devices", "tpu"], "invalid choice: 'tpu'"),
+    ],
+)
+def test_flags_that_cannot_work(lockstep, words, said):
+    done = lockstep("run", *words, "--devices=cpu" if "--devices" not in words else "--tee", lockstep.script(""))
+    assert done.code == 2
+    assert said in done.err
+    assert "Traceback" not in done.err
+    assert not (lockstep.directory / "runs").exists()
+
+
+def test_missing_script(lockstep):
+    done = lockstep("run", "nowhere.py")
+    assert done.code == 2
+    assert done.err == (
+        "lockstep: error: the script nowhere.py does not exist; expected a Python file\n"
+        "hint: -m runs a module by its name\n"
+    )
+
+
+def test_replicas_of_the_environment_count(lockstep):
+    done = lockstep("run", "-n", "3", lockstep.script(""), env={"LOCKSTEP_REPLICAS": "2"})
+    assert (done.code, "3 ranks for 2 replica(s)" in done.err) == (2, True)
+
+
+def test_dry_run_prints_the_plan_and_starts_nothing(lockstep):
+    script = lockstep.script("open('ran', 'w')")
+    done = lockstep("run", "-n", "2", "--devices", "cpu", "--dry-run", script, "--lr", "0.1")
+    assert done.code == 0
+    for line in (
+        "2 rank(s), started by fork",
+        "  WORLD_SIZE=2",
+        "  MASTER_PORT='(a free port)'",
+        "rank 1 on cpu",
+        "  RANK=1",
+        "  LOCKSTEP_DEVICES=cpu",
+    ):
+        assert line in done.out.splitlines()
+    assert "train.py --lr 0.1" in done.out
+    assert [path.name for path in lockstep.directory.iterdir()] == ["train.py"]
+
+
+@pytest.fixture
+def read_only(tmp_path: Path) -> Iterator[Path]:
+    """A directory that nobody can write, root included."""
+    path = tmp_path / "read-only"
+    path.mkdir()
+    if os.geteuid() != 0:
+        path.chmod(0o500)
+        yield path
+        path.chmod(0o700)
+        return
+    mount = shutil.which("mount")
+    if mount is None or subprocess.run([mount, "-t", "tmpfs", "-o", "ro", "none", path], check=False).returncode:
+        pytest.skip("root ignores permissions, and mounting a read-only tmpfs is not allowed here")
+    yield path
+    subprocess.run(["umount", path], check=True)
+
+
+def test_read_only_run_directory(lockstep, read_only):
+    done = lockstep("run", "--run-dir", str(read_only / "run"), lockstep.script(""))
+    assert done.code == 1
+    assert f"lockstep: error: the run directory {read_only}/run cannot be used" in done.err
+    assert "hint: --run-dir DIR" in done.err
+
+
+def test_run_directory_behind_a_file(lockstep):
+    lockstep.script("", "occupied")
+    done = lockstep("run", "--run-dir", "occupied", lockstep.script(""))
+    assert done.code == 1
+    assert "the run directory occupied cannot be used: Not a directory" in done.err
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A directory on a file system of a few pages."""
+    path = tmp_path / "tiny"
+    path.mkdir()
+    mount = shutil.which("mount")
+    if os.geteuid() != 0 or mount is None:
+        pytest.skip("mounting a small tmpfs needs root and mount")
+    if subprocess.run([mount, "-t", "tmpfs", "-o", "size=64k", "none", path], check=False).returncode:
+        pytest.skip("mounting a small tmpfs is not allowed here")
+    yield path
+    subprocess.run(["umount", path], check=True)
+
+
+@pytest.mark.ranks(2)
+def test_full_disk_does_not_hang(lockstep, tiny_disk):
+    script = lockstep.script("import os\nfor i in range(20000): print(i)\n")
+    done = lockstep("run", "-n", "2", "--run-dir", str(tiny_disk / "run"), script)
+    # Rank 0 is shown by the launcher, which goes on without a log; rank 1 writes its log itself.
+    assert done.out.endswith("19999\n")
+    assert done.code == 1
+    assert "lockstep: rank 1 of 2 failed" in done.err
+    assert "No space left on device" in done.err
+
+
+def test_help_and_version_do_not_import_torch(lockstep):
+    for words in (["--help"], ["run", "--help"], ["--version"]):
+        code = (
+            "import sys\nfrom lockstep.cli import main\n"
+            f"try: main({words!r})\nexcept SystemExit as leave: assert not leave.code\n"
+            "assert 'torch' not in sys.modules\n"
+        )
+        done = lockstep.python("-c", code)
+        assert done.code == 0, done.err
+        assert done.out
+
+
+def test_no_command_is_a_usage_error(lockstep):
+    assert lockstep().code == 2

@@ -1,0 +1,165 @@
+"""Fixtures of all tests: a guard against leaks, and the command `lockstep` under a hard timeout."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+#: Seconds that processes and threads of a test have to end by themselves.
+_GRACE = 2.0
+#: Processes of the standard library that live as long as the interpreter that first needs them.
+_PERMANENT = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+#: Variables that pytest sets itself while a test runs.
+_PYTEST = ("PYTEST_CURRENT_TEST",)
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> Iterator[None]:
+    """Fail a test that leaves a process, an environment variable or a non-daemon thread behind."""
+    children, environ, threads = _children(), _environ(), set(threading.enumerate())
+    yield
+    _wait_until(lambda: not _leaks(children, threads))
+    leaks = _leaks(children, threads)
+    after = _environ()
+    leaks += [f"variable {name}" for name in {*environ, *after} if environ.get(name) != after.get(name)]
+    if leaks:
+        pytest.fail(f"the test left behind: {', '.join(leaks)}", pytrace=False)
+
+
+def _leaks(children: set[int], threads: set[threading.Thread]) -> list[str]:
+    left = [f"process {pid} ({_command(pid)})" for pid in _children() - children if _counts(pid)]
+    alive = [one for one in threading.enumerate() if one not in threads and not one.daemon]
+    return left + [f"thread {one.name}" for one in alive]
+
+
+def _children() -> set[int]:
+    found: set[int] = set()
+    for file in Path("/proc/self/task").glob("*/children"):
+        found.update(map(int, file.read_text().split()))
+    return found
+
+
+def _counts(pid: int) -> bool:
+    return not any(name in _command(pid) for name in _PERMANENT)
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+    except OSError:
+        return ""
+
+
+def _environ() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in _PYTEST}
+
+
+def _wait_until(condition: Callable[[], bool], seconds: float = _GRACE) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@dataclass(frozen=True)
+class Done:
+    """A command that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Lockstep:
+    """Runs `lockstep …` in a directory of its own, each in its own session, never longer than a timeout."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._started: list[subprocess.Popen[str]] = []
+
+    def script(self, text: str, name: str = "train.py") -> str:
+        """Write a script; return its name."""
+        path = self.directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return name
+
+    def start(
+        self, *words: str, env: dict[str, str] | None = None, program: tuple[str, ...] = ("-m", "lockstep")
+    ) -> subprocess.Popen[str]:
+        """Start a command and return at once."""
+        process = subprocess.Popen(
+            [sys.executable, *program, *words],
+            cwd=self.directory,
+            env={**os.environ, **(env or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._started.append(process)
+        return process
+
+    def __call__(self, *words: str, env: dict[str, str] | None = None, timeout: float = 60) -> Done:
+        """Run a command to its end."""
+        return self.finish(self.start(*words, env=env), timeout)
+
+    def python(self, *words: str, env: dict[str, str] | None = None, timeout: float = 60) -> Done:
+        """Run `python words` to its end."""
+        return self.finish(self.start(*words, env=env, program=()), timeout)
+
+    def finish(self, process: subprocess.Popen[str], timeout: float = 60) -> Done:
+        """Wait for a command's end."""
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            out, err = process.communicate(timeout=10)
+            pytest.fail(f"no end after {timeout} s\n--- out\n{out}\n--- err\n{err}")
+        return Done(process.returncode, out, err)
+
+    def wait_for(self, *names: str, seconds: float = 30) -> list[str]:
+        """Wait until files exist and are not empty; return their text."""
+        files = [self.directory / name for name in names]
+        if not _wait_until(lambda: all(file.exists() and file.read_text() for file in files), seconds):
+            pytest.fail(f"not written after {seconds} s: {[file.name for file in files if not file.exists()]}")
+        return [file.read_text() for file in files]
+
+    @staticmethod
+    def gone(pid: int, seconds: float = 10) -> bool:
+        """Return whether process `pid` ends within `seconds`."""
+        return _wait_until(lambda: _state(pid) in ("", "Z"), seconds)
+
+    def close(self) -> None:
+        """Kill what is left."""
+        for process in self._started:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate(timeout=10)
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+@pytest.fixture
+def lockstep(tmp_path: Path) -> Iterator[Lockstep]:
+    """The command `lockstep`, run in a temporary directory."""
+    command = Lockstep(tmp_path)
+    yield command
+    command.close()

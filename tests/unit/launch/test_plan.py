@@ -1,0 +1,204 @@
+"""The plan, and the keystone: every worker finds itself in the world that the plan meant."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import DeviceError, UsageError
+from lockstep.launch.machine import Machine
+from lockstep.launch.plan import Meeting, arguments, command, count_ranks, make_plan
+from lockstep.launch.spec import LaunchSpec
+from lockstep.world import World, detect
+
+LAPTOP = Machine(cores=8)
+SERVER = Machine(cores=64, gpus=4)
+
+
+def plan(spec: LaunchSpec, machine: Machine = LAPTOP, environ: dict[str, str] | None = None, **meeting: object):
+    return make_plan(
+        spec,
+        machine,
+        environ or {},
+        meeting=Meeting(**meeting) if meeting else None,
+        run_dir=Path("runs/a"),
+        error_dir=Path("private"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("n", "node", "generation", "start"),
+    [
+        (n, node, generation, start)
+        for n, node, generation, start in itertools.product(
+            (1, 2, 3, 8), ((0, 1), (0, 3), (2, 3)), (0, 4), ("fork", "spawn", "exec")
+        )
+    ],
+)
+def test_keystone_detect_equals_what_the_plan_meant(n, node, generation, start):
+    node_rank, node_count = node
+    spec = LaunchSpec(target="train.py", n=n, start=start)
+    # What the user's shell may hold already must not shine through.
+    shell = {"RANK": "9", "WORLD_SIZE": "77", "MASTER_PORT": "1", "TORCHELASTIC_RESTART_COUNT": "8"}
+    made = plan(
+        spec,
+        environ=shell,
+        address="10.0.0.1",
+        port=29512,
+        generation=generation,
+        node_rank=node_rank,
+        node_count=node_count,
+        max_restarts=4,
+    )
+    assert made.size == n * node_count
+    assert [worker.local_rank for worker in made.workers] == list(range(n))
+    for worker in made.workers:
+        assert detect({**shell, **worker.env}) == World(
+            rank=node_rank * n + worker.local_rank,
+            size=n * node_count,
+            local_rank=worker.local_rank,
+            local_size=n,
+            node_rank=node_rank,
+            node_count=node_count,
+            address="10.0.0.1",
+            port=29512,
+            generation=generation,
+            agent_store=True,
+            environment="lockstep",
+            reason="LOCKSTEP_LAUNCHER is set",
+        )
+        assert worker.rank == detect(worker.env).rank
+
+
+def test_workers_share_nothing_that_is_their_own():
+    workers = plan(LaunchSpec(target="train.py", n=4)).workers
+    for value in ("rank", "log", "error_file"):
+        assert len({getattr(worker, value) for worker in workers}) == 4
+
+
+def test_error_files_of_generations_differ():
+    files = {plan(LaunchSpec(target="a.py"), generation=k).workers[0].error_file for k in range(3)}
+    assert len(files) == 3
+
+
+@pytest.mark.parametrize(
+    ("n", "devices", "machine", "expected"),
+    [
+        (3, None, LAPTOP, 3),
+        ("cpu", None, LAPTOP, 8),
+        ("auto", None, LAPTOP, 8),
+        ("auto", None, SERVER, 4),
+        ("gpu", None, SERVER, 4),
+        ("auto", "cpu", SERVER, 64),
+        ("cpu", None, SERVER, 64),
+        (128, None, LAPTOP, 128),
+        (128, "cpu", SERVER, 128),
+    ],
+)
+def test_number_of_ranks(n, devices, machine, expected):
+    assert count_ranks(LaunchSpec(target="a.py", n=n, devices=devices), machine, {}) == expected
+
+
+@pytest.mark.parametrize(
+    ("n", "devices", "machine", "environ", "error", "said"),
+    [
+        ("gpu", None, LAPTOP, {}, DeviceError, "torch sees none"),
+        (1, "gpu", LAPTOP, {}, DeviceError, "torch sees none"),
+        (1, None, LAPTOP, {"LOCKSTEP_DEVICES": "gpu"}, DeviceError, "torch sees none"),
+        (5, None, SERVER, {}, DeviceError, "5 ranks, but this machine has 4 GPU"),
+        (5, "gpu", SERVER, {}, DeviceError, "--devices cpu"),
+        (129, None, LAPTOP, {}, DeviceError, "at most 16 ranks for each"),
+        ("gpu", "cpu", SERVER, {}, UsageError, "contradict"),
+        (1, None, LAPTOP, {"LOCKSTEP_DEVICES": "abacus"}, UsageError, "'abacus'"),
+    ],
+)
+def test_refused_layouts(n, devices, machine, environ, error, said):
+    with pytest.raises(error) as caught:
+        count_ranks(LaunchSpec(target="a.py", n=n, devices=devices), machine, environ)
+    assert said in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("devices", "machine", "expected"),
+    [(None, LAPTOP, ["cpu", "cpu"]), (None, SERVER, ["cuda:0", "cuda:1"]), ("cpu", SERVER, ["cpu", "cpu"])],
+)
+def test_placement(devices, machine, expected):
+    workers = plan(LaunchSpec(target="a.py", n=2, devices=devices), machine).workers
+    assert [worker.device for worker in workers] == expected
+
+
+@pytest.mark.parametrize(
+    ("threads", "environ", "expected"),
+    [
+        (None, {}, "4"),
+        (None, {"OMP_NUM_THREADS": "7"}, None),
+        (3, {"OMP_NUM_THREADS": "7"}, "3"),
+        (None, {"LOCKSTEP_THREADS": "5"}, "5"),
+    ],
+)
+def test_threads(threads, environ, expected):
+    worker = plan(LaunchSpec(target="a.py", n=2, threads=threads), environ=environ).workers[0]
+    assert worker.env.get("OMP_NUM_THREADS") == expected
+
+
+def test_more_ranks_than_cores_get_one_thread():
+    assert plan(LaunchSpec(target="a.py", n=9)).workers[0].env["OMP_NUM_THREADS"] == "1"
+
+
+def test_flags_become_variables_only_where_given():
+    bare = plan(LaunchSpec(target="a.py", n=2)).workers[0].env
+    assert {name for name in bare if name.startswith("LOCKSTEP_")} == {"LOCKSTEP_LAUNCHER", "LOCKSTEP_RUN_DIR"}
+    spec = LaunchSpec(
+        target="a.py", n=2, replicas=4, threads=2, devices="cpu", fresh=True, stop_on_nan=True
+    )
+    env = plan(spec).workers[1].env
+    names = ("REPLICAS", "THREADS", "DEVICES", "FRESH", "STOP_ON_NAN")
+    assert [env[f"LOCKSTEP_{name}"] for name in names] == ["4", "2", "cpu", "1", "1"]
+
+
+@pytest.mark.parametrize(
+    ("replicas", "environ"), [(2, {}), (None, {"LOCKSTEP_REPLICAS": "2"}), (2, {"LOCKSTEP_REPLICAS": "8"})]
+)
+def test_fewer_replicas_than_ranks_are_refused(replicas, environ):
+    with pytest.raises(UsageError, match="3 ranks for 2 replica"):
+        plan(LaunchSpec(target="a.py", n=3, replicas=replicas), environ=environ)
+
+
+def test_replicas_that_are_no_number_are_refused():
+    with pytest.raises(UsageError, match="LOCKSTEP_REPLICAS is 'many'"):
+        plan(LaunchSpec(target="a.py"), environ={"LOCKSTEP_REPLICAS": "many"})
+
+
+@pytest.mark.parametrize(
+    ("machine", "environ", "node_count", "expected"),
+    [
+        (LAPTOP, {}, 1, "lo"),
+        (LAPTOP, {"GLOO_SOCKET_IFNAME": "eth7"}, 1, None),
+        (Machine(cores=1, loopback=None), {}, 1, None),
+        (LAPTOP, {}, 2, None),
+    ],
+)
+def test_a_single_node_stays_on_loopback(machine, environ, node_count, expected):
+    worker = plan(LaunchSpec(target="a.py"), machine, environ, node_count=node_count).workers[0]
+    assert worker.env.get("GLOO_SOCKET_IFNAME") == expected
+
+
+def test_legacy_option_comes_first():
+    spec = LaunchSpec(target="a.py", args=("x",), local_rank_option="--local_rank")
+    assert arguments(spec, 3) == ("--local_rank=3", "x")
+
+
+@pytest.mark.parametrize(
+    ("start", "kind", "tail"),
+    [
+        ("fork", "script", ["a.py", "x"]),
+        ("exec", "module", ["-m", "a.py", "x"]),
+        ("spawn", "script", ["-m", "lockstep.launch.bootstrap", "script", "a.py", "x"]),
+    ],
+)
+def test_commands(start, kind, tail):
+    spec = LaunchSpec(target="a.py", kind=kind, args=("x",), start=start)
+    assert list(command(spec, 0))[-len(tail) :] == tail
