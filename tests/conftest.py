@@ -30,7 +30,9 @@ def no_leaks() -> Iterator[None]:
     _wait_until(lambda: not _leaks(children, threads))
     leaks = _leaks(children, threads)
     after = _environ()
-    leaks += [f"variable {name}" for name in {*environ, *after} if environ.get(name) != after.get(name)]
+    leaks += [
+        f"variable {name}" for name in {*environ, *after} if environ.get(name) != after.get(name)
+    ]
     if leaks:
         pytest.fail(f"the test left behind: {', '.join(leaks)}", pytrace=False)
 
@@ -96,7 +98,10 @@ class Lockstep:
         return name
 
     def start(
-        self, *words: str, env: dict[str, str] | None = None, program: tuple[str, ...] = ("-m", "lockstep")
+        self,
+        *words: str,
+        env: dict[str, str] | None = None,
+        program: tuple[str, ...] = ("-m", "lockstep"),
     ) -> subprocess.Popen[str]:
         """Start a command and return at once."""
         process = subprocess.Popen(
@@ -133,8 +138,12 @@ class Lockstep:
     def wait_for(self, *names: str, seconds: float = 30) -> list[str]:
         """Wait until files exist and are not empty; return their text."""
         files = [self.directory / name for name in names]
-        if not _wait_until(lambda: all(file.exists() and file.read_text() for file in files), seconds):
-            pytest.fail(f"not written after {seconds} s: {[file.name for file in files if not file.exists()]}")
+        if not _wait_until(
+            lambda: all(file.exists() and file.read_text() for file in files), seconds
+        ):
+            pytest.fail(
+                f"not written after {seconds} s: {[file.name for file in files if not file.exists()]}"
+            )
         return [file.read_text() for file in files]
 
     @staticmethod

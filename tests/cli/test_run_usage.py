@@ -25,7 +25,9 @@ import pytest
     ],
 )
 def test_flags_that_cannot_work(lockstep, words, said):
-    done = lockstep("run", *words, "--devices=cpu" if "--devices" not in words else "--tee", lockstep.script(""))
+    done = lockstep(
+        "run", *words, "--devices=cpu" if "--devices" not in words else "--tee", lockstep.script("")
+    )
     assert done.code == 2
     assert said in done.err
     assert "Traceback" not in done.err
@@ -74,10 +76,13 @@ def read_only(tmp_path: Path) -> Iterator[Path]:
         path.chmod(0o700)
         return
     mount = shutil.which("mount")
-    if mount is None or subprocess.run([mount, "-t", "tmpfs", "-o", "ro", "none", path], check=False).returncode:
+    if (
+        mount is None
+        or subprocess.run([mount, "-t", "tmpfs", "-o", "ro", "none", path], check=False).returncode
+    ):
         pytest.skip("root ignores permissions, and mounting a read-only tmpfs is not allowed here")
     yield path
-    subprocess.run(["umount", path], check=True)
+    subprocess.run([shutil.which("umount") or "umount", path], check=True)
 
 
 def test_read_only_run_directory(lockstep, read_only):
@@ -102,10 +107,12 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     mount = shutil.which("mount")
     if os.geteuid() != 0 or mount is None:
         pytest.skip("mounting a small tmpfs needs root and mount")
-    if subprocess.run([mount, "-t", "tmpfs", "-o", "size=64k", "none", path], check=False).returncode:
+    if subprocess.run(
+        [mount, "-t", "tmpfs", "-o", "size=64k", "none", path], check=False
+    ).returncode:
         pytest.skip("mounting a small tmpfs is not allowed here")
     yield path
-    subprocess.run(["umount", path], check=True)
+    subprocess.run([shutil.which("umount") or "umount", path], check=True)
 
 
 @pytest.mark.ranks(2)

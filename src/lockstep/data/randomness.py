@@ -21,6 +21,18 @@ def set_key(key: int) -> None:
     random.seed(key)
 
 
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Run the body; what surrounds it draws on as if nothing had been drawn."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+
+
 class Stream:
     """A random state of its own, swapped in while a piece of user code runs.
 
@@ -29,7 +41,7 @@ class Stream:
     """
 
     def __init__(self, key: int) -> None:
-        with self._outer_kept():
+        with undisturbed():
             set_key(key)
             self._save()
 
@@ -41,7 +53,7 @@ class Stream:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Run the body on this stream; what surrounds it finds its own state again."""
-        with self._outer_kept():
+        with undisturbed():
             torch.set_rng_state(self._torch)
             np.random.set_state(self._numpy)
             random.setstate(self._python)
@@ -49,14 +61,3 @@ class Stream:
                 yield
             finally:
                 self._save()
-
-    @staticmethod
-    @contextlib.contextmanager
-    def _outer_kept() -> Iterator[None]:
-        states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-        try:
-            yield
-        finally:
-            torch.set_rng_state(states[0])
-            np.random.set_state(states[1])
-            random.setstate(states[2])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lockstep.errors import ScriptNotFoundError
 from lockstep.launch import dry_run, machine, worker
+from lockstep.launch.failure import short
 from lockstep.launch.functions import launch
 from lockstep.launch.interrupts import Interrupted, listening
 from lockstep.launch.plan import make_plan, share_of_threads
@@ -41,7 +42,7 @@ def run(spec: LaunchSpec) -> int:
             with private_directory() as private:
                 verdict = supervise(spec, here, worker.job(spec), run_dir, private, interrupts)
         except Interrupted as stop:
-            say(f"lockstep: stopped by {stop.signum.name}; logs: {run_dir / 'logs'}")
+            say(f"lockstep: stopped by {stop.signum.name}; logs: {short(run_dir / 'logs')}")
             return 128 + stop.signum
     if verdict is None:
         return 0

@@ -107,7 +107,7 @@ def verdict(
         + _what(cause, killed_for_memory)
     ]
     lines += _details(cause)
-    lines.append(f"  log: {cause.worker.log}")
+    lines.append(f"  log: {short(cause.worker.log)}")
     return Verdict(
         text="\n".join(lines),
         exit_code=cause.report.exit_code if cause.report else 1,
@@ -171,11 +171,19 @@ def _details(failure: Failure) -> list[str]:
         return [f"  | {line}" for line in last_lines(failure.worker.log)]
     lines = []
     if told.file:
-        where = f"  at {told.file}:{told.line}"
+        where = f"  at {short(Path(told.file))}:{told.line}"
         lines.append(f"{where} in {told.function}" if told.function else where)
     if told.hint:
         lines.append(f"  hint: {told.hint}")
     return lines
+
+
+def short(path: Path) -> Path:
+    """Return `path` from here, where it lies below."""
+    with contextlib.suppress(OSError):
+        here = Path.cwd()
+        return path.relative_to(here) if path.is_relative_to(here) else path
+    return path
 
 
 def last_lines(log: Path) -> list[str]:

@@ -135,7 +135,9 @@ def _serve_and_exit(connection: socket.socket, job: Job, launcher: int) -> NoRet
     """Be the server until the launcher closes the socket or dies."""
     try:
         os.setsid()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # A handler that does nothing, not SIG_IGN: that would pass through `exec` into the workers.
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
+            signal.signal(number, lambda *_: None)
         processes.freeze()
         _Server(connection, job, launcher).serve()
     except BaseException:  # whatever happens here, the launcher's stack must not be unwound
@@ -154,9 +156,7 @@ class _Server:
         for descriptor in self._own:
             os.set_blocking(descriptor, False)
         signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, self._end)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         # Not SIGKILL: the server outlives its launcher by the moment it takes to kill whole sessions.
         processes.die_with_parent(launcher, signal.SIGTERM)
 

@@ -136,7 +136,9 @@ class Output:
         self._finishing = True
         self._poke()
         self._thread.join(_PATIENCE)
-        if self._thread.is_alive():  # stuck in a terminal that takes nothing; it ends with the process
+        if (
+            self._thread.is_alive()
+        ):  # stuck in a terminal that takes nothing; it ends with the process
             return
         for sink in self._logs.values():
             if sink.descriptor is not None:

@@ -8,23 +8,23 @@ import torch
 
 from lockstep.layout.tree import leaves, merges
 
+#: What a missing gradient is where memory has to hold one: `x + -0.0` is `x` in all its bits, which
+#: `x + 0.0` is not when `x` is -0.0 (IEEE 754, section 6.3).
+NOTHING = -0.0
+
 #: One tensor per parameter; `None` where the replica did not use the parameter.
 Gradients = list[torch.Tensor | None]
 
 
 def add(left: Gradients, right: Gradients) -> Gradients:
-    """Add `right` into `left` and return it.
-
-    A missing gradient counts as zeros, so that the sign of a zero does not tell whether it was
-    missing or added: `x + 0` turns -0.0 into 0.0, as it does where buckets hold real zeros.
-    """
-    both = [i for i, (a, b) in enumerate(zip(left, right, strict=True)) if a is not None and b is not None]
+    """Add `right` into `left` and return it; a missing gradient changes nothing."""
+    both = [
+        (a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None
+    ]
     if both:
-        torch._foreach_add_([left[i] for i in both], [right[i] for i in both])
+        torch._foreach_add_([a for a, _ in both], [b for _, b in both])
     if len(both) < len(left):
-        for i, (a, b) in enumerate(zip(left, right, strict=True)):
-            if (a is None) != (b is None):
-                left[i] = (b if a is None else a) + 0.0  # type: ignore[operator]
+        left[:] = [b if a is None else a for a, b in zip(left, right, strict=True)]
     return left
 
 
@@ -40,11 +40,19 @@ class Contributions:
         self._merges, _ = merges(leaves(block), replicas)
         self.nodes: list[Gradients] = []
         self._collected = 0
+        self._merges_done = 0
 
     @property
     def pending_merges(self) -> int:
         """How many of the nodes the next contribution is to be merged with."""
-        return self._merges[self._collected]
+        return self._merges[self._collected] - self._merges_done
+
+    def pop_sibling(self) -> Gradients | None:
+        """Take out the node that the next contribution is merged with first, if there is one."""
+        if self.pending_merges == 0:
+            return None
+        self._merges_done += 1
+        return self.nodes.pop()
 
     def push(self, gradients: Gradients) -> None:
         """Take the contribution of the next local replica."""
@@ -57,7 +65,8 @@ class Contributions:
 
     def take(self) -> list[Gradients]:
         """Return the nodes, and begin anew."""
-        nodes, self.nodes, self._collected = self.nodes, [], 0
+        nodes, self.nodes = self.nodes, []
+        self._collected = self._merges_done = 0
         return nodes
 
 

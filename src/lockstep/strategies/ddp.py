@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import ExactnessError, ModelError
 from lockstep.exchange.base import Exchange, Sum
-from lockstep.strategies.contributions import Gradients, take_gradients
+from lockstep.strategies.contributions import NOTHING, Gradients, take_gradients
 from lockstep.strategies.held import HeldModel, refuse_sparse
 
 #: DDP settings under which its sums escape the exchange, and why.
@@ -83,10 +83,15 @@ class ReplicatedModel(HeldModel):
     ) -> None:
         super().__init__(module, block, replicas, group)
         self._exchange = exchange
-        self._shares_buckets = bool(settings.get("gradient_as_bucket_view"))
         self._places = {id(p): place for place, p in enumerate(self.parameters)}
+        if settings.get("static_graph") and replicas > dist.get_world_size(group):
+            # DDP must synchronise the first backward pass it sees of a static graph; here it would
+            # be the last of several. The setting saves time and changes no bits.
+            settings = {**settings, "static_graph": False}
+        # A model may use its parameters as it likes on one rank, so it may on several.
+        defaults = {"find_unused_parameters": not settings.get("static_graph")}
         self._ddp = Replicated(
-            module, **{"process_group": group, **_DEFAULTS, **settings, **_own_buffers()}
+            module, **{"process_group": group, **defaults, **settings, **_own_buffers()}
         )
         # A lambda, because DDP compares annotations, which are strings in this module.
         self._ddp.register_comm_hook(None, lambda _state, bucket: self._reduce(bucket))
@@ -103,10 +108,22 @@ class ReplicatedModel(HeldModel):
         if microbatch.last:
             self.contributions.take()  # the hook has used them, bucket by bucket
             return
-        gradients = take_gradients(self.parameters)
-        if self._shares_buckets:
-            gradients = [None if g is None else g.clone() for g in gradients]
-        self.contributions.push(gradients)
+        self.contributions.push(take_gradients(self.parameters))
+
+    def _before_backward(self, microbatch: Microbatch) -> None:
+        """Let the last backward pass add to its sibling's gradients: the tree's own addition.
+
+        Besides saving a pass over memory, this gives a gradient to each parameter that an earlier
+        replica used, which DDP insists on.
+        """
+        nodes = self.contributions.nodes
+        if not microbatch.last or not nodes:
+            return
+        sibling = self.contributions.pop_sibling() or [None] * len(self.parameters)
+        for place, parameter in enumerate(self.parameters):
+            parameter.grad = sibling[place]
+            if parameter.grad is None and any(node[place] is not None for node in nodes):
+                parameter.grad = torch.full_like(parameter, NOTHING)
 
     def _reduce(self, bucket: dist.GradBucket) -> Sum:
         buffer = bucket.buffer()
@@ -119,7 +136,11 @@ class ReplicatedModel(HeldModel):
         nodes = self.contributions.nodes
         merged = self.contributions.pending_merges
         kept = len(nodes) - merged
-        places = [self._places[id(p)] for p in bucket.parameters()] if nodes else []
+        parameters = bucket.parameters()
+        places = [self._places[id(p)] for p in parameters] if nodes else []
+        for parameter, view in zip(parameters, bucket.gradients(), strict=True):
+            if parameter.grad is None:
+                view.fill_(NOTHING)  # DDP has put zeros there
         for slot, node in zip(slots, nodes[:kept], strict=False):
             _flatten(node, places, bucket, slot)
         for node in reversed(nodes[kept:]):
@@ -130,12 +151,6 @@ class ReplicatedModel(HeldModel):
     def close(self) -> None:
         """Close the exchange."""
         self._exchange.close()
-
-
-_DEFAULTS: dict[str, Any] = {
-    # A model may use its parameters as it likes on one rank, so it may on several.
-    "find_unused_parameters": True,
-}
 
 
 def hush_advice(group: dist.ProcessGroup) -> None:
@@ -169,13 +184,13 @@ def _own_buffers() -> dict[str, Any]:
 def _flatten(
     node: Gradients, places: list[int], bucket: dist.GradBucket, out: torch.Tensor
 ) -> torch.Tensor:
-    """Write a node's gradients of a bucket's parameters to `out`, zeros where there are none."""
+    """Write a node's gradients of a bucket's parameters to `out`, `NOTHING` where there are none."""
     offset = 0
     for place, view in zip(places, bucket.gradients(), strict=True):
         part = out[offset : offset + view.numel()]
         gradient = node[place]
         if gradient is None:
-            part.zero_()
+            part.fill_(NOTHING)
         else:
             part.copy_(gradient.reshape(-1))
         offset += view.numel()

@@ -40,6 +40,7 @@ class HeldModel(abc.ABC):
         self._buffers = Buffers(module, block, group)
         self._reduced = False
         self._stepped = False
+        self._mixed = False
         self._watching = False
         module.register_forward_pre_hook(self._before_forward)
 
@@ -97,7 +98,7 @@ class HeldModel(abc.ABC):
         """Check that a backward pass would mean the same on every layout.
 
         Raises:
-            StepError: if gradients of an earlier pass are still there.
+            StepError: if the model's gradients have met already in this pass.
         """
         if not self.used:
             return
@@ -108,12 +109,19 @@ class HeldModel(abc.ABC):
                 hint="add the losses: run.backward(loss_a + loss_b); wrap forwards that need no "
                 "gradients in torch.no_grad()",
             )
-        if microbatch.first and any(p.grad is not None for p in self.parameters):
-            raise StepError(
-                f"{type(self.module).__name__} still has gradients of an earlier batch",
-                hint="call optimizer.zero_grad() in every iteration; to accumulate over more "
-                "samples raise batch_size, and set replicas above the number of ranks",
-            )
+        if microbatch.first:
+            self._drop_old_gradients()
+        self._before_backward(microbatch)
+
+    def _drop_old_gradients(self) -> None:
+        """Gradients from before this pass belong to no replica; whether that matters shows at the step."""
+        self._mixed = any(parameter.grad is not None for parameter in self.parameters)
+        if self._mixed:
+            for parameter in self.parameters:
+                parameter.grad = None
+
+    def _before_backward(self, microbatch: Microbatch) -> None:
+        """Get ready for the backward pass of a microbatch."""
 
     def after_backward(self, microbatch: Microbatch) -> None:
         """Let the gradients of a backward pass meet those of the other replicas."""
@@ -124,7 +132,18 @@ class HeldModel(abc.ABC):
         self._meet(microbatch)
 
     def stepped(self) -> None:
-        """An optimizer of this model was asked to step."""
+        """An optimizer of this model was asked to step.
+
+        Raises:
+            StepError: if plain PyTorch would have added gradients of an earlier batch.
+        """
+        if self._mixed:
+            raise StepError(
+                f"{type(self.module).__name__} had gradients of an earlier batch when its backward "
+                "pass began",
+                hint="call optimizer.zero_grad() in every iteration; to accumulate over more "
+                "samples raise batch_size, and set replicas above the number of ranks",
+            )
         self._stepped = True
 
     def finish_buffers(self) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.data.randomness import undisturbed
 from lockstep.errors import ModelError
 from lockstep.exchange.choose import make
 from lockstep.strategies.ddp import ReplicatedModel, check_same_models, check_settings, hush_advice
@@ -42,7 +43,8 @@ class Models:
         module.to(session.device)
         if session.settings.precision == "bf16":
             autocast_forward(module, session.device.type, torch.bfloat16)
-        held = self._hold(module, settings)
+        with undisturbed():  # how a model is held must not change what the next one starts from
+            held = self._hold(module, settings)
         session.models.append(held)
         return held.wrapped
 

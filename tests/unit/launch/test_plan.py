@@ -17,7 +17,12 @@ LAPTOP = Machine(cores=8)
 SERVER = Machine(cores=64, gpus=4)
 
 
-def plan(spec: LaunchSpec, machine: Machine = LAPTOP, environ: dict[str, str] | None = None, **meeting: object):
+def plan(
+    spec: LaunchSpec,
+    machine: Machine = LAPTOP,
+    environ: dict[str, str] | None = None,
+    **meeting: object,
+):
     return make_plan(
         spec,
         machine,
@@ -123,7 +128,11 @@ def test_refused_layouts(n, devices, machine, environ, error, said):
 
 @pytest.mark.parametrize(
     ("devices", "machine", "expected"),
-    [(None, LAPTOP, ["cpu", "cpu"]), (None, SERVER, ["cuda:0", "cuda:1"]), ("cpu", SERVER, ["cpu", "cpu"])],
+    [
+        (None, LAPTOP, ["cpu", "cpu"]),
+        (None, SERVER, ["cuda:0", "cuda:1"]),
+        ("cpu", SERVER, ["cpu", "cpu"]),
+    ],
 )
 def test_placement(devices, machine, expected):
     workers = plan(LaunchSpec(target="a.py", n=2, devices=devices), machine).workers
@@ -150,7 +159,10 @@ def test_more_ranks_than_cores_get_one_thread():
 
 def test_flags_become_variables_only_where_given():
     bare = plan(LaunchSpec(target="a.py", n=2)).workers[0].env
-    assert {name for name in bare if name.startswith("LOCKSTEP_")} == {"LOCKSTEP_LAUNCHER", "LOCKSTEP_RUN_DIR"}
+    assert {name for name in bare if name.startswith("LOCKSTEP_")} == {
+        "LOCKSTEP_LAUNCHER",
+        "LOCKSTEP_RUN_DIR",
+    }
     spec = LaunchSpec(
         target="a.py", n=2, replicas=4, threads=2, devices="cpu", fresh=True, stop_on_nan=True
     )
@@ -160,7 +172,8 @@ def test_flags_become_variables_only_where_given():
 
 
 @pytest.mark.parametrize(
-    ("replicas", "environ"), [(2, {}), (None, {"LOCKSTEP_REPLICAS": "2"}), (2, {"LOCKSTEP_REPLICAS": "8"})]
+    ("replicas", "environ"),
+    [(2, {}), (None, {"LOCKSTEP_REPLICAS": "2"}), (2, {"LOCKSTEP_REPLICAS": "8"})],
 )
 def test_fewer_replicas_than_ranks_are_refused(replicas, environ):
     with pytest.raises(UsageError, match="3 ranks for 2 replica"):

@@ -6,7 +6,9 @@ from lockstep.errors import UsageError
 from lockstep.launch.spec import LaunchSpec, parse_ranks
 
 
-@pytest.mark.parametrize(("text", "value"), [("1", 1), ("16", 16), ("cpu", "cpu"), ("gpu", "gpu"), ("auto", "auto")])
+@pytest.mark.parametrize(
+    ("text", "value"), [("1", 1), ("16", 16), ("cpu", "cpu"), ("gpu", "gpu"), ("auto", "auto")]
+)
 def test_ranks_are_numbers_or_words(text, value):
     assert parse_ranks(text) == value
 
@@ -38,7 +40,11 @@ def test_a_spec_is_valid_or_does_not_exist(wrong):
 
 @pytest.mark.parametrize(
     ("target", "kind", "name"),
-    [("dir/train.py", "script", "train"), ("pkg.train", "module", "train"), ("main", "function", "main")],
+    [
+        ("dir/train.py", "script", "train"),
+        ("pkg.train", "module", "train"),
+        ("main", "function", "main"),
+    ],
 )
 def test_name(target, kind, name):
     assert LaunchSpec(target=target, kind=kind).name == name

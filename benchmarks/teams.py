@@ -1,0 +1,167 @@
+"""Contestants that run at the same time and take turns: all ranks of one train, all others sleep.
+
+So the rounds A B C A B C … cost no start of a process, and what disturbs the machine for a while
+disturbs neighbouring turns of all contestants.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from support import in_turns, one_thread, torchrun
+
+_CONTESTANTS = Path(__file__).parent / "contestants"
+_ADDRESS = "BENCHMARK_ADDRESS"  # as in contestants/workload.py, which imports torch
+_SECONDS = struct.Struct("<d")
+_START_SECONDS = 300.0
+_TURN_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A script of `contestants/` with its own arguments.
+
+    Attributes:
+        script: its name without `.py`.
+        arguments: what it alone understands.
+        records: whether it writes to a directory that it is told.
+        launcher: whether it needs torchrun for a single rank, too.
+    """
+
+    script: str
+    arguments: tuple[str, ...] = ()
+    records: bool = False
+    launcher: bool = False
+
+
+@dataclass(frozen=True)
+class Work:
+    """What all contestants train; see `contestants/workload.py`."""
+
+    model: str
+    batch: int
+    steps: int
+
+    def arguments(self, epochs: int) -> list[str]:
+        """Return the words that say so."""
+        numbers = {"--batch": self.batch, "--steps": self.steps, "--epochs": epochs}
+        words = [word for name, number in numbers.items() for word in (name, str(number))]
+        return ["--model", self.model, *words]
+
+
+class Team:
+    """The processes of one contestant.
+
+    Args:
+        contestant: whose.
+        n: how many.
+        arguments: what all contestants are told.
+        directory: where their socket and their output go; empty.
+    """
+
+    def __init__(
+        self, contestant: Contestant, n: int, arguments: Sequence[str], directory: Path
+    ) -> None:
+        self._contestant, self._n, self._directory = contestant, n, directory
+        self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._server.bind(str(directory / "socket"))
+        self._server.listen(n)
+        self._ranks: list[socket.socket] = []
+        words = [*contestant.arguments, *arguments]
+        if contestant.records:
+            words += ["--run-dir", str(directory / "run")]
+        script = _CONTESTANTS / f"{contestant.script}.py"
+        alone = n == 1 and not contestant.launcher
+        with (directory / "output").open("w") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, str(script), *words] if alone else torchrun(n, script, *words),
+                env={**one_thread(), _ADDRESS: str(directory / "socket")},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=directory,
+            )
+
+    def meet(self) -> Self:
+        """Wait until every rank is there.
+
+        Raises:
+            RuntimeError: if they end before, or take too long.
+        """
+        self._server.settimeout(0.2)
+        deadline = time.monotonic() + _START_SECONDS
+        while len(self._ranks) < self._n:
+            with contextlib.suppress(TimeoutError):
+                connection, _ = self._server.accept()
+                connection.settimeout(_TURN_SECONDS)
+                self._ranks.append(connection)
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise self._failure("did not start")
+        return self
+
+    def turn(self) -> float:
+        """Let all ranks train one epoch; return the seconds of the slowest.
+
+        Raises:
+            RuntimeError: if one ends instead.
+        """
+        for rank in self._ranks:
+            rank.sendall(b"g")
+        return max(self._hear(rank) for rank in self._ranks)
+
+    def _hear(self, rank: socket.socket) -> float:
+        answer = rank.recv(_SECONDS.size, socket.MSG_WAITALL)
+        if len(answer) < _SECONDS.size:
+            raise self._failure("ended in its turn")
+        seconds: float = _SECONDS.unpack(answer)[0]
+        return seconds
+
+    def _failure(self, what: str) -> RuntimeError:
+        time.sleep(1)  # for what is still being written
+        tail = (self._directory / "output").read_text(errors="replace")[-4000:]
+        return RuntimeError(f"{self._contestant} {what}:\n{tail}")
+
+    def close(self) -> None:
+        """End the processes: of themselves if they are done, otherwise by force."""
+        for rank in self._ranks:
+            rank.close()
+        self._server.close()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.terminate()
+            self._process.wait(30)
+
+
+@contextlib.contextmanager
+def _teams(
+    contestants: Mapping[str, Contestant], n: int, arguments: Sequence[str]
+) -> Iterator[dict[str, Team]]:
+    with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
+        teams = {}
+        for number, (name, contestant) in enumerate(contestants.items()):
+            directory = Path(place) / str(number)
+            directory.mkdir()
+            team = Team(contestant, n, arguments, directory)
+            stack.callback(team.close)
+            teams[name] = team.meet()
+        yield teams
+
+
+def compete(
+    contestants: Mapping[str, Contestant], n: int, work: Work, pairs: int, *, warm_up: int = 2
+) -> dict[str, list[float]]:
+    """Return microseconds per step of every contestant in every round."""
+    arguments = work.arguments(epochs=warm_up + pairs)
+    with _teams(contestants, n, arguments) as teams:
+        seconds = in_turns({name: team.turn for name, team in teams.items()}, pairs, warm_up=warm_up)
+    return {name: [1e6 * s / work.steps for s in turns] for name, turns in seconds.items()}

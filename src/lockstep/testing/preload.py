@@ -1,0 +1,8 @@
+"""What every rank needs, imported once in the process that ranks are forked from."""
+
+import torch.distributed
+import torch.nn.parallel
+
+import lockstep.training.run
+
+__all__ = ["lockstep", "torch"]

@@ -1,0 +1,60 @@
+"""The inside of one rank: its environment, its function, what it has to say."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a rank says at its end.
+
+    Attributes:
+        value: what its function returned.
+        error: name and text of its exception.
+        trace: the traceback as text.
+        time: when it ended, seconds since the epoch.
+        consequence: whether the exception only tells of another rank's end.
+    """
+
+    value: Any = None
+    error: str | None = None
+    trace: str = ""
+    time: float = 0.0
+    consequence: bool = False
+
+
+def run(
+    connection: Connection, environ: Mapping[str, str], function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    """Run `function` as one rank, and tell the parent how it went."""
+    # A rank must not outlive the test, however the test's process ends.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.environ.update(environ)
+    try:
+        told = Told(value=function(*args), time=time.time())
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the test is to see it
+        told = _describe(error)
+    connection.send(told)
+    connection.close()
+
+
+def _describe(error: BaseException) -> Told:
+    from lockstep.launch.report import is_consequence
+
+    return Told(
+        error=f"{type(error).__name__}: {error}",
+        trace="".join(traceback.format_exception(error)),
+        time=time.time(),
+        consequence=is_consequence(error),
+    )

@@ -1,0 +1,172 @@
+"""Running a function on several ranks of this machine, within a hard time limit."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from typing import Any
+
+from lockstep.errors import LockstepError
+from lockstep.testing import rank_process
+from lockstep.testing.rank_process import Told
+
+_GRACE_SECONDS = 2.0  # for other ranks to tell what they have to, once one has failed
+
+
+class RankError(LockstepError):
+    """A rank raised an exception or died.
+
+    Attributes:
+        rank: which one; the first, where others only followed.
+    """
+
+    def __init__(self, rank: int, what: str, trace: str = "") -> None:
+        super().__init__(f"rank {rank}: {what}" + (f"\n{trace}" if trace else ""))
+        self.rank = rank
+
+
+class RankTimeoutError(LockstepError):
+    """Ranks were still running at the end of the time they had."""
+
+
+@dataclass(slots=True)
+class _Rank:
+    process: ForkServerProcess
+    connection: Connection
+    told: Told | None = None
+    is_over: bool = False
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    n: int,
+    *args: Any,
+    timeout: float = 60.0,
+    environ: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Run `function(*args)` on `n` ranks of this machine, and return what each returned.
+
+    Every rank is a process of its own in which Lockstep and `env://` find their world; the store is
+    hosted here on a port that the system chooses. Ranks are forked from a server that has imported
+    torch and nothing else, so that starting them is cheap and the state of this process is not theirs.
+
+    Args:
+        function: something importable; it is passed by name.
+        n: number of ranks.
+        args: its arguments; they are pickled.
+        timeout: seconds until all ranks are killed.
+        environ: environment variables to set besides.
+
+    Raises:
+        RankError: if a rank raised an exception or died; the first one, with its traceback.
+        RankTimeoutError: if the ranks took too long.
+    """
+    store = _host_store()
+    ranks = [_start(function, args, _environment(rank, n, store.port, environ)) for rank in range(n)]
+    try:
+        _collect(ranks, timeout)
+    finally:
+        _end(ranks)
+    return [rank.told.value for rank in ranks if rank.told is not None]
+
+
+def _host_store() -> Any:
+    import socket
+
+    import torch.distributed as dist
+
+    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+    return dist.TCPStore(
+        "127.0.0.1",
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=60),
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _environment(rank: int, n: int, port: int, more: Mapping[str, str] | None) -> dict[str, str]:
+    return {
+        "LOCKSTEP_LAUNCHER": "testing",
+        "RANK": str(rank),
+        "WORLD_SIZE": str(n),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(n),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        **(more or {}),
+    }
+
+
+def _start(function: Callable[..., Any], args: tuple[Any, ...], environ: dict[str, str]) -> _Rank:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lockstep.testing.preload"])
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(
+        target=rank_process.run, args=(there, environ, function, args), daemon=False
+    )
+    process.start()
+    there.close()
+    return _Rank(process, here)
+
+
+def _collect(ranks: Sequence[_Rank], timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    failed = False
+    while running := [rank for rank in ranks if not rank.is_over]:
+        ready = wait([rank.connection for rank in running], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for rank in running:
+            if rank.connection in ready:
+                _hear(rank)
+        if not failed and any(_has_failed(rank) for rank in ranks):
+            failed = True
+            deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+    _judge(ranks, timeout)
+
+
+def _hear(rank: _Rank) -> None:
+    rank.is_over = True
+    try:
+        rank.told = rank.connection.recv()
+    except EOFError:
+        rank.process.join()
+
+
+def _has_failed(rank: _Rank) -> bool:
+    return rank.is_over and (rank.told is None or rank.told.error is not None)
+
+
+def _judge(ranks: Sequence[_Rank], timeout: float) -> None:
+    for number, rank in enumerate(ranks):
+        if rank.is_over and rank.told is None:
+            raise RankError(number, f"died with exit code {rank.process.exitcode}")
+    errors = [(told, n) for n, told in enumerate(r.told for r in ranks) if told and told.error]
+    if errors:
+        told, number = min(errors, key=lambda pair: (pair[0].consequence, pair[0].time))
+        raise RankError(number, told.error or "", told.trace)
+    slow = [str(number) for number, rank in enumerate(ranks) if not rank.is_over]
+    if slow:
+        raise RankTimeoutError(
+            f"rank {', '.join(slow)} of {len(ranks)} still ran after {timeout:g} s",
+            hint="give a longer timeout, or look for a collective that not all ranks call",
+        )
+
+
+def _end(ranks: Sequence[_Rank]) -> None:
+    for rank in ranks:
+        if not rank.is_over:
+            rank.process.kill()
+        rank.process.join()
+        rank.process.close()
+        rank.connection.close()

@@ -1,0 +1,187 @@
+"""Training jobs that the distributed tests run on several layouts; each returns a digest."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+import lockstep
+
+
+@contextlib.contextmanager
+def quiet_run(**settings: Any) -> Iterator[lockstep.Run]:
+    """A run that shows nothing and leaves nothing behind."""
+    with tempfile.TemporaryDirectory() as directory:
+        defaults = {"run_dir": directory, "progress": False, "threads": 1, "seed": 3}
+        with lockstep.Run("test", **{**defaults, **settings}) as run:
+            yield run
+
+
+def classes(samples: int, shape: tuple[int, ...], seed: int = 0) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(samples, *shape, generator=generator)
+    return TensorDataset(inputs, torch.randint(0, 4, (samples,), generator=generator))
+
+
+def fit(run: lockstep.Run, model: nn.Module, train: Any, optimizer: Any, epochs: int = 2) -> None:
+    for _ in run.epochs(epochs):
+        for x, y in train:
+            run.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def conv_net() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Dropout(0.3),
+        nn.Linear(8 * 64, 4),
+    )
+
+
+def train_conv(settings: dict[str, Any], ddp: dict[str, Any], epochs: int = 2) -> str:
+    """A convolutional net with BatchNorm and dropout; 50 samples in batches of 16: the last has 2."""
+    with quiet_run(**settings) as run:
+        model = run.model(conv_net(), **ddp)
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        fit(run, model, run.loader(classes(50, (1, 8, 8)), batch_size=16, shuffle=True), optimizer, epochs)
+        return run.digest()
+
+
+def train_resnet() -> str:
+    """torchvision's ResNet-18 with dropout before its last layer."""
+    from tests.vision import resnet18
+
+    with quiet_run() as run:
+        net = resnet18(num_classes=4)
+        net.fc = nn.Sequential(nn.Dropout(0.5), net.fc)
+        model = run.model(net)
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
+        data = run.loader(classes(16, (3, 32, 32)), batch_size=8, shuffle=True)
+        fit(run, model, data, optimizer, epochs=1)
+        return run.digest()
+
+
+class Routed(nn.Module):
+    """An embedding model that uses one of two branches, by the first token, and never a third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 8)
+        self.branches = nn.ModuleList([nn.Linear(8, 4), nn.Linear(8, 4)])
+        self.never = nn.Linear(8, 4)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        branch = self.branches[int(tokens[0, 0]) % 2]
+        return branch(self.embedding(tokens).mean(1))
+
+
+def train_routed() -> str:
+    """Parameters that some replicas use, some don't, and some that none ever does, with weight decay."""
+    with quiet_run() as run:
+        model = run.model(Routed())
+        optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+        generator = torch.Generator().manual_seed(1)
+        tokens = torch.randint(0, 20, (60, 5), generator=generator)
+        data = TensorDataset(tokens, torch.randint(0, 4, (60,), generator=generator))
+        fit(run, model, run.loader(data, batch_size=12, shuffle=True), optimizer)
+        return run.digest()
+
+
+def train_gan() -> str:
+    """Two models and two optimizers, which take turns on every global batch."""
+    with quiet_run() as run:
+        maker = run.model(nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 6)))
+        judge = run.model(nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 1)))
+        maker_steps = run.optimizer(torch.optim.Adam(maker.parameters(), lr=0.01))
+        judge_steps = run.optimizer(torch.optim.Adam(judge.parameters(), lr=0.01))
+        data = run.loader(classes(44, (6,)), batch_size=12, shuffle=True)
+        for _ in run.epochs(2):
+            for batch in run.batches(data):
+                for real, _ in batch:
+                    fake = maker(torch.randn(len(real), 4)).detach()
+                    judge_steps.zero_grad()
+                    run.backward(F.softplus(-judge(real)).mean() + F.softplus(judge(fake)).mean())
+                    judge_steps.step()
+                for real, _ in batch:
+                    maker_steps.zero_grad()
+                    run.backward(F.softplus(-judge(maker(torch.randn(len(real), 4)))).mean())
+                    maker_steps.step()
+        return run.digest()
+
+
+def train_adamw(precision: str = "fp32") -> str:
+    """AdamW with clipping and a schedule per step and per epoch."""
+    with quiet_run(precision=precision) as run:
+        model = run.model(nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 4)))
+        optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+        data = run.loader(classes(50, (64,)), batch_size=16, shuffle=True)
+        warmup = run.scheduler(torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=3 * len(data)))
+        for _ in run.epochs(3):
+            for x, y in data:
+                run.backward(F.cross_entropy(model(x), y))
+                run.clip(model, 0.5)
+                optimizer.step()
+                warmup.step()
+                optimizer.zero_grad()
+        return run.digest()
+
+
+class Augmented(Dataset[tuple[torch.Tensor, int]]):
+    """Samples that draw from all three generators."""
+
+    def __len__(self) -> int:
+        return 45
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        noise = torch.randn(6) + float(np.random.rand()) + random.random()
+        return noise * (index % 7), index % 4
+
+
+def train_augmented(workers: int) -> str:
+    """Random augmentation in the dataset, fetched by workers."""
+    with quiet_run() as run:
+        model = run.model(nn.Linear(6, 4))
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        data = run.loader(Augmented(), batch_size=12, shuffle=True, num_workers=workers)
+        fit(run, model, data, optimizer)
+        return run.digest()
+
+
+class Stream(IterableDataset[tuple[torch.Tensor, int]]):
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
+        for index in range(37):
+            yield torch.randn(6) + index, index % 4
+
+
+def train_stream(workers: int) -> str:
+    """An iterable dataset that draws as it goes."""
+    with quiet_run() as run:
+        model = run.model(nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 4)))
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
+        fit(run, model, run.loader(Stream(), batch_size=8, num_workers=workers), optimizer)
+        return run.digest()
+
+
+def evaluate(samples: int) -> tuple[Any, ...]:
+    """Metrics over an evaluation that no number of ranks divides; and how often each sample came."""
+    with quiet_run() as run:
+        data = run.loader(classes(samples, (3,)), batch_size=256)
+        with torch.no_grad():
+            count = run.sum(torch.ones(len(y), dtype=torch.int64) for _, y in data)
+            mean = run.mean({"x": x.mean(1), "right": y == 1} for x, y in data)
+            rows = run.gather(x for x, _ in data)
+        same = torch.equal(rows, classes(samples, (3,)).tensors[0])
+        return count, mean["x"].hex(), mean["right"].hex(), same

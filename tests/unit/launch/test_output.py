@@ -1,0 +1,74 @@
+"""Where output goes, with threads and pipes but no workers."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from lockstep.errors import RunDirectoryError
+from lockstep.launch.output import Output
+
+
+@pytest.fixture
+def show(tmp_path, capfd):
+    """Write to ranks' streams; return what the terminal and the logs received."""
+
+    def run(
+        *, tee: bool, pieces: list[tuple[int, int, bytes]], ranks: int = 2
+    ) -> tuple[str, str, list[bytes]]:
+        output = Output(tee=tee)
+        logs = [tmp_path / f"rank-{rank}.log" for rank in range(ranks)]
+        streams = [output.open(rank, logs[rank]) for rank in range(ranks)]
+        for rank, stream, data in pieces:
+            os.write(streams[rank][stream], data)
+        for descriptor in [one for pair in streams for one in pair]:
+            os.close(descriptor)
+        output.finish()
+        out, err = capfd.readouterr()
+        return out, err, [log.read_bytes() for log in logs]
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def own_streams(monkeypatch):
+    """Let the output believe that pytest has not replaced the standard streams."""
+    import sys
+
+    monkeypatch.setattr(sys, "__stdout__", sys.stdout)
+    monkeypatch.setattr(sys, "__stderr__", sys.stderr)
+
+
+def test_only_the_main_rank_is_shown(show):
+    out, err, logs = show(
+        tee=False, pieces=[(0, 0, b"a\n"), (1, 0, b"b\n"), (0, 1, b"c\n"), (1, 1, b"d\n")]
+    )
+    assert (out, err) == ("a\n", "c\n")
+    assert sorted(logs[0].split()) == [b"a", b"c"]
+    assert logs[1] == b"b\nd\n"
+
+
+def test_tee_prefixes_whole_lines(show):
+    pieces = [(0, 0, b"be"), (1, 0, b"other\n"), (0, 0, b"gin\nlast"), (1, 1, b"\n")]
+    out, err, logs = show(tee=True, pieces=pieces)
+    assert sorted(out.splitlines()) == ["[rank 0] begin", "[rank 0] last", "[rank 1] other"]
+    assert err == "[rank 1] \n"
+    assert logs[0] == b"begin\nlast"
+
+
+def test_output_of_a_process_that_outlives_its_rank_does_not_hold_the_end(tmp_path, capfd):
+    output = Output(tee=False)
+    out, err = output.open(0, tmp_path / "log")
+    os.write(out, b"kept\n")
+    output.finish()  # with `out` still open
+    os.close(out)
+    os.close(err)
+    assert capfd.readouterr().out == "kept\n"
+
+
+def test_a_log_that_cannot_be_written_is_an_error(tmp_path):
+    output = Output(tee=False)
+    with pytest.raises(RunDirectoryError, match="cannot be written: No such file"):
+        output.open(1, tmp_path / "missing" / "log")
+    output.finish()
