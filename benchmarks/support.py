@@ -31,7 +31,11 @@ def options_parser(doc: str | None, *, pairs: int) -> argparse.ArgumentParser:
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--pairs", type=int, default=pairs, metavar="K", help=f"interleaved rounds (default {pairs})"
+        "--pairs",
+        type=int,
+        default=pairs,
+        metavar="K",
+        help=f"interleaved rounds (default {pairs})",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there, too")
     return parser
@@ -150,8 +154,12 @@ class Report:
             print(f"- {note}")
         sys.stdout.flush()
         self.tables.append(
-            {"heading": heading, "columns": list(columns), "rows": [list(row) for row in rows],
-             "notes": list(notes)}
+            {
+                "heading": heading,
+                "columns": list(columns),
+                "rows": [list(row) for row in rows],
+                "notes": list(notes),
+            }
         )
 
     def close(self) -> None:
@@ -219,7 +227,9 @@ def run_quietly(command: Sequence[str], *, timeout: float = 300, **settings: Any
         command, capture_output=True, text=True, timeout=timeout, check=False, **settings
     )
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+        raise RuntimeError(
+            f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
+        )
     return done.stdout
 
 

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Self
 
+from contestants.turns import ADDRESS, SECONDS
 from support import in_turns, one_thread, torchrun
 
 _CONTESTANTS = Path(__file__).parent / "contestants"
-_ADDRESS = "BENCHMARK_ADDRESS"  # as in contestants/workload.py, which imports torch
-_SECONDS = struct.Struct("<d")
 _START_SECONDS = 300.0
 _TURN_SECONDS = 600.0
 
@@ -85,13 +83,13 @@ class Team:
         with (directory / "output").open("w") as output:
             self._process = subprocess.Popen(
                 [sys.executable, str(script), *words] if alone else torchrun(n, script, *words),
-                env={**one_thread(), _ADDRESS: str(directory / "socket")},
+                env={**one_thread(), ADDRESS: str(directory / "socket")},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=directory,
             )
 
-    def meet(self) -> Self:
+    def meet(self) -> None:
         """Wait until every rank is there.
 
         Raises:
@@ -106,23 +104,25 @@ class Team:
                 self._ranks.append(connection)
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise self._failure("did not start")
-        return self
 
-    def turn(self) -> float:
-        """Let all ranks train one epoch; return the seconds of the slowest.
+    def turn(self, case: int = 0) -> float:
+        """Let all ranks do one turn; return the seconds of the slowest.
+
+        Args:
+            case: what is to be done, for contestants that do several things.
 
         Raises:
             RuntimeError: if one ends instead.
         """
         for rank in self._ranks:
-            rank.sendall(b"g")
+            rank.sendall(bytes([case]))
         return max(self._hear(rank) for rank in self._ranks)
 
     def _hear(self, rank: socket.socket) -> float:
-        answer = rank.recv(_SECONDS.size, socket.MSG_WAITALL)
-        if len(answer) < _SECONDS.size:
+        answer = rank.recv(SECONDS.size, socket.MSG_WAITALL)
+        if len(answer) < SECONDS.size:
             raise self._failure("ended in its turn")
-        seconds: float = _SECONDS.unpack(answer)[0]
+        seconds: float = SECONDS.unpack(answer)[0]
         return seconds
 
     def _failure(self, what: str) -> RuntimeError:
@@ -153,7 +153,9 @@ def _teams(
             directory.mkdir()
             team = Team(contestant, n, arguments, directory)
             stack.callback(team.close)
-            teams[name] = team.meet()
+            teams[name] = team
+        for team in teams.values():
+            team.meet()
         yield teams
 
 
@@ -163,5 +165,16 @@ def compete(
     """Return microseconds per step of every contestant in every round."""
     arguments = work.arguments(epochs=warm_up + pairs)
     with _teams(contestants, n, arguments) as teams:
-        seconds = in_turns({name: team.turn for name, team in teams.items()}, pairs, warm_up=warm_up)
+        seconds = in_turns(
+            {name: team.turn for name, team in teams.items()}, pairs, warm_up=warm_up
+        )
     return {name: [1e6 * s / work.steps for s in turns] for name, turns in seconds.items()}
+
+
+def consult(
+    contestant: Contestant, n: int, arguments: Sequence[str], cases: Sequence[str], pairs: int
+) -> dict[str, list[float]]:
+    """Return the seconds of every case in every round, all of them done by one contestant."""
+    with _teams({"": contestant}, n, arguments) as teams:
+        turns = {name: partial(teams[""].turn, number) for number, name in enumerate(cases)}
+        return in_turns(turns, pairs, warm_up=3)

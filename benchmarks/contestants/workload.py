@@ -1,7 +1,7 @@
 """What every contestant trains: the same model, data and steps, one epoch per turn.
 
 Contestants of one benchmark run at the same time and take turns: an epoch begins when the parent
-says so, and its seconds go back to the parent. Who waits sleeps in a read.
+says so, and its seconds go back to the parent.
 """
 
 from __future__ import annotations
@@ -9,20 +9,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import socket
-import struct
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
+from contestants.turns import Turns
 from support import import_torchvision
 from torch import nn
 from torch.utils.data import TensorDataset
-
-#: Name of the variable with the address of the parent's socket.
-ADDRESS = "BENCHMARK_ADDRESS"
-_SECONDS = struct.Struct("<d")
 
 
 @dataclass
@@ -45,8 +40,7 @@ class Workload:
     ranks: int = field(default_factory=lambda: int(os.environ.get("WORLD_SIZE", "1")))
 
     def __post_init__(self) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.connect(os.environ[ADDRESS])
+        self._turns = Turns()
 
     def model(self) -> nn.Module:
         """Return the model, for ten classes."""
@@ -74,11 +68,11 @@ class Workload:
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
         """Wait for the parent's word, and tell it how long the body took."""
-        if not self._socket.recv(1):
+        if self._turns.wait() is None:
             raise SystemExit("the benchmark is over before its time")
         started = time.perf_counter()
         yield
-        self._socket.sendall(_SECONDS.pack(time.perf_counter() - started))
+        self._turns.done(time.perf_counter() - started)
 
 
 def from_arguments(parser: argparse.ArgumentParser | None = None) -> Workload:

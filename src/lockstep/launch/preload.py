@@ -14,7 +14,7 @@ MODULES = (
     "torch.distributed",
     "torch.nn.parallel",
     "torch.utils.data",
-    "lockstep.training",
+    "lockstep.training.run",
 )
 
 

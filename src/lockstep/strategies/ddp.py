@@ -90,9 +90,14 @@ class ReplicatedModel(HeldModel):
             settings = {**settings, "static_graph": False}
         # A model may use its parameters as it likes on one rank, so it may on several.
         defaults = {"find_unused_parameters": not settings.get("static_graph")}
+        self._is_static = bool(settings.get("static_graph"))
+        self._finds_unused = bool({**defaults, **settings}["find_unused_parameters"])
+        self._hooked = False
         self._ddp = Replicated(
             module, **{"process_group": group, **defaults, **settings, **_own_buffers()}
         )
+        self._ddp.require_backward_grad_sync = False
+        self._ddp.find_unused_parameters = False  # the reducer still does; see _before_backward
         # A lambda, because DDP compares annotations, which are strings in this module.
         self._ddp.register_comm_hook(None, lambda _state, bucket: self._reduce(bucket))
 
@@ -102,22 +107,28 @@ class ReplicatedModel(HeldModel):
         return self._ddp
 
     def _prepare(self, microbatch: Microbatch) -> None:
-        self._ddp.require_backward_grad_sync = microbatch.last
+        if self._is_static:
+            self._ddp.require_backward_grad_sync = microbatch.last
 
-    def _meet(self, microbatch: Microbatch) -> None:
-        if microbatch.last:
-            self.contributions.take()  # the hook has used them, bucket by bucket
+    def _before_backward(self, microbatch: Microbatch, loss: torch.Tensor) -> None:
+        if not microbatch.last:
             return
-        self.contributions.push(take_gradients(self.parameters))
+        self._hooked = False
+        self._give_sibling()
+        if not self._is_static:
+            # DDP would do this in the forward pass, guessing from its outputs what backward will
+            # reach, and would then wait for a backward pass that may never come (a generator whose
+            # output is detached). The loss is what tells.
+            self._ddp.reducer.prepare_for_backward([loss] if self._finds_unused else [])
 
-    def _before_backward(self, microbatch: Microbatch) -> None:
+    def _give_sibling(self) -> None:
         """Let the last backward pass add to its sibling's gradients: the tree's own addition.
 
         Besides saving a pass over memory, this gives a gradient to each parameter that an earlier
         replica used, which DDP insists on.
         """
         nodes = self.contributions.nodes
-        if not microbatch.last or not nodes:
+        if not nodes:
             return
         sibling = self.contributions.pop_sibling() or [None] * len(self.parameters)
         for place, parameter in enumerate(self.parameters):
@@ -125,7 +136,17 @@ class ReplicatedModel(HeldModel):
             if parameter.grad is None and any(node[place] is not None for node in nodes):
                 parameter.grad = torch.full_like(parameter, NOTHING)
 
+    def _meet(self, microbatch: Microbatch) -> None:
+        if microbatch.last:
+            self.contributions.take()  # the hook has used them, bucket by bucket
+            self._check_reached(reached=self._hooked)
+            return
+        gradients = take_gradients(self.parameters)
+        self._check_reached(reached=any(gradient is not None for gradient in gradients))
+        self.contributions.push(gradients)
+
     def _reduce(self, bucket: dist.GradBucket) -> Sum:
+        self._hooked = True
         buffer = bucket.buffer()
         slots = self._exchange.slots(buffer)
         self._fill(slots, bucket, buffer)

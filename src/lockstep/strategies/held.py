@@ -94,14 +94,12 @@ class HeldModel(abc.ABC):
         else:
             self._buffers.next_replica()
 
-    def before_backward(self, microbatch: Microbatch) -> None:
+    def before_backward(self, microbatch: Microbatch, loss: torch.Tensor) -> None:
         """Check that a backward pass would mean the same on every layout.
 
         Raises:
             StepError: if the model's gradients have met already in this pass.
         """
-        if not self.used:
-            return
         if self._reduced:
             raise StepError(
                 f"run.backward was called twice for {type(self.module).__name__} in one "
@@ -111,7 +109,7 @@ class HeldModel(abc.ABC):
             )
         if microbatch.first:
             self._drop_old_gradients()
-        self._before_backward(microbatch)
+        self._before_backward(microbatch, loss)
 
     def _drop_old_gradients(self) -> None:
         """Gradients from before this pass belong to no replica; whether that matters shows at the step."""
@@ -120,13 +118,18 @@ class HeldModel(abc.ABC):
             for parameter in self.parameters:
                 parameter.grad = None
 
-    def _before_backward(self, microbatch: Microbatch) -> None:
-        """Get ready for the backward pass of a microbatch."""
+    def _before_backward(self, microbatch: Microbatch, loss: torch.Tensor) -> None:  # noqa: B027
+        """Get ready for the backward pass of a microbatch, where there is something to do."""
+
+    def _check_reached(self, *, reached: bool) -> None:
+        if not reached:
+            raise ModelError(
+                f"the loss does not depend on {type(self.module).__name__}",
+                hint="compute it from what the model returned, without detach()",
+            )
 
     def after_backward(self, microbatch: Microbatch) -> None:
         """Let the gradients of a backward pass meet those of the other replicas."""
-        if not self.used:
-            return
         self.used = False
         self._reduced = microbatch.last
         self._meet(microbatch)

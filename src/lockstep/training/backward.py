@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import ModelError, NonFiniteLossError
+from lockstep.strategies.held import HeldModel
 from lockstep.training.session import Session
 
 
@@ -27,12 +30,27 @@ class Backward:
         self._check(loss)
         if session.settings.stop_on_nan:
             self._check_finite(loss, microbatch)
-        for model in session.models:
-            model.before_backward(microbatch)
+        models = self._reached(loss)
+        for model in models:
+            model.before_backward(microbatch, loss)
         session.before_backward(microbatch, loss)
         loss.backward(gradient=self._weight(loss, microbatch.weight))  # type: ignore[no-untyped-call]
-        for model in session.models:
+        for model in models:
             model.after_backward(microbatch)
+
+    def _reached(self, loss: torch.Tensor) -> list[HeldModel]:
+        """Return the models that the loss depends on."""
+        used = [model for model in self._session.models if model.used]
+        if len(used) > 1:
+            owners = {id(p): model for model in used for p in model.parameters}
+            reached = _owners_behind(loss, owners, len(used))
+            used = [model for model in used if id(model) in reached]
+        if not used:
+            raise ModelError(
+                "the loss comes from no model of the run",
+                hint="call what run.model(…) returned, inside the loop over the loader",
+            )
+        return used
 
     def _check(self, loss: torch.Tensor) -> None:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -45,11 +63,6 @@ class Backward:
             raise ModelError(
                 "the loss needs no gradient; expected one that a model computed",
                 hint="don't detach it, and don't compute it under torch.no_grad()",
-            )
-        if not any(model.used for model in self._session.models):
-            raise ModelError(
-                "the loss comes from no model of the run",
-                hint="call what run.model(…) returned, inside the loop over the loader",
             )
 
     def _check_finite(self, loss: torch.Tensor, microbatch: Microbatch) -> None:
@@ -67,3 +80,20 @@ class Backward:
         if key not in self._weights:
             self._weights[key] = torch.full_like(loss.detach(), weight)
         return self._weights[key].reshape(loss.shape)
+
+
+def _owners_behind(loss: torch.Tensor, owners: dict[int, HeldModel], enough: int) -> set[int]:
+    """Return the ids of the models whose parameters the graph of `loss` reaches."""
+    found: set[int] = set()
+    seen = set()
+    pending: list[Any] = [loss.grad_fn]
+    while pending and len(found) < enough:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        owner = owners.get(id(getattr(node, "variable", None)))
+        if owner is not None:
+            found.add(id(owner))
+        pending += [parent for parent, _ in node.next_functions]
+    return found

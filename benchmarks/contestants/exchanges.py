@@ -1,0 +1,66 @@
+"""The sum of one buffer over all ranks by every exchange, in one set of processes."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from contestants.turns import Turns
+from torch import nn
+
+from lockstep.exchange.base import Exchange, Forest
+from lockstep.exchange.choose import make
+
+
+def sum_by(exchange: Exchange, buffer: torch.Tensor) -> None:
+    """Sum `buffer` as DDP's hook does for a single bucket, until the sum is in the buffer."""
+    slots = exchange.slots(buffer)
+    if slots[0].data_ptr() != buffer.data_ptr():
+        slots[0].copy_(buffer)
+    total = exchange.start(slots, last=True).wait()
+    if total.data_ptr() != buffer.data_ptr():
+        buffer.copy_(total)
+
+
+def case(name: str, buffer: torch.Tensor) -> Callable[[], object]:
+    """Return what sums `buffer` by the exchange `name`, or by hand for `gloo`."""
+    group = dist.group.WORLD
+    assert group is not None
+    if name == "gloo":
+        return partial(dist.all_reduce, buffer)
+    exchange = make(
+        name,
+        Forest.of(group.size(), group.size(), group.rank()),
+        [nn.Parameter(buffer)],
+        group=group,
+        store=dist.PrefixStore("benchmark", dist.distributed_c10d._get_default_store()),
+        key=name,
+    )
+    return partial(sum_by, exchange, buffer)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--megabytes", type=int, required=True)
+    parser.add_argument("--exchanges", nargs="+", required=True)
+    options = parser.parse_args()
+    dist.init_process_group("gloo")
+    torch.set_grad_enabled(False)
+    buffer = torch.zeros(options.megabytes * 1_000_000 // 4)
+    cases = [case(name, buffer) for name in options.exchanges]
+
+    turns = Turns()
+    while (number := turns.wait()) is not None:
+        started = time.perf_counter()
+        cases[number]()
+        turns.done(time.perf_counter() - started)
+
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""The loop a user writes: microbatches, second passes, leaving early, evaluation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from lockstep.data.build import LoaderSettings, build
+from lockstep.data.loader import Loader
+from lockstep.data.microbatch import Microbatch
+from lockstep.data.sources import Workers
+from lockstep.layout.replicas import block
+
+
+class Journal:
+    """An observer that writes everything down."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[Any, ...]] = []
+        self.began: list[Microbatch] = []
+        self._rounds = 0
+
+    def loop_begins(self, loader: int) -> tuple[int, int]:
+        self.lines.append(("loop", loader))
+        self._rounds += 1
+        return 0, self._rounds - 1
+
+    def microbatch_begins(self, microbatch: Microbatch) -> None:
+        self.began.append(microbatch)
+        self.lines.append(("begin", microbatch.step, microbatch.replica, microbatch.turn))
+
+    def microbatch_ends(self, microbatch: Microbatch) -> None:
+        self.lines.append(("end", microbatch.step, microbatch.replica, microbatch.turn))
+
+    def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
+        self.lines.append(("over", loader, epoch, round_, step, early))
+
+
+def loader(
+    journal: Journal, data: Any = None, *, batch_size=4, replicas=2, ranks=1, rank=0, workers=0
+) -> Loader:
+    data = TensorDataset(torch.arange(10)) if data is None else data
+    settings = LoaderSettings(batch_size=batch_size, workers=Workers(workers))
+    source = build(data, settings, replicas, block(replicas, ranks, rank), 0)
+    return Loader(source, journal, number=3, batch_size=batch_size, device=None)
+
+
+def test_the_observer_hears_of_everything_in_order() -> None:
+    journal = Journal()
+    for (data,) in loader(journal, TensorDataset(torch.arange(6))):
+        journal.lines.append(("body", data.tolist()))
+    assert journal.lines == [
+        ("loop", 3),
+        ("begin", 0, 0, 0), ("body", [0, 1]), ("end", 0, 0, 0),
+        ("begin", 0, 1, 0), ("body", [2, 3]), ("end", 0, 1, 0),
+        ("begin", 1, 0, 0), ("body", [4]), ("end", 1, 0, 0),
+        ("begin", 1, 1, 0), ("body", [5]), ("end", 1, 1, 0),
+        ("over", 3, 0, 0, 2, False),
+    ]  # fmt: skip
+
+
+def test_a_break_ends_the_loop_early() -> None:
+    journal = Journal()
+    for _ in loader(journal):
+        if journal.began[-1].step == 1:
+            break
+    assert journal.lines[-1] == ("over", 3, 0, 0, 1, True)
+    assert [m.step for m in journal.began] == [0, 0, 1]
+
+
+def test_an_exception_ends_the_loop_early() -> None:
+    journal = Journal()
+    with pytest.raises(ZeroDivisionError):
+        for _ in loader(journal):
+            raise ZeroDivisionError
+    assert journal.lines[-1] == ("over", 3, 0, 0, 0, True)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_after_a_break_the_next_loop_begins_anew(workers: int) -> None:
+    journal = Journal()
+    one = loader(journal, workers=workers)
+    for _ in one:
+        break
+    rounds = [[data.tolist() for (data,) in one] for _ in range(2)]
+    assert rounds[0] == rounds[1] == [[0, 1], [2, 3], [4, 5], [6, 7], [8], [9]]
+    assert [m.round for m in journal.began] == [0] + [1] * 6 + [2] * 6
+
+
+def test_a_second_pass_sees_the_same_data_under_another_turn() -> None:
+    journal = Journal()
+    one = loader(journal)
+    passes = [[[data.tolist() for (data,) in batch] for _ in range(3)] for batch in one.batches()]
+    assert passes == [[batch] * 3 for batch in ([[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8], [9]])]
+    assert [m.turn for m in journal.began] == [0, 0, 1, 1, 2, 2] * 3
+    assert [(m.first, m.last) for m in journal.began] == [(True, False), (False, True)] * 9
+
+
+def test_a_second_pass_sees_all_of_a_batch_whose_first_pass_was_left() -> None:
+    one = loader(Journal())
+    for batch in one.batches():
+        for _ in batch:
+            break
+        assert len([None for _ in batch]) == 2
+
+
+def test_a_pass_that_was_left_ends_its_microbatch() -> None:
+    journal = Journal()
+    for batch in loader(journal).batches():
+        for _ in batch:
+            break
+    begun = [line[1:] for line in journal.lines if line[0] == "begin"]
+    assert begun == [line[1:] for line in journal.lines if line[0] == "end"]
+
+
+def test_leaving_a_batch_does_not_move_the_next() -> None:
+    found = []
+    for batch in loader(Journal()).batches():
+        for (data,) in batch:
+            found.append(data.tolist())
+            break
+    assert found == [[0, 1], [4, 5], [8]]
+
+
+class Numbers(IterableDataset):
+    def __iter__(self):
+        return iter(range(10))
+
+
+@pytest.mark.parametrize("data", [None, Numbers()], ids=["map", "stream"])
+def test_a_batch_that_is_passed_over_is_not_seen_again(data: Any) -> None:
+    found = []
+    for number, batch in enumerate(loader(Journal(), data).batches()):
+        if number != 1:
+            found.append([one[0].tolist() if data is None else one.tolist() for one in batch])
+    assert found == [[[0, 1], [2, 3]], [[8], [9]]]
+
+
+def shown(rank: int, ranks: int) -> list[tuple[int, int, int]]:
+    journal = Journal()
+    for _ in loader(journal, replicas=4, rank=rank, ranks=ranks):
+        pass
+    return [(m.step, m.replica, m.size) for m in journal.began]
+
+
+def test_stand_ins_are_shown_for_training_only() -> None:
+    assert [one for one in shown(0, 1) if one[0] == 2] == [(2, 0, 1), (2, 1, 1), (2, 2, 0), (2, 3, 0)]
+    with torch.no_grad():
+        assert [one for one in shown(0, 1) if one[0] == 2] == [(2, 0, 1), (2, 1, 1)]
+        counted = [size for rank in range(3) for _, _, size in shown(rank, 3)]
+        assert sum(counted) == 10
+        assert 0 not in counted
+        assert [one for one in shown(3, 4) if one[0] == 2] == []
+
+
+def test_length_and_batch_size() -> None:
+    one = loader(Journal())
+    assert (len(one), one.batch_size, one.number) == (3, 4, 3)
+
+
+def test_a_stream_has_no_length() -> None:
+    with pytest.raises(TypeError, match="no length"):
+        len(loader(Journal(), Numbers()))
+
+
+class Failing(Dataset):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        if index == 5:
+            raise LookupError("sample 5")
+        return index
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_the_dataset_comes_through(workers: int) -> None:
+    seen = []
+    with pytest.raises(LookupError, match="sample 5"):
+        for data in loader(Journal(), Failing(), workers=workers):
+            seen.append(data.tolist())  # noqa: PERF402
+    assert seen == [[0, 1], [2, 3]]
