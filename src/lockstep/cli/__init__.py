@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from lockstep.cli import run
+from lockstep.cli import run, verify
 from lockstep.errors import LockstepError
 from lockstep.version import __version__
 
@@ -22,7 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after `lockstep`; those of this process by default.
     """
     try:
-        options = _parser().parse_args(argv)
+        words, script_args = verify.split(sys.argv[1:] if argv is None else argv)
+        options = _parser().parse_args(words, argparse.Namespace(script_args=script_args))
         code: int = options.handler(options)
     except LockstepError as error:
         code = _tell(error)
@@ -44,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"lockstep {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     run.add_parser(subparsers)
+    verify.add_parser(subparsers)
     return parser
 
 

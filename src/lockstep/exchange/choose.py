@@ -61,9 +61,7 @@ def make(
     if name == "tree":
         return TreeExchange(group, forest)
     capacity = sum(_bytes(parameter) for parameter in parameters)
-    return SharedMemoryExchange(
-        store, key, forest, capacity=capacity, buckets=len(parameters) + 1
-    )
+    return SharedMemoryExchange(store, key, forest, capacity=capacity, buckets=len(parameters) + 1)
 
 
 def _bytes(parameter: torch.Tensor) -> int:

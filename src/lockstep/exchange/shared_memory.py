@@ -136,9 +136,7 @@ class SharedMemoryExchange:
         return bucket.future
 
     def _advance(self, *, wait: bool) -> None:
-        while self._written and self._peers.all_said(
-            WRITTEN, self._written[0].number, wait=wait
-        ):
+        while self._written and self._peers.all_said(WRITTEN, self._written[0].number, wait=wait):
             bucket = self._written.popleft()
             self._sum(bucket)
             self._waiting.append(bucket)

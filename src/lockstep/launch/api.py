@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep.errors import ScriptNotFoundError
 from lockstep.launch import dry_run, machine, worker
 from lockstep.launch.failure import short
 from lockstep.launch.functions import launch
@@ -18,9 +17,10 @@ from lockstep.launch.plan import make_plan, share_of_threads
 from lockstep.launch.preload import preload
 from lockstep.launch.spec import LaunchSpec
 from lockstep.launch.supervise import private_directory, say, supervise
+from lockstep.launch.target import check_script
 from lockstep.record import directory
 
-__all__ = ["check_target", "launch", "run", "show_plan"]
+__all__ = ["launch", "run", "show_plan"]
 
 
 def run(spec: LaunchSpec) -> int:
@@ -31,7 +31,8 @@ def run(spec: LaunchSpec) -> int:
     Raises:
         LockstepError: if the launch cannot start.
     """
-    check_target(spec)
+    if spec.kind == "script":
+        check_script(spec.target)
     with listening() as interrupts:
         spec = _prepare(spec)
         here = machine.look()
@@ -52,23 +53,12 @@ def run(spec: LaunchSpec) -> int:
 
 def show_plan(spec: LaunchSpec) -> int:
     """Print what `run` would start, and start nothing."""
-    check_target(spec)
+    if spec.kind == "script":
+        check_script(spec.target)
     run_dir = (spec.run_dir or Path("runs") / spec.name / "TIME").absolute()
     private = Path(tempfile.gettempdir()) / "lockstep-PRIVATE"
     dry_run.show(make_plan(spec, machine.look(), os.environ, run_dir=run_dir, error_dir=private))
     return 0
-
-
-def check_target(spec: LaunchSpec) -> None:
-    """Raise `ScriptNotFoundError` unless the script is a file."""
-    path = Path(spec.target)
-    if spec.kind != "script" or path.is_file():
-        return
-    what = "is a directory" if path.is_dir() else "does not exist"
-    raise ScriptNotFoundError(
-        f"the script {spec.target} {what}; expected a Python file",
-        hint="-m runs a module by its name",
-    )
 
 
 def _prepare(spec: LaunchSpec) -> LaunchSpec:

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.launch import report
 from lockstep.launch.forkserver import Exit
 from lockstep.launch.plan import WorkerPlan
-from lockstep.launch.report import Report
+from lockstep.record import report
+from lockstep.record.report import Report
 
 _LAST_LINES = 8
 _LAST_BYTES = 1 << 14

@@ -11,6 +11,22 @@ from types import CodeType, ModuleType
 from lockstep.errors import ScriptNotFoundError
 
 
+def check_script(target: str) -> None:
+    """Refuse a script that is no file.
+
+    Raises:
+        ScriptNotFoundError: if it is not there, or a directory.
+    """
+    path = Path(target)
+    if path.is_file():
+        return
+    what = "is a directory" if path.is_dir() else "does not exist"
+    raise ScriptNotFoundError(
+        f"the script {target} {what}; expected a Python file",
+        hint="-m runs a module by its name",
+    )
+
+
 def run_script(path: str, args: list[str]) -> None:
     """Run the file `path` as `python path args` would.
 

@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from lockstep.launch import processes, report, target
+from lockstep.launch import processes, target
 from lockstep.launch.forkserver import Job, Request
 from lockstep.launch.plan import arguments, command
 from lockstep.launch.spec import LaunchSpec
+from lockstep.record import report
 
 _PACKAGE = str(Path(__file__).parent)
 

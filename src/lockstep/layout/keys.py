@@ -13,8 +13,12 @@ import struct
 INIT = "init"  # none: parameters and whatever the script draws before it trains
 ORDER = "order"  # loader, epoch: the epoch's permutation
 SAMPLE = "sample"  # loader, epoch, index: what `dataset[index]` draws
-BATCH = "batch"  # loader, epoch, step, replica: what a whole-batch fetch or a collate function draws
-FORWARD = "forward"  # loader, epoch, step, replica, pass: what the user's code draws for a microbatch
+BATCH = (
+    "batch"  # loader, epoch, step, replica: what a whole-batch fetch or a collate function draws
+)
+FORWARD = (
+    "forward"  # loader, epoch, step, replica, pass: what the user's code draws for a microbatch
+)
 BETWEEN = "between"  # loader, epoch, step: what the script draws after a loop over batches
 STREAM = "stream"  # loader, epoch: what an iterable dataset draws
 

@@ -80,7 +80,6 @@ class Progress:
         """Print a line to standard error, above the bar if there is one."""
         tqdm.write(text, file=sys.stderr)
 
-
     @staticmethod
     def print(text: str) -> None:
         """Print a line to standard output, above the bar if there is one."""

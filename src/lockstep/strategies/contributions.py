@@ -18,9 +18,7 @@ Gradients = list[torch.Tensor | None]
 
 def add(left: Gradients, right: Gradients) -> Gradients:
     """Add `right` into `left` and return it; a missing gradient changes nothing."""
-    both = [
-        (a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None
-    ]
+    both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
     if both:
         torch._foreach_add_([a for a, _ in both], [b for _, b in both])
     if len(both) < len(left):

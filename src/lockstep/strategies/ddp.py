@@ -152,7 +152,9 @@ class ReplicatedModel(HeldModel):
         self._fill(slots, bucket, buffer)
         return self._exchange.start(slots, last=bucket.is_last())
 
-    def _fill(self, slots: list[torch.Tensor], bucket: dist.GradBucket, buffer: torch.Tensor) -> None:
+    def _fill(
+        self, slots: list[torch.Tensor], bucket: dist.GradBucket, buffer: torch.Tensor
+    ) -> None:
         """Write this rank's nodes: those collected before, and the one that the last replica completes."""
         nodes = self.contributions.nodes
         merged = self.contributions.pending_merges
@@ -236,7 +238,9 @@ def check_settings(module: nn.Module, settings: dict[str, Any], *, exact: bool) 
             )
 
 
-def check_same_models(module: nn.Module, name: str, store: dist.Store, rank: int, size: int) -> None:
+def check_same_models(
+    module: nn.Module, name: str, store: dist.Store, rank: int, size: int
+) -> None:
     """Refuse ranks that build different models, before DDP would hang or fail on them.
 
     Raises:

@@ -35,7 +35,10 @@ class Told:
 
 
 def run(
-    connection: Connection, environ: Mapping[str, str], function: Callable[..., Any], args: tuple[Any, ...]
+    connection: Connection,
+    environ: Mapping[str, str],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     """Run `function` as one rank, and tell the parent how it went."""
     # A rank must not outlive the test, however the test's process ends.
@@ -50,7 +53,7 @@ def run(
 
 
 def _describe(error: BaseException) -> Told:
-    from lockstep.launch.report import is_consequence
+    from lockstep.record.report import is_consequence
 
     return Told(
         error=f"{type(error).__name__}: {error}",

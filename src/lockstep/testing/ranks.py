@@ -67,7 +67,9 @@ def run_ranks(
         RankTimeoutError: if the ranks took too long.
     """
     store = _host_store()
-    ranks = [_start(function, args, _environment(rank, n, store.port, environ)) for rank in range(n)]
+    ranks = [
+        _start(function, args, _environment(rank, n, store.port, environ)) for rank in range(n)
+    ]
     try:
         _collect(ranks, timeout)
     finally:

@@ -51,9 +51,7 @@ def gate_optimizer(
     return optimizer
 
 
-def _models_of(
-    optimizer: Optimizer, models: Sequence[HeldModel], index: int
-) -> list[HeldModel]:
+def _models_of(optimizer: Optimizer, models: Sequence[HeldModel], index: int) -> list[HeldModel]:
     owner = {id(p): model for model in models for p in model.module.parameters()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     strangers = sum(id(p) not in owner for p in parameters)

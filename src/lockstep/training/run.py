@@ -291,9 +291,7 @@ class Run:
         """
         self._backward(loss)
 
-    def clip(
-        self, parameters: Any, max_norm: float, norm_type: float = 2.0
-    ) -> torch.Tensor | None:
+    def clip(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor | None:
         """Scale gradients to a total norm of at most `max_norm`, once per global batch.
 
         Args:

@@ -24,7 +24,7 @@ from lockstep.exchange.choose import choose_name
 from lockstep.exchange.native import NativeExchange
 from lockstep.layout import keys
 from lockstep.layout.replicas import block
-from lockstep.launch import report
+from lockstep.record import report
 from lockstep.record.recorder import Recorder
 from lockstep.record.run_file import Identity, script_and_arguments, versions
 from lockstep.strategies.held import HeldModel

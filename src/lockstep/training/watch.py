@@ -87,7 +87,9 @@ class Watch:
             left = self._read(f"{loops}/{other}")
             ended = self._read(f"end/{other}")
             if left is not None and left < step:
-                self._end(f"rank {other} left this loop in batch {left}, rank {self._rank} is in {step}")
+                self._end(
+                    f"rank {other} left this loop in batch {left}, rank {self._rank} is in {step}"
+                )
             if ended is not None and ended < loops:
                 self._end(
                     f"rank {other} ended after {ended} loops over loaders, "

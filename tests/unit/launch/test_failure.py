@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import EarlyExitError, StepError, UsageError
-from lockstep.launch import failure, report
+from lockstep.launch import failure
+from lockstep.record import report
 from lockstep.launch.forkserver import Exit
 from lockstep.launch.plan import WorkerPlan
 

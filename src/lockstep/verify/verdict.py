@@ -1,0 +1,101 @@
+"""What `lockstep verify` concludes from the outcomes of all layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import RunError, UsageError
+from lockstep.verify.comparison import Coverage, Difference, compare, coverage
+from lockstep.verify.layouts import Layout
+from lockstep.verify.running import Outcome, run
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether all layouts agree.
+
+    Attributes:
+        outcomes: one per layout.
+        difference: the first one found, against the first layout.
+        coverage: of the first layout.
+    """
+
+    outcomes: Sequence[Outcome]
+    difference: Difference | None
+    coverage: Coverage
+
+    @property
+    def same(self) -> bool:
+        """Whether all layouts end with the same weights and saw the same on the way."""
+        return self.difference is None and len({o.digest for o in self.outcomes}) == 1
+
+    @property
+    def holds(self) -> bool:
+        """Whether the promise holds: the same everywhere, and each sample once per loop."""
+        return self.same and self.coverage.is_exact
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the verdict for `--json`."""
+        difference = self.difference
+        return {
+            "same": self.same,
+            "layouts": [
+                {
+                    "layout": outcome.layout.name,
+                    "digest": outcome.digest,
+                    "steps": outcome.steps,
+                    "seconds": round(outcome.seconds, 3),
+                }
+                for outcome in self.outcomes
+            ],
+            "difference": difference
+            and {"step": difference.step, "what": difference.what, "text": difference.text},
+            "samples": {
+                "loops": self.coverage.loops,
+                "twice": len(self.coverage.twice),
+                "never": len(self.coverage.never),
+            },
+        }
+
+
+def outcomes(
+    layouts: Sequence[Layout], command: Sequence[str], options: Sequence[str], directory: Path
+) -> Iterable[Outcome]:
+    """Run a script on every layout, and yield what came of it.
+
+    Raises:
+        RunError: if the script fails on a layout in another way than by diverging.
+        UsageError: if it makes no run.
+    """
+    replicas = max(layout.ranks for layout in layouts)
+    for number, layout in enumerate(layouts):
+        outcome = run(layout, command, options, replicas, directory / f"{number}-{layout.name}")
+        _check(outcome)
+        yield outcome
+
+
+def _check(outcome: Outcome) -> None:
+    diverged = "DivergenceError" in outcome.complaint
+    if outcome.exit_code and not diverged:
+        error = UsageError if outcome.exit_code == 2 else RunError
+        raise error(f"the script fails on {outcome.layout}\n{outcome.complaint}")
+    if outcome.digest is None and not diverged:
+        raise UsageError(
+            "the script ends without a lockstep.Run; expected one to verify",
+            hint="train inside `with lockstep.Run(…) as run:`",
+        )
+
+
+def judge(outcomes: Sequence[Outcome]) -> Verdict:
+    """Compare every layout with the first one."""
+    first, *others = outcomes
+    differences = (
+        compare(first.traces, other.traces, str(first.layout), str(other.layout))
+        for other in others
+    )
+    found = [difference for difference in differences if difference is not None]
+    earliest = min(found, key=lambda difference: difference.step) if found else None
+    return Verdict(outcomes, earliest, coverage(first.traces))
