@@ -7,7 +7,7 @@ LockstepError
 │   └── DeviceError                     a device that this machine does not have
 ├── CheckFailedError           exit 3   a check ran, and did not hold
 └── RunError                   exit 1   a run started and cannot go on
-    ├── ModelError                      a model or optimizer that the run does not hold, or ranks that differ
+    ├── ModelError                      a model that the run does not hold, or ranks that differ
     ├── LoaderError                     data that cannot be split as asked
     ├── StepError                       calls in an order that depends on the layout
     ├── NonFiniteLossError              a loss that is NaN or infinite

@@ -56,7 +56,13 @@ def train_conv(settings: dict[str, Any], ddp: dict[str, Any], epochs: int = 2) -
     with quiet_run(**settings) as run:
         model = run.model(conv_net(), **ddp)
         optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-        fit(run, model, run.loader(classes(50, (1, 8, 8)), batch_size=16, shuffle=True), optimizer, epochs)
+        fit(
+            run,
+            model,
+            run.loader(classes(50, (1, 8, 8)), batch_size=16, shuffle=True),
+            optimizer,
+            epochs,
+        )
         return run.digest()
 
 
@@ -103,8 +109,12 @@ def train_routed() -> str:
 def train_gan() -> str:
     """Two models and two optimizers, which take turns on every global batch."""
     with quiet_run() as run:
-        maker = run.model(nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 6)))
-        judge = run.model(nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 1)))
+        maker = run.model(
+            nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 6))
+        )
+        judge = run.model(
+            nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 1))
+        )
         maker_steps = run.optimizer(torch.optim.Adam(maker.parameters(), lr=0.01))
         judge_steps = run.optimizer(torch.optim.Adam(judge.parameters(), lr=0.01))
         data = run.loader(classes(44, (6,)), batch_size=12, shuffle=True)
@@ -125,10 +135,14 @@ def train_gan() -> str:
 def train_adamw(precision: str = "fp32") -> str:
     """AdamW with clipping and a schedule per step and per epoch."""
     with quiet_run(precision=precision) as run:
-        model = run.model(nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 4)))
+        model = run.model(
+            nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 4))
+        )
         optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
         data = run.loader(classes(50, (64,)), batch_size=16, shuffle=True)
-        warmup = run.scheduler(torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=3 * len(data)))
+        warmup = run.scheduler(
+            torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=3 * len(data))
+        )
         for _ in run.epochs(3):
             for x, y in data:
                 run.backward(F.cross_entropy(model(x), y))

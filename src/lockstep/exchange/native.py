@@ -33,14 +33,14 @@ class NativeExchange:
         """Return memory for this rank's nodes: the bucket itself where there is only one."""
         return [*(torch.empty_like(bucket) for _ in range(self._forest.own - 1)), bucket]
 
-    def start(self, slots: list[torch.Tensor], *, last: bool) -> Sum:  # noqa: ARG002
+    def start(self, slots: list[torch.Tensor], *, last: bool) -> Sum:
         """Begin to sum `slots` over all ranks, and return the sum's future."""
         *others, total = slots
         for node in others:
             total.add_(node)
         work = dist.all_reduce(total, group=self._group, async_op=True)
         assert work is not None
-        return cast(Sum, work.get_future().then(lambda done: done.value()[0]))
+        return cast("Sum", work.get_future().then(lambda done: done.value()[0]))
 
     def close(self) -> None:
         """Give back nothing: the group belongs to the run."""

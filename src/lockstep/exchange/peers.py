@@ -12,7 +12,6 @@ import shutil
 import socket
 import struct
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path

@@ -123,7 +123,7 @@ class SharedMemoryExchange:
         rank = self._forest.rank
         return [self._node(announced, rank, node) for node in range(self._forest.own)]
 
-    def start(self, slots: list[torch.Tensor], *, last: bool) -> Sum:  # noqa: ARG002 - filled in place
+    def start(self, slots: list[torch.Tensor], *, last: bool) -> Sum:
         """Begin to sum the slots over all ranks, and return the sum's future."""
         bucket, self._announced = self._announced, None
         assert bucket is not None, "start() without slots()"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lockstep.data.build import LoaderSettings
 from lockstep.data.loader import Loader
 from lockstep.data.microbatch import Microbatch
+from lockstep.errors import RunDirectoryError
 from lockstep.record import directory as directories
 from lockstep.record import run_file
 from lockstep.record.events import Events
@@ -31,19 +32,23 @@ class Place(Protocol):
     steps: int
 
 
-class Asked(Protocol):
-    """The settings of a run that matter here."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordSettings:
+    """What a run is asked to record.
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def run_dir(self) -> Path | None: ...
-    @property
-    def fresh(self) -> bool: ...
-    @property
-    def progress(self) -> bool: ...
-    @property
-    def trace(self) -> Path | None: ...
+    Attributes:
+        name: the run's name.
+        run_dir: its directory; `None` for a new one.
+        fresh: whether a run that is found there is overwritten.
+        progress: whether the main rank shows anything.
+        trace: where the trace goes; `None` for no trace.
+    """
+
+    name: str
+    run_dir: Path | None
+    fresh: bool
+    progress: bool
+    trace: Path | None
 
 
 class Recorder:
@@ -60,7 +65,7 @@ class Recorder:
     """
 
     def __init__(
-        self, settings: Asked, identity: Identity, world: World, store: dist.Store
+        self, settings: RecordSettings, identity: Identity, world: World, store: dist.Store
     ) -> None:
         self._settings, self._identity, self._world = settings, identity, world
         self.directory = self._agree_on_directory(store)
@@ -110,7 +115,7 @@ class Recorder:
             exhaustive = settings.sampler is None and not settings.drop_last
             self._trace.loader(loader.number, length, exhaustive=exhaustive)
 
-    def loop_begins(self, loader: int, epoch: int, round_: int) -> None:  # noqa: ARG002
+    def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
         """Show a bar for a loop that trains."""
         self._training = torch.is_grad_enabled()
         if self._training and self._place is not None:
@@ -136,7 +141,7 @@ class Recorder:
             self._trace.step(step, self._digest())
         self._progress.step(microbatch.total)
 
-    def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:  # noqa: ARG002
+    def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
         """Close the bar and write what is pending."""
         if self._trace is not None:
             self._trace.loop(loader, epoch, round_, complete=not early)
@@ -188,7 +193,7 @@ class Recorder:
             self._events.close()
             if error is not None and self._world.is_main:
                 self._write("failed", error=f"{type(error).__name__}: {error}")
-        except directories.RunDirectoryError:
+        except RunDirectoryError:
             if error is None:
                 raise  # otherwise the first error is the one to tell
 

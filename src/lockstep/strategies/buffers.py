@@ -73,7 +73,7 @@ def _broadcast(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     dist.broadcast(flat, src=0, group=group)
     if dist.get_rank(group) == 0:
         return
-    received = flat.split([part.numel() for part in parts])
+    received = torch.split(flat, [part.numel() for part in parts])
     _copy(
         [
             # A copy of its own: bytes in the middle of others may not be aligned for the type.

@@ -53,11 +53,11 @@ class Replicated(DistributedDataParallel):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the module's parameters under the module's own names."""
-        return self.module.named_parameters(*args, **kwargs)
+        yield from self.module.named_parameters(*args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the module's buffers under the module's own names."""
-        return self.module.named_buffers(*args, **kwargs)
+        yield from self.module.named_buffers(*args, **kwargs)
 
 
 class ReplicatedModel(HeldModel):

@@ -17,7 +17,7 @@ def autocast_forward(module: nn.Module, device_type: str, dtype: torch.dtype) ->
 
     def enter(_module: nn.Module, _inputs: Any) -> None:
         context = torch.autocast(device_type, dtype=dtype)
-        context.__enter__()
+        context.__enter__()  # type: ignore[no-untyped-call]
         entered.append(context)
 
     def leave(_module: nn.Module, _inputs: Any, output: Any) -> Any:

@@ -46,7 +46,7 @@ def run(
     os.environ.update(environ)
     try:
         told = Told(value=function(*args), time=time.time())
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the test is to see it
+    except BaseException as error:
         told = _describe(error)
     connection.send(told)
     connection.close()

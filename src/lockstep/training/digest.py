@@ -21,7 +21,7 @@ def _update(hasher: Any, path: str, value: Any) -> None:
     if isinstance(value, torch.Tensor):
         hasher.update(f"{path}:{value.dtype}:{tuple(value.shape)}\0".encode())
         data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        hasher.update(memoryview(data.numpy()))
+        hasher.update(data.numpy().data)
     elif isinstance(value, Mapping):
         for key in value:
             _update(hasher, f"{path}/{key}", value[key])

@@ -20,6 +20,7 @@ from lockstep.data.sources import Workers
 from lockstep.errors import LoaderError, ModelError, UsageError
 from lockstep.training import optimizers
 from lockstep.training.backward import Backward
+from lockstep.training.loop import Loop
 from lockstep.training.metrics import Item, Metrics
 from lockstep.training.models import Models
 from lockstep.training.session import Session, show_plainly
@@ -159,7 +160,7 @@ class Run:
         return self._session.exactness
 
     @property
-    def _loop(self) -> Any:
+    def _loop(self) -> Loop:
         return self._session.loop
 
     # --- what is trained -------------------------------------------------------------------------
@@ -276,7 +277,7 @@ class Run:
         """Yield the epochs of the run, `0` to `count - 1`."""
         if count < 0:
             raise UsageError(f"{count} epochs; expected 0 or more")
-        return self._loop.run_epochs(count, self._session.epoch_ends)  # type: ignore[no-any-return]
+        return self._loop.run_epochs(count, self._session.epoch_ends)
 
     # --- a step ----------------------------------------------------------------------------------
 

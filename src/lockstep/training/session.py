@@ -25,7 +25,7 @@ from lockstep.exchange.native import NativeExchange
 from lockstep.layout import keys
 from lockstep.layout.replicas import block
 from lockstep.record import report
-from lockstep.record.recorder import Recorder
+from lockstep.record.recorder import Recorder, RecordSettings
 from lockstep.record.run_file import Identity, script_and_arguments, versions
 from lockstep.strategies.held import HeldModel
 from lockstep.training.digest import digest
@@ -78,7 +78,7 @@ class Session:
         self.models: list[HeldModel] = []
         self._registered: dict[str, Any] = {}
         self._meetings = 0
-        self._record = Recorder(settings, self._identity(), world, self.store)
+        self._record = Recorder(self._record_settings(), self._identity(), world, self.store)
         self._watch = self._start_watch()
         listeners: list[Listener] = [self._record]
         if self._watch is not None:
@@ -118,6 +118,16 @@ class Session:
     def directory(self) -> Path:
         """Where the run keeps its records."""
         return self._record.directory
+
+    def _record_settings(self) -> RecordSettings:
+        asked = self.settings
+        return RecordSettings(
+            name=asked.name,
+            run_dir=asked.run_dir,
+            fresh=asked.fresh,
+            progress=asked.progress,
+            trace=asked.trace,
+        )
 
     def _identity(self) -> Identity:
         script, arguments = script_and_arguments()

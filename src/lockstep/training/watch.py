@@ -36,7 +36,7 @@ class Watch:
     ) -> None:
         self._store = dist.PrefixStore("watch", store)
         # A client of its own: the main thread's may be busy waiting.
-        self._thread_store = self._store.clone()
+        self._thread_store: dist.Store = self._store.clone()  # type: ignore[attr-defined]
         self._rank = rank
         self._others = [other for other in range(size) if other != rank]
         self._fail = fail
@@ -48,7 +48,7 @@ class Watch:
         self._thread = threading.Thread(target=self._look, name="lockstep-watch", daemon=True)
         self._thread.start()
 
-    def loop_begins(self, loader: int, epoch: int, round_: int) -> None:  # noqa: ARG002
+    def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
         """A loop over a loader begins."""
         self._loops += 1
         self._step = 0
@@ -60,11 +60,11 @@ class Watch:
         self._step = microbatch.step
         self._beat += 1
 
-    def step_ends(self, step: int, microbatch: Microbatch) -> None:  # noqa: ARG002
+    def step_ends(self, step: int, microbatch: Microbatch) -> None:
         """The parameters have been updated."""
         self._beat += 1
 
-    def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:  # noqa: ARG002
+    def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
         """A loop over a loader is over."""
         self._inside = False
         self._beat += 1

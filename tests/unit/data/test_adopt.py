@@ -38,7 +38,13 @@ def dataset() -> TensorDataset:
 
 
 def order(
-    data: Any, settings: LoaderSettings, *, replicas: int = 2, ranks: int = 1, epoch: int = 0, seed: int = 0
+    data: Any,
+    settings: LoaderSettings,
+    *,
+    replicas: int = 2,
+    ranks: int = 1,
+    epoch: int = 0,
+    seed: int = 0,
 ) -> list[int]:
     """Return the indices of one loop in order, put together from all ranks."""
     parts: dict[tuple[int, int], list[int]] = {}
@@ -202,7 +208,9 @@ class OtherBatches(BatchSampler):
     [
         lambda data: DataLoader(data, batch_size=None),
         lambda data: DataLoader(data, batch_sampler=[[0, 1], [2]]),
-        lambda data: DataLoader(data, batch_sampler=OtherBatches(SequentialSampler(data), 4, False)),
+        lambda data: DataLoader(
+            data, batch_sampler=OtherBatches(SequentialSampler(data), 4, False)
+        ),
         lambda _: DataLoader(Stream(), batch_size=None),
     ],
     ids=["no batches", "list of batches", "subclass", "stream without batches"],

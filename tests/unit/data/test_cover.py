@@ -26,7 +26,9 @@ def see(length: int, batch_size: int, replicas: int, ranks: int, epoch: int = 0,
     seen: Seen = {}
     for rank in range(ranks):
         own = block(replicas, ranks, rank)
-        source = build(numbers(length), LoaderSettings(batch_size=batch_size, **more), replicas, own, 7)
+        source = build(
+            numbers(length), LoaderSettings(batch_size=batch_size, **more), replicas, own, 7
+        )
         steps = [list(batch) for batch in source.batches(0, epoch, 0)]
         assert len(steps) == len(source)
         for step, microbatches in enumerate(steps):
@@ -98,7 +100,11 @@ def test_shuffled_orders_differ_between_epochs_and_repeat_exactly() -> None:
 
 def test_the_order_is_the_same_for_any_number_of_replicas() -> None:
     def flat(replicas: int) -> list[int]:
-        return [i for m, _ in see(37, 12, replicas, 1, shuffle=True).values() for i in m.indices[: m.size]]
+        return [
+            i
+            for m, _ in see(37, 12, replicas, 1, shuffle=True).values()
+            for i in m.indices[: m.size]
+        ]
 
     assert flat(1) == flat(3) == flat(12)
 

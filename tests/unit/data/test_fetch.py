@@ -111,7 +111,13 @@ class Drawing(Dataset):
 
 
 def draws(
-    ranks: int = 1, workers: int = 0, *, epoch: int = 0, round_: int = 0, loader: int = 0, seed: int = 3
+    ranks: int = 1,
+    workers: int = 0,
+    *,
+    epoch: int = 0,
+    round_: int = 0,
+    loader: int = 0,
+    seed: int = 3,
 ):
     """Return what each sample of one loop over four replicas has drawn."""
     found = {}
@@ -154,7 +160,11 @@ def test_a_random_collate_function_draws_the_same_on_every_layout() -> None:
         found = {}
         for rank in range(ranks):
             source = build(
-                list(range(10)), LoaderSettings(batch_size=4, collate=collate), 4, block(4, ranks, rank), 0
+                list(range(10)),
+                LoaderSettings(batch_size=4, collate=collate),
+                4,
+                block(4, ranks, rank),
+                0,
             )
             for batch in source.batches(0, 0, 0):
                 for microbatch, data in batch:

@@ -147,7 +147,12 @@ def shown(rank: int, ranks: int) -> list[tuple[int, int, int]]:
 
 
 def test_stand_ins_are_shown_for_training_only() -> None:
-    assert [one for one in shown(0, 1) if one[0] == 2] == [(2, 0, 1), (2, 1, 1), (2, 2, 0), (2, 3, 0)]
+    assert [one for one in shown(0, 1) if one[0] == 2] == [
+        (2, 0, 1),
+        (2, 1, 1),
+        (2, 2, 0),
+        (2, 3, 0),
+    ]
     with torch.no_grad():
         assert [one for one in shown(0, 1) if one[0] == 2] == [(2, 0, 1), (2, 1, 1)]
         counted = [size for rank in range(3) for _, _, size in shown(rank, 3)]
@@ -181,5 +186,5 @@ def test_an_error_of_the_dataset_comes_through(workers: int) -> None:
     seen = []
     with pytest.raises(LookupError, match="sample 5"):
         for data in loader(Journal(), Failing(), workers=workers):
-            seen.append(data.tolist())  # noqa: PERF402
+            seen.append(data.tolist())
     assert seen == [[0, 1], [2, 3]]

@@ -81,7 +81,9 @@ def test_the_stream_does_not_disturb_the_script() -> None:
 def test_epochs_draw_other_values() -> None:
     first, second = read(6, 1), read(6, 1, epoch=1)
     assert items(first) == items(second)
-    assert not {d for v in first.values() for _, d in v} & {d for v in second.values() for _, d in v}
+    assert not {d for v in first.values() for _, d in v} & {
+        d for v in second.values() for _, d in v
+    }
 
 
 def test_drop_last_leaves_out_a_short_batch() -> None:

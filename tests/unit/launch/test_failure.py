@@ -8,9 +8,9 @@ import pytest
 
 from lockstep.errors import EarlyExitError, StepError, UsageError
 from lockstep.launch import failure
-from lockstep.record import report
 from lockstep.launch.forkserver import Exit
 from lockstep.launch.plan import WorkerPlan
+from lockstep.record import report
 
 
 @pytest.fixture

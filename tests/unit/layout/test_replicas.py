@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +13,7 @@ def test_shares_are_disjoint_complete_and_balanced(total: int, parts: int) -> No
     shares = [share(total, parts, part) for part in range(parts)]
     assert shares[0].start == 0
     assert shares[-1].stop == total
-    assert all(a.stop == b.start for a, b in zip(shares, shares[1:], strict=False))
+    assert all(a.stop == b.start for a, b in itertools.pairwise(shares))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
