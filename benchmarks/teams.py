@@ -138,8 +138,11 @@ class Team:
         try:
             self._process.wait(30)
         except subprocess.TimeoutExpired:
-            self._process.terminate()
-            self._process.wait(30)
+            self._process.terminate()  # torchrun ends its ranks before it goes
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(30)
+            self._process.kill()
+            self._process.wait()
 
 
 @contextlib.contextmanager

@@ -89,7 +89,7 @@ class TreeExchange:
         pending.work.wait()
         part = self._forest.sum_in_place(list(pending.received))
         total = part.new_empty(part.numel() * self._forest.size)
-        work = dist.all_gather_into_tensor(total, part, group=self._group, async_op=True)
+        work = _all_gather(total, part, group=self._group, async_op=True)
         assert work is not None
         self._gathering.append(_Gathering(work, total, pending.future, pending.numel))
 
@@ -101,6 +101,10 @@ class TreeExchange:
 
     def close(self) -> None:
         """Give back nothing: the group belongs to the run."""
+
+
+#: torch 2.13 has renamed it, and warns about the name that torch 2.11 has.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def _future_on(device: torch.device) -> Sum:

@@ -1,5 +1,6 @@
 """What every rank needs, imported once in the process that ranks are forked from."""
 
+import torch._dynamo  # the first optimizer of a process imports it, which takes longer than a small test
 import torch.distributed
 import torch.nn.parallel
 

@@ -187,7 +187,9 @@ class Session:
         self._record.loader_made(loader, dataset, settings)
 
     def before_backward(self, microbatch: Microbatch, loss: torch.Tensor) -> None:
-        """Take note of a loss."""
+        """Take note of a loss, and that its gradients are about to meet."""
+        if self._watch is not None:
+            self._watch.backward_begins(microbatch)
         self._record.before_backward(microbatch, loss)
 
     def log(self, values: dict[str, Any]) -> None:

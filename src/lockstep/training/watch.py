@@ -42,7 +42,8 @@ class Watch:
         self._fail = fail
         self._loops = 0
         self._step = 0
-        self._inside = False
+        self._updates = 0
+        self._meeting = False
         self._beat = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look, name="lockstep-watch", daemon=True)
@@ -51,53 +52,63 @@ class Watch:
     def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
         """A loop over a loader begins."""
         self._loops += 1
-        self._step = 0
-        self._inside = True
+        self._step = self._updates = 0
         self._beat += 1
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
         """The loop has come to another microbatch."""
         self._step = microbatch.step
+        self._meeting = False
+        self._beat += 1
+
+    def backward_begins(self, microbatch: Microbatch) -> None:
+        """A backward pass begins; on the last microbatch of a batch it needs all ranks."""
+        self._meeting = microbatch.last
         self._beat += 1
 
     def step_ends(self, step: int, microbatch: Microbatch) -> None:
         """The parameters have been updated."""
+        self._updates += 1
         self._beat += 1
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
         """A loop over a loader is over."""
-        self._inside = False
+        self._meeting = False
         self._beat += 1
-        self._store.set(f"{self._loops}/{self._rank}", str(step if early else step - 1))
+        self._store.set(f"{self._loops}/{self._rank}", f"{step} {self._updates}")
 
     def run_ends(self) -> None:
         """This rank is about to end: it takes part in no further loop."""
-        self._store.set(f"end/{self._rank}", str(self._loops))
+        self._store.set(f"end/{self._rank}", f"{self._loops} 0")
 
     def _look(self) -> None:
         seen = -1
         while not self._stop.wait(_LOOK_SECONDS):
-            if self._inside and seen == self._beat:
+            if self._meeting and seen == self._beat:
                 self._compare()
             seen = self._beat
 
     def _compare(self) -> None:
-        loops, step = self._loops, self._step
+        """This rank waits in a backward pass: does another one never come to it?"""
         for other in self._others:
-            left = self._read(f"{loops}/{other}")
+            left = self._read(f"{self._loops}/{other}")
             ended = self._read(f"end/{other}")
-            if left is not None and left < step:
+            if left is not None and left[1] <= self._updates:
                 self._end(
-                    f"rank {other} left this loop in batch {left}, rank {self._rank} is in {step}"
+                    f"rank {other} left this loop in batch {left[0]}, "
+                    f"rank {self._rank} waits for it in batch {self._step}"
                 )
-            if ended is not None and ended < loops:
+            if ended is not None and ended[0] < self._loops:
                 self._end(
-                    f"rank {other} ended after {ended} loops over loaders, "
-                    f"rank {self._rank} is in loop {loops}"
+                    f"rank {other} ended after {ended[0]} loops over loaders, "
+                    f"rank {self._rank} waits for it in loop {self._loops}"
                 )
 
-    def _read(self, key: str) -> int | None:
-        return int(self._thread_store.get(key)) if self._thread_store.check([key]) else None
+    def _read(self, key: str) -> tuple[int, int] | None:
+        if not self._thread_store.check([key]):
+            return None
+        first, second = self._thread_store.get(key).split()
+        return int(first), int(second)
 
     def _end(self, what: str) -> None:
         error = EarlyExitError(
