@@ -131,7 +131,7 @@ class Team:
         return RuntimeError(f"{self._contestant} {what}:\n{tail}")
 
     def close(self) -> None:
-        """End the processes: of themselves if they are done, otherwise by force."""
+        """Let the processes end: of themselves if they are done, otherwise by force."""
         for rank in self._ranks:
             rank.close()
         self._server.close()

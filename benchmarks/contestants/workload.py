@@ -41,6 +41,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         self._turns = Turns()
+        self._done = 0
 
     def model(self) -> nn.Module:
         """Return the model, for ten classes."""
@@ -73,6 +74,9 @@ class Workload:
         started = time.perf_counter()
         yield
         self._turns.done(time.perf_counter() - started)
+        self._done += 1
+        if self._done == self.epochs:
+            self._turns.wait()  # taking a process down would disturb whose turn it still is
 
 
 def from_arguments(parser: argparse.ArgumentParser | None = None) -> Workload:

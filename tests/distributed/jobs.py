@@ -66,6 +66,16 @@ def train_conv(settings: dict[str, Any], ddp: dict[str, Any], epochs: int = 2) -
         return run.digest()
 
 
+def train_even(settings: dict[str, Any]) -> str:
+    """The convolutional net on batches that two replicas share evenly; see plain.py."""
+    with quiet_run(**settings) as run:
+        model = run.model(conv_net())
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        data = run.loader(classes(48, (1, 8, 8)), batch_size=16, shuffle=True)
+        fit(run, model, data, optimizer)
+        return run.digest()
+
+
 def train_resnet() -> str:
     """torchvision's ResNet-18 with dropout before its last layer."""
     from tests.vision import resnet18

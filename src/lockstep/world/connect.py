@@ -16,6 +16,12 @@ from lockstep.errors import WorldError
 from lockstep.world.model import World
 
 
+#: Process groups stay until the process ends. Whoever drops the last reference to one joins Gloo's
+#: threads with the interpreter's lock in hand; one of them may be waiting for that lock to drop a tensor
+#: of the last collective, and then neither ever goes on (seen with torch 2.13).
+KEPT: list[dist.ProcessGroup | None] = []
+
+
 @dataclass(frozen=True, slots=True)
 class Connection:
     """How this rank reaches the others.
@@ -55,6 +61,7 @@ def connect(world: World, device: torch.device, timeout: timedelta) -> Connectio
         world_size=world.size,
         timeout=timeout,
     )
+    KEPT.append(dist.group.WORLD)
     return Connection(dist.PrefixStore("run", store), dist.group.WORLD, owned=True)
 
 
