@@ -32,6 +32,7 @@ def contestants(n: int) -> dict[str, Contestant]:
     bare = {"tensors by hand, DDP": Contestant("tensors_by_hand", ("--ddp",), launcher=True)}
     if n == 1:
         bare["tensors by hand, no DDP"] = Contestant("tensors_by_hand")
+        bare["hand-written, no DDP"] = Contestant("one_process")
     return {
         LOCKSTEP: Contestant("with_lockstep", records=True),
         HAND: Contestant("hand_written", launcher=True),

@@ -143,17 +143,28 @@ def adopt(loader: DataLoader[Any]) -> tuple[Any, LoaderSettings]:
     )
     if is_stream:
         return loader.dataset, settings
-    return loader.dataset, replace(settings, **_order_of(loader.sampler))
+    return loader.dataset, replace(settings, **_order_of(loader.sampler, loader.dataset))
 
 
-def _order_of(sampler: Any) -> dict[str, Any]:
-    if type(sampler) is SequentialSampler:
+def _order_of(sampler: Any, dataset: Any) -> dict[str, Any]:
+    kind = type(sampler)
+    if kind is SequentialSampler and sampler.data_source is dataset:
         return {"shuffle": False}
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
+    if kind is RandomSampler and sampler.data_source is dataset and _shuffles(sampler):
         return {"shuffle": True}
-    if isinstance(sampler, DistributedSampler):
+    if kind is DistributedSampler and sampler.dataset is dataset:
         return {"shuffle": sampler.shuffle}  # the split over ranks is this loader's own work
+    if isinstance(sampler, DistributedSampler):
+        raise LoaderError(
+            f"the sampler {kind.__name__} yields one rank's part of the data; "
+            "expected an order of all of it",
+            hint="leave the split over ranks to run.loader, and pass the order alone",
+        )
     return {"sampler": sampler}
+
+
+def _shuffles(sampler: RandomSampler) -> bool:
+    return not sampler.replacement and sampler._num_samples is None
 
 
 def _workers_of(loader: DataLoader[Any]) -> Workers:

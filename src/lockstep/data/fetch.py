@@ -102,8 +102,10 @@ def _tensors_behind(dataset: Any) -> FetchTensors | None:
     subset: torch.Tensor | None = None
     while type(dataset) is Subset:
         indices = torch.as_tensor(dataset.indices, dtype=torch.int64)
+        behind: Any = dataset.dataset
+        indices = torch.where(indices < 0, indices + len(behind), indices)
         subset = indices if subset is None else indices[subset]
-        dataset = dataset.dataset
+        dataset = behind
     if type(dataset) is not TensorDataset:
         return None
     return FetchTensors(dataset.tensors, subset)

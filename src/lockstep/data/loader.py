@@ -28,34 +28,39 @@ class GlobalBatch:
         self._turn = 0
 
     def __iter__(self) -> Iterator[Any]:
-        if self._turn == 0:
-            return self._first_pass(keep=True)
-        self._turn += 1
-        turn = self._turn - 1
-        return self._run((replace(m, turn=turn), data) for m, data in self._seen)
+        turn, self._turn = self._turn, self._turn + 1
+        for microbatch, data in self._replayed():
+            yield from self._show(replace(microbatch, turn=turn), data)
 
     def once(self) -> Iterator[Any]:
         """Iterate for the only time: nothing is kept for another pass."""
-        return self._first_pass(keep=False)
-
-    def _first_pass(self, *, keep: bool) -> Iterator[Any]:
-        self._turn = 1
-        for microbatch, data in self._batch:
-            moved = data if self._device is None else to_device(data, self._device)
-            if keep:
-                self._seen.append((microbatch, moved))
-            yield from self._show(microbatch, moved)
-
-    def _run(self, pairs: Batch) -> Iterator[Any]:
-        for microbatch, data in pairs:
+        for microbatch, data in self._fetched():
             yield from self._show(microbatch, data)
+
+    def pass_over(self) -> None:
+        """Fetch what no pass has asked for, so that the next batch begins where it should."""
+        for _ in self._batch:
+            pass
+
+    def _fetched(self) -> Batch:
+        for microbatch, data in self._batch:
+            yield microbatch, data if self._device is None else to_device(data, self._device)
+
+    def _replayed(self) -> Batch:
+        """What earlier passes have seen, then the rest; a pass may have been left in the middle."""
+        yield from tuple(self._seen)
+        for pair in self._fetched():
+            self._seen.append(pair)
+            yield pair
 
     def _show(self, microbatch: Microbatch, data: Any) -> Iterator[Any]:
         if microbatch.size == 0 and not torch.is_grad_enabled():
             return  # a stand-in only keeps backward passes matched; evaluation has none
         self._observer.microbatch_begins(microbatch)
-        yield data
-        self._observer.microbatch_ends(microbatch)
+        try:
+            yield data
+        finally:
+            self._observer.microbatch_ends(microbatch)
 
 
 class Loader:
@@ -104,7 +109,9 @@ class Loader:
         early = True
         try:
             for batch in self._source.batches(self.number, epoch, round_):
-                yield GlobalBatch(batch, self._observer, self._device)
+                whole = GlobalBatch(batch, self._observer, self._device)
+                yield whole
+                whole.pass_over()
                 step += 1
             early = False
         finally:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch.utils.data import BatchSampler
 
 from lockstep.data.randomness import set_key
 from lockstep.errors import LoaderError
@@ -81,8 +82,13 @@ def check_sampler(sampler: object) -> None:
     """Refuse a sampler without a length: the ranks could not know when the epoch ends.
 
     Raises:
-        LoaderError: if it has no length, or cannot be iterated.
+        LoaderError: if it has no length, cannot be iterated, or yields batches.
     """
+    if isinstance(sampler, BatchSampler):
+        raise LoaderError(
+            f"the sampler {type(sampler).__name__} yields batches; expected indices",
+            hint="pass the sampler inside it, and batch_size for the global batch",
+        )
     if not isinstance(sampler, Sized) or not isinstance(sampler, Iterable):
         raise LoaderError(
             f"the sampler {type(sampler).__name__} has no length or cannot be iterated; "

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lockstep.data.fetch import Collate, Fetch, Request
 from lockstep.data.microbatch import Microbatch
 from lockstep.data.orders import OrderSource
-from lockstep.data.randomness import Stream
+from lockstep.data.randomness import Stream, set_key
 from lockstep.layout import keys
 from lockstep.layout.order import Indices, Order
 from lockstep.layout.replicas import share
@@ -202,4 +202,5 @@ class StreamSource:
 
     def _collated(self, microbatch: Microbatch, batch: list[Any]) -> Any:
         part = share(len(batch), self._split.replicas, microbatch.replica)
+        set_key(keys.derive(self._seed, keys.BATCH, *microbatch.numbers))
         return self._collate(batch[part.start : part.stop] or batch[:1])

@@ -54,6 +54,7 @@ class Loop:
         self._active: list[Microbatch] = []
         self._rounds: defaultdict[int, int] = defaultdict(int)
         self._updated = False
+        self._closed = False
         self.epoch = 0
         self.epochs = 0
         self.steps = 0
@@ -128,6 +129,8 @@ class Loop:
 
     def microbatch_ends(self, microbatch: Microbatch) -> None:
         """The loop's body is done with this microbatch."""
+        if self._closed:
+            return  # an exception ended the run; its loops are only now collected
         self._active.pop()
         for model in self._models:
             model.microbatch_ends(microbatch)
@@ -143,13 +146,12 @@ class Loop:
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
         """The loop is over in global batch `step`: early by `break`, or after the last one."""
-        if early and self._active and self._active[-1].loader == loader:
-            self._leave_body()
+        if self._closed:
+            return
         set_key(keys.derive(self._seed, keys.BETWEEN, loader, epoch, round_, -1, 0))
         for listener in self._listeners:
             listener.loop_ends(loader, epoch, round_, step, early=early)
 
-    def _leave_body(self) -> None:
-        """A `break` left the body of a loop: its microbatch ends here."""
-        microbatch = self._active[-1]
-        self.microbatch_ends(microbatch)
+    def close(self) -> None:
+        """The run is over: what loops still say is nobody's affair."""
+        self._closed = True

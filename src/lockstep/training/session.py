@@ -254,6 +254,7 @@ class Session:
 
     def close(self, error: BaseException | None) -> None:
         """Give back everything; after an error nothing that would wait for other ranks."""
+        self.loop.close()
         if self._watch is not None:
             self._watch.close()
         for model in self.models:

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from lockstep.errors import WorldError
 from lockstep.world.model import World
 
-
 #: Process groups stay until the process ends. Whoever drops the last reference to one joins Gloo's
 #: threads with the interpreter's lock in hand; one of them may be waiting for that lock to drop a tensor
 #: of the last collective, and then neither ever goes on (seen with torch 2.13).
