@@ -67,8 +67,13 @@ class Exchange(Protocol):
     #: whether the sum has the same bits on every layout
     exact: bool
 
-    def slots(self, bucket: torch.Tensor) -> list[torch.Tensor]:
-        """Return memory for this rank's nodes, each like `bucket`: a flat tensor of gradients."""
+    def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
+        """Return memory for this rank's nodes.
+
+        Args:
+            bucket: a flat tensor of gradients, which the nodes are to be like.
+            extra: how many elements longer than `bucket` they are to be.
+        """
 
     def start(self, slots: list[torch.Tensor], *, last: bool) -> Sum:
         """Begin to sum `slots` over all ranks, and return the sum's future.

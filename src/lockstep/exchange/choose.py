@@ -60,7 +60,8 @@ def make(
         return NativeExchange(group, forest)
     if name == "tree":
         return TreeExchange(group, forest)
-    capacity = sum(_bytes(parameter) for parameter in parameters)
+    # One more element per parameter: the strategy counts behind the last bucket who has used it.
+    capacity = sum(_bytes(parameter) + parameter.element_size() for parameter in parameters)
     return SharedMemoryExchange(store, key, forest, capacity=capacity, buckets=len(parameters) + 1)
 
 

@@ -29,9 +29,11 @@ class NativeExchange:
         """Whether the library's order can only be the tree's."""
         return forest.counts in ((1,), (1, 1))
 
-    def slots(self, bucket: torch.Tensor) -> list[torch.Tensor]:
-        """Return memory for this rank's nodes: the bucket itself where there is only one."""
-        return [*(torch.empty_like(bucket) for _ in range(self._forest.own - 1)), bucket]
+    def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
+        """Return memory for this rank's nodes; the last is the bucket itself where that is enough."""
+        size = bucket.numel() + extra
+        others = [bucket.new_empty(size) for _ in range(self._forest.own - 1)]
+        return [*others, bucket.new_empty(size) if extra else bucket]
 
     def start(self, slots: list[torch.Tensor], *, last: bool) -> Sum:
         """Begin to sum `slots` over all ranks, and return the sum's future."""

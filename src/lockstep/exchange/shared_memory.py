@@ -106,13 +106,13 @@ class SharedMemoryExchange:
             for node in range(count)
         ]
 
-    def slots(self, bucket: torch.Tensor) -> list[torch.Tensor]:
+    def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
         """Return this rank's nodes in the shared memory."""
         self._number += 1
         announced = _Bucket(
             self._number,
             self._offset,
-            bucket.numel(),
+            bucket.numel() + extra,
             bucket.dtype,
             self._half,
             torch.futures.Future(),

@@ -46,11 +46,12 @@ class TreeExchange:
         self._pending: _Pending | None = None
         self._gathering: list[_Gathering] = []
 
-    def slots(self, bucket: torch.Tensor) -> list[torch.Tensor]:
+    def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
         """Return memory for this rank's nodes, padded so that all shares have one size."""
-        share = -(-bucket.numel() // self._forest.size)
+        size = bucket.numel() + extra
+        share = -(-size // self._forest.size)
         memory = bucket.new_zeros((self._forest.own, share * self._forest.size))
-        return [memory[i, : bucket.numel()] for i in range(self._forest.own)]
+        return [memory[i, :size] for i in range(self._forest.own)]
 
     def start(self, slots: list[torch.Tensor], *, last: bool) -> Sum:
         """Begin to sum `slots` over all ranks, and return the sum's future."""

@@ -38,19 +38,11 @@ class Contributions:
         self._merges, _ = merges(leaves(block), replicas)
         self.nodes: list[Gradients] = []
         self._collected = 0
-        self._merges_done = 0
 
     @property
     def pending_merges(self) -> int:
         """How many of the nodes the next contribution is to be merged with."""
-        return self._merges[self._collected] - self._merges_done
-
-    def pop_sibling(self) -> Gradients | None:
-        """Take out the node that the next contribution is merged with first, if there is one."""
-        if self.pending_merges == 0:
-            return None
-        self._merges_done += 1
-        return self.nodes.pop()
+        return self._merges[self._collected]
 
     def push(self, gradients: Gradients) -> None:
         """Take the contribution of the next local replica."""
@@ -64,7 +56,7 @@ class Contributions:
     def take(self) -> list[Gradients]:
         """Return the nodes, and begin anew."""
         nodes, self.nodes = self.nodes, []
-        self._collected = self._merges_done = 0
+        self._collected = 0
         return nodes
 
 

@@ -2,62 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
-import os
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.data.microbatch import Microbatch
-from lockstep.errors import ExactnessError, ModelError
+from lockstep.errors import ModelError
 from lockstep.exchange.base import Exchange, Sum
 from lockstep.strategies.contributions import NOTHING, Gradients, take_gradients
-from lockstep.strategies.held import HeldModel, refuse_sparse
-
-#: DDP settings under which its sums escape the exchange, and why.
-INEXACT = {
-    "broadcast_buffers": "each rank would keep running statistics of its own",
-    "forward_sync_buffers": "each rank would keep running statistics of its own",
-    "mixed_precision": "gradients would be summed in reduced precision",
-    "delay_all_reduce_named_params": "these parameters bypass the exchange",
-    "param_to_hook_all_reduce": "these parameters bypass the exchange",
-}
-
-
-class Replicated(DistributedDataParallel):
-    """DistributedDataParallel that looks like the module it holds.
-
-    Attributes, parameter names and `state_dict` are the module's own, so that a script reads the
-    same on every layout and no checkpoint has keys that begin with `module.`.
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's own state."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load a state into the module."""
-        return self.module.load_state_dict(*args, **kwargs)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the module's parameters under the module's own names."""
-        yield from self.module.named_parameters(*args, **kwargs)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the module's buffers under the module's own names."""
-        yield from self.module.named_buffers(*args, **kwargs)
+from lockstep.strategies.held import HeldModel
+from lockstep.strategies.wrapper import Replicated, own_buffers
 
 
 class ReplicatedModel(HeldModel):
@@ -84,20 +40,18 @@ class ReplicatedModel(HeldModel):
         super().__init__(module, block, replicas, group)
         self._exchange = exchange
         self._places = {id(p): place for place, p in enumerate(self.parameters)}
-        if settings.get("static_graph") and replicas > dist.get_world_size(group):
-            # DDP must synchronise the first backward pass it sees of a static graph; here it would
-            # be the last of several. The setting saves time and changes no bits.
-            settings = {**settings, "static_graph": False}
-        # A model may use its parameters as it likes on one rank, so it may on several.
-        defaults = {"find_unused_parameters": not settings.get("static_graph")}
-        self._is_static = bool(settings.get("static_graph"))
-        self._finds_unused = bool({**defaults, **settings}["find_unused_parameters"])
-        self._hooked = False
-        self._ddp = Replicated(
-            module, **{"process_group": group, **defaults, **settings, **_own_buffers()}
-        )
+        # DDP must synchronise the first backward pass that it sees of a static graph; where ranks
+        # host several replicas it would be the last of several. The setting changes no bits.
+        several = replicas > dist.get_world_size(group)
+        self._is_static = bool(settings.get("static_graph")) and not several
+        self._finds_unused = not self._is_static and settings.get("find_unused_parameters", True)
+        self._unused: set[int] = set()
+        self._used_anywhere: torch.Tensor | None = None
+        # Unused parameters are found here: DDP would spend an all-reduce of its own on them.
+        ours = {"static_graph": self._is_static, "find_unused_parameters": False, **own_buffers()}
+        settings = {k: v for k, v in settings.items() if not k.endswith("_buffers")}
+        self._ddp = Replicated(module, **{"process_group": group, **settings, **ours})
         self._ddp.require_backward_grad_sync = False
-        self._ddp.find_unused_parameters = False  # the reducer still does; see _before_backward
         # A lambda, because DDP compares annotations, which are strings in this module.
         self._ddp.register_comm_hook(None, lambda _state, bucket: self._reduce(bucket))
 
@@ -110,60 +64,79 @@ class ReplicatedModel(HeldModel):
         if self._is_static:
             self._ddp.require_backward_grad_sync = microbatch.last
 
-    def _before_backward(self, microbatch: Microbatch, loss: torch.Tensor) -> None:
-        if not microbatch.last:
-            return
-        self._hooked = False
-        self._give_sibling()
-        if not self._is_static:
-            # DDP would do this in the forward pass, guessing from its outputs what backward will
-            # reach, and would then wait for a backward pass that may never come (a generator whose
-            # output is detached). The loss is what tells.
-            self._ddp.reducer.prepare_for_backward([loss] if self._finds_unused else [])
-
-    def _give_sibling(self) -> None:
-        """Let the last backward pass add to its sibling's gradients: the tree's own addition.
-
-        Besides saving a pass over memory, this gives a gradient to each parameter that an earlier
-        replica used, which DDP insists on.
-        """
-        nodes = self.contributions.nodes
-        if not nodes:
-            return
-        sibling = self.contributions.pop_sibling() or [None] * len(self.parameters)
-        for place, parameter in enumerate(self.parameters):
-            parameter.grad = sibling[place]
-            if parameter.grad is None and any(node[place] is not None for node in nodes):
-                parameter.grad = torch.full_like(parameter, NOTHING)
+    def _before_backward(self, microbatch: Microbatch) -> None:
+        if microbatch.last and not self._is_static:
+            # DDP would do this in every forward pass, and then take the next backward pass for the
+            # one to synchronise, also where none belongs to that forward pass (a generator whose
+            # output is detached).
+            self._ddp.reducer.prepare_for_backward([])
 
     def _meet(self, microbatch: Microbatch) -> None:
-        if microbatch.last:
-            self.contributions.take()  # the hook has used them, bucket by bucket
-            self._check_reached(reached=self._hooked)
+        if not microbatch.last:
+            self.contributions.push(take_gradients(self.parameters))
             return
-        gradients = take_gradients(self.parameters)
-        self._check_reached(reached=any(gradient is not None for gradient in gradients))
-        self.contributions.push(gradients)
+        if not self._is_static:
+            self._reach_the_rest()
+        self.contributions.take()  # the hook has used them, bucket by bucket
+        self._drop_unused()
+
+    def _reach_the_rest(self) -> None:
+        """Give DDP the gradients that it still waits for: of parameters that the loss did not use."""
+        self._unused = {i for i, p in enumerate(self.parameters) if p.grad is None}
+        if not self._unused:
+            return
+        if not self._finds_unused:
+            raise ModelError(
+                f"{len(self._unused)} parameters of {type(self.module).__name__} were not used in "
+                "the loss, with find_unused_parameters=False",
+                hint="leave find_unused_parameters out: then they are found",
+            )
+        rest = [self.parameters[place] for place in sorted(self._unused)]
+        torch.autograd.backward(rest, [torch.full_like(p, NOTHING) for p in rest])
+
+    def _drop_unused(self) -> None:
+        """Leave parameters that no replica has used without a gradient, as a single rank does."""
+        if not self._unused or self._used_anywhere is None:
+            return
+        used = self._used_anywhere.tolist()
+        for place in self._unused:
+            if not used[place]:
+                self.parameters[place].grad = None
+        self._used_anywhere = None
 
     def _reduce(self, bucket: dist.GradBucket) -> Sum:
-        self._hooked = True
-        buffer = bucket.buffer()
-        slots = self._exchange.slots(buffer)
-        self._fill(slots, bucket, buffer)
-        return self._exchange.start(slots, last=bucket.is_last())
+        """The communication hook: start to sum a bucket."""
+        buffer, last = bucket.buffer(), bucket.is_last()
+        counts_uses = last and self._finds_unused
+        size = buffer.numel()
+        slots = self._exchange.slots(buffer, len(self.parameters) if counts_uses else 0)
+        if counts_uses:
+            self._count_uses([slot[size:] for slot in slots])
+        self._fill([slot[:size] for slot in slots], bucket, buffer)
+        total = self._exchange.start(slots, last=last)
+        if not counts_uses:
+            return total
+        whole = total.wait()
+        self._used_anywhere = whole[size:]
+        return _done(whole[:size])
+
+    def _count_uses(self, tails: list[torch.Tensor]) -> None:
+        """Write behind the last bucket which parameters this rank's replicas have used."""
+        for tail in tails[1:]:
+            tail.zero_()
+        tails[0].fill_(1)
+        nodes = self.contributions.nodes
+        for place in self._unused:
+            if all(node[place] is None for node in nodes):
+                tails[0][place] = 0
 
     def _fill(
         self, slots: list[torch.Tensor], bucket: dist.GradBucket, buffer: torch.Tensor
     ) -> None:
-        """Write this rank's nodes: those collected before, and the one that the last replica completes."""
+        """Write this rank's tree nodes: those collected before, and the one that is complete now."""
         nodes = self.contributions.nodes
-        merged = self.contributions.pending_merges
-        kept = len(nodes) - merged
-        parameters = bucket.parameters()
-        places = [self._places[id(p)] for p in parameters] if nodes else []
-        for parameter, view in zip(parameters, bucket.gradients(), strict=True):
-            if parameter.grad is None:
-                view.fill_(NOTHING)  # DDP has put zeros there
+        kept = len(nodes) - self.contributions.pending_merges
+        places = [self._places[id(p)] for p in bucket.parameters()] if nodes else []
         for slot, node in zip(slots, nodes[:kept], strict=False):
             _flatten(node, places, bucket, slot)
         for node in reversed(nodes[kept:]):
@@ -174,34 +147,6 @@ class ReplicatedModel(HeldModel):
     def close(self) -> None:
         """Close the exchange."""
         self._exchange.close()
-
-
-def hush_advice(group: dist.ProcessGroup) -> None:
-    """Use up DDP's one warning against `find_unused_parameters`, which would go to every log.
-
-    Looking for unused parameters is our choice, so the advice is not for the user; torch prints it
-    from C++, once per process, past Python's warning filters. A collective call.
-    """
-    sys.stderr.flush()
-    kept = os.dup(2)
-    try:
-        with Path(os.devnull).open("w") as nowhere:
-            os.dup2(nowhere.fileno(), 2)
-        tiny = DistributedDataParallel(
-            nn.Linear(1, 1), process_group=group, find_unused_parameters=True
-        )
-        tiny(torch.zeros(1, 1))
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-
-
-def _own_buffers() -> dict[str, Any]:
-    """Keep DDP from broadcasting buffers: they are the held model's affair (strategies/buffers.py)."""
-    known = inspect.signature(DistributedDataParallel).parameters
-    # The newer name; torch 2.13 warns about the older one, which torch 2.11 has alone.
-    newer = "forward_sync_buffers"
-    return {newer: False} if newer in known else {"broadcast_buffers": False}
 
 
 def _flatten(
@@ -220,45 +165,8 @@ def _flatten(
     return out
 
 
-def check_settings(module: nn.Module, settings: dict[str, Any], *, exact: bool) -> None:
-    """Refuse what DDP cannot do, and with `exact` what would break the promise.
-
-    Raises:
-        ExactnessError: for a setting under which sums escape the exchange.
-        ModelError: for sparse gradients.
-    """
-    refuse_sparse(module)
-    if not exact:
-        return
-    for name, reason in INEXACT.items():
-        if name in settings and settings[name] not in (None, name.endswith("buffers")):
-            raise ExactnessError(
-                f"{name}={settings[name]!r} would break the promise: {reason}",
-                hint=f"leave out {name}, or say exact=False to the run",
-            )
-
-
-def check_same_models(
-    module: nn.Module, name: str, store: dist.Store, rank: int, size: int
-) -> None:
-    """Refuse ranks that build different models, before DDP would hang or fail on them.
-
-    Raises:
-        ModelError: naming the first parameter that differs from rank 0's.
-    """
-    own = [f"{key}: {tuple(p.shape)} {p.dtype}" for key, p in module.named_parameters()]
-    key = f"model/{name}"
-    if rank == 0:
-        store.set(key, "\n".join(own))
-    theirs = store.get(key).decode().split("\n")
-    if own == theirs:
-        return
-    differing = next(
-        ((a, b) for a, b in zip(own, theirs, strict=False) if a != b),
-        (f"{len(own)} parameters", f"{len(theirs)} parameters"),
-    )
-    raise ModelError(
-        f"rank {rank} of {size} built another {type(module).__name__} than rank 0: "
-        f"{differing[0]}; rank 0 has {differing[1]}",
-        hint="build the model from the same arguments on every rank, never from the rank",
-    )
+def _done(value: torch.Tensor) -> Sum:
+    future: Sum
+    future = torch.futures.Future(devices=[value.device] if value.is_cuda else None)
+    future.set_result(value)
+    return future

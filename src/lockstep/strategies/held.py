@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.data.microbatch import Microbatch
-from lockstep.errors import ModelError, StepError
+from lockstep.errors import StepError
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.contributions import Contributions
 
@@ -94,7 +94,7 @@ class HeldModel(abc.ABC):
         else:
             self._buffers.next_replica()
 
-    def before_backward(self, microbatch: Microbatch, loss: torch.Tensor) -> None:
+    def before_backward(self, microbatch: Microbatch) -> None:
         """Check that a backward pass would mean the same on every layout.
 
         Raises:
@@ -109,7 +109,7 @@ class HeldModel(abc.ABC):
             )
         if microbatch.first:
             self._drop_old_gradients()
-        self._before_backward(microbatch, loss)
+        self._before_backward(microbatch)
 
     def _drop_old_gradients(self) -> None:
         """Gradients from before this pass belong to no replica; whether that matters shows at the step."""
@@ -118,15 +118,8 @@ class HeldModel(abc.ABC):
             for parameter in self.parameters:
                 parameter.grad = None
 
-    def _before_backward(self, microbatch: Microbatch, loss: torch.Tensor) -> None:  # noqa: B027
+    def _before_backward(self, microbatch: Microbatch) -> None:  # noqa: B027
         """Get ready for the backward pass of a microbatch, where there is something to do."""
-
-    def _check_reached(self, *, reached: bool) -> None:
-        if not reached:
-            raise ModelError(
-                f"the loss does not depend on {type(self.module).__name__}",
-                hint="compute it from what the model returned, without detach()",
-            )
 
     def after_backward(self, microbatch: Microbatch) -> None:
         """Let the gradients of a backward pass meet those of the other replicas."""
@@ -155,18 +148,3 @@ class HeldModel(abc.ABC):
 
     def close(self) -> None:  # noqa: B027 - most strategies hold nothing
         """Give back what the strategy holds."""
-
-
-def refuse_sparse(module: nn.Module) -> None:
-    """Refuse sparse gradients, which no exchange sums in a fixed order.
-
-    Raises:
-        ModelError: if an embedding of `module` has `sparse=True`.
-    """
-    for name, child in module.named_modules():
-        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
-            raise ModelError(
-                f"the embedding {name or type(child).__name__} has sparse=True; "
-                "expected dense gradients",
-                hint="create it with sparse=False",
-            )

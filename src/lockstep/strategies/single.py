@@ -26,11 +26,8 @@ class SingleModel(HeldModel):
 
     def _meet(self, microbatch: Microbatch) -> None:
         if self._replicas == 1:
-            self._check_reached(reached=any(p.grad is not None for p in self.parameters))
             return
-        gradients = take_gradients(self.parameters)
-        self._check_reached(reached=any(gradient is not None for gradient in gradients))
-        self.contributions.push(gradients)
+        self.contributions.push(take_gradients(self.parameters))
         if microbatch.last:
             (total,) = self.contributions.take()
             for parameter, gradient in zip(self.parameters, total, strict=True):

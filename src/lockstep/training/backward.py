@@ -32,7 +32,7 @@ class Backward:
             self._check_finite(loss, microbatch)
         models = self._reached(loss)
         for model in models:
-            model.before_backward(microbatch, loss)
+            model.before_backward(microbatch)
         session.before_backward(microbatch, loss)
         loss.backward(gradient=self._weight(loss, microbatch.weight))  # type: ignore[no-untyped-call]
         for model in models:

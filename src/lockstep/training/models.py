@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.data.randomness import undisturbed
 from lockstep.errors import ModelError
 from lockstep.exchange.choose import make
-from lockstep.strategies.ddp import ReplicatedModel, check_same_models, check_settings, hush_advice
+from lockstep.strategies.checks import check_same_models, check_settings
+from lockstep.strategies.ddp import ReplicatedModel
 from lockstep.strategies.frozen import FrozenModel
 from lockstep.strategies.held import HeldModel
 from lockstep.strategies.precision import autocast_forward
@@ -29,7 +28,6 @@ class Models:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._hushed = False
 
     def add(self, module: nn.Module, settings: dict[str, Any]) -> nn.Module:
         """Place and hold `module`, and return what the script is to call.
@@ -53,13 +51,6 @@ class Models:
             raise ModelError(f"run.model was given a {type(module).__name__}; expected a Module")
         if any(module in (held.module, held.wrapped) for held in self._session.models):
             raise ModelError(f"this {type(module).__name__} belongs to the run already")
-        known = inspect.signature(DistributedDataParallel).parameters
-        unknown = [name for name in settings if name not in known]
-        if unknown:
-            raise ModelError(
-                f"DistributedDataParallel has no setting {', '.join(unknown)}",
-                hint=f"its settings are {', '.join(name for name in known if name != 'module')}",
-            )
         check_settings(module, settings, exact=self._session.settings.exact)
 
     def _hold(self, module: nn.Module, settings: dict[str, Any]) -> HeldModel:
@@ -77,9 +68,6 @@ class Models:
     def _replicate(self, module: nn.Module, settings: dict[str, Any], number: int) -> HeldModel:
         session = self._session
         assert session.group is not None
-        if not self._hushed and "find_unused_parameters" not in settings:
-            hush_advice(session.group)
-            self._hushed = True
         exchange = make(
             session.exchange,
             session.forest,
