@@ -21,7 +21,7 @@ from lockstep.layout.replicas import share
 #: A global batch of one rank: its microbatches, each with the data that belongs to it.
 Batch = Iterator[tuple[Microbatch, Any]]
 
-_CHUNK = 4096  # positions whose indices are computed at once: cheap in memory, amortised in time
+_CHUNK = 16384  # positions whose indices are computed at once: cheap in memory, amortised in time
 
 
 @dataclass(frozen=True, slots=True)

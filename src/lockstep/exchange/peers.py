@@ -22,6 +22,7 @@ from lockstep.errors import PeerError
 
 _SIGNAL = struct.Struct("<BIQ")  # what, the rank that says it, which one of its kind
 WRITTEN, SUMMED = 0, 1
+_SPINS = 60  # looks before a wait that gives the core away: about as long as that costs
 _CONNECT_SECONDS = 300.0  # as long as a slow peer may take to reach the same call
 
 
@@ -49,6 +50,8 @@ class Peers:
             self._peers = self._connect_all(dist.PrefixStore(f"peers/{name}", store))
         finally:
             shutil.rmtree(self._directory, ignore_errors=True)
+        # Where ranks share cores, a rank that looks again and again keeps the others from answering.
+        self._spins = _SPINS if size <= len(os.sched_getaffinity(0)) else 0
         self._poll = select.poll()
         self._by_descriptor = {peer.socket.fileno(): peer for peer in self._peers}
         for descriptor in self._by_descriptor:
@@ -118,12 +121,14 @@ class Peers:
         Raises:
             PeerError: if a peer is gone before it is so.
         """
+        spins = self._spins if wait else 0
         while not all(peer.heard[what] >= number for peer in self._peers):
-            ready = self._poll.poll(None if wait else 0)
-            if not ready:
-                return False
+            ready = self._poll.poll(0 if spins or not wait else None)
             for descriptor, _ in ready:
                 self._hear(self._by_descriptor[descriptor], number)
+            if not ready and not wait:
+                return False
+            spins = max(0, spins - 1)
         return True
 
     def _hear(self, peer: _Peer, number: int) -> None:

@@ -26,6 +26,7 @@ class Buffers:
         self._hosts_first = block.start == 0
         self._several = len(block) > 1
         self._group = group
+        self._has_buffers = any(True for _ in module.buffers())
         self._start: list[torch.Tensor] | None = None
         self._first: list[torch.Tensor] | None = None
         self.dirty = False
@@ -36,6 +37,8 @@ class Buffers:
 
     def before_forward(self) -> None:
         """A forward pass in training mode is about to change the buffers."""
+        if not self._has_buffers:
+            return
         if self._several and self._start is None:
             self._start = [tensor.clone() for tensor in self._tensors()]
         self.dirty = True
@@ -52,12 +55,14 @@ class Buffers:
         """The global batch is done: all ranks take replica 0's buffers."""
         if not self.dirty:
             return
+        self.dirty = False
+        if not self._several and self._group is None:
+            return
         tensors = self._tensors()
         if self._first is not None:
             _copy(self._first, tensors)
         self._start = self._first = None
-        self.dirty = False
-        if self._group is not None and tensors:
+        if self._group is not None:
             _broadcast(tensors, self._group)
 
 

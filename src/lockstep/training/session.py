@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -57,6 +57,9 @@ class Session:
         loop: where the run stands.
     """
 
+    #: directories that earlier runs of this process have taken
+    _directories: ClassVar[set[Path]] = set()
+
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self._started = time.monotonic()
@@ -78,7 +81,11 @@ class Session:
         self.models: list[HeldModel] = []
         self._registered: dict[str, Any] = {}
         self._meetings = 0
-        self._record = Recorder(self._record_settings(), self._identity(), world, self.store)
+        self._record = Recorder(
+            self._record_settings(connection.number), self._identity(), world, self.store
+        )
+        if settings.run_dir is not None:
+            self._directories.add(settings.run_dir)
         self._watch = self._start_watch()
         listeners: list[Listener] = [self._record]
         if self._watch is not None:
@@ -119,11 +126,15 @@ class Session:
         """Where the run keeps its records."""
         return self._record.directory
 
-    def _record_settings(self) -> RecordSettings:
+    def _record_settings(self, number: int) -> RecordSettings:
         asked = self.settings
+        run_dir = asked.run_dir
+        if run_dir is not None and number > 0 and run_dir in self._directories:
+            # The launcher names one directory; further runs of the script go below it.
+            run_dir /= f"{asked.name}-{number + 1}"
         return RecordSettings(
             name=asked.name,
-            run_dir=asked.run_dir,
+            run_dir=run_dir,
             fresh=asked.fresh,
             progress=asked.progress,
             trace=asked.trace,

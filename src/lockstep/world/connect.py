@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import itertools
 import os
 import socket
 from dataclasses import dataclass
@@ -21,6 +22,11 @@ from lockstep.world.model import World
 KEPT: list[dist.ProcessGroup | None] = []
 
 
+#: Runs of this process so far. All ranks make the same runs in the same order, so that the number keeps
+#: the notes of one run from being taken for another's.
+_runs = itertools.count()
+
+
 @dataclass(frozen=True, slots=True)
 class Connection:
     """How this rank reaches the others.
@@ -29,11 +35,13 @@ class Connection:
         store: a key-value store that all ranks reach; fresh in every generation.
         group: the process group; `None` for a single rank.
         owned: whether the group was made here, and is to be destroyed at the end.
+        number: how many runs this process has made before.
     """
 
     store: dist.Store
     group: dist.ProcessGroup | None
     owned: bool
+    number: int
 
 
 def connect(world: World, device: torch.device, timeout: timedelta) -> Connection:
@@ -44,12 +52,14 @@ def connect(world: World, device: torch.device, timeout: timedelta) -> Connectio
     Raises:
         WorldError: if the store cannot be reached or hosted.
     """
+    number = next(_runs)
+    prefix = f"lockstep/{world.generation}/{number}"
     if dist.is_initialized():
-        store = dist.distributed_c10d._get_default_store()
-        return Connection(dist.PrefixStore("lockstep", store), dist.group.WORLD, owned=False)
+        store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+        return Connection(store, dist.group.WORLD, owned=False, number=number)
     if world.size == 1:
-        return Connection(dist.HashStore(), None, owned=False)
-    store = dist.PrefixStore(f"lockstep/{world.generation}", _reach_store(world, timeout))
+        return Connection(dist.HashStore(), None, owned=False, number=number)
+    store = dist.PrefixStore(prefix, _reach_store(world, timeout))
     if _is_loopback(world):
         # Gloo would otherwise bind to whatever the host name resolves to.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -61,7 +71,8 @@ def connect(world: World, device: torch.device, timeout: timedelta) -> Connectio
         timeout=timeout,
     )
     KEPT.append(dist.group.WORLD)
-    return Connection(dist.PrefixStore("run", store), dist.group.WORLD, owned=True)
+    run_store = dist.PrefixStore("run", store)
+    return Connection(run_store, dist.group.WORLD, owned=True, number=number)
 
 
 def _reach_store(world: World, timeout: timedelta) -> dist.Store:
