@@ -209,3 +209,68 @@ def evaluate(samples: int) -> tuple[Any, ...]:
             rows = run.gather(x for x, _ in data)
         same = torch.equal(rows, classes(samples, (3,)).tensors[0])
         return count, mean["x"].hex(), mean["right"].hex(), same
+
+
+def devices_of_a_batch() -> tuple[str, str]:
+    """Where a loader puts its batches."""
+    with quiet_run() as run:
+        data = run.loader(classes(8, (3,)), batch_size=8, num_workers=1)
+        ((x, y),) = list(data)
+        return x.device.type, y.device.type
+
+
+def take_turns(directory: str) -> list[str]:
+    """Who has been in `run.first` before this rank leaves it."""
+    import time
+    from pathlib import Path
+
+    with quiet_run() as run:
+        log = Path(directory, "log")
+        with run.first():
+            if run.main:
+                time.sleep(0.2)
+            with log.open("a") as file:
+                file.write(f"{run.world.rank}\n")
+            seen = log.read_text().split()
+        run.barrier()
+        with run.first():  # a second turn waits for its own first rank
+            pass
+        return seen
+
+
+def train_twice() -> tuple[str, str]:
+    """Two runs after each other in one process."""
+    return train_conv({"seed": 1}, {}, 1), train_conv({"seed": 2}, {}, 1)
+
+
+def train_frozen() -> str:
+    """A loss through a model without trainable parameters, and one that is only looked at."""
+    with quiet_run() as run:
+        critic = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        for parameter in critic.parameters():
+            parameter.requires_grad_(False)  # noqa: FBT003
+        critic = run.model(critic)
+        model = run.model(nn.Linear(6, 4))
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for x, y in run.loader(classes(40, (6,)), batch_size=10, shuffle=True):
+            run.backward(F.cross_entropy(critic(model(x)), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        return run.digest()
+
+
+def train_with_breaks() -> str:
+    """Every epoch is left in the middle, on all ranks alike."""
+    with quiet_run() as run:
+        model = run.model(conv_net())
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        data = run.loader(classes(50, (1, 8, 8)), batch_size=16, shuffle=True)
+        for _ in run.epochs(3):
+            for number, batch in enumerate(run.batches(data)):
+                for x, y in batch:
+                    run.backward(F.cross_entropy(model(x), y))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if number == 1:
+                    break
+        return run.digest()

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lockstep.errors import UsageError
+
 if TYPE_CHECKING:
     from lockstep.verify.running import Outcome
     from lockstep.verify.verdict import Verdict
@@ -88,6 +90,10 @@ def _run_options(options: argparse.Namespace) -> list[str]:
 @contextlib.contextmanager
 def _directory(keep: Path | None) -> Iterator[Path]:
     if keep is not None:
+        if keep.exists():
+            raise UsageError(
+                f"{keep} exists already; expected a new directory", hint="name another with --keep"
+            )
         yield keep
         return
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as directory:

@@ -62,15 +62,15 @@ def test_draws_of_the_script_do_not_disturb_the_stream() -> None:
     assert read(17, 1) == read(17, 1, disturb=2) == read(17, 3, disturb=3)
 
 
-def test_the_stream_does_not_disturb_the_script() -> None:
+def test_reading_the_stream_does_not_disturb_the_script() -> None:
     def drawn(length: int) -> list[tuple[float, float, float]]:
         torch.manual_seed(0), np.random.seed(0), random.seed(0)
-        source = build(Drawing(length), LoaderSettings(batch_size=5, collate=list), 1, range(1), 0)
-        found = []
-        for batch in source.batches(0, 0, 0):
-            list(batch)
-            found.append((torch.rand(()).item(), np.random.rand(), random.random()))
-        return found
+        settings = LoaderSettings(batch_size=5, collate=list)
+        source = build(Drawing(length), settings, 1, range(1), 0)
+        return [
+            (torch.rand(()).item(), np.random.rand(), random.random())
+            for _ in source.batches(0, 0, 0)
+        ]
 
     generator = torch.Generator().manual_seed(0)
     expected = [torch.rand((), generator=generator).item() for _ in range(3)]

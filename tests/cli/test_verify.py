@@ -1,0 +1,108 @@
+"""`lockstep verify`: same, not same, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.conftest import Lockstep
+
+SCRIPT = """
+import os, sys, torch, torch.nn.functional as F, lockstep
+from torch import nn
+from torch.utils.data import TensorDataset
+
+FAULT = sys.argv[1] if len(sys.argv) > 1 else ""
+with lockstep.Run("verified") as run:
+    model = run.model(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2)))
+    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    data = TensorDataset(torch.randn(30, 4), torch.arange(30) % 2)
+    sampler = [0] + list(range(29)) if FAULT == "twice" else None
+    train = run.loader(data, batch_size=8, shuffle=sampler is None, sampler=sampler)
+    own = torch.Generator().manual_seed(run.world.rank)
+    for epoch in run.epochs(2):
+        for x, y in train:
+            if FAULT == "noise" and run.step >= 5:
+                x = x + torch.randn(x.shape, generator=own)
+            run.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            if FAULT == "weights" and run.step == 3 and run.world.rank == 1:
+                with torch.no_grad():
+                    model[0].weight[0, 0] += 1
+            if FAULT == "crash":
+                raise ZeroDivisionError("no luck")
+"""
+
+
+@pytest.fixture
+def verify(lockstep: Lockstep) -> Lockstep:
+    lockstep.script(SCRIPT)
+    return lockstep
+
+
+def test_the_same_on_all_layouts(verify: Lockstep) -> None:
+    done = verify("verify", "train.py", "--layouts", "1,2", "--json")
+    verdict = json.loads(done.out)
+    assert done.code == 0
+    assert verdict["same"] is True
+    assert verdict["difference"] is None
+    assert verdict["samples"] == {"loops": 2, "twice": 0, "never": 0}
+    assert [layout["layout"] for layout in verdict["layouts"]] == ["1", "2"]
+    assert {layout["steps"] for layout in verdict["layouts"]} == {8}
+    assert len({layout["digest"] for layout in verdict["layouts"]}) == 1
+
+
+def test_randomness_of_a_rank_is_found_and_named(verify: Lockstep) -> None:
+    done = verify("verify", "--layouts", "1,2", "train.py", "--", "noise")
+    assert done.code == 3
+    assert "same: no" in done.out
+    assert "first difference: step 6 (epoch 1, batch 1), replica 1: the loss is" in done.out
+
+
+def test_ranks_that_change_weights_by_themselves_are_found(verify: Lockstep) -> None:
+    done = verify("verify", "train.py", "--layouts", "1,2", "--", "weights")
+    assert done.code == 3
+    assert "first difference: step 3" in done.out
+    assert "the ranks of 2 ranks hold different parameters" in done.out
+
+
+def test_a_script_that_fails_is_no_verdict(verify: Lockstep) -> None:
+    done = verify("verify", "train.py", "--layouts", "1,2", "--", "crash")
+    assert done.code == 1
+    assert "the script fails on 1 rank" in done.err
+    assert "ZeroDivisionError: no luck" in done.err
+    assert "Traceback" not in done.err
+
+
+def test_a_script_without_a_run(lockstep: Lockstep) -> None:
+    lockstep.script("print('nothing to verify')")
+    done = lockstep("verify", "train.py", "--layouts", "1,2")
+    assert done.code == 2
+    assert "the script ends without a lockstep.Run" in done.err
+
+
+@pytest.mark.parametrize(
+    ("layouts", "message"),
+    [("2", "names one layout"), ("1,0", "'0' is no number of ranks"), ("1,x", "'x' is no number")],
+)
+def test_layouts_that_are_none(verify: Lockstep, layouts: str, message: str) -> None:
+    done = verify("verify", "train.py", "--layouts", layouts)
+    assert done.code == 2
+    assert message in done.err
+
+
+def test_a_missing_script(lockstep: Lockstep) -> None:
+    done = lockstep("verify", "nowhere.py", "--layouts", "1,2")
+    assert done.code == 2
+    assert "the script nowhere.py does not exist" in done.err
+
+
+def test_traces_are_kept_on_request(verify: Lockstep) -> None:
+    done = verify("verify", "train.py", "--layouts", "1,2", "--keep", "kept")
+    assert done.code == 0
+    assert (verify.directory / "kept/1-2/trace/rank-1.jsonl").exists()
+    again = verify("verify", "train.py", "--layouts", "1,2", "--keep", "kept")
+    assert again.code == 2
+    assert "hint:" in again.err

@@ -1,0 +1,53 @@
+from lockstep.verify.comparison import compare, coverage
+from lockstep.verify.traces import Seen, Traces
+
+
+def traces(losses: dict[int, str], *, samples: tuple[int, ...] = (0, 1)) -> Traces:
+    found = Traces(lengths={0: 2}, complete={(0, 0, 0)})
+    for step, bits in losses.items():
+        found.microbatches[step, 0, 0, 0, step - 1, 0, 0] = Seen(bits, 1.0, samples)
+        found.digests[step] = {0: f"digest {bits}"}
+    return found
+
+
+def test_equal_traces() -> None:
+    assert compare(traces({1: "a", 2: "b"}), traces({1: "a", 2: "b"}), "1", "2") is None
+
+
+def test_the_first_step_that_differs_is_named() -> None:
+    difference = compare(traces({1: "a", 2: "b", 3: "c"}), traces({1: "a", 2: "x", 3: "y"}), "1", "2")
+    assert difference is not None
+    assert (difference.step, difference.what) == (2, "loss")
+
+
+def test_samples_come_before_losses() -> None:
+    difference = compare(traces({1: "a"}), traces({1: "b"}, samples=(1, 0)), "1", "2")
+    assert difference is not None
+    assert difference.what == "samples"
+
+
+def test_parameters_come_last() -> None:
+    other = traces({1: "a"})
+    other.digests[1] = {0: "another"}
+    difference = compare(traces({1: "a"}), other, "1 rank", "2 ranks")
+    assert difference is not None
+    assert difference.what == "parameters"
+
+
+def test_a_layout_with_fewer_steps() -> None:
+    difference = compare(traces({1: "a", 2: "b"}), traces({1: "a"}), "1 rank", "2 ranks")
+    assert difference is not None
+    assert difference.text == "step 2 happens on 1 rank, not on 2 ranks"
+
+
+def test_coverage_counts_samples_seen_twice_and_never() -> None:
+    found = coverage(traces({1: "a"}, samples=(1, 1)))
+    assert (found.loops, found.twice, found.never) == (1, ((0, 0, 1),), ((0, 0, 0),))
+    assert not found.is_exact
+    assert coverage(traces({1: "a"})).is_exact
+
+
+def test_loops_that_were_left_are_not_judged() -> None:
+    left = traces({1: "a"}, samples=(0,))
+    left.complete.clear()
+    assert coverage(left).loops == 0
