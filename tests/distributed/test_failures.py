@@ -49,6 +49,9 @@ with lockstep.Run("faulty", replicas=int(os.environ.get("R", 2))) as run:
                     break
                 if FAULT == "leave" and RANK == 1:
                     sys.exit(0)
+                if FAULT == "skip" and RANK == 1:
+                    FAULT = ""
+                    continue
             loss = F.cross_entropy(model(x), y)
             if FAULT == "nan" and run.step == 5:
                 loss = loss * float("nan")
@@ -118,6 +121,13 @@ def test_a_rank_that_ends_the_script_early_is_named(faulty: Lockstep) -> None:
     code, verdict = run(faulty, "leave")
     assert code == 1
     assert "rank 1" in verdict
+
+
+def test_a_batch_that_one_rank_skips_is_named(faulty: Lockstep) -> None:
+    code, verdict = run(faulty, "skip")
+    assert code == 1
+    assert "computes gradients of another batch than rank" in verdict
+    assert "hint: every rank must call run.backward for every microbatch" in verdict
 
 
 def test_a_model_that_the_run_does_not_hold(faulty: Lockstep) -> None:
@@ -212,3 +222,15 @@ def test_another_run_in_the_directory_is_refused(faulty: Lockstep) -> None:
     assert code == 1
     assert "replicas: 2 recorded, 4 now" in verdict
     assert run(faulty, "", "--run-dir", "kept")[0] == 0
+
+
+@pytest.mark.parametrize("replicas", ["2", "4"])
+def test_an_exception_between_forward_and_backward(lockstep: Lockstep, replicas: str) -> None:
+    """Buffers have changed on one rank, and the others wait for its gradients, not for its buffers."""
+    script = SCRIPT.replace("nn.Linear(4, 3 if", "nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3 if")
+    script = script.replace("RANK == 1 else 2)", "RANK == 1 else 2))")
+    script = script.replace("            if FAULT == \"nan\"", "            fault(\"after forward\")\n            if FAULT == \"nan\"")
+    lockstep.script(script)
+    code, verdict = run(lockstep, "after forward", R=replicas)
+    assert code == 1
+    assert "ValueError: broken after forward" in verdict

@@ -25,6 +25,8 @@ def torch_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in list(os.environ):
         if name.startswith("LOCKSTEP_") or name in ("RANK", "WORLD_SIZE"):
             monkeypatch.delenv(name)
+    # Some parts of torch set this one for good when they are first used.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp/torchinductor")
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     threads, hook = torch.get_num_threads(), sys.excepthook
     torch.set_num_threads(1)

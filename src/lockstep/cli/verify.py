@@ -118,6 +118,8 @@ def _show(verdict: Verdict) -> None:
         )
     Console().print(table)
     print(f"same: {'yes' if verdict.same else 'no'}")
+    if not any(outcome.steps for outcome in verdict.outcomes):
+        print("no steps: only the final weights were compared; pass the optimizer to run.optimizer")
     if verdict.difference is not None:
         print(f"first difference: {verdict.difference.text}")
     seen = verdict.coverage

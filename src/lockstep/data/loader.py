@@ -57,10 +57,12 @@ class GlobalBatch:
         if microbatch.size == 0 and not torch.is_grad_enabled():
             return  # a stand-in only keeps backward passes matched; evaluation has none
         self._observer.microbatch_begins(microbatch)
+        left = True
         try:
             yield data
+            left = False
         finally:
-            self._observer.microbatch_ends(microbatch)
+            self._observer.microbatch_ends(microbatch, left=left)
 
 
 class Loader:

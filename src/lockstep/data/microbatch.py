@@ -48,6 +48,21 @@ class Microbatch:
         """What names it in the derivation of keys; none of it depends on the layout."""
         return (self.loader, self.epoch, self.round, self.step, self.replica)
 
+    @property
+    def place(self) -> int:
+        """Which pass over which global batch this belongs to, in 64 bits: the same on all ranks."""
+        fields = (
+            (self.loader, 8),
+            (self.epoch, 16),
+            (self.round, 8),
+            (self.step, 28),
+            (self.turn, 4),
+        )
+        place = 0
+        for value, bits in fields:
+            place = place << bits | value & ((1 << bits) - 1)
+        return place
+
 
 class Observer(Protocol):
     """Who is told where a loop over microbatches stands: the run."""
@@ -58,8 +73,8 @@ class Observer(Protocol):
     def microbatch_begins(self, microbatch: Microbatch) -> None:
         """The loop's body is about to see this microbatch."""
 
-    def microbatch_ends(self, microbatch: Microbatch) -> None:
-        """The loop's body is done with this microbatch."""
+    def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
+        """The loop's body is done with this microbatch, or has `left` it by `break` or an exception."""
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
         """The loop is over in global batch `step`: early by `break`, or after the last one."""

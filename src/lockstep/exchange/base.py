@@ -75,8 +75,13 @@ class Exchange(Protocol):
             extra: how many elements longer than `bucket` they are to be.
         """
 
-    def start(self, slots: list[torch.Tensor], *, last: bool) -> Sum:
+    def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
         """Begin to sum `slots` over all ranks, and return the sum's future.
+
+        Args:
+            slots: what `slots()` gave, filled.
+            last: whether it is the last bucket of a backward pass.
+            place: a number that is to be the same on all ranks, compared where that costs nothing.
 
         Raises:
             PeerError: if another rank is gone, or elsewhere.

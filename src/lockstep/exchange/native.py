@@ -35,7 +35,7 @@ class NativeExchange:
         others = [bucket.new_empty(size) for _ in range(self._forest.own - 1)]
         return [*others, bucket.new_empty(size) if extra else bucket]
 
-    def start(self, slots: list[torch.Tensor], *, last: bool) -> Sum:
+    def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
         """Begin to sum `slots` over all ranks, and return the sum's future."""
         *others, total = slots
         for node in others:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from lockstep.errors import PeerError
 
-_SIGNAL = struct.Struct("<BIQ")  # what, the rank that says it, which one of its kind
+_SIGNAL = struct.Struct("<BQQ")  # what, which one of its kind, where the rank that says it stands
 WRITTEN, SUMMED = 0, 1
 _SPINS = 60  # looks before a wait that gives the core away: about as long as that costs
 _CONNECT_SECONDS = 300.0  # as long as a slow peer may take to reach the same call
@@ -31,6 +31,8 @@ class _Peer:
     rank: int
     socket: socket.socket
     heard: list[int] = field(default_factory=lambda: [0, 0])
+    places: dict[int, int] = field(default_factory=dict)
+    is_gone: bool = False
 
 
 class Peers:
@@ -97,13 +99,13 @@ class Peers:
             _, (received[peer.rank],), _, _ = socket.recv_fds(peer.socket, 2, 1)
         return [received[rank] for rank in range(self.size)]
 
-    def say(self, what: int, number: int) -> None:
-        """Tell every peer that this rank is done with the `number`-th thing of a kind.
+    def say(self, what: int, number: int, place: int = 0) -> None:
+        """Tell every peer that this rank is done with the `number`-th thing of a kind, at `place`.
 
         Raises:
             PeerError: if a peer is gone.
         """
-        message = _SIGNAL.pack(what, self.rank, number)
+        message = _SIGNAL.pack(what, number, place)
         for peer in self._peers:
             try:
                 peer.socket.send(message)
@@ -122,24 +124,46 @@ class Peers:
             PeerError: if a peer is gone before it is so.
         """
         spins = self._spins if wait else 0
-        while not all(peer.heard[what] >= number for peer in self._peers):
+        while waiting := [peer for peer in self._peers if peer.heard[what] < number]:
+            for peer in waiting:
+                if peer.is_gone:
+                    raise self._gone(peer, number)
             ready = self._poll.poll(0 if spins or not wait else None)
             for descriptor, _ in ready:
-                self._hear(self._by_descriptor[descriptor], number)
+                self._hear(self._by_descriptor[descriptor])
             if not ready and not wait:
                 return False
             spins = max(0, spins - 1)
         return True
 
-    def _hear(self, peer: _Peer, number: int) -> None:
+    def _hear(self, peer: _Peer) -> None:
         try:
             message = peer.socket.recv(_SIGNAL.size)
-        except OSError as error:
-            raise self._gone(peer, number) from error
+        except OSError:
+            message = b""
         if not message:
-            raise self._gone(peer, number)
-        what, _, said = _SIGNAL.unpack(message)
+            # It may have said all it had to; whether that was enough shows when it is waited for.
+            peer.is_gone = True
+            self._poll.unregister(peer.socket.fileno())
+            return
+        what, said, place = _SIGNAL.unpack(message)
         peer.heard[what] = said
+        if what == WRITTEN:
+            peer.places[said] = place
+
+    def check_place(self, number: int, place: int) -> None:
+        """Compare where all ranks stood when they wrote their `number`-th bucket.
+
+        Raises:
+            PeerError: if a peer was elsewhere.
+        """
+        for peer in self._peers:
+            if peer.places.pop(number) != place:
+                raise PeerError(
+                    f"rank {peer.rank} computes gradients of another batch than rank {self.rank}",
+                    hint="every rank must call run.backward for every microbatch: a `continue` or a "
+                    "`break` must not depend on the rank or on one rank's values",
+                )
 
     def _gone(self, peer: _Peer, number: int) -> PeerError:
         return PeerError(

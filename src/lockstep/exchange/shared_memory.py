@@ -36,6 +36,7 @@ class _Bucket:
     dtype: torch.dtype
     half: int
     future: Sum
+    place: int = 0
     summed: torch.Tensor | None = None
 
     @property
@@ -123,11 +124,12 @@ class SharedMemoryExchange:
         rank = self._forest.rank
         return [self._node(announced, rank, node) for node in range(self._forest.own)]
 
-    def start(self, slots: list[torch.Tensor], *, last: bool) -> Sum:
+    def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
         """Begin to sum the slots over all ranks, and return the sum's future."""
         bucket, self._announced = self._announced, None
         assert bucket is not None, "start() without slots()"
-        self._peers.say(WRITTEN, bucket.number)
+        bucket.place = place
+        self._peers.say(WRITTEN, bucket.number, place)
         self._written.append(bucket)
         self._advance(wait=last)
         if last:
@@ -138,6 +140,7 @@ class SharedMemoryExchange:
     def _advance(self, *, wait: bool) -> None:
         while self._written and self._peers.all_said(WRITTEN, self._written[0].number, wait=wait):
             bucket = self._written.popleft()
+            self._peers.check_place(bucket.number, bucket.place)
             self._sum(bucket)
             self._waiting.append(bucket)
         while self._waiting and self._is_summed(self._waiting[0], wait=wait):

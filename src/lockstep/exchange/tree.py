@@ -53,7 +53,7 @@ class TreeExchange:
         memory = bucket.new_zeros((self._forest.own, share * self._forest.size))
         return [memory[i, :size] for i in range(self._forest.own)]
 
-    def start(self, slots: list[torch.Tensor], *, last: bool) -> Sum:
+    def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
         """Begin to sum `slots` over all ranks, and return the sum's future."""
         future: Sum = _future_on(slots[0].device)
         scattered = self._scatter(slots, future)

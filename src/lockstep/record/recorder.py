@@ -31,6 +31,10 @@ class Place(Protocol):
     epochs: int
     steps: int
 
+    @property
+    def microbatch(self) -> Microbatch | None:
+        """The microbatch that is worked on, if any."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordSettings:
@@ -73,7 +77,7 @@ class Recorder:
         self._progress = Progress(shown=world.is_main and settings.progress)
         self._trace = Trace(settings.trace, world.rank) if settings.trace else None
         self._loaders: dict[int, Loader] = {}
-        self._training = False
+        self._loops: list[bool] = []  # whether each of the loops that we are in trains
         self._generations = self._earlier_generations()
         self._place: Place | None = None
         self._digest: Callable[[], str] | None = None
@@ -117,8 +121,9 @@ class Recorder:
 
     def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
         """Show a bar for a loop that trains."""
-        self._training = torch.is_grad_enabled()
-        if self._training and self._place is not None:
+        trains = torch.is_grad_enabled() and not any(self._loops)
+        self._loops.append(trains)
+        if trains and self._place is not None:
             self._progress.epoch_begins(epoch, self._place.epochs, self._length(loader))
 
     def _length(self, loader: int) -> int | None:
@@ -145,8 +150,7 @@ class Recorder:
         """Close the bar and write what is pending."""
         if self._trace is not None:
             self._trace.loop(loader, epoch, round_, complete=not early)
-        if self._training and self._place is not None:
-            self._training = False
+        if self._loops.pop() and self._place is not None:
             self._progress.epoch_ends(epoch, self._place.epochs)
 
     def epoch_ends(self, epoch: int) -> None:
@@ -158,8 +162,12 @@ class Recorder:
         """Record values of the current step."""
         kept = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in values.items()}
         place = self._place
-        epoch, step = (place.epoch, place.steps) if place else (0, 0)
-        self._events.add(kind="log", epoch=epoch, step=step, **kept)
+        if place is not None:
+            # Inside a microbatch the step that it belongs to is not done yet.
+            inside = place.microbatch
+            step = place.steps + (inside is not None)
+            replica = None if inside is None else inside.replica
+            self._events.add(kind="log", epoch=place.epoch, step=step, replica=replica, **kept)
         self._progress.log(kept)
 
     def say(self, text: str) -> None:

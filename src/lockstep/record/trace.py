@@ -47,6 +47,7 @@ class Trace:
     def step(self, step: int, digest: str) -> None:
         """Record the parameters after step number `step`."""
         self._write(kind="step", step=step, digest=digest)
+        self._file.flush()  # a rank may be killed; what it did until then is what one wants to know
 
     def loader(self, number: int, length: int | None, *, exhaustive: bool) -> None:
         """Record how many samples a loader has, and whether one loop is to see each exactly once."""

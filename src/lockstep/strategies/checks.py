@@ -18,6 +18,8 @@ INEXACT = {
     "mixed_precision": "gradients would be summed in reduced precision",
     "delay_all_reduce_named_params": "these parameters bypass the exchange",
     "param_to_hook_all_reduce": "these parameters bypass the exchange",
+    "process_group": "the exchange works in the run's own group",
+    "device_mesh": "the exchange works in the run's own group",
 }
 
 
@@ -37,11 +39,24 @@ def check_settings(module: nn.Module, settings: dict[str, Any], *, exact: bool) 
             hint=f"its settings are {', '.join(name for name in known if name != 'module')}",
         )
     for name, reason in INEXACT.items() if exact else ():
-        if name in settings and settings[name] not in (None, name.endswith("buffers")):
+        if breaks_promise({name: settings.get(name)}):
             raise ExactnessError(
                 f"{name}={settings[name]!r} would break the promise: {reason}",
                 hint=f"leave out {name}, or say exact=False to the run",
             )
+
+
+def shares_buffers(settings: dict[str, Any]) -> bool:
+    """Whether ranks take replica 0's buffers: always, but for who asked otherwise with exact=False."""
+    return False not in (settings.get("broadcast_buffers"), settings.get("forward_sync_buffers"))
+
+
+def breaks_promise(settings: dict[str, Any]) -> bool:
+    """Whether a setting would be refused with exact=True."""
+    return any(
+        name in settings and settings[name] not in (None, name.endswith("buffers"))
+        for name in INEXACT
+    )
 
 
 def refuse_sparse(module: nn.Module) -> None:

@@ -44,6 +44,11 @@ class Contributions:
         """How many of the nodes the next contribution is to be merged with."""
         return self._merges[self._collected]
 
+    @property
+    def missing(self) -> int:
+        """How many of this rank's replicas have not contributed yet."""
+        return len(self._merges) - self._collected
+
     def push(self, gradients: Gradients) -> None:
         """Take the contribution of the next local replica."""
         count = self.pending_merges

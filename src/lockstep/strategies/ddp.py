@@ -11,9 +11,10 @@ from torch import nn
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import ModelError
 from lockstep.exchange.base import Exchange, Sum
+from lockstep.strategies.checks import shares_buffers
 from lockstep.strategies.contributions import NOTHING, Gradients, take_gradients
 from lockstep.strategies.held import HeldModel
-from lockstep.strategies.wrapper import Replicated, own_buffers
+from lockstep.strategies.wrapper import own_buffers, wrap
 
 
 class ReplicatedModel(HeldModel):
@@ -37,7 +38,7 @@ class ReplicatedModel(HeldModel):
         exchange: Exchange,
         settings: dict[str, Any],
     ) -> None:
-        super().__init__(module, block, replicas, group)
+        super().__init__(module, block, replicas, group if shares_buffers(settings) else None)
         self._exchange = exchange
         self._places = {id(p): place for place, p in enumerate(self.parameters)}
         # DDP must synchronise the first backward pass that it sees of a static graph; where ranks
@@ -46,11 +47,12 @@ class ReplicatedModel(HeldModel):
         self._is_static = bool(settings.get("static_graph")) and not several
         self._finds_unused = not self._is_static and settings.get("find_unused_parameters", True)
         self._unused: set[int] = set()
+        self._place = 0
         self._used_anywhere: torch.Tensor | None = None
         # Unused parameters are found here: DDP would spend an all-reduce of its own on them.
         ours = {"static_graph": self._is_static, "find_unused_parameters": False, **own_buffers()}
         settings = {k: v for k, v in settings.items() if not k.endswith("_buffers")}
-        self._ddp = Replicated(module, **{"process_group": group, **settings, **ours})
+        self._ddp = wrap(module, {"process_group": group, **settings, **ours})
         self._ddp.require_backward_grad_sync = False
         # A lambda, because DDP compares annotations, which are strings in this module.
         self._ddp.register_comm_hook(None, lambda _state, bucket: self._reduce(bucket))
@@ -65,6 +67,7 @@ class ReplicatedModel(HeldModel):
             self._ddp.require_backward_grad_sync = microbatch.last
 
     def _before_backward(self, microbatch: Microbatch) -> None:
+        self._place = microbatch.place
         if microbatch.last and not self._is_static:
             # DDP would do this in every forward pass, and then take the next backward pass for the
             # one to synchronise, also where none belongs to that forward pass (a generator whose
@@ -113,7 +116,7 @@ class ReplicatedModel(HeldModel):
         if counts_uses:
             self._count_uses([slot[size:] for slot in slots])
         self._fill([slot[:size] for slot in slots], bucket, buffer)
-        total = self._exchange.start(slots, last=last)
+        total = self._exchange.start(slots, last=last, place=self._place)
         if not counts_uses:
             return total
         whole = total.wait()

@@ -21,7 +21,7 @@ class HeldModel(abc.ABC):
         module: the user's model.
         block: the replicas of this rank.
         replicas: number of replicas in all.
-        group: the process group, or `None` for a single rank.
+        group: the process group whose ranks share their buffers; `None` where none do.
 
     Attributes:
         module: the user's model.
@@ -37,8 +37,10 @@ class HeldModel(abc.ABC):
         self.used = False
         self.contributions = Contributions(block, replicas)
         self._several_replicas = replicas > 1
+        self._block_size = len(block)
         self._buffers = Buffers(module, block, group)
-        self._reduced = False
+        self._met = False
+        self._is_last = False
         self._stepped = False
         self._mixed = False
         self._watching = False
@@ -60,7 +62,7 @@ class HeldModel(abc.ABC):
     def _before_forward(self, module: nn.Module, _inputs: object) -> None:
         if not self._watching:
             return
-        if module.training:
+        if torch.is_grad_enabled() or module.training:
             self._buffers.before_forward()
         if torch.is_grad_enabled() and self.parameters:
             self._check_not_stepped()
@@ -79,20 +81,39 @@ class HeldModel(abc.ABC):
     def microbatch_begins(self, microbatch: Microbatch) -> None:
         """The loop's body is about to see `microbatch`."""
         self._watching = True
-        self.used = False
+        self.used = self._met = False
+        self._is_last = microbatch.last
         if microbatch.first:
-            self._reduced = False
+            self._mixed = False
+            self._buffers.finish()
             self.contributions.take()
         self._prepare(microbatch)
 
-    def microbatch_ends(self, microbatch: Microbatch) -> None:
-        """The loop's body is done with `microbatch`."""
+    def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
+        """The loop's body is done with `microbatch`.
+
+        Where it was left by `break` or by an exception (which cannot be told apart here), buffers
+        wait for the next call that needs them: after an exception the other ranks would not answer.
+        """
         self._watching = False
         self._stepped = False
-        if microbatch.last:
-            self._buffers.finish()
-        else:
+        if not microbatch.last:
             self._buffers.next_replica()
+        elif not left:
+            self._check_complete(expected=self._block_size)
+            self._buffers.finish()
+
+    def _check_complete(self, *, expected: int) -> None:
+        """Refuse a batch of which some replicas had a backward pass and others had not.
+
+        On as many ranks as replicas the others would wait for the missing one for ever.
+        """
+        if self.contributions.missing != expected:
+            raise StepError(
+                f"{type(self.module).__name__} had no backward pass for a replica of this batch, "
+                "but had one for others",
+                hint="call run.backward for every microbatch; a `continue` must not skip it",
+            )
 
     def before_backward(self, microbatch: Microbatch) -> None:
         """Check that a backward pass would mean the same on every layout.
@@ -100,23 +121,28 @@ class HeldModel(abc.ABC):
         Raises:
             StepError: if the model's gradients have met already in this pass.
         """
-        if self._reduced:
+        if self._met and self._several_replicas:
             raise StepError(
                 f"run.backward was called twice for {type(self.module).__name__} in one "
                 "microbatch; expected once, since its gradients have already met",
                 hint="add the losses: run.backward(loss_a + loss_b); wrap forwards that need no "
                 "gradients in torch.no_grad()",
             )
-        if microbatch.first:
+        if microbatch.first and self._several_replicas:
             self._drop_old_gradients()
+        if microbatch.last and self._several_replicas:
+            self._check_complete(expected=1)
         self._before_backward(microbatch)
 
     def _drop_old_gradients(self) -> None:
         """Gradients from before this pass belong to no replica; whether that matters shows at the step."""
-        self._mixed = any(parameter.grad is not None for parameter in self.parameters)
+        self._mixed = self._has_gradients()
         if self._mixed:
             for parameter in self.parameters:
                 parameter.grad = None
+
+    def _has_gradients(self) -> bool:
+        return any(parameter.grad is not None for parameter in self.parameters)
 
     def _before_backward(self, microbatch: Microbatch) -> None:  # noqa: B027
         """Get ready for the backward pass of a microbatch, where there is something to do."""
@@ -124,15 +150,24 @@ class HeldModel(abc.ABC):
     def after_backward(self, microbatch: Microbatch) -> None:
         """Let the gradients of a backward pass meet those of the other replicas."""
         self.used = False
-        self._reduced = microbatch.last
+        self._met = True
         self._meet(microbatch)
 
     def stepped(self) -> None:
-        """An optimizer of this model was asked to step.
+        """An optimizer of this model was asked to step inside a loop.
 
         Raises:
-            StepError: if plain PyTorch would have added gradients of an earlier batch.
+            StepError: if plain PyTorch would have added gradients of an earlier batch, or if there
+                are gradients that have not met those of the other replicas.
         """
+        if self._several_replicas and not self._met and self._has_gradients():
+            raise StepError(
+                f"{type(self.module).__name__} has gradients that have not met those of the other "
+                "replicas",
+                hint="call run.backward(loss) in the place of loss.backward()",
+            )
+        if self._is_last:
+            self._check_complete(expected=self._block_size)
         if self._mixed:
             raise StepError(
                 f"{type(self.module).__name__} had gradients of an earlier batch when its backward "

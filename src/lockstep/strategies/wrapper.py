@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+#: What Python looks up on the class rather than on the object, where a module may define it.
+_SPECIAL = ("__len__", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__contains__")
+
 
 class Replicated(DistributedDataParallel):
     """DistributedDataParallel under the names of the module inside.
 
     Attributes, parameter names and `state_dict` are the module's own, so that a script reads the
-    same on every layout and no checkpoint has keys that begin with `module.`.
+    same on every layout and no checkpoint has keys that begin with `module.`. Made by `wrap`.
     """
+
+    _is_complete = False
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._is_complete and name not in self.__dict__ and not hasattr(type(self), name):
+            setattr(self.module, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's own state."""
@@ -39,6 +50,22 @@ class Replicated(DistributedDataParallel):
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the module's buffers under the module's own names."""
         yield from self.module.named_buffers(*args, **kwargs)
+
+
+def wrap(module: nn.Module, settings: dict[str, Any]) -> Replicated:
+    """Return `module` inside a `Replicated` that also has the special methods of its class."""
+    names = [name for name in _SPECIAL if hasattr(type(module), name)]
+    kind = type(Replicated.__name__, (Replicated,), {name: _forward(name) for name in names})
+    replicated: Replicated = kind(module, **settings)
+    replicated._is_complete = True
+    return replicated
+
+
+def _forward(name: str) -> Callable[..., Any]:
+    def method(self: Replicated, *args: Any) -> Any:
+        return getattr(self.module, name)(*args)
+
+    return method
 
 
 def own_buffers() -> dict[str, Any]:

@@ -70,7 +70,7 @@ class Backward:
             return
         raise NonFiniteLossError(
             f"the loss is {loss.item()} in epoch {microbatch.epoch}, batch {microbatch.step}, "
-            f"replica {microbatch.replica}, after {self._session.loop.steps} steps",
+            f"replica {microbatch.replica}, step {self._session.loop.steps + 1}",
             hint="look at the samples and the learning rate; without --stop-on-nan the run goes on",
         )
 

@@ -100,6 +100,12 @@ class Loop:
                 hint="call it after the loop, or between the batches of "
                 "`for batch in run.batches(loader): …`",
             )
+        self.settle()
+
+    def settle(self) -> None:
+        """Let ranks agree on what a `break` has left open; all of them come here together."""
+        for model in self._models:
+            model.finish_buffers()
 
     def acts_now(self) -> bool:
         """Whether an update asked for now happens now: on the last microbatch of a global batch."""
@@ -127,13 +133,13 @@ class Loop:
             listener.microbatch_begins(microbatch)
         set_key(keys.derive(self._seed, keys.FORWARD, *microbatch.numbers, microbatch.turn))
 
-    def microbatch_ends(self, microbatch: Microbatch) -> None:
-        """The loop's body is done with this microbatch."""
+    def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
+        """The loop's body is done with this microbatch, or has left it."""
         if self._closed:
             return  # an exception ended the run; its loops are only now collected
         self._active.pop()
         for model in self._models:
-            model.microbatch_ends(microbatch)
+            model.microbatch_ends(microbatch, left=left)
         if not microbatch.last:
             return
         loader, epoch, round_, step, _ = microbatch.numbers

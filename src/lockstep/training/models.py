@@ -10,7 +10,7 @@ from torch import nn
 from lockstep.data.randomness import undisturbed
 from lockstep.errors import ModelError
 from lockstep.exchange.choose import make
-from lockstep.strategies.checks import check_same_models, check_settings
+from lockstep.strategies.checks import breaks_promise, check_same_models, check_settings
 from lockstep.strategies.ddp import ReplicatedModel
 from lockstep.strategies.frozen import FrozenModel
 from lockstep.strategies.held import HeldModel
@@ -44,6 +44,7 @@ class Models:
         with undisturbed():  # how a model is held must not change what the next one starts from
             held = self._hold(module, settings)
         session.models.append(held)
+        session.has_inexact_models |= breaks_promise(settings)
         return held.wrapped
 
     def _check(self, module: nn.Module, settings: dict[str, Any]) -> None:

@@ -37,8 +37,9 @@ def gate_optimizer(
                 "gradients that no other replica takes part in",
                 hint="use an optimizer that needs no closure",
             )
-        for model in own:
-            model.stepped()
+        if loop.microbatch is not None:
+            for model in own:
+                model.stepped()
         if not loop.acts_now():
             return None
         for model in models:

@@ -108,9 +108,15 @@ class Run:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is None:
+        if error is not None:
+            self._session.close(error)
+            return
+        try:
             self._session.finish(self.digest())
-        self._session.close(error)
+        except BaseException as late:
+            self._session.close(late)
+            raise
+        self._session.close(None)
 
     # --- who and where ---------------------------------------------------------------------------
 

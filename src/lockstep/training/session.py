@@ -55,6 +55,7 @@ class Session:
         group: the process group; `None` on a single rank.
         models: the models that the run holds.
         loop: where the run stands.
+        has_inexact_models: whether a model has settings that `exact=True` refuses.
     """
 
     #: directories that earlier runs of this process have taken
@@ -79,8 +80,10 @@ class Session:
         self.forest = Forest.of(self.replicas, world.size, world.rank)
         self.exchange = self._choose_exchange()
         self.models: list[HeldModel] = []
+        self.has_inexact_models = False
         self._registered: dict[str, Any] = {}
         self._meetings = 0
+        self._backwards = False
         self._record = Recorder(
             self._record_settings(connection.number), self._identity(), world, self.store
         )
@@ -119,7 +122,7 @@ class Session:
     def exactness(self) -> str:
         """`exact`, or `close` where another layout rounds otherwise."""
         sums_freely = self.exchange == "native" and not NativeExchange.is_exact(self.forest)
-        return "close" if sums_freely else "exact"
+        return "close" if sums_freely or self.has_inexact_models else "exact"
 
     @property
     def directory(self) -> Path:
@@ -166,7 +169,7 @@ class Session:
 
     def open(self) -> None:
         """Say what runs, on the main rank."""
-        ranks = f"{self.replicas} replicas on {self.world.size} ranks"
+        ranks = f"{_counted(self.replicas, 'replica')} on {_counted(self.world.size, 'rank')}"
         exchange = "" if self.group is None else f", exchange {self.exchange}"
         self._record.say(
             f"lockstep: {self.settings.name}: {self.exactness}, {ranks}, {self.device.type}"
@@ -189,6 +192,8 @@ class Session:
 
     def digest(self) -> str:
         """Return the digest of all models and registered objects."""
+        if self.loop.microbatch is None:
+            self.loop.settle()
         states = [model.module.state_dict() for model in self.models]
         states += [value.state_dict() for value in self._registered.values()]
         return digest(states)
@@ -201,6 +206,7 @@ class Session:
         """Take note of a loss, and that its gradients are about to meet."""
         if self._watch is not None:
             self._watch.backward_begins(microbatch)
+        self._backwards = True
         self._record.before_backward(microbatch, loss)
 
     def log(self, values: dict[str, Any]) -> None:
@@ -223,9 +229,17 @@ class Session:
         mine = f"{prefix}/{self.world.node_rank}/{self.world.local_rank}"
         if not self.world.is_main:
             leader = 0 if self.world.local_rank == 0 else self.world.node_rank
-            self.store.wait([f"{prefix}/{leader}/0"], _TIMEOUT)
+            self._wait(f"{prefix}/{leader}/0", leader)
         yield
         self.store.set(mine, "done")
+
+    def _wait(self, key: str, node: int) -> None:
+        try:
+            self.store.wait([key], _TIMEOUT)
+        except dist.DistError as error:
+            raise PeerError(
+                f"the first rank of node {node} did not come out of run.first() within {_TIMEOUT}"
+            ) from error
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""
@@ -244,6 +258,11 @@ class Session:
         if self._watch is not None:
             self._watch.run_ends()
         self._agree(own_digest)
+        if self._backwards and not self.loop.steps:
+            self._record.say(
+                "lockstep: warning: gradients were computed, but no optimizer of the run has stepped; "
+                "pass it through run.optimizer(…)"
+            )
         self._record.finish(own_digest, time.monotonic() - self._started)
 
     def _agree(self, own: str) -> None:
@@ -283,6 +302,10 @@ class Session:
             if self.world.is_main:
                 self.store.wait([f"left/{rank}" for rank in range(self.world.size)], _TIMEOUT)
         dist.destroy_process_group()
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def show_plainly() -> None:

@@ -83,6 +83,9 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
 }
 
 
+_EXPECTED: dict[Callable[[str], Any], str] = {int: "an integer", _boolean: "1 or 0"}
+
+
 def from_environment(settings: Settings, environ: Mapping[str, str] | None = None) -> Settings:
     """Return `settings` with every `LOCKSTEP_NAME` of the environment in the place of `name`.
 
@@ -106,5 +109,5 @@ def from_environment(settings: Settings, environ: Mapping[str, str] | None = Non
 def _parse(name: str, variable: str, text: str) -> Any:
     try:
         return _PARSERS[name](text)
-    except ValueError as error:
-        raise UsageError(f"{variable} is {text!r}; {error}") from None
+    except ValueError:
+        raise UsageError(f"{variable} is {text!r}; expected {_EXPECTED[_PARSERS[name]]}") from None

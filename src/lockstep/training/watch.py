@@ -43,6 +43,8 @@ class Watch:
         self._loops = 0
         self._step = 0
         self._updates = 0
+        self._outer: list[tuple[int, int]] = []
+        self._loop = 0
         self._meeting = False
         self._beat = 0
         self._stop = threading.Event()
@@ -51,7 +53,9 @@ class Watch:
 
     def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
         """A loop over a loader begins."""
+        self._outer.append((self._loop, self._updates))
         self._loops += 1
+        self._loop = self._loops
         self._step = self._updates = 0
         self._beat += 1
 
@@ -75,7 +79,8 @@ class Watch:
         """A loop over a loader is over."""
         self._meeting = False
         self._beat += 1
-        self._store.set(f"{self._loops}/{self._rank}", f"{step} {self._updates}")
+        self._store.set(f"{self._loop}/{self._rank}", f"{step} {self._updates}")
+        self._loop, self._updates = self._outer.pop()
 
     def run_ends(self) -> None:
         """This rank is about to end: it takes part in no further loop."""
@@ -91,17 +96,17 @@ class Watch:
     def _compare(self) -> None:
         """This rank waits in a backward pass: does another one never come to it?"""
         for other in self._others:
-            left = self._read(f"{self._loops}/{other}")
+            left = self._read(f"{self._loop}/{other}")
             ended = self._read(f"end/{other}")
             if left is not None and left[1] <= self._updates:
                 self._end(
                     f"rank {other} left this loop in batch {left[0]}, "
                     f"rank {self._rank} waits for it in batch {self._step}"
                 )
-            if ended is not None and ended[0] < self._loops:
+            if ended is not None and ended[0] < self._loop:
                 self._end(
                     f"rank {other} ended after {ended[0]} loops over loaders, "
-                    f"rank {self._rank} waits for it in loop {self._loops}"
+                    f"rank {self._rank} waits for it in loop {self._loop}"
                 )
 
     def _read(self, key: str) -> tuple[int, int] | None:

@@ -22,6 +22,7 @@ class Journal:
     def __init__(self) -> None:
         self.lines: list[tuple[Any, ...]] = []
         self.began: list[Microbatch] = []
+        self.left: list[bool] = []
         self._rounds = 0
 
     def loop_begins(self, loader: int) -> tuple[int, int]:
@@ -33,8 +34,9 @@ class Journal:
         self.began.append(microbatch)
         self.lines.append(("begin", microbatch.step, microbatch.replica, microbatch.turn))
 
-    def microbatch_ends(self, microbatch: Microbatch) -> None:
+    def microbatch_ends(self, microbatch: Microbatch, *, left: bool) -> None:
         self.lines.append(("end", microbatch.step, microbatch.replica, microbatch.turn))
+        self.left.append(left)
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
         self.lines.append(("over", loader, epoch, round_, step, early))
@@ -70,14 +72,16 @@ def test_a_break_ends_the_loop_early() -> None:
             break
     assert journal.lines[-1] == ("over", 3, 0, 0, 1, True)
     assert [m.step for m in journal.began] == [0, 0, 1]
+    assert journal.left == [False, False, True]
 
 
 def test_an_exception_ends_the_loop_early() -> None:
     journal = Journal()
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError):  # noqa: PT012
         for _ in loader(journal):
             raise ZeroDivisionError
     assert journal.lines[-1] == ("over", 3, 0, 0, 0, True)
+    assert journal.left == [True]
 
 
 @pytest.mark.parametrize("workers", [0, 1])

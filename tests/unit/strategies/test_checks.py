@@ -61,7 +61,10 @@ def test_exact_keywords_are_allowed(settings: dict) -> None:
 @pytest.mark.parametrize(
     ("theirs", "message"),
     [
-        (nn.Linear(2, 4), "built another Linear than rank 0: weight: .3, 2.*; rank 0 has weight: .4, 2"),
+        (
+            nn.Linear(2, 4),
+            "built another Linear than rank 0: weight: .3, 2.*; rank 0 has weight: .4, 2",
+        ),
         (nn.Linear(2, 3).double(), "float32; rank 0 has weight: .*float64"),
         (nn.Linear(2, 3, bias=False), "2 parameters; rank 0 has 1 parameters"),
     ],
@@ -69,7 +72,9 @@ def test_exact_keywords_are_allowed(settings: dict) -> None:
 def test_ranks_that_build_other_models(theirs: nn.Module, message: str) -> None:
     store = dist.HashStore()
     check_same_models(theirs, "0", store, 0, 2)
-    with pytest.raises(ModelError, match=f"rank 1 of 2 {message}" if "built" in message else message):
+    with pytest.raises(
+        ModelError, match=f"rank 1 of 2 {message}" if "built" in message else message
+    ):
         check_same_models(nn.Linear(2, 3), "0", store, 1, 2)
 
 

@@ -32,7 +32,9 @@ def replicas_gradients(draw: st.DrawFn) -> list[list[torch.Tensor | None]]:
     count = draw(st.integers(1, 9))
     return [
         [
-            None if draw(st.booleans()) else torch.randn(3, generator=generator) * 10.0 ** draw(st.integers(-4, 4))
+            None
+            if draw(st.booleans())
+            else torch.randn(3, generator=generator) * 10.0 ** draw(st.integers(-4, 4))
             for _ in range(3)
         ]
         for _ in range(count)

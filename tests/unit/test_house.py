@@ -1,0 +1,200 @@
+"""The house: who may import whom, what is public, how large a piece may be."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lockstep
+from lockstep import errors
+
+ROOT = Path(lockstep.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+
+#: Each part of the package, and the parts that it may import from.
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "version": set(),
+    "layout": {"errors"},
+    "world": {"errors"},
+    "data": {"errors", "layout"},
+    "exchange": {"errors", "layout"},
+    "strategies": {"errors", "layout", "data", "exchange"},
+    "record": {"errors", "data", "world"},
+    "launch": {"errors", "version", "world", "record"},
+    "training": {
+        "errors",
+        "version",
+        "layout",
+        "world",
+        "data",
+        "exchange",
+        "strategies",
+        "record",
+    },
+    "testing": {"errors", "record", "launch", "training"},
+    "verify": {"errors", "record", "launch"},
+    "cli": {"errors", "version", "launch", "verify"},
+    "__init__": {"errors", "version", "launch", "training", "world"},
+    "__main__": {"cli"},
+}
+
+
+def part(module: str) -> str:
+    """Return the part of the package that a module of it belongs to."""
+    names = module.split(".")
+    return names[1] if len(names) > 1 else "__init__"
+
+
+def module_name(file: Path) -> str:
+    names = file.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(names[:-1] if names[-1] == "__init__" and len(names) > 2 else names)
+
+
+def imported(tree: ast.AST) -> set[str]:
+    """Return the modules of the package that a file imports, wherever in it."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports are not used here"
+            module = node.module or ""
+            if module == "lockstep":
+                found.update(f"lockstep.{alias.name}" for alias in node.names)
+            else:
+                found.add(module)
+    return {name for name in found if name.split(".")[0] == "lockstep"}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_imports_go_one_way(file: Path) -> None:
+    own = part(module_name(file))
+    assert own in ALLOWED, f"a new part of the package: say in this test what {own} may import"
+    others = {part(module) for module in imported(ast.parse(file.read_text()))} - {own}
+    assert others <= ALLOWED[own], f"{own} may not import {others - ALLOWED[own]}"
+
+
+def test_the_permissions_have_no_circle() -> None:
+    seen: list[str] = []
+
+    def visit(name: str, above: tuple[str, ...] = ()) -> None:
+        assert name not in above, f"a circle: {(*above, name)}"
+        for other in ALLOWED[name]:
+            visit(other, (*above, name))
+        seen.append(name)
+
+    for name in ALLOWED:
+        visit(name)
+
+
+def test_the_launcher_knows_nothing_of_training() -> None:
+    for file in (ROOT / "launch").rglob("*.py"):
+        parts = {part(name) for name in imported(ast.parse(file.read_text()))}
+        assert not parts & {"training", "strategies", "exchange", "data"}, file
+
+
+def test_layout_is_integers_only() -> None:
+    for file in (ROOT / "layout").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not any(name.split(".")[0] == "torch" for name in names), file
+
+
+def test_only_world_and_the_launcher_read_who_a_worker_is() -> None:
+    identity = {
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    }
+    for file in FILES:
+        if part(module_name(file)) in ("world", "launch", "testing"):
+            continue
+        strings = {
+            n.value for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Constant)
+        }
+        assert not identity & {s for s in strings if isinstance(s, str)}, file
+
+
+def fresh(code: str) -> str:
+    """Run code in a new interpreter and return what it prints."""
+    return subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
+    ).stdout.strip()
+
+
+def test_importing_the_package_does_not_import_torch() -> None:
+    heavy = ("torch", "numpy", "tqdm", "rich")
+    loaded = f"import sys, lockstep; print([n for n in {heavy!r} if n in sys.modules])"
+    assert fresh(loaded) == "[]"
+    assert (
+        fresh(loaded.replace("lockstep;", "lockstep; lockstep.detect; lockstep.LockstepError;"))
+        == "[]"
+    )
+
+
+def test_public_names() -> None:
+    names = ["LockstepError", "Run", "World", "__version__", "detect", "launch"]
+    assert sorted(lockstep.__all__) == names
+    assert dir(lockstep) == lockstep.__all__
+    assert set(lockstep._PLACES) == set(lockstep.__all__) - {"__version__"}
+    for name in names:
+        assert getattr(lockstep, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
+        _ = lockstep.nonsense
+
+
+def test_names_that_are_declared_public_exist() -> None:
+    for file in FILES:
+        tree = ast.parse(file.read_text())
+        assigned = [n for n in tree.body if isinstance(n, ast.Assign | ast.AnnAssign)]
+        targets = [getattr(n, "target", None) or n.targets[0] for n in assigned]
+        if any(isinstance(t, ast.Name) and t.id == "__all__" for t in targets):
+            module = importlib.import_module(module_name(file))
+            assert all(hasattr(module, name) for name in module.__all__), file
+
+
+def test_the_tree_of_errors_is_the_one_that_is_drawn() -> None:
+    drawn = {word for word in errors.__doc__.replace("│", " ").split() if word.endswith("Error")}
+    kinds = [
+        k
+        for k in vars(errors).values()
+        if isinstance(k, type) and issubclass(k, errors.LockstepError)
+    ]
+    assert {kind.__name__ for kind in kinds} == drawn
+    codes = {kind.__name__: kind.exit_code for kind in kinds}
+    for kind in kinds:
+        expected = (
+            2
+            if issubclass(kind, errors.UsageError)
+            else 3
+            if kind is errors.CheckFailedError
+            else 1
+        )
+        assert codes[kind.__name__] == expected
+
+
+def test_an_error_shows_its_hint() -> None:
+    assert str(errors.StepError("seen")) == "seen"
+    assert str(errors.StepError("seen", hint="do")) == "seen\nhint: do"
+    assert errors.StepError("seen", hint="do").message == "seen"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_pieces_are_small(file: Path) -> None:
+    text = file.read_text()
+    assert len(text.splitlines()) <= 450, "split the file"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            docstring = ast.get_docstring(node, clean=False) or ""
+            length = (node.end_lineno or 0) - node.lineno + 1 - docstring.count("\n")
+            assert length <= 50, f"{node.name} has {length} lines"

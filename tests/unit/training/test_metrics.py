@@ -1,0 +1,167 @@
+"""Metrics: each sample counted once, integers exact, shapes checked."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from lockstep.data.build import LoaderSettings, build
+from lockstep.data.loader import Loader
+from lockstep.errors import StepError
+from lockstep.layout.replicas import block
+from lockstep.layout.tree import total
+from lockstep.training.loop import Loop
+from lockstep.training.metrics import Metrics
+
+VALUES = torch.arange(10) ** 2
+
+
+def make(
+    replicas=4, *, batch_size=4, ranks=1, rank=0, values=VALUES, **more
+) -> tuple[Metrics, Loader]:
+    loop = Loop(0, replicas, [], [])
+    settings = LoaderSettings(batch_size=batch_size, **more)
+    source = build(TensorDataset(values), settings, replicas, block(replicas, ranks, rank), 0)
+    loader = Loader(source, loop, number=0, batch_size=batch_size, device=None)
+    return Metrics(loop, replicas, None), loader
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+@pytest.mark.parametrize("grad", [True, False], ids=["with stand-ins", "without"])
+def test_vectors_scalars_and_booleans(replicas: int, grad: bool) -> None:
+    metrics, loader = make(replicas)
+    with torch.set_grad_enabled(grad):
+        assert metrics.sum(x for (x,) in loader) == 285
+        assert metrics.mean(x for (x,) in loader) == 28.5
+        assert metrics.mean(x.double() for (x,) in loader) == 28.5
+        assert metrics.mean(x.double().mean() for (x,) in loader) == pytest.approx(28.5)
+        assert metrics.mean(x.double().mean().item() for (x,) in loader) == pytest.approx(28.5)
+        assert metrics.mean(x > 20 for (x,) in loader) == 0.5
+        assert metrics.sum(x > 20 for (x,) in loader) == 5
+        assert metrics.sum(1 for _ in loader) == {1: 3, 2: 6, 3: 8, 4: 10}[replicas]
+
+
+def test_integers_are_exact() -> None:
+    large = torch.tensor([2**60, 1, 2**60, 3])
+    metrics, loader = make(2, values=large)
+    result = metrics.sum(x for (x,) in loader)
+    assert (result, type(result)) == (2**61 + 4, int)
+    small = metrics.sum((x % 4).to(torch.uint8) + 255 - 3 for (x,) in loader)
+    assert (small, type(small)) == (252 * 4 + 4, int)
+    assert type(metrics.sum(x > 0 for (x,) in loader)) is int
+
+
+def test_floats_are_summed_in_double_precision() -> None:
+    values = torch.tensor([1e8, 1.0, -1e8, 1.0])
+    metrics, loader = make(1, values=values)
+    assert metrics.sum(x for (x,) in loader) == 2.0
+    half = torch.full((4,), 0.1, dtype=torch.float16)
+    assert metrics.sum(half[: len(x)] for (x,) in loader) == sum(half.tolist())
+
+
+def test_the_sum_over_replicas_is_in_tree_order() -> None:
+    values = torch.randn(7, dtype=torch.float64) * 10.0 ** torch.arange(7)
+    metrics, loader = make(7, batch_size=7, values=values)
+    assert metrics.sum(x for (x,) in loader) == total(values.tolist(), lambda a, b: a + b)
+    assert metrics.sum(x.sum() for (x,) in loader) == total(values.tolist(), lambda a, b: a + b)
+
+
+def test_mappings() -> None:
+    metrics, loader = make(3)
+    result = metrics.mean({"value": x, "even": x % 2 == 0, "one": 1.0} for (x,) in loader)
+    assert result == {"value": 28.5, "even": 0.5, "one": 1.0}
+    result = metrics.sum({"value": x, "count": torch.ones(len(x))} for (x,) in loader)
+    assert result == {"value": 285, "count": 10.0}
+
+
+def test_stand_ins_count_nothing() -> None:
+    metrics, loader = make(4, values=torch.arange(6))
+    seen: list[int] = []
+
+    def items():
+        for (x,) in loader:
+            seen.append(len(x))
+            yield torch.full((len(x),), 7.0)
+
+    assert metrics.mean(items()) == 7.0
+    assert sum(seen) == 8, "two stand-ins were shown"
+    assert metrics.sum(items()) == 42.0
+
+
+def test_a_stand_in_that_is_not_a_number_counts_nothing_either() -> None:
+    metrics, loader = make(4, values=torch.arange(5))
+    loop = metrics._loop
+    assert metrics.mean(math.nan if loop.microbatch.size == 0 else 1.0 for _ in loader) == 1.0
+
+
+def test_rows_of_values() -> None:
+    metrics, loader = make(2, values=torch.ones(6, 3))
+    assert metrics.sum(x for (x,) in loader) == 18.0
+
+
+@pytest.mark.parametrize("value", [np.float32(0.1), np.float64(0.1)])
+def test_numpys_floats_are_floats(value: Any) -> None:
+    metrics, loader = make(3)
+    mean = metrics.mean(value for _ in loader)
+    assert isinstance(mean, float)
+    assert mean == pytest.approx(float(value), rel=1e-12)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("grad", [True, False])
+def test_gather_gives_rows_in_dataset_order(replicas: int, shuffle: bool, grad: bool) -> None:
+    metrics, loader = make(replicas, shuffle=shuffle)
+    with torch.set_grad_enabled(grad):
+        assert torch.equal(metrics.gather(x for (x,) in loader), VALUES)
+        rows = metrics.gather(torch.stack([x, -x], dim=1) for (x,) in loader)
+    assert torch.equal(rows, torch.stack([VALUES, -VALUES], dim=1))
+
+
+def test_gathered_repetitions_have_one_order_on_every_layout() -> None:
+    """A sampler may draw a sample twice, and a model may then say something else about it."""
+    order = [3, 0, 3, 3, 0, 1, 3, 0]
+
+    def items(metrics: Metrics, loader: Loader):
+        for (x,) in loader:
+            yield torch.full(
+                (len(x),), 100 * metrics._loop.microbatch.step + metrics._loop.microbatch.replica
+            )
+
+    metrics, loader = make(2, sampler=order)
+    alone = metrics.gather(items(metrics, loader)).tolist()
+    parts: list[Any] = []
+    for rank in range(2):
+        metrics, loader = make(2, sampler=order, ranks=2, rank=rank)
+        metrics._all = lambda own: parts.append(own) or [own]
+        metrics.gather(items(metrics, loader))
+    metrics._all = lambda _: parts
+    assert metrics.gather(iter(())).tolist() == alone
+
+
+@pytest.mark.parametrize("call", ["mean", "sum"])
+def test_shapes_that_do_not_fit(call: str) -> None:
+    metrics, loader = make(1)
+    with pytest.raises(
+        StepError, match=r"a metric of shape \(3,\) for a microbatch of 4"
+    ) as caught:
+        getattr(metrics, call)(torch.zeros(3) for _ in loader)
+    assert caught.value.hint
+    with pytest.raises(StepError, match=r"shape \(\)"):
+        metrics.gather(torch.zeros(()) for _ in loader)
+
+
+def test_values_that_come_from_no_loop() -> None:
+    metrics, loader = make(1)
+    with pytest.raises(StepError, match="outside of a loop over a loader"):
+        metrics.mean([x.sum() for (x,) in loader])
+    with pytest.raises(StepError, match="saw no samples"):
+        metrics.mean([])
+    with pytest.raises(StepError, match="saw no samples"):
+        metrics.gather([])
+    assert metrics.sum([]) == 0

@@ -1,0 +1,167 @@
+"""Optimizers and schedulers act once per global batch, and stay what they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from lockstep.errors import ModelError, StepError
+
+
+def data(length: int = 16) -> TensorDataset:
+    return TensorDataset(torch.randn(length, 3))
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_a_step_per_global_batch(make_run, replicas: int) -> None:
+    with make_run(replicas=replicas) as run:
+        model = run.model(nn.Linear(3, 1))
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        acted = []
+        plain.register_step_post_hook(lambda *_: acted.append(run.step))
+        optimizer = run.optimizer(plain)
+        assert optimizer is plain
+        for _ in run.epochs(2):
+            for (x,) in run.loader(data(), batch_size=4):
+                run.backward(model(x).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        assert len(acted) == run.step == 8
+
+
+@pytest.mark.parametrize("scheduler_first", [True, False])
+def test_a_scheduler_beside_it_without_warnings(make_run, scheduler_first: bool) -> None:
+    with make_run(replicas=2) as run:
+        model = run.model(nn.Linear(3, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        if not scheduler_first:
+            optimizer = run.optimizer(optimizer)
+        scheduler = run.scheduler(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+        if scheduler_first:
+            optimizer = run.optimizer(optimizer)
+        rates = []
+        for (x,) in run.loader(data(12), batch_size=4):
+            run.backward(model(x).mean())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            rates.append(optimizer.param_groups[0]["lr"])
+        assert rates == [1.0, 0.5, 0.5, 0.25, 0.25, 0.125]
+        scheduler.step()  # once per epoch, outside of the loop: acts
+        assert scheduler.get_last_lr() == [0.0625]
+
+
+def test_a_scheduler_that_takes_a_metric(make_run) -> None:
+    with make_run(replicas=2) as run:
+        model = run.model(nn.Linear(3, 1))
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.1)
+        scheduler = run.scheduler(plateau)
+        scheduler.step(1.0)
+        scheduler.step(2.0)
+        assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_what_is_no_scheduler(make_run) -> None:
+    with make_run() as run, pytest.raises(StepError, match=r"object has no step\(\)"):
+        run.scheduler(object())
+
+
+def test_a_closure_is_refused(make_run) -> None:
+    with make_run() as run:
+        model = run.model(nn.Linear(3, 1))
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        with pytest.raises(StepError, match=r"SGD\.step was given a closure"):
+            optimizer.step(lambda: 0.0)
+
+
+def test_strangers_are_refused(make_run) -> None:
+    with make_run() as run:
+        model, stranger = run.model(nn.Linear(3, 1)), nn.Linear(3, 1)
+        parameters = [*model.parameters(), *stranger.parameters()]
+        with pytest.raises(
+            ModelError, match=r"optimizer 1 \(SGD\) holds 2 of 4 parameters"
+        ) as caught:
+            run.optimizer(torch.optim.SGD(parameters, lr=0.1))
+        assert "run.model" in caught.value.hint
+        with pytest.raises(ModelError, match=r"optimizer 2 \(Adam\)"):
+            run.optimizer(torch.optim.Adam(stranger.parameters()))
+
+
+def test_a_gradient_of_an_earlier_batch_stops_the_step(make_run) -> None:
+    with make_run(replicas=2) as run:
+        model = run.model(nn.Linear(3, 1))
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        with pytest.raises(StepError, match="gradients of an earlier batch"):  # noqa: PT012
+            for (x,) in run.loader(data(), batch_size=4):
+                run.backward(model(x).mean())
+                optimizer.step()
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_clearing_before_backward_is_as_good(make_run, replicas: int) -> None:
+    def digest(before: bool) -> str:
+        with make_run(replicas=replicas) as run:
+            model = run.model(nn.Linear(3, 1))
+            optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            for (x,) in run.loader(data(), batch_size=4):
+                if before:
+                    optimizer.zero_grad()
+                run.backward(model(x).square().mean())
+                optimizer.step()
+                if not before:
+                    optimizer.zero_grad()
+            return run.digest()
+
+    assert digest(before=True) == digest(before=False)
+
+
+def test_clearing_to_zeros_instead_of_none(make_run) -> None:
+    with make_run(replicas=2) as run:
+        model = run.model(nn.Linear(3, 1))
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for (x,) in run.loader(data(), batch_size=4):
+            run.backward(model(x).mean())
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        assert run.step == 4
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_step_after_the_batchs_microbatches(make_run, replicas: int) -> None:
+    """What the hint of `run.batches` leads to: one update per batch, outside of its loop."""
+
+    def train(outside: bool) -> tuple[str, int]:
+        with make_run(replicas=replicas) as run:
+            model = run.model(nn.Linear(3, 1))
+            optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            for batch in run.batches(run.loader(data(), batch_size=4)):
+                for (x,) in batch:
+                    run.backward(model(x).square().mean())
+                    if not outside:
+                        optimizer.step()
+                        optimizer.zero_grad()
+                if outside:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            return run.digest(), run.step
+
+    assert train(outside=True) == train(outside=False)
+
+
+def test_clip_acts_with_the_step(make_run) -> None:
+    with make_run(replicas=2) as run:
+        model = run.model(nn.Linear(3, 1, bias=False))
+        norms = []
+        for (x,) in run.loader(data(4), batch_size=4):
+            run.backward(1000 * model(x).sum())
+            norms.append(run.clip(model, 1.0))
+        assert norms[0] is None
+        assert norms[1].item() > 1.0
+        assert model.weight.grad.norm().item() == pytest.approx(1.0, rel=1e-4)
+        again = run.clip(model.parameters(), 0.5)
+        assert again.item() == pytest.approx(1.0, rel=1e-4)
+        assert run.clip(model.weight, 10.0).item() == pytest.approx(0.5, rel=1e-4)
+        assert run.clip([model.weight], 10.0, norm_type=float("inf")).item() <= 0.5
