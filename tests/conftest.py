@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -46,7 +47,8 @@ def _leaks(children: set[int], threads: set[threading.Thread]) -> list[str]:
 def _children() -> set[int]:
     found: set[int] = set()
     for file in Path("/proc/self/task").glob("*/children"):
-        found.update(map(int, file.read_text().split()))
+        with contextlib.suppress(FileNotFoundError):  # a thread may end between the two looks
+            found.update(map(int, file.read_text().split()))
     return found
 
 

@@ -248,7 +248,7 @@ def train_frozen() -> str:
     with quiet_run() as run:
         critic = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
         for parameter in critic.parameters():
-            parameter.requires_grad_(False)  # noqa: FBT003
+            parameter.requires_grad_(False)
         critic = run.model(critic)
         model = run.model(nn.Linear(6, 4))
         optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))

@@ -29,7 +29,9 @@ def batches(replica: int, replicas: int) -> Iterator[tuple[torch.Tensor, torch.T
         order = Shuffled(SAMPLES, keys.derive(SEED, keys.ORDER, 0, epoch, 0))
         for step in range(SAMPLES // BATCH):
             part = share(BATCH, replicas, replica)
-            indices = torch.from_numpy(order(step * BATCH, (step + 1) * BATCH)[part.start : part.stop])
+            indices = torch.from_numpy(
+                order(step * BATCH, (step + 1) * BATCH)[part.start : part.stop]
+            )
             set_key(keys.derive(SEED, keys.FORWARD, 0, epoch, 0, step, replica, 0))
             yield images[indices], labels[indices]
 

@@ -113,7 +113,10 @@ def test_a_killed_rank(faulty: Lockstep) -> None:
 def test_a_rank_that_breaks_out_of_the_loop_is_named(faulty: Lockstep, exchange: str) -> None:
     code, verdict = run(faulty, "break", LOCKSTEP_EXCHANGE=exchange)
     assert code == 1
-    assert "EarlyExitError: rank 1 left this loop in batch 2, rank 0 waits for it in batch 2" in verdict
+    assert (
+        "EarlyExitError: rank 1 left this loop in batch 2, rank 0 waits for it in batch 2"
+        in verdict
+    )
     assert "hint: a `break` or `continue` must not depend on the rank" in verdict
 
 
@@ -192,11 +195,11 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     place = tmp_path / "tiny"
     place.mkdir()
     options = ["-o", "size=64k", "tmpfs", str(place)]
-    done = subprocess.run(["mount", "-t", "tmpfs", *options], check=False, capture_output=True)
+    done = subprocess.run(["/bin/mount", "-t", "tmpfs", *options], check=False, capture_output=True)
     if done.returncode != 0:
         pytest.skip(f"this machine lets nobody mount: {done.stderr.decode().strip()}")
     yield place
-    subprocess.run(["umount", str(place)], check=True)
+    subprocess.run(["/bin/umount", str(place)], check=True)
 
 
 def test_a_disk_that_is_full(faulty: Lockstep, tiny_disk: Path) -> None:
@@ -227,9 +230,13 @@ def test_another_run_in_the_directory_is_refused(faulty: Lockstep) -> None:
 @pytest.mark.parametrize("replicas", ["2", "4"])
 def test_an_exception_between_forward_and_backward(lockstep: Lockstep, replicas: str) -> None:
     """Buffers have changed on one rank, and the others wait for its gradients, not for its buffers."""
-    script = SCRIPT.replace("nn.Linear(4, 3 if", "nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3 if")
+    script = SCRIPT.replace(
+        "nn.Linear(4, 3 if", "nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3 if"
+    )
     script = script.replace("RANK == 1 else 2)", "RANK == 1 else 2))")
-    script = script.replace("            if FAULT == \"nan\"", "            fault(\"after forward\")\n            if FAULT == \"nan\"")
+    before_backward = '            if FAULT == "nan"'
+    moment = '            fault("after forward")\n'
+    script = script.replace(before_backward, moment + before_backward)
     lockstep.script(script)
     code, verdict = run(lockstep, "after forward", R=replicas)
     assert code == 1

@@ -35,7 +35,9 @@ if __name__ == "__main__":
 
 def digest_of(text: str) -> str:
     found = re.findall(
-        r"^lockstep: finished steps=8 seconds=[\d.]+ digest=(sha256:[0-9a-f]{64})$", text, re.MULTILINE
+        r"^lockstep: finished steps=8 seconds=[\d.]+ digest=(sha256:[0-9a-f]{64})$",
+        text,
+        re.MULTILINE,
     )
     assert len(found) == 1, text
     return str(found[0])

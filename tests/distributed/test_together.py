@@ -51,5 +51,5 @@ def test_the_first_exception_comes_back() -> None:
 
 
 def test_a_hard_timeout() -> None:
-    with pytest.raises(RankTimeoutError, match="rank 0, 1 of 2 still ran after 0.5 s"):
+    with pytest.raises(RankTimeoutError, match=r"rank 0, 1 of 2 still ran after 0\.5 s"):
         run_ranks(sleep, 2, timeout=0.5)

@@ -43,11 +43,46 @@ class LoaderSettings:
                 f"batch_size is {self.batch_size!r}; expected the number of samples in a global "
                 "batch, at least 1"
             )
+        unknown = self.workers.settings.keys() - _WORKER_SETTINGS
+        if unknown:
+            raise LoaderError(
+                f"a loader has no setting {', '.join(sorted(unknown))}",
+                hint=f"besides its own it takes {', '.join(sorted(_WORKER_SETTINGS))}",
+            )
         if self.sampler is not None and self.shuffle:
             raise LoaderError(
                 "shuffle=True and a sampler; expected at most one of them to say the order",
                 hint="drop shuffle=True: the sampler decides",
             )
+
+
+#: What goes to the DataLoader as it is.
+_WORKER_SETTINGS = frozenset(
+    {
+        "in_order",
+        "multiprocessing_context",
+        "persistent_workers",
+        "pin_memory",
+        "pin_memory_device",
+        "prefetch_factor",
+        "timeout",
+        "worker_init_fn",
+    }
+)
+
+
+def check_nothing_beside(asked: dict[str, Any]) -> None:
+    """Refuse settings beside a DataLoader, which has its own.
+
+    Raises:
+        LoaderError: naming them.
+    """
+    given = [name for name, value in asked.items() if value]
+    if given:
+        raise LoaderError(
+            f"a DataLoader and {', '.join(given)}; expected one of the two",
+            hint="the DataLoader's own settings are adopted",
+        )
 
 
 def build(dataset: Any, settings: LoaderSettings, replicas: int, block: range, seed: int) -> Source:

@@ -29,13 +29,20 @@ class GlobalBatch:
 
     def __iter__(self) -> Iterator[Any]:
         turn, self._turn = self._turn, self._turn + 1
-        for microbatch, data in self._replayed():
-            yield from self._show(replace(microbatch, turn=turn), data)
+        return self._pass((replace(m, turn=turn), data) for m, data in self._replayed())
 
     def once(self) -> Iterator[Any]:
         """Iterate for the only time: nothing is kept for another pass."""
-        for microbatch, data in self._fetched():
+        return self._pass(self._fetched())
+
+    def _pass(self, pairs: Batch) -> Iterator[Any]:
+        microbatch = None
+        for microbatch, data in pairs:
+            if microbatch.size == 0 and not self._observer.needs_stand_ins():
+                continue
             yield from self._show(microbatch, data)
+        if microbatch is not None:
+            self._observer.pass_ends(microbatch)
 
     def pass_over(self) -> None:
         """Fetch what no pass has asked for, so that the next batch begins where it should."""
@@ -54,8 +61,6 @@ class GlobalBatch:
             yield pair
 
     def _show(self, microbatch: Microbatch, data: Any) -> Iterator[Any]:
-        if microbatch.size == 0 and not torch.is_grad_enabled():
-            return  # a stand-in only keeps backward passes matched; evaluation has none
         self._observer.microbatch_begins(microbatch)
         left = True
         try:
@@ -100,6 +105,10 @@ class Loader:
             raise TypeError("a loader over an IterableDataset has no length")
         return len(self._source)
 
+    def close(self) -> None:
+        """Let go of worker processes; there is nothing to iterate over afterwards."""
+        self._source.close()
+
     def __iter__(self) -> Iterator[Any]:
         for batch in self.batches():
             yield from batch.once()
@@ -114,6 +123,7 @@ class Loader:
                 whole = GlobalBatch(batch, self._observer, self._device)
                 yield whole
                 whole.pass_over()
+                self._observer.batch_ends()
                 step += 1
             early = False
         finally:

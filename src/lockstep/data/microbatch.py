@@ -70,11 +70,20 @@ class Observer(Protocol):
     def loop_begins(self, loader: int) -> tuple[int, int]:
         """Return the epoch and the round of a loop over `loader` that starts now."""
 
+    def needs_stand_ins(self) -> bool:
+        """Whether replicas without a sample take part now."""
+
     def microbatch_begins(self, microbatch: Microbatch) -> None:
         """The loop's body is about to see this microbatch."""
 
     def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
         """The loop's body is done with this microbatch, or has `left` it by `break` or an exception."""
+
+    def pass_ends(self, microbatch: Microbatch) -> None:
+        """A pass over a global batch is over; `microbatch` was the last, seen or not."""
+
+    def batch_ends(self) -> None:
+        """The script is done with a global batch."""
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
         """The loop is over in global batch `step`: early by `break`, or after the last one."""

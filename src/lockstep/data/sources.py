@@ -39,6 +39,9 @@ class Source(Protocol):
     def batches(self, loader: int, epoch: int, round_: int) -> Iterator[Batch]:
         """Yield this rank's part of each global batch of one loop over the data."""
 
+    def close(self) -> None:
+        """Let go of worker processes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Workers:
@@ -116,6 +119,10 @@ class MapSource:
             return map(self._fetch, requests)
         self._requests.pending = requests
         return iter(self._loader)
+
+    def close(self) -> None:
+        """Let go of worker processes."""
+        self._loader = None
 
     def _plan(
         self, order: Order, loader: int, epoch: int, round_: int
@@ -199,6 +206,10 @@ class StreamSource:
             position += len(batch)
             parts = split_batch(indices, self._split, (loader, epoch, round_, step))
             yield ((m, self._collated(m, batch)) for m in parts)
+
+    def close(self) -> None:
+        """Let go of the worker process."""
+        self._items = ()
 
     def _collated(self, microbatch: Microbatch, batch: list[Any]) -> Any:
         part = share(len(batch), self._split.replicas, microbatch.replica)

@@ -7,13 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lockstep.record.run_file import cannot_write
 
 _FLUSH_SECONDS = 1.0
-
-Value = torch.Tensor | float | int | str
 
 
 class Events:
@@ -58,7 +54,7 @@ class Events:
         try:
             for moment, fields in pending:
                 line = {"time": round(moment, 6), **{k: _plain(v) for k, v in fields.items()}}
-                self._file.write(json.dumps(line) + "\n")
+                self._file.write(json.dumps(line, default=str) + "\n")
             self._file.flush()
         except OSError as error:
             raise cannot_write(self._directory, error) from error
@@ -85,4 +81,4 @@ class Events:
 
 
 def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, torch.Tensor) else value
+    return value.tolist() if hasattr(value, "tolist") else value

@@ -89,5 +89,5 @@ class Progress:
 
 def _short(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        value = value.item()
+        value = value.item() if value.numel() == 1 else f"of shape {tuple(value.shape)}"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

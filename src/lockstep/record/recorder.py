@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from lockstep.data.build import LoaderSettings
 from lockstep.data.loader import Loader
 from lockstep.data.microbatch import Microbatch
-from lockstep.errors import RunDirectoryError
+from lockstep.errors import RunDirectoryError, UsageError
 from lockstep.record import directory as directories
 from lockstep.record import run_file
 from lockstep.record.events import Events
@@ -76,7 +77,7 @@ class Recorder:
         self._events = Events(self.directory, world.rank)
         self._progress = Progress(shown=world.is_main and settings.progress)
         self._trace = Trace(settings.trace, world.rank) if settings.trace else None
-        self._loaders: dict[int, Loader] = {}
+        self._lengths: dict[int, int | None] = {}
         self._loops: list[bool] = []  # whether each of the loops that we are in trains
         self._generations = self._earlier_generations()
         self._place: Place | None = None
@@ -88,6 +89,8 @@ class Recorder:
         if self._world.is_main:
             path = directories.create(self._settings.run_dir, self._settings.name)
             run_file.check(path, self._identity, fresh=self._settings.fresh)
+            if self._settings.fresh:
+                shutil.rmtree(path / "events", ignore_errors=True)
             store.set("directory", str(path))
         return Path(store.get("directory").decode())
 
@@ -113,7 +116,7 @@ class Recorder:
 
     def loader_made(self, loader: Loader, dataset: Any, settings: LoaderSettings) -> None:
         """Take note of a new loader."""
-        self._loaders[loader.number] = loader
+        self._lengths[loader.number] = _length(loader)
         if self._trace is not None:
             length = len(dataset) if hasattr(dataset, "__len__") else None
             exhaustive = settings.sampler is None and not settings.drop_last
@@ -124,13 +127,7 @@ class Recorder:
         trains = torch.is_grad_enabled() and not any(self._loops)
         self._loops.append(trains)
         if trains and self._place is not None:
-            self._progress.epoch_begins(epoch, self._place.epochs, self._length(loader))
-
-    def _length(self, loader: int) -> int | None:
-        try:
-            return len(self._loaders[loader])
-        except TypeError:
-            return None
+            self._progress.epoch_begins(epoch, self._place.epochs, self._lengths[loader])
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
         """Nothing is recorded before there is a loss."""
@@ -160,14 +157,23 @@ class Recorder:
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Record values of the current step."""
-        kept = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in values.items()}
-        place = self._place
-        if place is not None:
+        taken = values.keys() & {"kind", "time"}
+        if taken:
+            raise UsageError(
+                f"run.log cannot record {', '.join(sorted(taken))}: every event has its own",
+                hint="log it under another name",
+            )
+        # Copies: a running total goes on changing in place until the event is written.
+        kept = {
+            k: v.detach().clone() if isinstance(v, torch.Tensor) else v for k, v in values.items()
+        }
+        if place := self._place:
             # Inside a microbatch the step that it belongs to is not done yet.
             inside = place.microbatch
             step = place.steps + (inside is not None)
             replica = None if inside is None else inside.replica
-            self._events.add(kind="log", epoch=place.epoch, step=step, replica=replica, **kept)
+            where = {"epoch": place.epoch, "step": step, "replica": replica}
+            self._events.add(kind="log", **{**where, **kept})
         self._progress.log(kept)
 
     def say(self, text: str) -> None:
@@ -224,3 +230,10 @@ class Recorder:
                 "generations": self._generations,
             },
         )
+
+
+def _length(loader: Loader) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:
+        return None  # a stream

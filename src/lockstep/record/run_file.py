@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
 import sys
-import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,14 +73,21 @@ def read(directory: Path) -> dict[str, Any] | None:
     """
     path = directory / NAME
     try:
-        recorded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        recorded = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise RunDirectoryError(
-            f"{path} cannot be read: {error}", hint="name another directory with --run-dir"
-        ) from error
+        raise _damaged(path, str(error)) from error
+    if not isinstance(recorded, dict) or not isinstance(recorded.get("identity", {}), dict):
+        raise _damaged(path, "it is no record of a run")
     return recorded
+
+
+def _damaged(path: Path, what: str) -> RunDirectoryError:
+    return RunDirectoryError(
+        f"{path} cannot be read: {what}",
+        hint="name another directory with --run-dir, or remove the file",
+    )
 
 
 def write(directory: Path, content: dict[str, Any]) -> None:
@@ -89,13 +96,15 @@ def write(directory: Path, content: dict[str, Any]) -> None:
     Raises:
         RunDirectoryError: if it cannot be written.
     """
+    draft = directory / f".{NAME}.{os.getpid()}"
     try:
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{NAME}.", dir=directory)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        with draft.open("w", encoding="utf-8") as file:
             json.dump(content, file, indent=2)
             file.write("\n")
-        Path(temporary).replace(directory / NAME)
+        draft.replace(directory / NAME)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
         raise cannot_write(directory, error) from error
 
 

@@ -38,6 +38,9 @@ class HeldModel(abc.ABC):
         self.contributions = Contributions(block, replicas)
         self._several_replicas = replicas > 1
         self._block_size = len(block)
+        self._buffered = [
+            m for m in module.modules() if any(True for _ in m.buffers(recurse=False))
+        ]
         self._buffers = Buffers(module, block, group)
         self._met = False
         self._is_last = False
@@ -45,6 +48,11 @@ class HeldModel(abc.ABC):
         self._mixed = False
         self._watching = False
         module.register_forward_pre_hook(self._before_forward)
+
+    @property
+    def trains_buffers(self) -> bool:
+        """Whether forward passes may change buffers now: a part that has some is in training mode."""
+        return any(part.training for part in self._buffered)
 
     @property
     @abc.abstractmethod
@@ -59,10 +67,10 @@ class HeldModel(abc.ABC):
     def _meet(self, microbatch: Microbatch) -> None:
         """A backward pass of `microbatch` is done: keep its gradients, or complete the sum."""
 
-    def _before_forward(self, module: nn.Module, _inputs: object) -> None:
+    def _before_forward(self, _module: nn.Module, _inputs: object) -> None:
         if not self._watching:
             return
-        if torch.is_grad_enabled() or module.training:
+        if self.trains_buffers:
             self._buffers.before_forward()
         if torch.is_grad_enabled() and self.parameters:
             self._check_not_stepped()
@@ -136,9 +144,9 @@ class HeldModel(abc.ABC):
 
     def _drop_old_gradients(self) -> None:
         """Gradients from before this pass belong to no replica; whether that matters shows at the step."""
-        self._mixed = self._has_gradients()
-        if self._mixed:
-            for parameter in self.parameters:
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                self._mixed |= bool(parameter.grad.count_nonzero())  # zeros were cleared in place
                 parameter.grad = None
 
     def _has_gradients(self) -> bool:

@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
+import torch
+
 from lockstep.data.microbatch import Microbatch
 from lockstep.data.randomness import set_key
 from lockstep.errors import StepError
@@ -54,6 +56,7 @@ class Loop:
         self._active: list[Microbatch] = []
         self._rounds: defaultdict[int, int] = defaultdict(int)
         self._updated = False
+        self._passed: Microbatch | None = None
         self._closed = False
         self.epoch = 0
         self.epochs = 0
@@ -124,31 +127,54 @@ class Loop:
             listener.loop_begins(loader, self.epoch, round_)
         return self.epoch, round_
 
+    def needs_stand_ins(self) -> bool:
+        """Whether replicas without a sample take part: where gradients or buffers meet."""
+        return torch.is_grad_enabled() or any(model.trains_buffers for model in self._models)
+
     def microbatch_begins(self, microbatch: Microbatch) -> None:
         """The loop's body is about to see this microbatch."""
         self._active.append(microbatch)
-        for model in self._models:
-            model.microbatch_begins(microbatch)
+        if not self._is_nested:
+            for model in self._models:
+                model.microbatch_begins(microbatch)
         for listener in self._listeners:
             listener.microbatch_begins(microbatch)
         set_key(keys.derive(self._seed, keys.FORWARD, *microbatch.numbers, microbatch.turn))
+
+    @property
+    def _is_nested(self) -> bool:
+        """Whether this is an evaluation inside another loop's microbatch, as one replica allows."""
+        return len(self._active) > 1
 
     def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
         """The loop's body is done with this microbatch, or has left it."""
         if self._closed:
             return  # an exception ended the run; its loops are only now collected
+        if not self._is_nested:
+            for model in self._models:
+                model.microbatch_ends(microbatch, left=left)
         self._active.pop()
-        for model in self._models:
-            model.microbatch_ends(microbatch, left=left)
-        if not microbatch.last:
-            return
+        if microbatch.last:
+            self._count_update(microbatch)
+
+    def pass_ends(self, microbatch: Microbatch) -> None:
+        """A pass over a global batch is over; `microbatch` was the last, seen or not."""
         loader, epoch, round_, step, _ = microbatch.numbers
         set_key(keys.derive(self._seed, keys.BETWEEN, loader, epoch, round_, step, microbatch.turn))
-        if self._updated:
-            self._updated = False
-            self.steps += 1
-            for listener in self._listeners:
-                listener.step_ends(self.steps, microbatch)
+        self._passed = microbatch
+
+    def batch_ends(self) -> None:
+        """The script is done with a global batch."""
+        if self._passed is not None and not self._active:
+            self._count_update(self._passed)
+
+    def _count_update(self, microbatch: Microbatch) -> None:
+        if not self._updated:
+            return
+        self._updated = False
+        self.steps += 1
+        for listener in self._listeners:
+            listener.step_ends(self.steps, microbatch)
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
         """The loop is over in global batch `step`: early by `break`, or after the last one."""

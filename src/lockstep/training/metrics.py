@@ -86,18 +86,22 @@ class Metrics:
 
     def gather(self, items: Iterable[torch.Tensor]) -> torch.Tensor:
         """Return one row per sample, in dataset order, from tensors of shape `(samples, …)`."""
-        rows, places = [], []
+        rows, places, turns = [], [], []
         for item in items:
             microbatch = self._loop.require_microbatch("run.gather")
             _check_rows(item, microbatch)
-            rows.append(item[: microbatch.size].detach().cpu())
-            places.append(torch.from_numpy(microbatch.indices[: microbatch.size]))
-        own = (torch.cat(places), torch.cat(rows)) if rows else None
+            size = microbatch.size
+            rows.append(item[:size].detach().cpu())
+            places.append(torch.from_numpy(microbatch.indices[:size]))
+            turns.append(torch.full((size,), microbatch.step * self._replicas + microbatch.replica))
+        own = (torch.cat(places), torch.cat(turns), torch.cat(rows)) if rows else None
         parts = [part for part in self._all(own) if part is not None]
         if not parts:
             raise StepError("run.gather saw no samples; expected at least one")
-        order = torch.cat([places for places, _ in parts])
-        return torch.cat([values for _, values in parts])[torch.argsort(order, stable=True)]
+        place, turn, values = (torch.cat(column) for column in zip(*parts, strict=True))
+        # By sample; those that a sampler drew twice, in the order in which they came.
+        by_turn = torch.argsort(turn, stable=True)
+        return values[by_turn[torch.argsort(place[by_turn], stable=True)]]
 
     def _all(self, own: Any) -> list[Any]:
         if self._group is None:
@@ -113,14 +117,19 @@ def _summed(value: Item, microbatch: Microbatch, *, mean: bool) -> Number:
         _check_rows(value, microbatch)
         value = value[: microbatch.size].detach()
         return _number(value.double().sum() if value.is_floating_point() else value.sum())
+    if not microbatch.size:
+        return 0 * _kind(value)
     number = _number(value)
-    if mean:
-        return number * microbatch.size
-    return number if microbatch.size else 0
+    return number * microbatch.size if mean else number
+
+
+def _kind(value: Item) -> Number:
+    """Return one, as a float where the value is one: a stand-in's value may be no number at all."""
+    return 1.0 if isinstance(_number(value), float) else 1
 
 
 def _number(value: Item) -> Number:
-    number = value.item() if isinstance(value, torch.Tensor) else value
+    number = value.item() if hasattr(value, "item") else value  # NumPy's scalars have it too
     return int(number) if isinstance(number, bool) else number
 
 

@@ -13,9 +13,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lockstep.data.build import LoaderSettings, adopt, build
+from lockstep.data.build import LoaderSettings, adopt, build, check_nothing_beside
 from lockstep.data.fetch import Collate
 from lockstep.data.loader import GlobalBatch, Loader
+from lockstep.data.move import to_device
 from lockstep.data.sources import Workers
 from lockstep.errors import LoaderError, ModelError, UsageError
 from lockstep.training import optimizers
@@ -240,16 +241,15 @@ class Run:
         Raises:
             LoaderError: if the data cannot be split as asked.
         """
+        asked = {"batch_size": batch_size, "sampler": sampler, "collate_fn": collate_fn, **workers}
+        asked |= {"shuffle": shuffle, "drop_last": drop_last, "num_workers": num_workers}
         if isinstance(data, DataLoader):
-            if batch_size is not None or shuffle or sampler is not None:
-                raise LoaderError(
-                    "a DataLoader and batch_size, shuffle or sampler; expected one of the two",
-                    hint="the DataLoader's own settings are adopted",
-                )
+            check_nothing_beside(asked)
             dataset, settings = adopt(data)
         elif batch_size is None:
             raise LoaderError("batch_size is missing; expected the samples of a global batch")
         else:
+            pinned = workers.pop("pin_memory", self.device.type == "cuda")
             dataset = data
             settings = LoaderSettings(
                 batch_size=batch_size,
@@ -257,7 +257,7 @@ class Run:
                 sampler=sampler,
                 drop_last=drop_last,
                 collate=collate_fn,
-                workers=Workers(num_workers, self.device.type == "cuda", workers),
+                workers=Workers(num_workers, pinned, workers),
             )
         return self._make_loader(dataset, settings)
 
@@ -354,6 +354,7 @@ class Run:
 
     def first(self) -> AbstractContextManager[None]:
         """Let the main rank go through the body first, then one rank per node, then all others."""
+        self._loop.require_meeting_point("run.first")
         return self._session.first()
 
     def barrier(self) -> None:
@@ -379,11 +380,13 @@ class Run:
         Raises:
             ModelError: if it is not clear which one, or the file cannot be written.
         """
+        if self._loop.microbatch is None:
+            self._loop.settle()
         state = self._models.find(model).state_dict()
         if not self.main:
             return
         try:
-            torch.save({key: value.cpu() for key, value in state.items()}, path)
+            torch.save(to_device(dict(state), torch.device("cpu")), path)
         except (OSError, RuntimeError) as error:
             raise ModelError(f"{path} cannot be written: {error}") from error
 

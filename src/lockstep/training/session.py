@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -82,6 +83,8 @@ class Session:
         self.models: list[HeldModel] = []
         self.has_inexact_models = False
         self._registered: dict[str, Any] = {}
+        # Weak, so that a script may make a loader per epoch and let it go.
+        self._loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
         self._meetings = 0
         self._backwards = False
         self._record = Recorder(
@@ -200,6 +203,7 @@ class Session:
 
     def loader_made(self, loader: Loader, dataset: Any, settings: LoaderSettings) -> None:
         """Take note of a new loader."""
+        self._loaders.add(loader)
         self._record.loader_made(loader, dataset, settings)
 
     def before_backward(self, microbatch: Microbatch, loss: torch.Tensor) -> None:
@@ -289,6 +293,8 @@ class Session:
             self._watch.close()
         for model in self.models:
             model.close()
+        for loader in self._loaders:
+            loader.close()
         try:
             self._record.close(error)
         finally:

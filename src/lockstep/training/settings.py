@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UsageError
+from lockstep.exchange.choose import NAMES as EXCHANGES
+from lockstep.world.devices import CHOICES
 
 STRATEGIES = ("auto", "single", "ddp")
 PRECISIONS = ("fp32", "bf16")
@@ -45,6 +47,8 @@ class Settings:
         if not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**63:
             raise UsageError(f"seed is {self.seed!r}; expected an integer of 64 bits")
         self._check_choice("strategy", self.strategy, STRATEGIES)
+        self._check_choice("exchange", self.exchange, EXCHANGES)
+        self._check_choice("devices", self.devices, CHOICES)
         self._check_choice("precision", self.precision, PRECISIONS)
         self._check_count("replicas", self.replicas)
         self._check_count("threads", self.threads)

@@ -23,6 +23,8 @@ class Journal:
         self.lines: list[tuple[Any, ...]] = []
         self.began: list[Microbatch] = []
         self.left: list[bool] = []
+        self.passes: list[tuple[int, int, int]] = []
+        self.batches = 0
         self._rounds = 0
 
     def loop_begins(self, loader: int) -> tuple[int, int]:
@@ -37,6 +39,15 @@ class Journal:
     def microbatch_ends(self, microbatch: Microbatch, *, left: bool) -> None:
         self.lines.append(("end", microbatch.step, microbatch.replica, microbatch.turn))
         self.left.append(left)
+
+    def needs_stand_ins(self) -> bool:
+        return torch.is_grad_enabled()
+
+    def pass_ends(self, microbatch: Microbatch) -> None:
+        self.passes.append((microbatch.step, microbatch.replica, microbatch.turn))
+
+    def batch_ends(self) -> None:
+        self.batches += 1
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
         self.lines.append(("over", loader, epoch, round_, step, early))

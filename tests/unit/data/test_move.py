@@ -73,6 +73,13 @@ class Quiet:
 
     def microbatch_ends(self, microbatch: Any, *, left: bool) -> None: ...
 
+    def needs_stand_ins(self) -> bool:
+        return True
+
+    def pass_ends(self, microbatch: Any) -> None: ...
+
+    def batch_ends(self) -> None: ...
+
     def loop_ends(self, *_args: Any, early: bool) -> None: ...
 
 

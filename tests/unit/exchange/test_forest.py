@@ -87,7 +87,6 @@ def test_the_exchange_that_is_chosen(wanted, forest, one_host, device, exact, ex
 @pytest.mark.parametrize(
     ("wanted", "one_host", "device", "error", "message"),
     [
-        ("ring", True, "cpu", UsageError, "exchange is 'ring'; expected one of auto, native"),
         ("shared-memory", False, "cpu", UsageError, "ranks on several hosts"),
         ("shared-memory", True, "cuda", UsageError, "cuda"),
         ("native", True, "cpu", ExactnessError, "4 ranks sums in an order of its own"),

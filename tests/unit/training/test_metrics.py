@@ -123,25 +123,38 @@ def test_gather_gives_rows_in_dataset_order(replicas: int, shuffle: bool, grad: 
     assert torch.equal(rows, torch.stack([VALUES, -VALUES], dim=1))
 
 
-def test_gathered_repetitions_have_one_order_on_every_layout() -> None:
-    """A sampler may draw a sample twice, and a model may then say something else about it."""
-    order = [3, 0, 3, 3, 0, 1, 3, 0]
-
-    def items(metrics: Metrics, loader: Loader):
-        for (x,) in loader:
-            yield torch.full(
-                (len(x),), 100 * metrics._loop.microbatch.step + metrics._loop.microbatch.replica
-            )
-
-    metrics, loader = make(2, sampler=order)
-    alone = metrics.gather(items(metrics, loader)).tolist()
+def gather_from_ranks(ranks: int, items: Any, replicas: int, **settings: Any) -> torch.Tensor:
+    """Gather as `ranks` ranks would, each of which knows its own part only."""
     parts: list[Any] = []
-    for rank in range(2):
-        metrics, loader = make(2, sampler=order, ranks=2, rank=rank)
+    for rank in range(ranks):
+        metrics, loader = make(replicas, ranks=ranks, rank=rank, **settings)
         metrics._all = lambda own: parts.append(own) or [own]
         metrics.gather(items(metrics, loader))
     metrics._all = lambda _: parts
-    assert metrics.gather(iter(())).tolist() == alone
+    return metrics.gather(iter(()))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_gather_leaves_out_stand_ins(ranks: int) -> None:
+    values = torch.arange(9) ** 2
+    found = gather_from_ranks(ranks, lambda _, loader: (x for (x,) in loader), 4, values=values)
+    assert torch.equal(found, values)
+
+
+def test_gathered_repetitions_have_one_order_on_every_layout() -> None:
+    """A sampler may draw a sample twice, and a model may then say something else about it."""
+
+    def items(metrics: Metrics, loader: Loader) -> Any:
+        for (x,) in loader:
+            m = metrics._loop.microbatch
+            yield torch.full((len(x),), 10 * m.step + m.replica)
+
+    one, two = (
+        gather_from_ranks(ranks, items, 2, sampler=[0, 1, 3, 2, 3, 0, 1, 2]).tolist()
+        for ranks in (1, 2)
+    )
+    assert one == [0, 10, 0, 11, 1, 11, 1, 10]
+    assert two == one
 
 
 @pytest.mark.parametrize("call", ["mean", "sum"])

@@ -23,6 +23,8 @@ from lockstep.errors import (
 )
 from lockstep.layout import keys
 from lockstep.layout.order import Shuffled
+from lockstep.layout.replicas import share
+from lockstep.layout.tree import total
 from lockstep.training.digest import digest
 
 SEED, LENGTH, BATCH, EPOCHS = 5, 45, 8, 3
@@ -100,6 +102,27 @@ def test_one_replica_equals_a_plain_loop(make_run, optimizer_of) -> None:
         assert run.digest() == digest([net.state_dict()])
     assert found == losses
     assert len(set(found)) == 18
+
+
+@pytest.mark.parametrize("length", [12, 10, 3], ids=["even", "uneven", "stand-in"])
+def test_gradients_of_replicas_are_weighed_and_summed_in_tree_order(make_run, length: int) -> None:
+    inputs = torch.randn(length, 6) * 10.0 ** torch.arange(length).remainder(5).unsqueeze(1)
+    with make_run(replicas=4) as run:
+        model = run.model(nn.Linear(6, 3))
+        for (x,) in run.loader(TensorDataset(inputs), batch_size=12):
+            run.backward(model(x).square().mean())
+        parts = [inputs[part.start : part.stop] for part in (share(length, 4, r) for r in range(4))]
+        each = [
+            torch.autograd.grad(
+                model(x).square().mean(), model.weight, torch.tensor(len(x) / length)
+            )[0]
+            for x in parts
+            if len(x)
+        ]
+        each += [torch.zeros_like(model.weight)] * (4 - len(each))
+        assert torch.equal(model.weight.grad, total(each, torch.add))
+        (whole,) = torch.autograd.grad(model(inputs).square().mean(), model.weight)
+        torch.testing.assert_close(model.weight.grad, whole, rtol=1e-3, atol=1e-3)
 
 
 def test_another_seed_gives_another_digest(make_run) -> None:

@@ -15,7 +15,9 @@ def test_equal_traces() -> None:
 
 
 def test_the_first_step_that_differs_is_named() -> None:
-    difference = compare(traces({1: "a", 2: "b", 3: "c"}), traces({1: "a", 2: "x", 3: "y"}), "1", "2")
+    difference = compare(
+        traces({1: "a", 2: "b", 3: "c"}), traces({1: "a", 2: "x", 3: "y"}), "1", "2"
+    )
     assert difference is not None
     assert (difference.step, difference.what) == (2, "loss")
 
