@@ -274,3 +274,133 @@ def train_with_breaks() -> str:
                 if number == 1:
                     break
         return run.digest()
+
+
+class Sometimes(nn.Module):
+    """Uses its second layer for some batches only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 4), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        return y + self.second(x) if x.sum() > 0 else y
+
+
+def train_two_models(exchange: str = "auto") -> str:
+    """One loss through two models, one of which leaves a part unused on some replicas."""
+    with quiet_run(exchange=exchange) as run:
+        encoder = run.model(nn.Linear(6, 6))
+        head = run.model(Sometimes())
+        both = [*encoder.parameters(), *head.parameters()]
+        optimizer = run.optimizer(torch.optim.AdamW(both, lr=0.01))
+        for x, y in run.loader(classes(40, (6,)), batch_size=8, shuffle=True):
+            run.backward(F.cross_entropy(head(encoder(x)), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        return run.digest()
+
+
+class Codebook(nn.Module):
+    """Changes a buffer in a method that is called before `forward`, and reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+        self.register_buffer("center", torch.zeros(6))
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        self.center.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        return x - self.center
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def train_codebook() -> str:
+    with quiet_run() as run:
+        model = run.model(Codebook())
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for x, y in run.loader(classes(40, (6,)), batch_size=8, shuffle=True):
+            run.backward(F.cross_entropy(model(model.features(x)), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        return run.digest()
+
+
+def main_iterates_alone(exchange: str) -> None:
+    """The main rank draws a batch for itself, and so gets another round than the others."""
+    with quiet_run(exchange=exchange) as run:
+        model = run.model(nn.Linear(6, 4))
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        data = run.loader(classes(40, (6,)), batch_size=8, shuffle=True)
+        if run.main:
+            next(iter(data))
+        fit(run, model, data, optimizer)
+
+
+def different_models() -> None:
+    """Each replica computes on a model of its own."""
+    with quiet_run() as run:
+        models = [run.model(nn.Linear(6, 4)) for _ in range(2)]
+        for x, y in run.loader(classes(40, (6,)), batch_size=8):
+            run.backward(F.cross_entropy(models[run.world.rank](x), y))
+
+
+def slow_tail() -> str:
+    """Backward passes without a step, and a main rank that lingers in the last one's body."""
+    import time
+
+    with quiet_run() as run:
+        model = run.model(nn.Linear(6, 4))
+        for x, y in run.loader(classes(16, (6,)), batch_size=8):
+            run.backward(F.cross_entropy(model(x), y))
+            model.zero_grad()
+            if run.main:
+                time.sleep(2.5)
+        return run.digest()
+
+
+def count_microbatches() -> None:
+    """What a rank that hosts one replica takes for steps."""
+    with quiet_run(replicas=2) as run:
+        model = run.model(nn.Linear(6, 4))
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for number, (x, y) in enumerate(run.loader(classes(40, (6,)), batch_size=8)):
+            run.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 4:
+                break
+
+
+def freeze_later() -> None:
+    with quiet_run(replicas=2) as run:
+        model = run.model(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4)))
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        data = run.loader(classes(16, (6,)), batch_size=8)
+        for epoch in run.epochs(2):
+            model[0].requires_grad_(epoch == 0)
+            for x, y in data:
+                run.backward(F.cross_entropy(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def look_like_the_module() -> tuple[Any, ...]:
+    """What a script may ask of a model on any layout."""
+    import copy
+
+    with quiet_run() as run:
+        model = run.model(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
+        average = copy.deepcopy(model)
+        model.note = "kept"
+        return (
+            len(model),
+            [name for name, _ in model.named_modules()],
+            list(model.state_dict()),
+            type(average).__name__,
+            model[0].out_features,
+            model.note,
+        )

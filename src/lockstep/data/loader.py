@@ -11,6 +11,7 @@ import torch
 from lockstep.data.microbatch import Microbatch, Observer
 from lockstep.data.move import to_device
 from lockstep.data.sources import Batch, MapSource, Source
+from lockstep.errors import LoaderError
 
 
 class GlobalBatch:
@@ -26,8 +27,14 @@ class GlobalBatch:
         self._device = device
         self._seen: list[tuple[Microbatch, Any]] = []
         self._turn = 0
+        self._is_over = False
 
     def __iter__(self) -> Iterator[Any]:
+        if self._is_over:
+            raise LoaderError(
+                "a global batch was iterated over after the next one had been asked for",
+                hint="use each batch inside `for batch in run.batches(loader): …`",
+            )
         turn, self._turn = self._turn, self._turn + 1
         return self._pass((replace(m, turn=turn), data) for m, data in self._replayed())
 
@@ -46,6 +53,7 @@ class GlobalBatch:
 
     def pass_over(self) -> None:
         """Fetch what no pass has asked for, so that the next batch begins where it should."""
+        self._is_over = True
         for _ in self._batch:
             pass
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lockstep.data.fetch import Collate, Fetch, Request
 from lockstep.data.microbatch import Microbatch
 from lockstep.data.orders import OrderSource
-from lockstep.data.randomness import Stream, set_key
+from lockstep.data.randomness import Stream, set_key, undisturbed
 from lockstep.layout import keys
 from lockstep.layout.order import Indices, Order
 from lockstep.layout.replicas import share
@@ -50,6 +51,33 @@ class Workers:
     count: int = 0
     pin_memory: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
+    threads: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What a worker process does first: compute as the main process would, then what the user asks."""
+
+    own: Callable[[int], None] | None
+    threads: int
+
+    def __call__(self, worker: int) -> None:
+        # DataLoader gives workers one thread, and a sum over two has other bits.
+        torch.set_num_threads(self.threads)
+        if self.own is not None:
+            self.own(worker)
+
+
+class _KeyedStream(IterableDataset[Any]):
+    """A stream that begins under its loop's key, in whichever process it is read."""
+
+    def __init__(self, dataset: IterableDataset[Any]) -> None:
+        self._dataset = dataset
+        self.key = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        set_key(self.key)
+        yield from self._dataset
 
 
 class _Requests:
@@ -86,9 +114,11 @@ class MapSource:
         self._drop_last = drop_last
         self._requests = _Requests()
         self._loader = self._make_loader(workers) if workers.count else None
+        self._is_read = False
 
     def _make_loader(self, workers: Workers) -> DataLoader[Any]:
         settings = {"persistent_workers": True, **workers.settings}
+        settings["worker_init_fn"] = _Start(workers.settings.get("worker_init_fn"), workers.threads)
         return DataLoader(
             _Fetched(self._fetch),
             sampler=self._requests,
@@ -111,14 +141,20 @@ class MapSource:
         planned, to_fetch = itertools.tee(itertools.chain.from_iterable(plan))
         data = self._fetch_all(Request(m.indices, m.numbers) for m in to_fetch)
         pairs = zip(planned, data, strict=True)
-        for _ in range(len(self)):
-            yield itertools.islice(pairs, len(self._split.block))
+        outermost, self._is_read = not self._is_read, True
+        try:
+            for _ in range(len(self)):
+                yield itertools.islice(pairs, len(self._split.block))
+        finally:
+            self._is_read = not outermost
 
     def _fetch_all(self, requests: Iterable[Request]) -> Iterator[Any]:
-        if self._loader is None:
+        # A loop inside a loop over the same loader fetches by itself: the workers are busy.
+        if self._loader is None or self._is_read:
             return map(self._fetch, requests)
         self._requests.pending = requests
-        return iter(self._loader)
+        with undisturbed():  # it draws a seed for its workers, which keys make pointless
+            return iter(self._loader)
 
     def close(self) -> None:
         """Let go of worker processes."""
@@ -181,19 +217,23 @@ class StreamSource:
     ) -> None:
         self._collate, self._split, self._seed = collate, split, seed
         self._drop_last = drop_last
-        self._items: Iterable[Any] = dataset
+        self._stream = _KeyedStream(dataset)
+        self._items: Iterable[Any] = self._stream
         if workers.count:
+            own = workers.settings.get("worker_init_fn")
+            settings = {**workers.settings, "worker_init_fn": _Start(own, workers.threads)}
             self._items = DataLoader(
-                dataset,
+                self._stream,
                 batch_size=None,
                 collate_fn=_as_is,
                 num_workers=workers.count,
-                **workers.settings,
+                **{**settings, "persistent_workers": False},  # each loop's worker knows its key
             )
 
     def batches(self, loader: int, epoch: int, round_: int) -> Iterator[Batch]:
         """Yield this rank's part of each global batch of one loop over the stream."""
-        stream = Stream(keys.derive(self._seed, keys.STREAM, loader, epoch, round_))
+        self._stream.key = keys.derive(self._seed, keys.STREAM, loader, epoch, round_)
+        stream = Stream(self._stream.key)
         with stream.active():
             items = iter(self._items)
         position = 0

@@ -14,6 +14,8 @@ from lockstep.exchange.native import NativeExchange
 from lockstep.exchange.shared_memory import SharedMemoryExchange
 from lockstep.exchange.tree import TreeExchange
 
+_NOTES = 256  # bytes
+
 NAMES = ("auto", "native", "tree", "shared-memory")
 
 
@@ -58,8 +60,9 @@ def make(
         return NativeExchange(group, forest)
     if name == "tree":
         return TreeExchange(group, forest)
-    # One more element per parameter: the strategy counts behind the last bucket who has used it.
+    # Behind the last bucket the strategy writes notes: an element per parameter, and a few more.
     capacity = sum(_bytes(parameter) + parameter.element_size() for parameter in parameters)
+    capacity += _NOTES
     return SharedMemoryExchange(store, key, forest, capacity=capacity, buckets=len(parameters) + 1)
 
 

@@ -20,10 +20,12 @@ import torch.distributed as dist
 
 from lockstep.errors import PeerError
 
+_RANK = struct.Struct("<I")
 _SIGNAL = struct.Struct("<BQQ")  # what, which one of its kind, where the rank that says it stands
 WRITTEN, SUMMED = 0, 1
 _SPINS = 60  # looks before a wait that gives the core away: about as long as that costs
-_CONNECT_SECONDS = 300.0  # as long as a slow peer may take to reach the same call
+_LONGEST_PLACE = 90  # an address has 108 bytes at most (unix(7))
+_CONNECT_SECONDS = 1800.0  # as long as a slow peer may take to reach the same call
 
 
 @dataclass(slots=True)
@@ -47,7 +49,7 @@ class Peers:
 
     def __init__(self, store: dist.Store, name: str, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self._directory = Path(tempfile.mkdtemp(prefix="lockstep-"))
+        self._directory = _short_directory()
         try:
             self._peers = self._connect_all(dist.PrefixStore(f"peers/{name}", store))
         finally:
@@ -71,23 +73,24 @@ class Peers:
         return sorted(peers, key=lambda peer: peer.rank)
 
     def _connect(self, store: dist.Store, other: int) -> _Peer:
-        store.wait([str(other)], timedelta(seconds=_CONNECT_SECONDS))
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        connection.connect(store.get(str(other)).decode())
-        connection.send(struct.pack("<I", self.rank))
+        try:
+            store.wait([str(other)], timedelta(seconds=_CONNECT_SECONDS))
+            connection.connect(store.get(str(other)).decode())
+            connection.send(_RANK.pack(self.rank))
+        except (OSError, dist.DistError) as error:
+            connection.close()
+            raise _absent(f"rank {other}") from error
         return _Peer(other, connection)
 
     @staticmethod
     def _accept(server: socket.socket) -> _Peer:
         try:
             connection, _ = server.accept()
-        except TimeoutError:
-            raise PeerError(
-                f"a rank of this host did not connect within {_CONNECT_SECONDS:.0f} s",
-                hint="all ranks must call run.model for the same models, in the same order",
-            ) from None
-        connection.settimeout(None)
-        (rank,) = struct.unpack("<I", connection.recv(4))
+            connection.settimeout(None)
+            (rank,) = _RANK.unpack(connection.recv(_RANK.size))
+        except (OSError, struct.error) as error:
+            raise _absent("a rank of this host") from error
         return _Peer(rank, connection)
 
     def exchange_descriptors(self, descriptor: int) -> list[int]:
@@ -96,7 +99,10 @@ class Peers:
             socket.send_fds(peer.socket, [b"fd"], [descriptor])
         received = {self.rank: os.dup(descriptor)}
         for peer in self._peers:
-            _, (received[peer.rank],), _, _ = socket.recv_fds(peer.socket, 2, 1)
+            _, descriptors, _, _ = socket.recv_fds(peer.socket, 2, 1)
+            if not descriptors:
+                raise _absent(f"rank {peer.rank}")
+            received[peer.rank] = descriptors[0]
         return [received[rank] for rank in range(self.size)]
 
     def say(self, what: int, number: int, place: int = 0) -> None:
@@ -175,3 +181,19 @@ class Peers:
         """Close the connections, which peers that still wait hear of."""
         for peer in self._peers:
             peer.socket.close()
+
+
+def _absent(who: str) -> PeerError:
+    return PeerError(
+        f"{who} did not come to the same run.model call, within {_CONNECT_SECONDS:.0f} s",
+        hint="all ranks must call run.model for the same models, in the same order",
+    )
+
+
+def _short_directory() -> Path:
+    """Return a new private directory in which the address of a socket is short enough."""
+    directory = tempfile.mkdtemp(prefix="lockstep-")
+    if len(directory) < _LONGEST_PLACE:
+        return Path(directory)
+    Path(directory).rmdir()
+    return Path(tempfile.mkdtemp(prefix="lockstep-", dir="/tmp"))

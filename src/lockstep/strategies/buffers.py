@@ -35,12 +35,16 @@ class Buffers:
         # Asked for anew each time: a module may replace a buffer by another tensor.
         return [buffer.detach() for buffer in self._module.buffers()]
 
+    def batch_begins(self) -> None:
+        """Remember what all replicas of this rank start from."""
+        if self._several and self._start is None:
+            self._start = [tensor.clone() for tensor in self._tensors()]
+
     def before_forward(self) -> None:
         """A forward pass in training mode is about to change the buffers."""
         if not self._has_buffers:
             return
-        if self._several and self._start is None:
-            self._start = [tensor.clone() for tensor in self._tensors()]
+        self.batch_begins()
         self.dirty = True
 
     def next_replica(self) -> None:
@@ -54,6 +58,7 @@ class Buffers:
     def finish(self) -> None:
         """The global batch is done: all ranks take replica 0's buffers."""
         if not self.dirty:
+            self._start = None
             return
         self.dirty = False
         if not self._several and self._group is None:

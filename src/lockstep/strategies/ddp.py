@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,12 +10,33 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.data.microbatch import Microbatch
-from lockstep.errors import ModelError
+from lockstep.errors import ModelError, PeerError
 from lockstep.exchange.base import Exchange, Sum
 from lockstep.strategies.checks import shares_buffers
 from lockstep.strategies.contributions import NOTHING, Gradients, take_gradients
 from lockstep.strategies.held import HeldModel
 from lockstep.strategies.wrapper import own_buffers, wrap
+
+#: Bytes of a place, one element each: sums of bytes are exact in fp32 for 65,793 ranks.
+_PLACE_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Late:
+    """A bucket that is summed after the backward pass."""
+
+    parameters: list[torch.Tensor]
+    gradients: torch.Tensor
+    last: bool
+
+    def finish(self, total: Sum) -> None:
+        """Give the parameters their part of the sum."""
+        whole, offset = total.wait(), 0
+        for parameter in self.parameters:
+            part = whole[offset : offset + parameter.numel()].view_as(parameter)
+            assert parameter.grad is not None, "DDP has put the bucket there"
+            parameter.grad.copy_(part)
+            offset += parameter.numel()
 
 
 class ReplicatedModel(HeldModel):
@@ -48,6 +70,8 @@ class ReplicatedModel(HeldModel):
         self._finds_unused = not self._is_static and settings.get("find_unused_parameters", True)
         self._unused: set[int] = set()
         self._place = 0
+        self._size = dist.get_world_size(group)
+        self._late: list[_Late] | None = None
         self._used_anywhere: torch.Tensor | None = None
         # Unused parameters are found here: DDP would spend an all-reduce of its own on them.
         ours = {"static_graph": self._is_static, "find_unused_parameters": False, **own_buffers()}
@@ -66,9 +90,13 @@ class ReplicatedModel(HeldModel):
         if self._is_static:
             self._ddp.require_backward_grad_sync = microbatch.last
 
-    def _before_backward(self, microbatch: Microbatch) -> None:
+    def _before_backward(self, microbatch: Microbatch, *, alone: bool) -> None:
+        if not microbatch.last:
+            return
         self._place = microbatch.place
-        if microbatch.last and not self._is_static:
+        # Hooks of several models would wait for other ranks in an order that depends on the data.
+        self._late = None if alone else []
+        if not self._is_static:
             # DDP would do this in every forward pass, and then take the next backward pass for the
             # one to synchronise, also where none belongs to that forward pass (a generator whose
             # output is detached).
@@ -80,6 +108,10 @@ class ReplicatedModel(HeldModel):
             return
         if not self._is_static:
             self._reach_the_rest()
+        late = self._late or []
+        sums = [self._sum(one.parameters, one.gradients, last=one.last) for one in late]
+        for one, total in zip(late, sums, strict=True):
+            one.finish(total)
         self.contributions.take()  # the hook has used them, bucket by bucket
         self._drop_unused()
 
@@ -108,42 +140,65 @@ class ReplicatedModel(HeldModel):
         self._used_anywhere = None
 
     def _reduce(self, bucket: dist.GradBucket) -> Sum:
-        """The communication hook: start to sum a bucket."""
-        buffer, last = bucket.buffer(), bucket.is_last()
-        counts_uses = last and self._finds_unused
-        size = buffer.numel()
-        slots = self._exchange.slots(buffer, len(self.parameters) if counts_uses else 0)
-        if counts_uses:
-            self._count_uses([slot[size:] for slot in slots])
-        self._fill([slot[:size] for slot in slots], bucket, buffer)
+        """The communication hook: start to sum a bucket, or keep it for later."""
+        parameters, buffer, last = bucket.parameters(), bucket.buffer(), bucket.is_last()
+        if self._late is None:
+            return self._sum(parameters, buffer, last=last)
+        self._late.append(_Late(parameters, buffer.clone(), last))
+        return _done(buffer)
+
+    def _sum(self, parameters: list[torch.Tensor], gradients: torch.Tensor, *, last: bool) -> Sum:
+        """Start to sum the flat gradients of `parameters`; behind the last ones go notes for all."""
+        size = gradients.numel()
+        slots = self._exchange.slots(gradients, self._notes if last else 0)
+        if last:
+            self._write_notes([slot[size:] for slot in slots])
+        self._fill([slot[:size] for slot in slots], parameters, gradients)
         total = self._exchange.start(slots, last=last, place=self._place)
-        if not counts_uses:
+        if not last:
             return total
         whole = total.wait()
-        self._used_anywhere = whole[size:]
+        self._read_notes(whole[size:])
         return _done(whole[:size])
 
-    def _count_uses(self, tails: list[torch.Tensor]) -> None:
-        """Write behind the last bucket which parameters this rank's replicas have used."""
+    @property
+    def _notes(self) -> int:
+        """How many elements go behind the last bucket: who uses what, and where each rank stands."""
+        return _PLACE_BYTES + (len(self.parameters) if self._finds_unused else 0)
+
+    def _write_notes(self, tails: list[torch.Tensor]) -> None:
         for tail in tails[1:]:
             tail.zero_()
         tails[0].fill_(1)
+        tails[0][:_PLACE_BYTES] = torch.tensor(list(self._place.to_bytes(_PLACE_BYTES, "big")))
         nodes = self.contributions.nodes
-        for place in self._unused:
+        for place in self._unused if self._finds_unused else ():
             if all(node[place] is None for node in nodes):
-                tails[0][place] = 0
+                tails[0][_PLACE_BYTES + place] = 0
+
+    def _read_notes(self, tail: torch.Tensor) -> None:
+        self._used_anywhere = tail[_PLACE_BYTES:] if self._finds_unused else None
+        if tail.is_cuda or tail.dtype not in (torch.float32, torch.float64):
+            return  # reading would wait for the device, or sums of bytes would be rounded
+        expected = [byte * self._size for byte in self._place.to_bytes(_PLACE_BYTES, "big")]
+        if tail[:_PLACE_BYTES].tolist() != expected:
+            raise PeerError(
+                f"ranks compute gradients of {type(self.module).__name__} for different batches",
+                hint="a loader was made, iterated over or left on some ranks only, or a batch was "
+                "skipped; all ranks must do the same",
+            )
 
     def _fill(
-        self, slots: list[torch.Tensor], bucket: dist.GradBucket, buffer: torch.Tensor
+        self, slots: list[torch.Tensor], parameters: list[torch.Tensor], buffer: torch.Tensor
     ) -> None:
         """Write this rank's tree nodes: those collected before, and the one that is complete now."""
         nodes = self.contributions.nodes
         kept = len(nodes) - self.contributions.pending_merges
-        places = [self._places[id(p)] for p in bucket.parameters()] if nodes else []
+        places = [self._places[id(p)] for p in parameters] if nodes else []
         for slot, node in zip(slots, nodes[:kept], strict=False):
-            _flatten(node, places, bucket, slot)
+            _flatten(node, places, parameters, slot)
         for node in reversed(nodes[kept:]):
-            buffer.add_(_flatten(node, places, bucket, torch.empty_like(buffer)))
+            buffer.add_(_flatten(node, places, parameters, torch.empty_like(buffer)))
         if slots[kept].data_ptr() != buffer.data_ptr():
             slots[kept].copy_(buffer)
 
@@ -153,18 +208,18 @@ class ReplicatedModel(HeldModel):
 
 
 def _flatten(
-    node: Gradients, places: list[int], bucket: dist.GradBucket, out: torch.Tensor
+    node: Gradients, places: list[int], parameters: list[torch.Tensor], out: torch.Tensor
 ) -> torch.Tensor:
-    """Write a node's gradients of a bucket's parameters to `out`, `NOTHING` where there are none."""
+    """Write a node's gradients of `parameters` to `out`, `NOTHING` where there are none."""
     offset = 0
-    for place, view in zip(places, bucket.gradients(), strict=True):
-        part = out[offset : offset + view.numel()]
+    for place, parameter in zip(places, parameters, strict=True):
+        part = out[offset : offset + parameter.numel()]
         gradient = node[place]
         if gradient is None:
             part.fill_(NOTHING)
         else:
             part.copy_(gradient.reshape(-1))
-        offset += view.numel()
+        offset += parameter.numel()
     return out
 
 

@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from lockstep.data.microbatch import Microbatch
-from lockstep.errors import StepError
+from lockstep.errors import ModelError, StepError
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.contributions import Contributions
+
+
+class _ForwardHook:
+    """Tells a held model of its forward passes, but not of those of a copy of its module."""
+
+    def __init__(self, model: HeldModel) -> None:
+        self._model = model
+
+    def __call__(self, _module: nn.Module, _inputs: object) -> None:
+        self._model.before_forward()
+
+    def __deepcopy__(self, _memo: object) -> Callable[..., None]:
+        return _nothing
+
+
+def _nothing(*_: object) -> None:
+    """The forward hook of a copy."""
 
 
 class HeldModel(abc.ABC):
@@ -43,11 +61,12 @@ class HeldModel(abc.ABC):
         ]
         self._buffers = Buffers(module, block, group)
         self._met = False
+        self._torn = False
         self._is_last = False
         self._stepped = False
         self._mixed = False
         self._watching = False
-        module.register_forward_pre_hook(self._before_forward)
+        module.register_forward_pre_hook(_ForwardHook(self))
 
     @property
     def trains_buffers(self) -> bool:
@@ -67,7 +86,8 @@ class HeldModel(abc.ABC):
     def _meet(self, microbatch: Microbatch) -> None:
         """A backward pass of `microbatch` is done: keep its gradients, or complete the sum."""
 
-    def _before_forward(self, _module: nn.Module, _inputs: object) -> None:
+    def before_forward(self) -> None:
+        """The model is about to be called."""
         if not self._watching:
             return
         if self.trains_buffers:
@@ -92,9 +112,13 @@ class HeldModel(abc.ABC):
         self.used = self._met = False
         self._is_last = microbatch.last
         if microbatch.first:
+            self.check_whole()
+            self._check_trainable()
             self._mixed = False
             self._buffers.finish()
             self.contributions.take()
+            if self.trains_buffers:
+                self._buffers.batch_begins()
         self._prepare(microbatch)
 
     def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
@@ -110,6 +134,37 @@ class HeldModel(abc.ABC):
         elif not left:
             self._check_complete(expected=self._block_size)
             self._buffers.finish()
+        if left and 0 < self.contributions.missing < self._block_size:
+            self._torn = True
+
+    def check_whole(self) -> None:
+        """Refuse to go on after a `break` between the replicas of one batch.
+
+        Raises:
+            StepError: if there was one; a rank that hosts a single replica would have finished.
+        """
+        if self._torn:
+            self._torn = False
+            raise StepError(
+                f"a loop was left between the replicas of a batch, with gradients of "
+                f"{type(self.module).__name__} for some of them",
+                hint="count steps with run.step, or batches with enumerate(run.batches(loader)), "
+                "not microbatches",
+            )
+
+    def _check_trainable(self) -> None:
+        if not self._several_replicas:
+            return
+        now = [p for p in self.module.parameters() if p.requires_grad]
+        if len(now) != len(self.parameters) or any(
+            a is not b for a, b in zip(now, self.parameters, strict=True)
+        ):
+            raise ModelError(
+                f"{type(self.module).__name__} has {len(now)} trainable parameters; it had "
+                f"{len(self.parameters)} when it was given to run.model",
+                hint="freeze and unfreeze before run.model; later, leave parameters out of the "
+                "optimizer or set their learning rate to 0",
+            )
 
     def _check_complete(self, *, expected: int) -> None:
         """Refuse a batch of which some replicas had a backward pass and others had not.
@@ -123,8 +178,12 @@ class HeldModel(abc.ABC):
                 hint="call run.backward for every microbatch; a `continue` must not skip it",
             )
 
-    def before_backward(self, microbatch: Microbatch) -> None:
+    def before_backward(self, microbatch: Microbatch, *, alone: bool = True) -> None:
         """Check that a backward pass would mean the same on every layout.
+
+        Args:
+            microbatch: what the loss was computed on.
+            alone: whether the loss depends on no other model of the run.
 
         Raises:
             StepError: if the model's gradients have met already in this pass.
@@ -140,7 +199,7 @@ class HeldModel(abc.ABC):
             self._drop_old_gradients()
         if microbatch.last and self._several_replicas:
             self._check_complete(expected=1)
-        self._before_backward(microbatch)
+        self._before_backward(microbatch, alone=alone)
 
     def _drop_old_gradients(self) -> None:
         """Gradients from before this pass belong to no replica; whether that matters shows at the step."""
@@ -152,7 +211,7 @@ class HeldModel(abc.ABC):
     def _has_gradients(self) -> bool:
         return any(parameter.grad is not None for parameter in self.parameters)
 
-    def _before_backward(self, microbatch: Microbatch) -> None:  # noqa: B027
+    def _before_backward(self, microbatch: Microbatch, *, alone: bool) -> None:  # noqa: B027
         """Get ready for the backward pass of a microbatch, where there is something to do."""
 
     def after_backward(self, microbatch: Microbatch) -> None:
@@ -161,8 +220,8 @@ class HeldModel(abc.ABC):
         self._met = True
         self._meet(microbatch)
 
-    def stepped(self) -> None:
-        """An optimizer of this model was asked to step inside a loop.
+    def check_gradients(self) -> None:
+        """Check what an optimizer is about to use.
 
         Raises:
             StepError: if plain PyTorch would have added gradients of an earlier batch, or if there
@@ -183,6 +242,10 @@ class HeldModel(abc.ABC):
                 hint="call optimizer.zero_grad() in every iteration; to accumulate over more "
                 "samples raise batch_size, and set replicas above the number of ranks",
             )
+
+    def stepped(self) -> None:
+        """An optimizer of this model was asked to step inside a microbatch."""
+        self.check_gradients()
         self._stepped = True
 
     def finish_buffers(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -50,6 +51,15 @@ class Replicated(DistributedDataParallel):
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the module's buffers under the module's own names."""
         yield from self.module.named_buffers(*args, **kwargs)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the module's parts under the module's own names."""
+        yield from self.module.named_modules(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """Return a copy of the module: what an average of weights, say, is made from."""
+        copied: nn.Module = copy.deepcopy(self.module, memo)
+        return copied
 
 
 def wrap(module: nn.Module, settings: dict[str, Any]) -> Replicated:

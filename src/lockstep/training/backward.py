@@ -32,11 +32,12 @@ class Backward:
             self._check_finite(loss, microbatch)
         models = self._reached(loss)
         for model in models:
-            model.before_backward(microbatch)
-        session.before_backward(microbatch, loss)
+            model.before_backward(microbatch, alone=len(models) == 1)
+        session.before_backward(microbatch, loss, models)
         loss.backward(gradient=self._weight(loss, microbatch.weight))  # type: ignore[no-untyped-call]
         for model in models:
             model.after_backward(microbatch)
+        session.after_backward()
 
     def _reached(self, loss: torch.Tensor) -> list[HeldModel]:
         """Return the models that the loss depends on."""

@@ -55,6 +55,7 @@ class Loop:
         self._listeners = listeners
         self._active: list[Microbatch] = []
         self._rounds: defaultdict[int, int] = defaultdict(int)
+        self._stretch = 0
         self._updated = False
         self._passed: Microbatch | None = None
         self._closed = False
@@ -67,9 +68,15 @@ class Loop:
         self.epochs = count
         for epoch in range(count):
             self.epoch = epoch
-            self._rounds.clear()
+            self._begin_stretch()
             yield epoch
             epoch_ends(epoch)
+
+    def _begin_stretch(self) -> None:
+        """Give loops from here on other keys than all before: another epoch, or another phase."""
+        if self._rounds:
+            self._stretch += 1
+            self._rounds.clear()
 
     @property
     def microbatch(self) -> Microbatch | None:
@@ -108,6 +115,7 @@ class Loop:
     def settle(self) -> None:
         """Let ranks agree on what a `break` has left open; all of them come here together."""
         for model in self._models:
+            model.check_whole()
             model.finish_buffers()
 
     def acts_now(self) -> bool:
@@ -124,8 +132,8 @@ class Loop:
         round_ = self._rounds[loader]
         self._rounds[loader] += 1
         for listener in self._listeners:
-            listener.loop_begins(loader, self.epoch, round_)
-        return self.epoch, round_
+            listener.loop_begins(loader, self._stretch, round_)
+        return self._stretch, round_
 
     def needs_stand_ins(self) -> bool:
         """Whether replicas without a sample take part: where gradients or buffers meet."""

@@ -29,6 +29,7 @@ def gate_optimizer(
         ModelError: if it holds a parameter of no model that the run holds.
     """
     own = _models_of(optimizer, models, index)
+    rates: list[Any] = []
 
     def step(self: Optimizer, closure: Callable[[], float] | None = None) -> Any:
         if closure is not None:
@@ -37,9 +38,12 @@ def gate_optimizer(
                 "gradients that no other replica takes part in",
                 hint="use an optimizer that needs no closure",
             )
-        if loop.microbatch is not None:
-            for model in own:
+        for model in own:
+            if loop.microbatch is not None:
                 model.stepped()
+            else:
+                model.check_gradients()
+        _check_rates(self, loop, rates)
         if not loop.acts_now():
             return None
         for model in models:
@@ -50,6 +54,25 @@ def gate_optimizer(
     act = optimizer.step
     optimizer.step = MethodType(functools.wraps(act)(step), optimizer)  # type: ignore[method-assign]
     return optimizer
+
+
+def _check_rates(optimizer: Optimizer, loop: Loop, rates: list[Any]) -> None:
+    """Refuse learning rates that change between the replicas of one batch.
+
+    Args:
+        optimizer: what is asked to step.
+        loop: where the run stands.
+        rates: those of the batch's first replica; kept here from call to call.
+    """
+    microbatch = loop.microbatch
+    now = [group.get("lr") for group in optimizer.param_groups]
+    if microbatch is None or microbatch.first:
+        rates[:] = now
+    elif now != rates:
+        raise StepError(
+            f"the learning rates of {type(optimizer).__name__} changed within one global batch",
+            hint="pass the scheduler through run.scheduler(…), so that it acts once per batch",
+        )
 
 
 def _models_of(optimizer: Optimizer, models: Sequence[HeldModel], index: int) -> list[HeldModel]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -263,6 +264,8 @@ class Run:
 
     def _make_loader(self, dataset: Any, settings: LoaderSettings) -> Loader:
         session = self._session
+        workers = replace(settings.workers, threads=session.threads)
+        settings = replace(settings, workers=workers)
         source = build(dataset, settings, self.replicas, session.block, session.settings.seed)
         number, self._loaders = self._loaders, self._loaders + 1
         loader = Loader(
@@ -298,7 +301,7 @@ class Run:
         """
         self._backward(loss)
 
-    def clip(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor | None:
+    def clip(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale gradients to a total norm of at most `max_norm`, once per global batch.
 
         Args:
@@ -307,10 +310,11 @@ class Run:
             norm_type: which norm.
 
         Returns:
-            The norm before; `None` on microbatches that are not the last of a global batch.
+            The norm before, a scalar; NaN on microbatches that are not the last of a global batch,
+            where it is not known yet.
         """
         if not self._loop.acts_now():
-            return None
+            return torch.tensor(float("nan"))
         if isinstance(parameters, nn.Module):
             parameters = parameters.parameters()
         if not isinstance(parameters, torch.Tensor):

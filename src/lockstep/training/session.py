@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -206,10 +206,18 @@ class Session:
         self._loaders.add(loader)
         self._record.loader_made(loader, dataset, settings)
 
-    def before_backward(self, microbatch: Microbatch, loss: torch.Tensor) -> None:
+    def after_backward(self) -> None:
+        """Take note that gradients have met."""
+        if self._watch is not None:
+            self._watch.backward_ends()
+
+    def before_backward(
+        self, microbatch: Microbatch, loss: torch.Tensor, models: Sequence[HeldModel]
+    ) -> None:
         """Take note of a loss, and that its gradients are about to meet."""
         if self._watch is not None:
-            self._watch.backward_begins(microbatch)
+            places = [self.models.index(model) for model in models]
+            self._watch.backward_begins(microbatch, places)
         self._backwards = True
         self._record.before_backward(microbatch, loss)
 

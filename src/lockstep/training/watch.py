@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
@@ -42,9 +42,10 @@ class Watch:
         self._fail = fail
         self._loops = 0
         self._step = 0
-        self._updates = 0
-        self._outer: list[tuple[int, int]] = []
-        self._loop = 0
+        self._meetings = 0
+        self._outer: list[tuple[str, int]] = []
+        self._loop = ""
+        self._place = ""
         self._meeting = False
         self._beat = 0
         self._stop = threading.Event()
@@ -53,10 +54,11 @@ class Watch:
 
     def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
         """A loop over a loader begins."""
-        self._outer.append((self._loop, self._updates))
+        self._outer.append((self._loop, self._meetings))
         self._loops += 1
-        self._loop = self._loops
-        self._step = self._updates = 0
+        # Not by count: the main rank alone may loop over a loader for itself.
+        self._loop = f"{loader}.{epoch}.{round_}"
+        self._step = self._meetings = 0
         self._beat += 1
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
@@ -65,22 +67,28 @@ class Watch:
         self._meeting = False
         self._beat += 1
 
-    def backward_begins(self, microbatch: Microbatch) -> None:
-        """A backward pass begins; on the last microbatch of a batch it needs all ranks."""
+    def backward_begins(self, microbatch: Microbatch, models: Sequence[int]) -> None:
+        """A backward pass through `models` begins; on a rank's last microbatch it needs all ranks."""
+        self._place = f"{microbatch.place} {' '.join(map(str, models))}"
         self._meeting = microbatch.last
+        self._beat += 1
+
+    def backward_ends(self) -> None:
+        """The backward pass is over; on a rank's last microbatch all ranks have met in it."""
+        self._meetings += self._meeting
+        self._meeting = False
         self._beat += 1
 
     def step_ends(self, step: int, microbatch: Microbatch) -> None:
         """The parameters have been updated."""
-        self._updates += 1
         self._beat += 1
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
         """A loop over a loader is over."""
         self._meeting = False
         self._beat += 1
-        self._store.set(f"{self._loop}/{self._rank}", f"{step} {self._updates}")
-        self._loop, self._updates = self._outer.pop()
+        self._store.set(f"{self._loop}/{self._rank}", f"{step} {self._meetings}")
+        self._loop, self._meetings = self._outer.pop()
 
     def run_ends(self) -> None:
         """This rank is about to end: it takes part in no further loop."""
@@ -95,19 +103,33 @@ class Watch:
 
     def _compare(self) -> None:
         """This rank waits in a backward pass: does another one never come to it?"""
+        self._thread_store.set(f"at/{self._rank}", self._place)
         for other in self._others:
             left = self._read(f"{self._loop}/{other}")
             ended = self._read(f"end/{other}")
-            if left is not None and left[1] <= self._updates:
+            if left is not None and left[1] <= self._meetings:
                 self._end(
                     f"rank {other} left this loop in batch {left[0]}, "
                     f"rank {self._rank} waits for it in batch {self._step}"
                 )
-            if ended is not None and ended[0] < self._loop:
+            if ended is not None:
                 self._end(
                     f"rank {other} ended after {ended[0]} loops over loaders, "
-                    f"rank {self._rank} waits for it in loop {self._loop}"
+                    f"rank {self._rank} waits for it in loop {self._loops}"
                 )
+            self._compare_models(other)
+
+    def _compare_models(self, other: int) -> None:
+        """Two ranks wait for each other in one place: do they wait for the same gradients?"""
+        if not self._thread_store.check([f"at/{other}"]):
+            return
+        place, _, models = self._thread_store.get(f"at/{other}").decode().partition(" ")
+        own_place, _, own_models = self._place.partition(" ")
+        if place == own_place and models != own_models:
+            self._end(
+                f"rank {self._rank} computes gradients of the run's models {own_models or 'none'}, "
+                f"rank {other} of {models or 'none'} in the same batch (counted from 0)"
+            )
 
     def _read(self, key: str) -> tuple[int, int] | None:
         if not self._thread_store.check([key]):

@@ -188,20 +188,22 @@ def test_a_gan_through_a_process_group(make_run, request, replicas: int) -> None
 
 
 def test_two_updates_in_one_microbatch_are_refused_with_several_replicas(make_run) -> None:
-    with make_run(replicas=4) as run:
+    with (  # noqa: PT012
+        pytest.raises(StepError, match="used after optimizer") as caught,
+        make_run(replicas=4) as run,
+    ):
         g, d = map(run.model, gan())
         of_g = run.optimizer(torch.optim.SGD(g.parameters(), lr=0.1))
         of_d = run.optimizer(torch.optim.SGD(d.parameters(), lr=0.1))
-        with pytest.raises(StepError, match="used after optimizer") as caught:  # noqa: PT012
-            for x, _ in run.loader(Noisy(), batch_size=BATCH):
-                with torch.no_grad():
-                    fake = g(torch.randn(len(x), 2))
-                run.backward(F.softplus(d(fake)).mean() + F.softplus(-d(x)).mean())
-                of_d.step()
-                of_d.zero_grad()
-                run.backward(F.softplus(-d(g(torch.randn(len(x), 2)))).mean())
-                of_g.step()
-        assert "run.batches" in caught.value.hint
+        for x, _ in run.loader(Noisy(), batch_size=BATCH):
+            with torch.no_grad():
+                fake = g(torch.randn(len(x), 2))
+            run.backward(F.softplus(d(fake)).mean() + F.softplus(-d(x)).mean())
+            of_d.step()
+            of_d.zero_grad()
+            run.backward(F.softplus(-d(g(torch.randn(len(x), 2)))).mean())
+            of_g.step()
+    assert "run.batches" in caught.value.hint
 
 
 def test_an_evaluation_inside_a_training_loop(make_run) -> None:
@@ -302,13 +304,12 @@ def test_losses_that_are_none(make_run) -> None:
 
 
 def test_two_backward_passes_of_one_model(make_run) -> None:
-    with make_run(replicas=2) as run:
+    twice = pytest.raises(StepError, match="called twice for Linear")
+    with twice, make_run(replicas=2) as run:
         model = run.model(nn.Linear(6, 1))
         for x, _ in run.loader(Noisy(), batch_size=BATCH):
             run.backward(model(x).mean())
-            with pytest.raises(StepError, match="called twice for Linear"):
-                run.backward(model(x).mean())
-            break
+            run.backward(model(x).mean())
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
