@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from lockstep.data.microbatch import Microbatch
 from lockstep.errors import StepError
 from lockstep.layout.tree import total
 from lockstep.training.loop import Loop
+from lockstep.training.wire import gather_bytes, pack, unpack
 
 #: What a metric may be computed from, one per microbatch.
 Item = torch.Tensor | float | int | bool
@@ -64,9 +66,8 @@ class Metrics:
         """A rank without any microbatch takes part all the same, with zeros."""
         if self._group is None:
             return sums or {"": [0] * self._replicas}
-        names: list[Any] = [None] * dist.get_world_size(self._group)
         kinds = {name: any(isinstance(v, float) for v in values) for name, values in sums.items()}
-        dist.all_gather_object(names, kinds, group=self._group)
+        names = [json.loads(part) for part in gather_bytes(json.dumps(kinds).encode(), self._group)]
         agreed: dict[str, list[Number]] = {}
         for name in dict.fromkeys(name for kinds in names for name in kinds):
             values = sums.get(name, [0] * self._replicas)
@@ -106,9 +107,8 @@ class Metrics:
     def _all(self, own: Any) -> list[Any]:
         if self._group is None:
             return [own]
-        parts: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(parts, own, group=self._group)
-        return parts
+        parts = gather_bytes(pack(own or ()), self._group)
+        return [tuple(tensors) if (tensors := unpack(part)) else None for part in parts]
 
 
 def _summed(value: Item, microbatch: Microbatch, *, mean: bool) -> Number:
