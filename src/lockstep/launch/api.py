@@ -19,6 +19,7 @@ from lockstep.launch.spec import LaunchSpec
 from lockstep.launch.supervise import private_directory, say, supervise
 from lockstep.launch.target import check_script
 from lockstep.record import directory
+from lockstep.world.cores import usable_cores
 
 __all__ = ["launch", "run", "show_plan"]
 
@@ -76,7 +77,7 @@ def _prepare(spec: LaunchSpec) -> LaunchSpec:
 @contextlib.contextmanager
 def _threads_shared(spec: LaunchSpec) -> Iterator[None]:
     """Let numpy and torch read the workers' `OMP_NUM_THREADS` while they are imported."""
-    cores = machine.usable_cores()
+    cores = usable_cores()
     n = cores if spec.n == "cpu" else spec.n
     threads = share_of_threads(spec, os.environ, cores, n) if isinstance(n, int) else None
     before = os.environ.get("OMP_NUM_THREADS")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from dataclasses import dataclass
+
+from lockstep.world.cores import usable_cores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,11 +21,6 @@ class Machine:
     cores: int
     gpus: int = 0
     loopback: str | None = "lo"
-
-
-def usable_cores() -> int:
-    """Return how many processors this process may run on, as its affinity says."""
-    return len(os.sched_getaffinity(0))
 
 
 def look() -> Machine:

@@ -7,6 +7,7 @@ import os
 import torch
 
 from lockstep.errors import DeviceError
+from lockstep.world.cores import usable_cores
 from lockstep.world.model import World
 
 CHOICES = ("auto", "cpu", "gpu")
@@ -34,11 +35,6 @@ def choose_device(wanted: str, world: World) -> torch.device:
             hint="start fewer ranks, or --devices cpu",
         )
     return torch.device("cpu")
-
-
-def usable_cores() -> int:
-    """Return how many cores this process may run on."""
-    return len(os.sched_getaffinity(0))
 
 
 def default_threads(replicas: int) -> int:
