@@ -19,7 +19,7 @@ import pytest
 _GRACE = 2.0
 #: Processes of the standard library that live as long as the interpreter that first needs them.
 _PERMANENT = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
-#: Variables that are nobody's leak: pytest sets one in every test, torch one when it is first compiled with.
+#: Variables that are nobody's leak: pytest sets one in every test, torch one when dynamo is imported.
 _OTHERS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
 
 
