@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -241,3 +244,38 @@ def test_an_exception_between_forward_and_backward(lockstep: Lockstep, replicas:
     code, verdict = run(lockstep, "after forward", R=replicas)
     assert code == 1
     assert "ValueError: broken after forward" in verdict
+
+
+@pytest.fixture
+def little_memory() -> Iterator[Path]:
+    """A control group that may use 1.5 GB; whoever joins it and takes more is killed by the kernel."""
+    if os.geteuid() != 0:
+        pytest.skip("making a control group needs root")
+    lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    own = [path for _, controllers, path in lines if controllers == "memory"]
+    group = Path(
+        f"/sys/fs/cgroup/memory{own[0]}/lockstep-test-{os.getpid()}" if own else "/nowhere"
+    )
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(1500 << 20))
+    except OSError as error:
+        pytest.skip(f"this machine gives no control group for memory: {error}")
+    yield group
+    for _ in range(50):  # the last process may still be on its way out
+        with contextlib.suppress(OSError):
+            group.rmdir()
+            return
+        time.sleep(0.1)
+
+
+def test_a_rank_that_is_out_of_memory(lockstep: Lockstep, little_memory: Path) -> None:
+    greedy = "taken = [bytearray(50 << 20) for _ in range(100)]"
+    lockstep.script(SCRIPT.replace("os.kill(os.getpid(), signal.SIGKILL)", greedy))
+    join = f"echo $$ > {little_memory}/cgroup.procs; exec {sys.executable} -m lockstep run -n 2 train.py"
+    shell = f"import os; os.execv('/bin/sh', ['sh', '-c', {join!r}])"
+    done = lockstep.python("-c", shell, env={"FAULT": "kill"})
+    verdict = _verdict(done.err)
+    assert done.code == 1
+    assert "rank 1 of 2 failed" in verdict
+    assert "killed by signal 9 (SIGKILL): out of memory, says the kernel" in verdict
