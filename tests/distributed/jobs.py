@@ -404,3 +404,24 @@ def look_like_the_module() -> tuple[Any, ...]:
             model[0].out_features,
             model.note,
         )
+
+
+class Alternating(nn.Module):
+    """Uses a branch on one sample only, whose replica wanders from batch to batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.branch = nn.Linear(3, 4), nn.Linear(3, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.always(x)
+        return y + self.branch(x) if (x[:, 0] > 1).any() else y
+
+
+def train_alternating() -> str:
+    """A parameter that now this rank alone uses, now another one, now none; with weight decay."""
+    with quiet_run() as run:
+        model = run.model(Alternating())
+        optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), lr=0.05))
+        fit(run, model, run.loader(classes(160, (3,)), batch_size=4, shuffle=True), optimizer)
+        return run.digest()

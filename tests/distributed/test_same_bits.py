@@ -17,6 +17,7 @@ pytestmark = pytest.mark.ranks(4)
     [
         (jobs.train_conv, ({}, {})),
         (jobs.train_routed, ()),
+        (jobs.train_alternating, ()),
         (jobs.train_gan, ()),
         (jobs.train_adamw, ()),
         (jobs.train_adamw, ("bf16",)),

@@ -94,6 +94,8 @@ class ReplicatedModel(HeldModel):
         if not microbatch.last:
             return
         self._place = microbatch.place
+        self._unused = set()  # of this batch nothing is known yet
+        self._used_anywhere = None
         # Hooks of several models would wait for other ranks in an order that depends on the data.
         self._late = None if alone else []
         if not self._is_static:
@@ -137,7 +139,6 @@ class ReplicatedModel(HeldModel):
         for place in self._unused:
             if not used[place]:
                 self.parameters[place].grad = None
-        self._used_anywhere = None
 
     def _reduce(self, bucket: dist.GradBucket) -> Sum:
         """The communication hook: start to sum a bucket, or keep it for later."""
