@@ -4,6 +4,7 @@ LockstepError
 ├── UsageError                 exit 2   a flag, an argument or a layout that cannot work
 │   ├── ScriptNotFoundError             the script to run is not there
 │   ├── WorldError                      the environment contradicts itself
+│   │   └── UnreachableError            a node or rank that no packet reaches
 │   └── DeviceError                     a device that this machine does not have
 ├── CheckFailedError           exit 3   a check ran, and did not hold
 └── RunError                   exit 1   a run started and cannot go on
@@ -54,6 +55,10 @@ class ScriptNotFoundError(UsageError):
 
 class WorldError(UsageError):
     """The environment variables that should say who this process is contradict each other."""
+
+
+class UnreachableError(WorldError):
+    """A node or a rank that another one cannot reach over the network."""
 
 
 class DeviceError(UsageError):

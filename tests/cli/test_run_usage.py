@@ -21,7 +21,11 @@ import pytest
         (["-n", "3", "--replicas", "2"], "3 ranks for 2 replica(s)"),
         (["--replicas", "0"], "--replicas is 0; expected at least 1"),
         (["--threads", "0"], "--threads is 0; expected at least 1"),
-        (["--devices", "tpu"], "invalid choice: 'tpu'"),
+        (["--devices", "tpu"], "--devices is 'tpu'; expected auto, cpu, gpu, or a list"),
+        (["--devices", "0,,1"], "--devices is '0,,1'; '' is no id; expected auto"),
+        (["--devices", "0-3"], "--devices is '0-3'; expected auto"),
+        (["-n", "cpu", "--devices", "0,1"], "-n cpu and --devices 0,1 contradict each other"),
+        (["--bind", "tight"], "invalid choice: 'tight'"),
     ],
 )
 def test_flags_that_cannot_work(lockstep, words, said):

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from lockstep.cli import run, verify
+from lockstep.cli import run, submit, verify
 from lockstep.errors import LockstepError
 from lockstep.version import __version__
 
@@ -45,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"lockstep {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     run.add_parser(subparsers)
+    submit.add_parser(subparsers)
     verify.add_parser(subparsers)
     return parser
 

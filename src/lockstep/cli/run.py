@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lockstep.launch.nodes import Nodes
     from lockstep.launch.spec import LaunchSpec
 
 _EPILOG = """\
@@ -25,6 +26,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         allow_abbrev=False,
     )
     _add_layout(parser)
+    _add_nodes(parser)
     _add_start(parser)
     _add_records(parser)
     parser.add_argument("target", metavar="SCRIPT", help="the script to run, or with -m a module")
@@ -52,16 +54,33 @@ def read(options: argparse.Namespace) -> LaunchSpec:
         target=options.target,
         kind="module" if options.module else "script",
         args=tuple(options.args),
-        n=parse_ranks(options.n),
+        n=None if options.n is None else parse_ranks(options.n),
         start=options.start,
         devices=options.devices,
         replicas=options.replicas,
         threads=options.threads,
+        bind=options.bind,
         run_dir=options.run_dir,
         fresh=options.fresh,
         tee=options.tee,
         stop_on_nan=options.stop_on_nan,
         local_rank_option=options.local_rank_option,
+        nodes=_nodes(options),
+    )
+
+
+def _nodes(options: argparse.Namespace) -> Nodes:
+    from lockstep.launch.nodes import Nodes, parse_count
+
+    return Nodes(
+        count=None if options.nnodes is None else parse_count(options.nnodes),
+        rank=options.node_rank,
+        main_address=options.master_addr,
+        main_port=options.master_port,
+        endpoint=options.rdzv_endpoint,
+        id=options.rdzv_id,
+        interface=options.interface,
+        join_timeout=options.join_timeout,
     )
 
 
@@ -69,13 +88,53 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("layout")
     group.add_argument(
         "-n",
-        default="1",
         metavar="N",
-        help="ranks: a number, cpu (cores), gpu, or auto (default: 1)",
+        help="ranks: a number, cpu (cores), gpu, or auto (default: 1, or as many as --devices names)",
     )
     group.add_argument("--replicas", type=int, metavar="R", help="replicas of the run, at least N")
-    group.add_argument("--devices", choices=("auto", "cpu", "gpu"), help="what ranks compute on")
+    group.add_argument(
+        "--devices",
+        metavar="D",
+        help="what ranks compute on: auto, cpu, gpu, or a list such as 2,3 or GPU-8f5c1a2b,MIG-…",
+    )
     group.add_argument("--threads", type=int, metavar="T", help="intra-op threads of each rank")
+    group.add_argument(
+        "--bind",
+        choices=("none", "cores"),
+        help="whether each rank keeps to cores of its own (default: none)",
+    )
+
+
+def _add_nodes(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "several nodes",
+        "Under Slurm and mpiexec the launchers find each other without these flags.",
+    )
+    group.add_argument(
+        "--nnodes", metavar="NODES", help="number of nodes, each with such a launcher"
+    )
+    group.add_argument("--node-rank", type=int, metavar="K", help="number of this node, from 0")
+    group.add_argument("--master-addr", metavar="HOST", help="host or address of node 0")
+    group.add_argument(
+        "--master-port", type=int, metavar="PORT", help="its port (default: one they agree on)"
+    )
+    group.add_argument(
+        "--rdzv-endpoint",
+        metavar="PLACE",
+        help="HOST[:PORT] or file:///DIRECTORY where nodes without numbers meet",
+    )
+    group.add_argument(
+        "--rdzv-id", metavar="ID", help="tells launches that meet at one place apart"
+    )
+    group.add_argument(
+        "--interface", metavar="NAME", help="network interface (default: one that all others reach)"
+    )
+    group.add_argument(
+        "--join-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="how long nodes may take to come (default: 300)",
+    )
 
 
 def _add_start(parser: argparse.ArgumentParser) -> None:
@@ -93,7 +152,8 @@ def _add_start(parser: argparse.ArgumentParser) -> None:
         dest="local_rank_option",
         action="store_const",
         const="--local-rank",
-        help="give old scripts the option --local-rank=K",
+        default="auto",
+        help="give each rank the option --local-rank=K; scripts that declare it get it without this flag",
     )
     group.add_argument(
         "--legacy-local_rank",
@@ -101,6 +161,13 @@ def _add_start(parser: argparse.ArgumentParser) -> None:
         action="store_const",
         const="--local_rank",
         help="the same for scripts that spell it --local_rank=K",
+    )
+    group.add_argument(
+        "--no-local-rank",
+        dest="local_rank_option",
+        action="store_const",
+        const="none",
+        help="give no rank such an option, even where the script declares it",
     )
     group.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
 

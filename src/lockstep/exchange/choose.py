@@ -10,20 +10,22 @@ from torch import nn
 
 from lockstep.errors import ExactnessError, UsageError
 from lockstep.exchange.base import Exchange, Forest
+from lockstep.exchange.mpi import check_usable, make_mpi
 from lockstep.exchange.native import NativeExchange
 from lockstep.exchange.shared_memory import SharedMemoryExchange
-from lockstep.exchange.tree import TreeExchange
+from lockstep.exchange.tree import GroupWire, TreeExchange
 
 _NOTES = 256  # bytes
 
-NAMES = ("auto", "native", "tree", "shared-memory")
+NAMES = ("auto", "native", "tree", "shared-memory", "mpi")
 
 
 def choose_name(wanted: str, forest: Forest, *, one_host: bool, device: str, exact: bool) -> str:
     """Return the name of the exchange to use; `auto` is the fastest exact one.
 
     Raises:
-        UsageError: for a name that is none, or an exchange that cannot work here.
+        UsageError: for an exchange that cannot work here.
+        WorldError: for `mpi` where MPI is not there, or counts other processes than the run.
         ExactnessError: for one whose sums depend on the layout, with `exact`.
     """
     shares_memory = one_host and device == "cpu"
@@ -37,6 +39,8 @@ def choose_name(wanted: str, forest: Forest, *, one_host: bool, device: str, exa
             "expected ranks on the CPUs of one host",
             hint="exchange='tree' works everywhere",
         )
+    if wanted == "mpi":
+        check_usable(forest, device)
     if wanted == "native" and exact and not NativeExchange.is_exact(forest):
         raise ExactnessError(
             f"exchange=native with {forest.size} ranks sums in an order of its own; "
@@ -59,7 +63,9 @@ def make(
     if name == "native":
         return NativeExchange(group, forest)
     if name == "tree":
-        return TreeExchange(group, forest)
+        return TreeExchange(GroupWire(group), forest)
+    if name == "mpi":
+        return make_mpi(forest, parameters)
     # Behind the last bucket the strategy writes notes: an element per parameter, and a few more.
     capacity = sum(_bytes(parameter) + parameter.element_size() for parameter in parameters)
     capacity += _NOTES

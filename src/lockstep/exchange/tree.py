@@ -1,8 +1,10 @@
-"""The sum in tree order over any process group: shares out, sums in order, shares back."""
+"""The sum in tree order over any wire: shares out, sums in order, shares back."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -10,11 +12,65 @@ import torch.distributed as dist
 from lockstep.exchange.base import Forest, Sum
 
 
+class Work(Protocol):
+    """A collective on its way."""
+
+    def wait(self) -> object:
+        """Wait until it is complete."""
+
+
+class Wire(Protocol):
+    """What moves tensors between ranks, and changes no bit of them. All ranks call alike."""
+
+    def scatter(
+        self, outgoing: torch.Tensor, received: torch.Tensor, shares: Sequence[int]
+    ) -> Work:
+        """Begin to give each rank its part of `outgoing`, and to receive one's own of all ranks.
+
+        Args:
+            outgoing: flat; as many elements for each rank, in rank order.
+            received: flat; what the ranks send, in rank order.
+            shares: how many elements each rank sends.
+        """
+
+    def gather(self, part: torch.Tensor, total: torch.Tensor) -> Work:
+        """Begin to write the `part` of every rank to `total`, in rank order."""
+
+
+class GroupWire:
+    """A process group: Gloo, NCCL or another."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def scatter(
+        self, outgoing: torch.Tensor, received: torch.Tensor, shares: Sequence[int]
+    ) -> Work:
+        """Begin an all-to-all."""
+        size = len(shares)
+        work: dist.Work | None = dist.all_to_all_single(
+            received,
+            outgoing,
+            output_split_sizes=list(shares),
+            input_split_sizes=[outgoing.numel() // size] * size,
+            group=self._group,
+            async_op=True,
+        )
+        assert work is not None
+        return work
+
+    def gather(self, part: torch.Tensor, total: torch.Tensor) -> Work:
+        """Begin an all-gather."""
+        work: dist.Work | None = _all_gather(total, part, group=self._group, async_op=True)
+        assert work is not None
+        return work
+
+
 @dataclass(slots=True)
 class _Pending:
     """A bucket whose nodes are on their way to the ranks that sum them."""
 
-    work: dist.Work
+    work: Work
     received: torch.Tensor
     future: Sum
     numel: int
@@ -24,7 +80,7 @@ class _Pending:
 class _Gathering:
     """A bucket whose sums are on their way back."""
 
-    work: dist.Work
+    work: Work
     total: torch.Tensor
     future: Sum
     numel: int
@@ -35,13 +91,18 @@ class TreeExchange:
 
     As much goes over the wire as in a ring all-reduce when every rank has one node. Collectives of
     neighbouring buckets overlap; their order is the same on all ranks.
+
+    Args:
+        wire: what the shares go over.
+        forest: the ranks' nodes.
+        name: what the exchange is called.
     """
 
-    name = "tree"
     exact = True
 
-    def __init__(self, group: dist.ProcessGroup, forest: Forest) -> None:
-        self._group = group
+    def __init__(self, wire: Wire, forest: Forest, name: str = "tree") -> None:
+        self.name = name
+        self._wire = wire
         self._forest = forest
         self._pending: _Pending | None = None
         self._gathering: list[_Gathering] = []
@@ -72,15 +133,8 @@ class TreeExchange:
         # One block per receiver: its share of each of this rank's nodes.
         outgoing = memory.transpose(0, 1).contiguous().view(-1)
         received = outgoing.new_empty(sum(self._forest.counts) * share)
-        work = dist.all_to_all_single(
-            received,
-            outgoing,
-            output_split_sizes=[count * share for count in self._forest.counts],
-            input_split_sizes=[own * share] * size,
-            group=self._group,
-            async_op=True,
-        )
-        assert work is not None
+        shares = [count * share for count in self._forest.counts]
+        work = self._wire.scatter(outgoing, received, shares)
         return _Pending(work, received.view(-1, share), future, numel)
 
     def _sum_pending(self) -> None:
@@ -90,8 +144,7 @@ class TreeExchange:
         pending.work.wait()
         part = self._forest.sum_in_place(list(pending.received))
         total = part.new_empty(part.numel() * self._forest.size)
-        work = _all_gather(total, part, group=self._group, async_op=True)
-        assert work is not None
+        work = self._wire.gather(part, total)
         self._gathering.append(_Gathering(work, total, pending.future, pending.numel))
 
     def _finish(self) -> None:
@@ -101,7 +154,7 @@ class TreeExchange:
             item.future.set_result(item.total[: item.numel])
 
     def close(self) -> None:
-        """Give back nothing: the group belongs to the run."""
+        """Give back nothing: the wire belongs to the run."""
 
 
 #: torch 2.13 has renamed it, and warns about the name that torch 2.11 has.

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import (
+    DEFAULT_ROLE,
     RunResult,
     SimpleElasticAgent,
     WorkerGroup,
@@ -18,12 +19,13 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.events.api import Event, EventSource
 
 from lockstep.launch import failure
-from lockstep.launch.failure import Failure
+from lockstep.launch.failure import Failure, Verdict
 from lockstep.launch.forkserver import Exit, ForkServer, Request
-from lockstep.launch.interrupts import Interrupts
+from lockstep.launch.interrupts import Interrupted, Interrupts
+from lockstep.launch.neighbours import Neighbours, Told
 from lockstep.launch.output import Output
 from lockstep.launch.plan import Meeting, Plan, WorkerPlan
-from lockstep.launch.rendezvous import LoopbackRendezvous
+from lockstep.launch.rendezvous import Rendezvous
 
 #: Seconds between two looks at the workers.
 _INTERVAL = 0.02
@@ -35,6 +37,7 @@ _SETTLE_CONSEQUENCE = 1.5
 _GRACE = 5.0
 
 Planner = Callable[[Meeting], Plan]
+Judge = Callable[[list[Failure]], Verdict]
 
 
 class Agent(SimpleElasticAgent):
@@ -42,8 +45,8 @@ class Agent(SimpleElasticAgent):
 
     Args:
         planner: gives the plan of a generation, once it is known where its workers meet.
-        size: number of workers on this node.
-        run_id: name of the launch.
+        judge: gives the verdict over failures.
+        rendezvous: where the launchers meet.
         server: makes the workers.
         output: takes their output.
         interrupts: signals that the launcher received.
@@ -53,19 +56,19 @@ class Agent(SimpleElasticAgent):
     def __init__(
         self,
         planner: Planner,
+        judge: Judge,
+        rendezvous: Rendezvous,
         *,
-        size: int,
-        run_id: str,
         server: ForkServer,
         output: Output,
         interrupts: Interrupts,
         deadline: float | None = None,
     ) -> None:
-        rendezvous = LoopbackRendezvous(run_id)
+        roster = rendezvous.roster
         super().__init__(
             WorkerSpec(
                 role="default",
-                local_world_size=size,
+                local_world_size=roster.ranks[roster.index],
                 rdzv_handler=rendezvous,
                 entrypoint="lockstep",
                 max_restarts=0,
@@ -74,7 +77,9 @@ class Agent(SimpleElasticAgent):
             exit_barrier_timeout=30,
         )
         self._planner = planner
-        self._rendezvous_handler = rendezvous
+        self._judge = judge
+        self._meeting_place = rendezvous
+        self._neighbours: Neighbours | None = None
         self._server = server
         self._output = output
         self._interrupts = interrupts
@@ -82,14 +87,17 @@ class Agent(SimpleElasticAgent):
         self.plan: Plan | None = None
         self._started: set[int] = set()
         self._exits: dict[int, Exit] = {}
-        self.failures: list[Failure] = []
+        #: What is said of the launch, if it failed.
+        self.verdict: Verdict | None = None
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._interrupts.check()
         self._exits.clear()
         self._started.clear()
+        if self._meeting_place.roster.count > 1:
+            self._neighbours = Neighbours(self._meeting_place.store, self._meeting_place.roster)
         self.plan = self._planner(self._meeting(worker_group))
-        return {worker.local_rank: self._start(worker) for worker in self._workers}
+        return {index: self._start(worker) for index, worker in enumerate(self._workers)}
 
     @property
     def _workers(self) -> tuple[WorkerPlan, ...]:
@@ -97,13 +105,11 @@ class Agent(SimpleElasticAgent):
 
     def _meeting(self, group: WorkerGroup) -> Meeting:
         restarts = group.spec.max_restarts
-        return Meeting(
-            address=_known(group.master_addr),
+        return Meeting.of(
+            self._meeting_place.roster,
             port=_known(group.master_port),
             generation=restarts - self._remaining_restarts,
             max_restarts=restarts,
-            node_rank=_known(group.group_rank),
-            node_count=_known(group.group_world_size),
             run_id=group.spec.rdzv_handler.get_run_id(),
         )
 
@@ -125,12 +131,64 @@ class Agent(SimpleElasticAgent):
         self._look()
         if any(left.code != 0 for left in self._exits.values()):
             self._settle()
-            self.failures = failure.collect(self._workers, self._exits)
+            self.verdict = self._agree(failure.collect(self._workers, self._exits))
+            return RunResult(state=WorkerState.FAILED)
+        if self._neighbours is not None and self._neighbours.problem is not None:
+            self.verdict = self._neighbours.problem
             return RunResult(state=WorkerState.FAILED)
         if not self._running():
             done = {worker.rank: None for worker in self._workers}
             return RunResult(state=WorkerState.SUCCEEDED, return_values=done)
         return RunResult(state=WorkerState.HEALTHY)
+
+    def _agree(self, failures: list[Failure]) -> Verdict:
+        """Return the verdict over this launcher's failures, or another's that explains them."""
+        own, cause = self._judge(failures), failure.first(failures)
+        if self._neighbours is None:
+            return own
+        self._neighbours.fail(Told(verdict=own, consequence=cause.consequence, time=cause.time))
+        return self._await_verdict() or own
+
+    def _await_verdict(self) -> Verdict | None:
+        neighbours = self._neighbours
+        assert neighbours is not None
+        while neighbours.problem is None and not neighbours.all_done:
+            if self._interrupts.impatient:
+                return None
+            time.sleep(_INTERVAL)
+        return neighbours.problem
+
+    def _exit_barrier(self) -> None:
+        """Wait until all launchers are done: one of them hosts the store that the others' workers use."""
+        if self._neighbours is None:
+            return
+        self._neighbours.done()
+        while not self._neighbours.all_done:
+            self._interrupts.check()
+            if self._neighbours.problem is not None:
+                self.verdict = self._neighbours.problem
+                return
+            time.sleep(_INTERVAL)
+
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """Run the workers to their end; tell the other launchers how it went."""
+        try:
+            return super().run(role)
+        except Interrupted as stop:
+            self._tell_interrupted(stop)
+            raise
+        finally:
+            if self._neighbours is not None:
+                self._neighbours.close()
+
+    def _tell_interrupted(self, stop: Interrupted) -> None:
+        if self._neighbours is None:
+            return
+        where = self._meeting_place.roster.names[self._meeting_place.roster.index]
+        text = f"lockstep: stopped by {stop.signum.name} on {where}"
+        verdict = Verdict(text=text, exit_code=128 + stop.signum, rank=-1, traceback=None)
+        self._neighbours.fail(Told(verdict=verdict, consequence=False, time=time.time()))
+        self._await_verdict()
 
     def _running(self) -> bool:
         return len(self._exits) < len(self._started)

@@ -9,16 +9,16 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep.launch import dry_run, machine, worker
+from lockstep.launch import dry_run, machine, old_scripts, worker
 from lockstep.launch.failure import short
 from lockstep.launch.functions import launch
 from lockstep.launch.interrupts import Interrupted, listening
+from lockstep.launch.placement import asked, ranks_without_looking
 from lockstep.launch.plan import make_plan, share_of_threads
 from lockstep.launch.preload import preload
 from lockstep.launch.spec import LaunchSpec
-from lockstep.launch.supervise import private_directory, say, supervise
+from lockstep.launch.supervise import RunPlace, private_directory, say, supervise
 from lockstep.launch.target import check_script
-from lockstep.record import directory
 from lockstep.world.cores import usable_cores
 
 __all__ = ["launch", "run", "show_plan"]
@@ -34,17 +34,21 @@ def run(spec: LaunchSpec) -> int:
     """
     if spec.kind == "script":
         check_script(spec.target)
+    spec = _adapt(spec)
     with listening() as interrupts:
         spec = _prepare(spec)
-        here = machine.look()
+        here = machine.look(gpus=asked(spec, os.environ) != "cpu")
         # The whole plan is checked before a directory appears for a launch that cannot be.
-        make_plan(spec, here, os.environ, run_dir=Path(), error_dir=Path())
-        run_dir = directory.create(spec.run_dir, spec.name)
+        plan = make_plan(spec, here, os.environ, run_dir=Path(), error_dir=Path())
+        if plan.size > 1:
+            _warn(spec)
+        place = RunPlace(spec.run_dir, spec.name)
         try:
             with private_directory() as private:
-                verdict = supervise(spec, here, worker.job(spec), run_dir, private, interrupts)
+                verdict = supervise(spec, here, worker.job(spec), place.make, private, interrupts)
         except Interrupted as stop:
-            say(f"lockstep: stopped by {stop.signum.name}; logs: {short(run_dir / 'logs')}")
+            logs = f"; logs: {short(place.path / 'logs')}" if place.path else ""
+            say(f"lockstep: stopped by {stop.signum.name}{logs}")
             return 128 + stop.signum
     if verdict is None:
         return 0
@@ -56,10 +60,26 @@ def show_plan(spec: LaunchSpec) -> int:
     """Print what `run` would start, and start nothing."""
     if spec.kind == "script":
         check_script(spec.target)
+    spec = _adapt(spec)
     run_dir = (spec.run_dir or Path("runs") / spec.name / "TIME").absolute()
     private = Path(tempfile.gettempdir()) / "lockstep-PRIVATE"
-    dry_run.show(make_plan(spec, machine.look(), os.environ, run_dir=run_dir, error_dir=private))
+    here = machine.look(gpus=asked(spec, os.environ) != "cpu")
+    dry_run.show(make_plan(spec, here, os.environ, run_dir=run_dir, error_dir=private))
     return 0
+
+
+def _adapt(spec: LaunchSpec) -> LaunchSpec:
+    """Return `spec` as its script needs it, having told the user."""
+    spec, note = old_scripts.adapt(spec)
+    if note is not None:
+        say(note)
+    return spec
+
+
+def _warn(spec: LaunchSpec) -> None:
+    warning = old_scripts.warning(spec)
+    if warning is not None:
+        say(warning)
 
 
 def _prepare(spec: LaunchSpec) -> LaunchSpec:
@@ -78,8 +98,8 @@ def _prepare(spec: LaunchSpec) -> LaunchSpec:
 def _threads_shared(spec: LaunchSpec) -> Iterator[None]:
     """Let numpy and torch read the workers' `OMP_NUM_THREADS` while they are imported."""
     cores = usable_cores()
-    n = cores if spec.n == "cpu" else spec.n
-    threads = share_of_threads(spec, os.environ, cores, n) if isinstance(n, int) else None
+    n = ranks_without_looking(spec, os.environ, cores)
+    threads = None if n is None else share_of_threads(spec, os.environ, cores, n)
     before = os.environ.get("OMP_NUM_THREADS")
     if threads is None:
         yield

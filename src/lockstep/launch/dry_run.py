@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
-from lockstep.launch.plan import Plan
+from lockstep.launch.plan import Plan, WorkerPlan
 
 
 def show(plan: Plan) -> None:
@@ -26,12 +26,26 @@ def lines(plan: Plan) -> list[str]:
         own = {name: value for name, value in worker.env.items() if name not in shared}
         result += [
             "",
-            f"rank {worker.rank} on {worker.device}",
+            f"rank {worker.rank} on {placed(worker)}",
             f"  command: {shlex.join(worker.command)}",
         ]
         result += [f"  log: {worker.log}"]
         result += [f"  {line}" for line in _assignments(own)]
     return result
+
+
+def placed(worker: WorkerPlan) -> str:
+    """Return what a rank computes on: what it calls its device, and which GPU that is."""
+    return worker.device if worker.gpu is None else f"{worker.device} = {worker.gpu}"
+
+
+def placement(plan: Plan) -> list[str]:
+    """Return a line for each rank whose GPU is known."""
+    return [
+        f"lockstep: rank {worker.rank}: {placed(worker)}"
+        for worker in plan.workers
+        if worker.gpu is not None
+    ]
 
 
 def _shared(plan: Plan) -> dict[str, str]:
@@ -44,7 +58,14 @@ def _shared(plan: Plan) -> dict[str, str]:
 
 
 #: Variables that belong to one rank, even where there is only one.
-_OWN = ("RANK", "LOCAL_RANK", "ROLE_RANK", "TORCHELASTIC_ERROR_FILE")
+_OWN = (
+    "RANK",
+    "LOCAL_RANK",
+    "ROLE_RANK",
+    "TORCHELASTIC_ERROR_FILE",
+    "LOCKSTEP_DEVICE",
+    "LOCKSTEP_PROCESSORS",
+)
 
 
 def _assignments(variables: Mapping[str, str]) -> list[str]:

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 from lockstep.errors import RunError
 from lockstep.launch import processes
+from lockstep.launch.binding import PROCESSORS
 
 #: Upper bound of one message; environment additions and a few numbers.
 _MESSAGE = 1 << 17
@@ -216,6 +217,7 @@ class _Server:
     def _become_worker(self, request: Request, streams: list[int], server: int) -> NoReturn:
         try:
             processes.make_clean(server, streams)
+            processes.bind(request.env.get(PROCESSORS))
             self._connection.close()
             for descriptor in self._own:
                 os.close(descriptor)

@@ -24,10 +24,10 @@ from lockstep.errors import RunError, UsageError
 from lockstep.launch import forksafety, machine, processes, worker
 from lockstep.launch.forkserver import Job, Request
 from lockstep.launch.interrupts import Interrupted, listening
+from lockstep.launch.placement import asked
 from lockstep.launch.plan import interpreter, make_plan
-from lockstep.launch.spec import Devices, LaunchSpec, Ranks, StartMethod
-from lockstep.launch.supervise import private_directory, say, supervise
-from lockstep.record import directory
+from lockstep.launch.spec import LaunchSpec, Ranks, StartMethod
+from lockstep.launch.supervise import RunPlace, private_directory, say, supervise
 from lockstep.world import detect
 
 #: What `multiprocessing` tells a fresh interpreter that ours needs too: paths and the main module.
@@ -48,7 +48,7 @@ def launch(
     args: Sequence[Any] = (),
     replicas: int | None = None,
     start: Literal["auto", "fork", "spawn"] = "auto",
-    devices: Devices = "auto",
+    devices: str = "auto",
     run_dir: str | os.PathLike[str] | None = None,
     timeout: float | None = None,
 ) -> list[Any]:
@@ -63,7 +63,7 @@ def launch(
         args: its arguments, the same on every rank.
         replicas: replicas of the run; the script's or as many as ranks by default.
         start: how workers come to life.
-        devices: what ranks compute on.
+        devices: what ranks compute on: `auto`, `cpu`, `gpu`, or a list with one GPU for each rank.
         run_dir: where logs and records go; a new directory in `runs/` by default.
         timeout: seconds after which the launch is stopped.
 
@@ -94,18 +94,18 @@ def run_spawned(payload: Path) -> int:
 
 def _run(spec: LaunchSpec, job: Job, private: Path, name: str, timeout: float | None) -> int:
     """Run `spec` to its end; return the number of ranks."""
-    here = machine.look()
+    here = machine.look(gpus=asked(spec, os.environ) != "cpu")
     plan = make_plan(spec, here, os.environ, run_dir=Path(), error_dir=Path())
-    run_dir = directory.create(spec.run_dir, name)
+    place = RunPlace(spec.run_dir, name)
     deadline = None if timeout is None else time.monotonic() + timeout
     try:
         with listening() as interrupts:
-            verdict = supervise(spec, here, job, run_dir, private, interrupts, deadline)
+            verdict = supervise(spec, here, job, place.make, private, interrupts, deadline)
     except Interrupted as stop:
         _pass_on(stop.signum)
     except TimeoutError:
         raise RunError(
-            f"{name} on {plan.size} rank(s) did not end within {timeout} s; logs: {run_dir / 'logs'}",
+            f"{name} on {plan.size} rank(s) did not end within {timeout} s; logs: {place.path}/logs",
             hint="a rank may wait for a collective that another never enters",
         ) from None
     else:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep.errors import DeviceError, UsageError
+from lockstep.launch import binding
+from lockstep.launch.gpus import Gpu
 from lockstep.launch.machine import Machine
+from lockstep.launch.placement import asked, choose, no_gpus, seats
+from lockstep.launch.roster import Roster
 from lockstep.launch.spec import LaunchSpec
 from lockstep.version import __version__
 from lockstep.world.environments.lockstep import MARK
@@ -30,7 +34,13 @@ class Meeting:
         generation: how many times the workers were restarted before.
         max_restarts: how many times they may be.
         node_rank: number of this node among all nodes.
-        node_count: number of nodes, each with as many ranks.
+        node_count: number of nodes.
+        first_rank: the first rank that this launcher starts.
+        size: number of ranks in all; `None` where this launcher starts them all.
+        first_local_rank: how many ranks other launchers start on this node, before those of this one.
+        local_size: number of ranks on this node; `None` where this launcher starts them all.
+        interface: network interface that the workers use; `None` leaves the loopback interface for a
+            single node.
         run_id: what the nodes of one launch call it.
     """
 
@@ -40,7 +50,32 @@ class Meeting:
     max_restarts: int = 0
     node_rank: int = 0
     node_count: int = 1
+    first_rank: int = 0
+    size: int | None = None
+    first_local_rank: int = 0
+    local_size: int | None = None
+    interface: str | None = None
     run_id: str = "none"
+
+    @staticmethod
+    def of(
+        roster: Roster, *, port: int, generation: int, max_restarts: int, run_id: str
+    ) -> Meeting:
+        """Return the meeting of the launchers in `roster`, as one of them sees it."""
+        return Meeting(
+            address=roster.address,
+            port=port,
+            generation=generation,
+            max_restarts=max_restarts,
+            node_rank=roster.node,
+            node_count=roster.node_count,
+            first_rank=roster.first_rank,
+            size=roster.size,
+            first_local_rank=roster.first_local_rank,
+            local_size=roster.local_size,
+            interface=roster.interface,
+            run_id=run_id,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +87,8 @@ class WorkerPlan:
         local_rank: its number among the workers of this node.
         command: what it runs; for `fork` the command line that would do the same.
         env: variables added to the launcher's own.
-        device: where it computes.
+        device: where it computes, as it calls it.
+        gpu: which GPU that is, where it is known.
         log: file that receives its output.
         error_file: file in which it describes its exception.
     """
@@ -62,6 +98,7 @@ class WorkerPlan:
     command: tuple[str, ...]
     env: Mapping[str, str] = field(repr=False)
     device: str
+    gpu: Gpu | None = None
     log: Path
     error_file: Path
 
@@ -100,19 +137,28 @@ def make_plan(
     """
     meeting = meeting or Meeting()
     n = count_ranks(spec, machine, environ)
-    size = n * meeting.node_count
+    size = meeting.size or n
     _check_replicas(spec, environ, size)
     shared = _shared_environment(spec, machine, environ, meeting, run_dir, n)
+    here = range(meeting.first_local_rank, meeting.first_local_rank + n)
+    places = seats(spec, machine, environ, here)
+    bound = binding.variables(spec, machine, environ, here, meeting.local_size or n)
 
-    def worker(local_rank: int) -> WorkerPlan:
-        rank = meeting.node_rank * n + local_rank
+    def worker(index: int) -> WorkerPlan:
+        rank, local_rank = meeting.first_rank + index, meeting.first_local_rank + index
         error_file = error_dir / f"rank-{rank}.{meeting.generation}.json"
         return WorkerPlan(
             rank=rank,
             local_rank=local_rank,
             command=command(spec, local_rank),
-            env=_identity(rank, local_rank, error_file) | shared,
-            device=_device(spec, machine, environ, local_rank),
+            env={
+                **_identity(rank, local_rank, error_file),
+                **shared,
+                **places[index].env,
+                **bound[index],
+            },
+            device=places[index].device,
+            gpu=places[index].gpu,
             log=run_dir / "logs" / f"rank-{rank}.log",
             error_file=error_file,
         )
@@ -126,44 +172,48 @@ def count_ranks(spec: LaunchSpec, machine: Machine, environ: Mapping[str, str]) 
     Raises:
         DeviceError: if the machine has too few devices for them.
     """
-    devices = _devices(spec, environ)
-    if "gpu" in (spec.n, devices) and machine.gpus == 0:
-        raise DeviceError(
-            "GPUs were asked for, but torch sees none on this machine",
-            hint="--devices cpu and a number for -n run on the processor",
-        )
-    if spec.n == "gpu" and devices == "cpu":
-        raise UsageError(
-            "-n gpu and --devices cpu contradict each other", hint="choose one of them"
-        )
-    on_gpu = machine.gpus > 0 and devices != "cpu" and spec.n != "cpu"
-    n = spec.n if isinstance(spec.n, int) else (machine.gpus if on_gpu else machine.cores)
+    wanted = asked(spec, environ)
+    if isinstance(wanted, tuple):
+        return _count_named(spec, choose(spec, machine, environ))
+    if "gpu" in (spec.n, wanted) and machine.gpus == 0:
+        raise no_gpus(machine)
+    on_gpu = machine.gpus > 0 and wanted != "cpu"
+    n = 1 if spec.n is None else spec.n
+    if isinstance(n, str):
+        n = machine.gpus if on_gpu else machine.cores
     _check_capacity(n, machine, on_gpu=on_gpu)
     return n
+
+
+def _count_named(spec: LaunchSpec, gpus: Sequence[Gpu]) -> int:
+    if isinstance(spec.n, int) and spec.n != len(gpus):
+        raise UsageError(
+            f"-n is {spec.n} for {len(gpus)} named GPU(s); expected one rank for each",
+            hint="leave out -n, or name as many GPUs as there are ranks on this node",
+        )
+    return len(gpus)
 
 
 def share_of_threads(
     spec: LaunchSpec, environ: Mapping[str, str], cores: int, n: int
 ) -> str | None:
     """Return the worker's `OMP_NUM_THREADS`, or `None` where the user's own value stays."""
-    asked = str(spec.threads) if spec.threads is not None else environ.get("LOCKSTEP_THREADS")
-    if asked is not None:
-        return asked
+    threads = str(spec.threads) if spec.threads is not None else environ.get("LOCKSTEP_THREADS")
+    if threads is not None:
+        if not threads.isdecimal() or int(threads) < 1:
+            raise UsageError(f"LOCKSTEP_THREADS is {threads!r}; expected an integer of at least 1")
+        return threads
     return None if "OMP_NUM_THREADS" in environ else str(max(1, cores // n))
-
-
-def _devices(spec: LaunchSpec, environ: Mapping[str, str]) -> str:
-    devices = spec.devices or environ.get("LOCKSTEP_DEVICES") or "auto"
-    if devices not in ("auto", "cpu", "gpu"):
-        raise UsageError(f"LOCKSTEP_DEVICES is {devices!r}; expected auto, cpu or gpu")
-    return devices
 
 
 def _check_capacity(n: int, machine: Machine, *, on_gpu: bool) -> None:
     if on_gpu and n > machine.gpus:
+        hint = f"-n {machine.gpus}, or --devices cpu to run on the processor"
+        if any(gpu.parent for gpu in machine.cards):
+            hint = "a process sees one MIG device; name one for each rank: --devices MIG-…,MIG-…"
         raise DeviceError(
             f"{n} ranks, but this machine has {machine.gpus} GPU(s); expected one for each rank",
-            hint=f"-n {machine.gpus}, or --devices cpu to run on the processor",
+            hint=hint,
         )
     if not on_gpu and n > MAX_RANKS_PER_CORE * machine.cores:
         raise DeviceError(
@@ -186,11 +236,6 @@ def _check_replicas(spec: LaunchSpec, environ: Mapping[str, str], size: int) -> 
         )
 
 
-def _device(spec: LaunchSpec, machine: Machine, environ: Mapping[str, str], local_rank: int) -> str:
-    on_cpu = machine.gpus == 0 or _devices(spec, environ) == "cpu" or spec.n == "cpu"
-    return "cpu" if on_cpu else f"cuda:{local_rank}"
-
-
 def _identity(rank: int, local_rank: int, error_file: Path) -> dict[str, str]:
     return {
         "RANK": str(rank),
@@ -208,17 +253,18 @@ def _shared_environment(
     run_dir: Path,
     n: int,
 ) -> dict[str, str]:
-    size = str(n * meeting.node_count)
+    size = str(meeting.size or n)
     variables = {
         "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": str(n),
+        "LOCAL_WORLD_SIZE": str(meeting.local_size or n),
         "GROUP_RANK": str(meeting.node_rank),
         "GROUP_WORLD_SIZE": str(meeting.node_count),
         "ROLE_WORLD_SIZE": size,
         "ROLE_NAME": _ROLE,
         "MASTER_ADDR": meeting.address,
         "MASTER_PORT": str(meeting.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        # A rank that is alone may start ranks of its own, which meet without the launcher's store.
+        "TORCHELASTIC_USE_AGENT_STORE": str(size != "1"),
         "TORCHELASTIC_RUN_ID": meeting.run_id,
         "TORCHELASTIC_RESTART_COUNT": str(meeting.generation),
         "TORCHELASTIC_MAX_RESTARTS": str(meeting.max_restarts),
@@ -229,10 +275,17 @@ def _shared_environment(
     threads = share_of_threads(spec, environ, machine.cores, n)
     if threads is not None:
         variables["OMP_NUM_THREADS"] = threads
+    return variables | _interface(machine, environ, meeting)
+
+
+#: Gloo's, NCCL's and TensorPipe's: each would otherwise choose by the host's name, or what looks good.
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+
+
+def _interface(machine: Machine, environ: Mapping[str, str], meeting: Meeting) -> dict[str, str]:
     # A single node binds to loopback: no other machine can reach the workers' sockets.
-    if meeting.node_count == 1 and machine.loopback and "GLOO_SOCKET_IFNAME" not in environ:
-        variables["GLOO_SOCKET_IFNAME"] = machine.loopback
-    return variables
+    chosen = meeting.interface or (machine.loopback if meeting.node_count == 1 else None)
+    return {name: chosen for name in _INTERFACES if chosen is not None and name not in environ}
 
 
 def _flags(spec: LaunchSpec) -> dict[str, str]:
@@ -241,6 +294,7 @@ def _flags(spec: LaunchSpec) -> dict[str, str]:
         "LOCKSTEP_REPLICAS": spec.replicas,
         "LOCKSTEP_THREADS": spec.threads,
         "LOCKSTEP_DEVICES": spec.devices,
+        "LOCKSTEP_BIND": spec.bind,
         "LOCKSTEP_FRESH": 1 if spec.fresh else None,
         "LOCKSTEP_STOP_ON_NAN": 1 if spec.stop_on_nan else None,
     }
@@ -250,7 +304,8 @@ def _flags(spec: LaunchSpec) -> dict[str, str]:
 def arguments(spec: LaunchSpec, local_rank: int) -> tuple[str, ...]:
     """Return the arguments of the script on `local_rank`."""
     option = spec.local_rank_option
-    return spec.args if option is None else (f"{option}={local_rank}", *spec.args)
+    given = (f"{option}={local_rank}",) if option.startswith("--") else ()
+    return (*given, *spec.args)
 
 
 def command(spec: LaunchSpec, local_rank: int) -> tuple[str, ...]:

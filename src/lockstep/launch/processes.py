@@ -16,6 +16,8 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from lockstep.world.cores import parse_list
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -59,6 +61,12 @@ def make_clean(parent: int, streams: Sequence[int]) -> None:
     _reset_signals()
     _connect_streams(*streams)
     _reseed()
+
+
+def bind(cpus: str | None) -> None:
+    """Keep this process, which has one thread, and all that it starts to the processors of a list."""
+    if cpus is not None:
+        os.sched_setaffinity(0, parse_list(cpus))
 
 
 def _reset_signals() -> None:

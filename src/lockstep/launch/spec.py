@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, cast, get_args
 
 from lockstep.errors import UsageError
+from lockstep.launch.nodes import Nodes
+from lockstep.world.devices_asked import parse as parse_devices
 
 StartMethod = Literal["fork", "spawn", "exec"]
-Devices = Literal["auto", "cpu", "gpu"]
+Bind = Literal["none", "cores"]
 TargetKind = Literal["script", "module", "function"]
+LocalRankOption = Literal["auto", "none", "--local-rank", "--local_rank"]
 Ranks = int | Literal["cpu", "gpu", "auto"]
 
 #: What `n` may be besides a number.
@@ -25,16 +28,21 @@ class LaunchSpec:
         target: path of a script, name of a module, or qualified name of a function.
         kind: which of the three `target` is.
         args: arguments of the script or module.
-        n: number of ranks: at least 1, or `cpu`, `gpu` or `auto`.
+        n: number of ranks: at least 1, or `cpu`, `gpu` or `auto`; `None` for one, or for as many as
+            `devices` names.
         start: how workers come to life.
-        devices: what ranks compute on; `None` leaves `LOCKSTEP_DEVICES` and then `auto`.
+        devices: what ranks compute on: `auto`, `cpu`, `gpu` or a list such as `2,3`; `None` leaves
+            `LOCKSTEP_DEVICES` and then `auto`.
         replicas: replicas of the run; `None` leaves `LOCKSTEP_REPLICAS` and then the script.
         threads: intra-op threads of each rank; `None` leaves `LOCKSTEP_THREADS`, then shares the cores.
+        bind: whether each rank keeps to cores of its own; `None` leaves `LOCKSTEP_BIND` and then `none`.
         run_dir: where logs and records go; `None` makes a new one.
         fresh: whether a finished run in `run_dir` may be overwritten.
         tee: whether every rank's output is shown, not only the main rank's.
         stop_on_nan: whether a loss that is not finite ends the run.
-        local_rank_option: option such as `--local-rank` given to old scripts; `None` for none.
+        local_rank_option: option by which old scripts get their local rank: `auto` until the script's
+            source was read for it, then one of two spellings or `none`.
+        nodes: what the user says of several nodes.
 
     Raises:
         UsageError: if a value cannot work on any machine.
@@ -43,23 +51,30 @@ class LaunchSpec:
     target: str
     kind: TargetKind = "script"
     args: tuple[str, ...] = ()
-    n: Ranks = 1
+    n: Ranks | None = None
     start: StartMethod = "fork"
-    devices: Devices | None = None
+    devices: str | None = None
     replicas: int | None = None
     threads: int | None = None
+    bind: Bind | None = None
     run_dir: Path | None = None
     fresh: bool = False
     tee: bool = False
     stop_on_nan: bool = False
-    local_rank_option: str | None = None
+    local_rank_option: LocalRankOption = "auto"
+    nodes: Nodes = field(default_factory=Nodes)
 
     def __post_init__(self) -> None:
         self._check_ranks()
         self._check_choice("--start", self.start, get_args(StartMethod))
         self._check_choice("the kind of target", self.kind, get_args(TargetKind))
         if self.devices is not None:
-            self._check_choice("--devices", self.devices, get_args(Devices))
+            parse_devices(self.devices, "--devices")
+        if self.bind is not None:
+            self._check_choice("--bind", self.bind, get_args(Bind))
+        self._check_choice(
+            "the local rank's option", self.local_rank_option, get_args(LocalRankOption)
+        )
         self._check_count("--replicas", self.replicas)
         self._check_count("--threads", self.threads)
         if self.kind == "function" and self.start == "exec":
@@ -76,7 +91,7 @@ class LaunchSpec:
     def _check_ranks(self) -> None:
         if isinstance(self.n, str):
             self._check_choice("-n", self.n, _WORDS)
-        elif isinstance(self.n, bool) or self.n < 1:
+        elif self.n is not None and (isinstance(self.n, bool) or self.n < 1):
             raise UsageError(
                 f"-n is {self.n}; expected at least 1 rank",
                 hint="-n takes a number, or cpu, gpu or auto",

@@ -3,29 +3,65 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import shutil
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lockstep.launch import failure
-from lockstep.launch.failure import Verdict
+from lockstep.launch.dry_run import placement
+from lockstep.launch.failure import Failure, Verdict
 from lockstep.launch.forkserver import ForkServer, Job
 from lockstep.launch.interrupts import Interrupts
 from lockstep.launch.machine import Machine
+from lockstep.launch.nodes import party as find_party
+from lockstep.launch.old_scripts import kept_port
 from lockstep.launch.output import Output
 from lockstep.launch.plan import Meeting, Plan, count_ranks, make_plan
 from lockstep.launch.spec import LaunchSpec
+from lockstep.record import directory
+
+if TYPE_CHECKING:
+    from lockstep.launch.gathering import Gathering
+
+
+class RunPlace:
+    """The run's directory, made when the launchers have met.
+
+    Args:
+        run_dir: the directory asked for; `None` makes a new one.
+        name: name of the run.
+    """
+
+    def __init__(self, run_dir: Path | None, name: str) -> None:
+        self._run_dir = run_dir
+        self._name = name
+        self.path: Path | None = None
+
+    def make(self, stamp: str | None) -> Path:
+        """Make the directory; `stamp` is what launcher 0 has called it, on the others.
+
+        Raises:
+            RunDirectoryError: if it cannot be made or written.
+        """
+        self.path = directory.create(self._run_dir, self._name, stamp=stamp)
+        return self.path
+
+
+#: See `RunPlace.make`.
+Place = Callable[[str | None], Path]
 
 
 def supervise(
     spec: LaunchSpec,
     here: Machine,
     job: Job,
-    run_dir: Path,
+    place: Place,
     private: Path,
     interrupts: Interrupts,
     deadline: float | None = None,
@@ -36,7 +72,7 @@ def supervise(
         spec: the launch.
         here: facts about this machine.
         job: what each worker does.
-        run_dir: the run's directory, made.
+        place: gives the run's directory, once the launchers of all nodes have met.
         private: a directory for this launch's own files.
         interrupts: signals to the launcher.
         deadline: moment of `time.monotonic` at which it must be over.
@@ -44,21 +80,36 @@ def supervise(
     Raises:
         Interrupted: if the launcher was told to stop.
         TimeoutError: if `deadline` passed.
+        WorldError: if the launchers of other nodes cannot be met.
     """
-    kills = failure.oom_kills()
     environ = dict(os.environ)
-    size = count_ranks(spec, here, environ)
-
-    def planner(meeting: Meeting) -> Plan:
-        return make_plan(spec, here, environ, meeting=meeting, run_dir=run_dir, error_dir=private)
-
-    with _serving(job) as server, _showing(tee=spec.tee) as output:
+    ranks = count_ranks(spec, here, environ)
+    with (
+        _serving(job) as server,
+        _showing(tee=spec.tee) as output,
+        _gathered(spec, ranks, environ, interrupts) as gathering,
+        kept_port() as port,  # after the server is forked, so that no worker inherits what keeps it
+    ):
         from lockstep.launch.agent import Agent
+        from lockstep.launch.rendezvous import Rendezvous
+
+        rendezvous = Rendezvous(uuid.uuid4().hex, ranks, gathering)
+        run_dir = _agree_on_directory(gathering, place)
+
+        def plan(meeting: Meeting) -> Plan:
+            if rendezvous.roster.size == 1:
+                meeting = dataclasses.replace(meeting, port=port)
+            made = make_plan(
+                spec, here, environ, meeting=meeting, run_dir=run_dir, error_dir=private
+            )
+            for line in placement(made):
+                say(line)
+            return made
 
         agent = Agent(
-            planner,
-            size=size,
-            run_id=uuid.uuid4().hex,
+            plan,
+            _judge(rendezvous.roster.size),
+            rendezvous,
             server=server,
             output=output,
             interrupts=interrupts,
@@ -67,11 +118,56 @@ def supervise(
         # The server ends before the output does: what is left of the workers cannot write after it.
         with contextlib.closing(server):
             agent.run()
-    if not agent.failures:
-        return None
-    return failure.verdict(
-        agent.failures, size, killed_for_memory=_grew(kills, failure.oom_kills())
+    return agent.verdict
+
+
+@contextlib.contextmanager
+def _gathered(
+    spec: LaunchSpec, ranks: int, environ: Mapping[str, str], interrupts: Interrupts
+) -> Iterator[Gathering | None]:
+    """Meet the launchers of the other nodes, if there are any."""
+    nodes = spec.nodes
+    # A function is launched for its values, which other launchers would not get.
+    work = (spec.target, *spec.args)
+    party = None if spec.kind == "function" else find_party(nodes, work, environ)
+    if party is None:
+        yield None
+        return
+    from lockstep.launch.gathering import gather
+    from lockstep.world.meet import chosen_interface, join_timeout
+
+    gathering = gather(
+        party,
+        ranks,
+        seconds=nodes.join_timeout or join_timeout().total_seconds(),
+        interface=nodes.interface or chosen_interface(),
+        check=interrupts.check,
     )
+    try:
+        yield gathering
+    finally:
+        gathering.close()
+
+
+def _judge(size: int) -> Callable[[list[Failure]], Verdict]:
+    """Return what gives the verdict over failures from here on, in a launch of `size` ranks."""
+    kills = failure.oom_kills()
+
+    def judge(failures: list[Failure]) -> Verdict:
+        killed = _grew(kills, failure.oom_kills())
+        return failure.verdict(failures, size, killed_for_memory=killed)
+
+    return judge
+
+
+def _agree_on_directory(gathering: Gathering | None, place: Place) -> Path:
+    if gathering is None:
+        return place(None)
+    if gathering.roster.index > 0:
+        return place(gathering.hear("directory"))
+    run_dir = place(None)
+    gathering.tell("directory", run_dir.name)
+    return run_dir
 
 
 @contextlib.contextmanager

@@ -11,18 +11,24 @@ from lockstep.errors import RunDirectoryError
 _HINT = "--run-dir DIR names another place"
 
 
-def create(run_dir: Path | None, name: str, base: Path = Path("runs")) -> Path:
+def create(
+    run_dir: Path | None, name: str, base: Path = Path("runs"), *, stamp: str | None = None
+) -> Path:
     """Return the directory of a launch, made and writable, with `logs/` in it.
 
     Args:
         run_dir: the directory asked for, new or not; `None` makes `base/NAME/TIME`.
         name: name of the run.
         base: where directories are made that nobody named.
+        stamp: name of the directory in `base/name`, where another launcher of the same launch has
+            chosen one; it may be there.
 
     Raises:
         RunDirectoryError: if it cannot be made or written.
     """
     try:
+        if run_dir is None and stamp is not None:
+            run_dir = base / name / Path(stamp).name
         path = _make_new(base / name) if run_dir is None else run_dir.absolute()
         logs = path / "logs"
         logs.mkdir(parents=True, exist_ok=True)

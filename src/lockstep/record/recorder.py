@@ -92,7 +92,11 @@ class Recorder:
             if self._settings.fresh:
                 shutil.rmtree(path / "events", ignore_errors=True)
             store.set("directory", str(path))
-        return Path(store.get("directory").decode())
+        path = Path(store.get("directory").decode())
+        if self._world.node_rank == 0 or path.is_dir():
+            return path
+        # A node that doesn't share the main rank's disk keeps its records in a directory of the same name.
+        return directories.create(self._settings.run_dir, self._settings.name, stamp=path.name)
 
     def _earlier_generations(self) -> list[dict[str, Any]]:
         recorded = run_file.read(self.directory) if self._world.is_main else None

@@ -14,6 +14,8 @@ from typing import Any
 from lockstep.errors import RunDirectoryError
 
 NAME = "run.json"
+#: How launchers tell old scripts their local rank: other words on each rank, and none under `python`.
+_LOCAL_RANK = ("--local_rank=", "--local-rank=")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +62,14 @@ def versions(torch_version: str, lockstep_version: str) -> dict[str, str]:
     }
 
 
+#: What launchers give to old scripts: a rank's own, and no part of what a run is.
+_LAUNCHER_OPTIONS = ("--local-rank=", "--local_rank=")
+
+
 def script_and_arguments() -> tuple[str, list[str]]:
-    """Return the running script's file name and its arguments."""
-    return Path(sys.argv[0]).name, sys.argv[1:]
+    """Return the running script's file name and its arguments, as far as the user gave them."""
+    own = [word for word in sys.argv[1:] if not word.startswith(_LOCAL_RANK)]
+    return Path(sys.argv[0]).name, own
 
 
 def read(directory: Path) -> dict[str, Any] | None:

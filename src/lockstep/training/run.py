@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -28,6 +29,7 @@ from lockstep.training.models import Models
 from lockstep.training.session import Session, show_plainly
 from lockstep.training.settings import Settings, from_environment
 from lockstep.world import World
+from lockstep.world.detect import given
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 SchedulerT = TypeVar("SchedulerT")
@@ -45,15 +47,22 @@ class Run:
         replicas: number of logical workers, at least as many as ranks; by default the number of ranks.
         exact: refuse what would make the result depend on the layout.
         strategy: how models are held: `single`, `ddp`, or `auto`.
-        exchange: how gradients meet: `shared-memory`, `tree`, `native`, or `auto`, the fastest exact one.
+        exchange: how gradients meet: `shared-memory`, `tree`, `native`, `mpi`, or `auto`, the fastest
+            exact one of the first three.
         precision: `fp32`, or `bf16` for forward passes under autocast.
         devices: `cpu`, `gpu`, or `auto`.
         threads: intra-op threads per process; by default the cores divided by the replicas.
         run_dir: directory of the run; by default `runs/NAME/TIME`.
         progress: show a bar or lines on the main rank.
         stop_on_nan: check every loss, and stop at one that is not finite.
+        init_method: where the ranks meet, where the script knows better than its environment:
+            `tcp://host:port`, `file:///shared/path` or `env://`.
+        rank: number of this process, given with `world_size` or not at all.
+        world_size: number of processes.
+        store: a store that all ranks have, of the script's own.
 
-    Each of them except `name` gives way to the environment variable `LOCKSTEP_` plus its name.
+    Each of them except `name`, `rank`, `world_size` and `store` gives way to the environment variable
+    `LOCKSTEP_` plus its name.
 
     Raises:
         UsageError: for a setting that makes no sense, or more ranks than replicas.
@@ -77,6 +86,10 @@ class Run:
         run_dir: str | Path | None = None,
         progress: bool = True,
         stop_on_nan: bool = False,
+        init_method: str | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        store: dist.Store | None = None,
     ) -> None:
         show_plainly()
         settings = Settings(
@@ -93,7 +106,8 @@ class Run:
             progress=progress,
             stop_on_nan=stop_on_nan,
         )
-        self._session = Session(from_environment(settings))
+        world = given(init_method, rank, world_size, has_store=store is not None)
+        self._session = Session(from_environment(settings), world, store)
         self._models = Models(self._session)
         self._metrics = Metrics(self._loop, self.replicas, self._session.group)
         self._backward = Backward(self._session)

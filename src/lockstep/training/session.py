@@ -8,7 +8,6 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -34,11 +33,10 @@ from lockstep.training.loop import Listener, Loop
 from lockstep.training.settings import Settings
 from lockstep.training.watch import Watch
 from lockstep.version import __version__
+from lockstep.world import World, mpi
 from lockstep.world.connect import connect
-from lockstep.world.detect import detect
 from lockstep.world.devices import choose_device, default_threads, make_deterministic
-
-_TIMEOUT = timedelta(minutes=30)  # torch.distributed's own default
+from lockstep.world.meet import TIMEOUT, leave, meet
 
 
 class Session:
@@ -46,6 +44,8 @@ class Session:
 
     Args:
         settings: what is asked for.
+        world: who this process is.
+        store: a store that all ranks have, of the script's own.
 
     Attributes:
         world: who this process is.
@@ -62,17 +62,18 @@ class Session:
     #: directories that earlier runs of this process have taken
     _directories: ClassVar[set[Path]] = set()
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, world: World, store: dist.Store | None = None) -> None:
         self.settings = settings
         self._started = time.monotonic()
-        self.world = world = detect()
+        self._meeting = meet(world, store)
+        self.world = world = self._meeting.world
         self.replicas = settings.replicas or world.size
         self.block = block(self.replicas, world.size, world.rank)
         self.device = choose_device(settings.devices, world)
         self._set_threads()
         if settings.exact:
             make_deterministic(self.device)
-        connection = connect(world, self.device, _TIMEOUT)
+        connection = connect(self._meeting, self.device)
         self.store, self.group, self._owns_group = (
             connection.store,
             connection.group,
@@ -88,7 +89,7 @@ class Session:
         self._meetings = 0
         self._backwards = False
         self._record = Recorder(
-            self._record_settings(connection.number), self._identity(), world, self.store
+            self._record_settings(self._meeting.number), self._identity(), world, self.store
         )
         if settings.run_dir is not None:
             self._directories.add(settings.run_dir)
@@ -101,9 +102,16 @@ class Session:
         set_key(keys.derive(settings.seed, keys.INIT))
 
     def _set_threads(self) -> None:
-        self.threads = self.settings.threads or default_threads(self.replicas)
+        self.threads = self.settings.threads or self._agree_on_threads()
         if torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)
+
+    def _agree_on_threads(self) -> int:
+        """Return the main rank's default: cores may differ, but a run computes with as many threads."""
+        store = self._meeting.store
+        if self.world.is_main:
+            store.set("threads", str(default_threads(self.replicas)))
+        return int(store.get("threads"))
 
     def _choose_exchange(self) -> str:
         if self.settings.strategy == "single" and self.world.size > 1:
@@ -247,10 +255,10 @@ class Session:
 
     def _wait(self, key: str, node: int) -> None:
         try:
-            self.store.wait([key], _TIMEOUT)
+            self.store.wait([key], TIMEOUT)
         except dist.DistError as error:
             raise PeerError(
-                f"the first rank of node {node} did not come out of run.first() within {_TIMEOUT}"
+                f"the first rank of node {node} did not come out of run.first() within {TIMEOUT}"
             ) from error
 
     def barrier(self) -> None:
@@ -296,6 +304,8 @@ class Session:
 
     def close(self, error: BaseException | None) -> None:
         """Give back everything; after an error nothing that would wait for other ranks."""
+        if error is not None:
+            mpi.fail()
         self.loop.close()
         if self._watch is not None:
             self._watch.close()
@@ -310,11 +320,7 @@ class Session:
                 self._leave_group()
 
     def _leave_group(self) -> None:
-        if not self.world.agent_store:
-            # Rank 0 hosts the store: it leaves last.
-            self.store.set(f"left/{self.world.rank}", "1")
-            if self.world.is_main:
-                self.store.wait([f"left/{rank}" for rank in range(self.world.size)], _TIMEOUT)
+        leave(self._meeting)
         dist.destroy_process_group()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from lockstep.errors import UsageError
 from lockstep.exchange.choose import NAMES as EXCHANGES
-from lockstep.world.devices import CHOICES
+from lockstep.world.devices_asked import parse
 
 STRATEGIES = ("auto", "single", "ddp")
 PRECISIONS = ("fp32", "bf16")
@@ -48,7 +48,7 @@ class Settings:
             raise UsageError(f"seed is {self.seed!r}; expected an integer of 64 bits")
         self._check_choice("strategy", self.strategy, STRATEGIES)
         self._check_choice("exchange", self.exchange, EXCHANGES)
-        self._check_choice("devices", self.devices, CHOICES)
+        parse(self.devices, "devices")
         self._check_choice("precision", self.precision, PRECISIONS)
         self._check_count("replicas", self.replicas)
         self._check_count("threads", self.threads)

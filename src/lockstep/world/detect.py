@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from lockstep.errors import UsageError
-from lockstep.world.environments import lockstep, single, torchrun
+from lockstep.world.environments import (
+    init_method,
+    lockstep,
+    mpich,
+    openmpi,
+    single,
+    slurm,
+    torchrun,
+)
 from lockstep.world.model import World
 
 Detector = Callable[[Mapping[str, str]], World | None]
 
-#: In order of precedence: the first that recognises its variables wins.
+#: In order of precedence: the first that recognises its variables wins. What was started last comes
+#: first: torchrun inside a Slurm step, mpiexec inside a Slurm job.
 ENVIRONMENTS: dict[str, Detector] = {
     "lockstep": lockstep.detect,
     "torchrun": torchrun.detect,
+    "openmpi": openmpi.detect,
+    "mpich": mpich.detect,
+    "slurm": slurm.detect,
     "single": single.detect,
 }
 
@@ -22,16 +35,24 @@ ENVIRONMENTS: dict[str, Detector] = {
 def detect(environ: Mapping[str, str] | None = None) -> World:
     """Return the world that `environ` describes.
 
-    `LOCKSTEP_ENVIRONMENT` names an environment and overrules the precedence.
+    `LOCKSTEP_ENVIRONMENT` names an environment and overrules the precedence; `LOCKSTEP_INIT_METHOD`
+    says where the ranks meet.
 
     Args:
         environ: variables to read; the process's own by default.
 
     Raises:
         WorldError: if the variables of the environment contradict each other.
-        UsageError: if `LOCKSTEP_ENVIRONMENT` names none, or one whose variables are absent.
+        UsageError: if `LOCKSTEP_ENVIRONMENT` names none, or one whose variables are absent, or if
+            `LOCKSTEP_INIT_METHOD` is no init method.
     """
-    environ = os.environ if environ is None else environ
+    environ = init_method.apply(os.environ if environ is None else environ)
+    world = _detect(environ)
+    file = environ.get(init_method.FILE)
+    return world if file is None or world.size == 1 else replace(world, file=file)
+
+
+def _detect(environ: Mapping[str, str]) -> World:
     wanted = environ.get("LOCKSTEP_ENVIRONMENT")
     if wanted is not None:
         return _detect_wanted(wanted, environ)
@@ -55,3 +76,50 @@ def _detect_wanted(wanted: str, environ: Mapping[str, str]) -> World:
             hint=f"start with {wanted}, or unset LOCKSTEP_ENVIRONMENT",
         )
     return world
+
+
+def given(
+    init_method_url: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    *,
+    has_store: bool = False,
+    environ: Mapping[str, str] | None = None,
+) -> World:
+    """Return the world that a script describes itself, as for `init_process_group`.
+
+    Args:
+        init_method_url: where the ranks meet; by default what the environment says.
+        rank: number of this process; by default what the environment says.
+        world_size: number of processes; given with `rank`, or not at all.
+        has_store: whether the script has a store of its own to meet at.
+        environ: variables to read; the process's own by default.
+
+    Raises:
+        UsageError: if the arguments don't belong together.
+        WorldError: if they contradict each other.
+    """
+    if (rank is None) != (world_size is None):
+        raise UsageError(
+            f"rank is {rank} and world_size {world_size}; expected both or neither",
+            hint="the environment knows them under every launcher",
+        )
+    environ = init_method.apply(os.environ if environ is None else environ, init_method_url)
+    if rank is not None:
+        environ = {**environ, "RANK": str(rank), "WORLD_SIZE": str(world_size)}
+        environ = {name: environ[name] for name in environ if name not in _LAUNCHERS_OWN}
+    if has_store:
+        environ = {**environ, init_method.FILE: "(a store of the script's own)"}
+    if rank is None:
+        return detect(environ)
+    return torchrun.read(environ, environment="given", reason="the script gave rank and world_size")
+
+
+#: What a launcher said of a process that its script counts otherwise.
+_LAUNCHERS_OWN = (
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "TORCHELASTIC_USE_AGENT_STORE",
+)

@@ -3,38 +3,120 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 import torch
 
 from lockstep.errors import DeviceError
 from lockstep.world.cores import usable_cores
+from lockstep.world.devices_asked import CHOSEN, CORES, SHOWN, Ids, Word, parse
 from lockstep.world.model import World
 
-CHOICES = ("auto", "cpu", "gpu")
 
+def choose_device(
+    wanted: str, world: World, environ: Mapping[str, str] | None = None
+) -> torch.device:
+    """Return the device of this rank, and make it the current one.
 
-def choose_device(wanted: str, world: World) -> torch.device:
-    """Return the device of this rank.
+    What `lockstep run` chose for this rank wins over `wanted`.
 
     Args:
-        wanted: `cpu`, `gpu`, or `auto`: a GPU where there is one for every local rank.
+        wanted: `cpu`; `gpu`; `auto`, a GPU where there is one for every local rank; or a list of
+            indices, one for every local rank, among the GPUs that this process sees.
         world: this rank's world.
+        environ: variables of this process.
 
     Raises:
-        DeviceError: if GPUs are wanted and there are not enough.
+        DeviceError: if GPUs are wanted and cannot be had.
+        UsageError: if `wanted` is nothing of these.
     """
-    if wanted == "cpu":
+    environ = os.environ if environ is None else environ
+    asked = parse(wanted, "devices")
+    if world.environment == "lockstep" and CHOSEN in environ:
+        _check_shown(environ)
+        return _use(int(environ[CHOSEN].removeprefix("cuda:")))
+    if asked == "cpu":
         return torch.device("cpu")
-    count = torch.cuda.device_count()
+    index = _index(asked, world, torch.cuda.device_count(), environ)
+    return torch.device("cpu") if index is None else _use(index)
+
+
+def _use(index: int) -> torch.device:
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _index(asked: Word | Ids, world: World, count: int, environ: Mapping[str, str]) -> int | None:
+    """Return the index of this rank's GPU, or `None` for the processor."""
+    if isinstance(asked, tuple):
+        return _listed(asked, world, count)
     if count >= world.local_size:
-        torch.cuda.set_device(world.local_rank)
-        return torch.device("cuda", world.local_rank)
-    if wanted == "gpu" or count:
+        return world.local_rank
+    if count == 1 and len(_shown(environ)) == 1:
+        # As under Slurm's --gpus-per-task: each process was given a GPU of its own. Where all of them
+        # were given the same one, they find out when they meet.
+        return 0
+    if asked == "gpu" or count:
         raise DeviceError(
             f"{world.local_size} ranks on this node, which has {count} GPUs; expected one for each",
             hint="start fewer ranks, or --devices cpu",
         )
-    return torch.device("cpu")
+    return None
+
+
+def _listed(ids: Ids, world: World, count: int) -> int:
+    shown = ",".join(ids)
+    named = [one for one in ids if not one.isdecimal()]
+    if named:
+        raise DeviceError(
+            f"devices={shown}: {named[0]} is no index, and a process that runs cannot be shown other GPUs",
+            hint=f"lockstep run --devices {shown}, or CUDA_VISIBLE_DEVICES={shown}",
+        )
+    if len(set(ids)) != world.local_size or len(ids) != world.local_size:
+        raise DeviceError(
+            f"devices={shown} for {world.local_size} rank(s) on this node; expected one for each"
+        )
+    index = int(ids[world.local_rank])
+    if index >= count:
+        raise DeviceError(
+            f"devices={shown}: there is no GPU {index}; this process sees {count}",
+            hint="indices count from 0 among what CUDA_VISIBLE_DEVICES leaves visible",
+        )
+    return index
+
+
+def _shown(environ: Mapping[str, str]) -> list[str]:
+    """Return what the variable that hides GPUs names, if it is set."""
+    text = environ.get(_variable())
+    return [] if text is None else [entry.strip() for entry in text.split(",")]
+
+
+def _variable() -> str:
+    return "HIP_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_DEVICES"
+
+
+def _check_shown(environ: Mapping[str, str]) -> None:
+    meant, found = environ.get(SHOWN), environ.get(_variable())
+    if meant is not None and found != meant:
+        raise DeviceError(
+            f"the script set {_variable()} to {found!r}; expected what --devices chose, {meant!r}",
+            hint="remove the assignment from the script, or start it without --devices",
+        )
+
+
+def device_identity(device: torch.device) -> str | None:
+    """Return a name of the GPU that no other in the world has; `None` for the processor.
+
+    Two ranks whose devices have one name would share a GPU.
+    """
+    if device.type != "cuda":
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    shown = _shown(os.environ)
+    if index < len(shown) and shown[index].startswith("MIG-"):
+        return shown[index]  # CUDA's properties may have the id of the GPU that it is a part of
+    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+    return None if uuid is None else f"GPU-{uuid}"
 
 
 def default_threads(replicas: int) -> int:
@@ -43,7 +125,8 @@ def default_threads(replicas: int) -> int:
     They belong to the run's identity on CPU: a sum over two threads has other bits than over one.
     So they follow from the replicas, of which there are as many on every layout.
     """
-    return max(1, usable_cores() // replicas)
+    cores = int(os.environ.get(CORES) or usable_cores())
+    return max(1, cores // replicas)
 
 
 def make_deterministic(device: torch.device) -> None:

@@ -18,8 +18,13 @@ class World:
         local_size: number of processes on this node.
         node_rank: number of this node among all nodes.
         node_count: number of nodes.
-        address: host of the store where the ranks meet; `None` for a single process.
-        port: port of that store; `None` for a single process.
+        placed: whether local and node numbers are known; if not, they are guesses of a single node, and
+            the ranks find out when they meet.
+        address: host of the store where the ranks meet: rank 0's, unless the launcher hosts it.
+        port: port of that store; `None` where nobody chose one: then the ranks agree on one under `key`.
+        key: a name that the processes of this job share, and no other process on their nodes.
+        file: a file on a directory that all nodes share, in which the ranks meet instead.
+        by_mpi: whether only MPI can tell the ranks where to meet; they ask it then.
         generation: how many times the processes were (re)started before these.
         agent_store: whether the launcher hosts the store, so that every rank is a client of it.
         environment: which environment was detected.
@@ -35,8 +40,12 @@ class World:
     local_size: int = 1
     node_rank: int = 0
     node_count: int = 1
+    placed: bool = True
     address: str | None = None
     port: int | None = None
+    key: str | None = None
+    file: str | None = None
+    by_mpi: bool = False
     generation: int = 0
     agent_store: bool = False
     environment: str = "single"
@@ -52,11 +61,17 @@ class World:
                 "expected at most the size of the world",
                 hint="check LOCAL_WORLD_SIZE and WORLD_SIZE",
             )
-        if self.size > 1 and (self.address is None or self.port is None):
+        if self.size > 1 and not self._has_meeting_place:
             raise WorldError(
                 f"{self.environment}: {self.size} processes but no address to meet at",
                 hint="set MASTER_ADDR and MASTER_PORT, or start with `lockstep run`",
             )
+
+    @property
+    def _has_meeting_place(self) -> bool:
+        has_port = self.port is not None or self.key is not None
+        by_name = self.address is not None and has_port
+        return by_name or self.file is not None or self.by_mpi
 
     def _check_pair(self, index_name: str, index: int, count_name: str, count: int) -> None:
         if not 0 <= index < count:

@@ -10,6 +10,7 @@ import pytest
 from lockstep.errors import DeviceError, UsageError
 from lockstep.launch.machine import Machine
 from lockstep.launch.plan import Meeting, arguments, command, count_ranks, make_plan
+from lockstep.launch.roster import Roster
 from lockstep.launch.spec import LaunchSpec
 from lockstep.world import World, detect
 
@@ -33,48 +34,76 @@ def plan(
     )
 
 
-@pytest.mark.parametrize(
-    ("n", "node", "generation", "start"),
-    [
-        (n, node, generation, start)
-        for n, node, generation, start in itertools.product(
-            (1, 2, 3, 8), ((0, 1), (0, 3), (2, 3)), (0, 4), ("fork", "spawn", "exec")
-        )
-    ],
+#: Ranks of each launcher, and the node that each is on.
+ROSTERS = (
+    ((1,), (0,)),
+    ((4,), (0,)),
+    ((2, 2), (0, 1)),
+    ((1, 1, 1), (0, 1, 2)),
+    ((2, 1, 3), (0, 0, 1)),
+    ((1, 2, 3), (0, 1, 0)),
 )
-def test_keystone_detect_equals_what_the_plan_meant(n, node, generation, start):
-    node_rank, node_count = node
-    spec = LaunchSpec(target="train.py", n=n, start=start)
+
+
+@pytest.mark.parametrize(
+    ("launchers", "generation", "start"),
+    list(itertools.product(ROSTERS, (0, 4), ("fork", "spawn", "exec"))),
+)
+def test_keystone_detect_equals_what_the_plan_meant(launchers, generation, start):
+    ranks, nodes = launchers
     # What the user's shell may hold already must not shine through.
     shell = {"RANK": "9", "WORLD_SIZE": "77", "MASTER_PORT": "1", "TORCHELASTIC_RESTART_COUNT": "8"}
-    made = plan(
-        spec,
-        environ=shell,
-        address="10.0.0.1",
-        port=29512,
-        generation=generation,
-        node_rank=node_rank,
-        node_count=node_count,
-        max_restarts=4,
-    )
-    assert made.size == n * node_count
-    assert [worker.local_rank for worker in made.workers] == list(range(n))
-    for worker in made.workers:
-        assert detect({**shell, **worker.env}) == World(
-            rank=node_rank * n + worker.local_rank,
-            size=n * node_count,
-            local_rank=worker.local_rank,
-            local_size=n,
-            node_rank=node_rank,
-            node_count=node_count,
-            address="10.0.0.1",
-            port=29512,
-            generation=generation,
-            agent_store=True,
-            environment="lockstep",
-            reason="LOCKSTEP_LAUNCHER is set",
+    first = 0
+    for index, n in enumerate(ranks):
+        roster = roster_of(ranks, nodes, index)
+        meeting = Meeting.of(
+            roster, port=29512, generation=generation, max_restarts=4, run_id="run"
         )
-        assert worker.rank == detect(worker.env).rank
+        made = make_plan(
+            LaunchSpec(target="train.py", n=n, start=start),
+            LAPTOP,
+            shell,
+            meeting=meeting,
+            run_dir=Path("runs/a"),
+            error_dir=Path("private"),
+        )
+        assert made.size == sum(ranks)
+        assert [worker.rank for worker in made.workers] == list(range(first, first + n))
+        before = sum(ranks[other] for other in range(index) if nodes[other] == nodes[index])
+        local_size = sum(n for n, node in zip(ranks, nodes, strict=True) if node == nodes[index])
+        for number, worker in enumerate(made.workers):
+            assert detect({**shell, **worker.env}) == World(
+                rank=first + number,
+                size=sum(ranks),
+                local_rank=before + number,
+                local_size=local_size,
+                node_rank=nodes[index],
+                node_count=len(set(nodes)),
+                address="10.0.0.1",
+                port=29512,
+                generation=generation,
+                agent_store=sum(ranks) > 1,
+                environment="lockstep",
+                reason="LOCKSTEP_LAUNCHER is set",
+            )
+            assert worker.env["LOCAL_RANK"] == str(worker.local_rank)
+        first += n
+
+
+def roster_of(ranks, nodes, index):
+    names = tuple(f"node {number}" for number in range(len(ranks)))
+    return Roster(
+        index=index, ranks=ranks, nodes=nodes, names=names, address="10.0.0.1", interface="eth1"
+    )
+
+
+def test_the_interface_of_the_nodes_is_for_all_libraries_but_never_against_the_user():
+    spec = LaunchSpec(target="train.py", n=2)
+    (env, _) = (worker.env for worker in plan(spec, interface="eth1", node_count=2, size=4).workers)
+    assert {env[f"{name}_SOCKET_IFNAME"] for name in ("GLOO", "NCCL", "TP")} == {"eth1"}
+    own = {"GLOO_SOCKET_IFNAME": "ib0"}
+    assert "GLOO_SOCKET_IFNAME" not in plan(spec, environ=own, interface="eth1").workers[0].env
+    assert "NCCL_SOCKET_IFNAME" in plan(spec, environ=own, interface="eth1").workers[0].env
 
 
 def test_workers_share_nothing_that_is_their_own():

@@ -1,7 +1,8 @@
 """Processes started by torchrun, or by anything that sets the variables of `env://`.
 
 The variables are those of https://docs.pytorch.org/docs/stable/elastic/run.html; `RANK` and
-`WORLD_SIZE` alone (as scripts on `torch.multiprocessing.spawn` set them) mean a single node.
+`WORLD_SIZE` alone (as scripts on `torch.multiprocessing.spawn` set them) leave open which ranks share a
+node: the ranks find out when they meet.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lockstep.errors import WorldError
-from lockstep.world.environments.variables import integer
+from lockstep.world.environments import init_method
+from lockstep.world.environments.variables import integer, meeting_place
 from lockstep.world.model import World
 
 
@@ -27,20 +29,45 @@ def read(environ: Mapping[str, str], *, environment: str, reason: str) -> World:
         WorldError: if one is missing or contradicts another.
     """
     rank, size = integer(environ, "RANK"), integer(environ, "WORLD_SIZE")
-    local_size = integer(environ, "LOCAL_WORLD_SIZE", default=size)
-    if local_size < 1:
-        raise WorldError(f"LOCAL_WORLD_SIZE is {local_size}; expected at least 1")
+    address, port = meeting_place(environ)
+    placed = _is_placed(environ, size)
+    numbers = _numbers(environ, size) if placed else {"local_rank": rank, "local_size": size}
     return World(
         rank=rank,
         size=size,
-        local_rank=integer(environ, "LOCAL_RANK", default=rank),
-        local_size=local_size,
-        node_rank=integer(environ, "GROUP_RANK", default=0),
-        node_count=integer(environ, "GROUP_WORLD_SIZE", default=max(1, size // local_size)),
-        address=environ.get("MASTER_ADDR"),
-        port=integer(environ, "MASTER_PORT", default=0) or None,
+        **numbers,
+        placed=placed,
+        address=address,
+        port=port,
+        file=environ.get(init_method.FILE),
         generation=integer(environ, "TORCHELASTIC_RESTART_COUNT", default=0),
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         environment=environment,
         reason=reason,
     )
+
+
+def _is_placed(environ: Mapping[str, str], size: int) -> bool:
+    """Return whether the local numbers are there, and of the same launcher as `WORLD_SIZE`.
+
+    A script that a launcher started as its only process may start processes of its own, and give
+    them `RANK` and `WORLD_SIZE`; they inherit the launcher's local numbers, which say nothing then.
+    """
+    if "LOCAL_RANK" not in environ or "LOCAL_WORLD_SIZE" not in environ:
+        return False
+    alone = integer(environ, "LOCAL_WORLD_SIZE") == 1
+    if "GROUP_RANK" not in environ:
+        return integer(environ, "LOCAL_WORLD_SIZE") == size
+    return not (alone and size > 1 and integer(environ, "GROUP_WORLD_SIZE", default=1) == 1)
+
+
+def _numbers(environ: Mapping[str, str], size: int) -> dict[str, int]:
+    local_size = integer(environ, "LOCAL_WORLD_SIZE")
+    if local_size < 1:
+        raise WorldError(f"LOCAL_WORLD_SIZE is {local_size}; expected at least 1")
+    return {
+        "local_rank": integer(environ, "LOCAL_RANK"),
+        "local_size": local_size,
+        "node_rank": integer(environ, "GROUP_RANK", default=0),
+        "node_count": integer(environ, "GROUP_WORLD_SIZE", default=max(1, size // local_size)),
+    }

@@ -25,3 +25,15 @@ def integer(environ: Mapping[str, str], name: str, default: int | None = None) -
         return int(text)
     except ValueError:
         raise WorldError(f"{name} is {text!r}; expected an integer") from None
+
+
+def meeting_place(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
+    """Return `MASTER_ADDR` and `MASTER_PORT`, each `None` where it is not set.
+
+    Raises:
+        WorldError: if the port is no port.
+    """
+    port = integer(environ, "MASTER_PORT", default=0)
+    if not 0 <= port < 1 << 16:
+        raise WorldError(f"MASTER_PORT is {port}; expected a port between 1 and 65535")
+    return environ.get("MASTER_ADDR") or None, port or None

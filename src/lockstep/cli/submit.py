@@ -1,0 +1,157 @@
+"""`lockstep submit`: hand a script to Slurm as a job, and follow it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.errors import UsageError
+
+if TYPE_CHECKING:
+    from lockstep.launch.spec import LaunchSpec
+    from lockstep.submit.request import JobRequest
+
+_EPILOG = """\
+Everything after SCRIPT belongs to the script. Exit codes: that of the job; 2 if there is none; 130
+if Ctrl-C left it to itself.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add this verb to the command line."""
+    parser = subparsers.add_parser(
+        "submit",
+        help="run a script as a job of Slurm",
+        usage="lockstep submit [options] SCRIPT [ARG ...]",
+        epilog=_EPILOG,
+        allow_abbrev=False,
+    )
+    _add_job(parser)
+    _add_run(parser)
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the job script and submit nothing"
+    )
+    parser.add_argument(
+        "--no-follow", action="store_true", help="print the job's number and leave it to itself"
+    )
+    parser.add_argument("target", metavar="SCRIPT", help="the script to run, or with -m a module")
+    parser.add_argument("args", metavar="ARG", nargs=argparse.REMAINDER, help="arguments for it")
+    parser.set_defaults(handler=handle)
+
+
+def handle(options: argparse.Namespace) -> int:
+    """Submit what `options` say; return the exit code."""
+    from lockstep.submit.script import job_script
+
+    spec = _spec(options)
+    request = _request(options, spec)
+    if options.dry_run:
+        run_dir = (spec.run_dir or Path("runs") / spec.name / "TIME").absolute()
+        script = job_script(request, directory=Path.cwd(), run_dir=run_dir, python=sys.executable)
+        print(script, end="")
+        return 0
+    return _submit(request, spec, follow=not options.no_follow)
+
+
+def _submit(request: JobRequest, spec: LaunchSpec, *, follow: bool) -> int:
+    from lockstep.submit import job
+    from lockstep.submit.follow import Follower
+
+    number, output = job.submit(request, spec.run_dir, spec.name)
+    if not follow:
+        print(number)
+        return 0
+    return Follower(number, output).follow()
+
+
+def _spec(options: argparse.Namespace) -> LaunchSpec:
+    """Return the launch on each node: it checks itself here, not in the job.
+
+    Raises:
+        UsageError: if it could not work.
+    """
+    from lockstep.launch.spec import LaunchSpec, parse_ranks
+    from lockstep.launch.target import check_script
+
+    if not options.module:
+        check_script(options.target)
+    return LaunchSpec(
+        target=options.target,
+        kind="module" if options.module else "script",
+        args=tuple(options.args),
+        n=None if options.n is None else parse_ranks(options.n),
+        devices=options.devices,
+        replicas=options.replicas,
+        threads=options.threads,
+        run_dir=options.run_dir,
+    )
+
+
+def _request(options: argparse.Namespace, spec: LaunchSpec) -> JobRequest:
+    from lockstep.submit.request import JobRequest
+
+    given = [("partition", options.partition), ("account", options.account), ("time", options.time)]
+    named = [f"--{name}={value}" for name, value in given if value is not None]
+    if "" in (options.partition, options.account, options.time, options.job_name):
+        raise UsageError("--partition, --account, --time or --job-name is empty")
+    return JobRequest(
+        name=options.job_name or spec.name,
+        command=(spec.target, *spec.args),
+        run_options=_run_options(options),
+        nodes=options.nodes,
+        ranks=spec.n,
+        cpus_per_rank=options.cpus_per_task,
+        gpus_per_node=options.gpus_per_node,
+        options=(*named, *options.sbatch),
+    )
+
+
+def _run_options(options: argparse.Namespace) -> tuple[str, ...]:
+    given = {"--replicas": options.replicas, "--threads": options.threads}
+    given["--devices"] = options.devices
+    words = [word for flag, value in given.items() if value is not None for word in (flag, value)]
+    return (*map(str, words), *(["-m"] if options.module else []))
+
+
+def _add_job(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("job")
+    group.add_argument("-N", "--nodes", type=int, default=1, metavar="N", help="nodes (default: 1)")
+    group.add_argument("-p", "--partition", metavar="P", help="partition (default: the cluster's)")
+    group.add_argument("-A", "--account", metavar="A", help="account to charge")
+    group.add_argument(
+        "-t", "--time", metavar="T", help="time limit, such as 30 (minutes) or 2:00:00"
+    )
+    group.add_argument("-J", "--job-name", metavar="NAME", help="default: the script's name")
+    group.add_argument(
+        "--gpus-per-node",
+        metavar="G",
+        help="GPUs of each node, such as 4 or a100:4; a rank for each",
+    )
+    group.add_argument(
+        "--cpus-per-task", type=int, metavar="C", help="cores for each rank (default: 1)"
+    )
+    group.add_argument(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="any other option of sbatch, such as --sbatch=--qos=high; may be repeated",
+    )
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("run")
+    group.add_argument(
+        "-n",
+        metavar="N",
+        help="ranks on each node: a number, cpu (cores), gpu, or auto (default: 1)",
+    )
+    group.add_argument("--replicas", type=int, metavar="R", help="replicas of the run")
+    group.add_argument("--devices", metavar="DEVICES", help="what ranks compute on")
+    group.add_argument("--threads", type=int, metavar="T", help="intra-op threads of each rank")
+    group.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
+    group.add_argument(
+        "--run-dir", type=Path, metavar="DIR", help="default: runs/NAME/TIME, a new one"
+    )

@@ -1,0 +1,152 @@
+"""The exchange over MPI, for ranks on CPUs that an MPI library connects better than Gloo does.
+
+MPI moves the bits and the sum is taken here, in tree order: the order of `MPI_Allreduce` is the
+library's affair. Only between two ranks of one node each there is but one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.errors import PeerError, UsageError
+from lockstep.exchange.base import Exchange, Forest, Sum
+from lockstep.exchange.native import NativeExchange
+from lockstep.exchange.tree import TreeExchange, Work
+from lockstep.world import mpi
+from lockstep.world.mpi import Communicator, Request
+
+#: MPI types by size in bytes: bits are moved, whatever they mean. Not bytes throughout, since many
+#: libraries count up to 2^31 only.
+_CARRIERS = {1: "INT8_T", 2: "INT16_T", 4: "INT32_T", 8: "INT64_T", 16: "C_DOUBLE_COMPLEX"}
+_NUMBERS = {torch.float32: "FLOAT", torch.float64: "DOUBLE"}
+
+
+def make_mpi(forest: Forest, parameters: Sequence[nn.Parameter]) -> Exchange:
+    """Return the exchange over MPI for the gradients of `parameters`.
+
+    Raises:
+        WorldError: if MPI is not there, or counts other processes than the run.
+    """
+    everyone = mpi.communicator(forest.rank, forest.size)
+    if NativeExchange.is_exact(forest) and all(p.dtype in _NUMBERS for p in parameters):
+        return PairExchange(everyone, forest)
+    return TreeExchange(MpiWire(everyone), forest, name="mpi")
+
+
+def check_usable(forest: Forest, device: str) -> None:
+    """Refuse an exchange over MPI that cannot work here.
+
+    Raises:
+        UsageError: if gradients are not in host memory.
+        WorldError: if MPI is not there, or counts other processes than the run.
+    """
+    if device != "cpu":
+        raise UsageError(
+            f"exchange=mpi with gradients on {device}; expected ranks on CPUs",
+            hint="leave exchange to 'auto', which goes over NCCL",
+        )
+    mpi.communicator(forest.rank, forest.size)
+
+
+class _Operation:
+    """A collective of MPI on its way; its request keeps the memory alive."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+
+    def wait(self) -> None:
+        """Wait until it is complete; other threads of this process run meanwhile."""
+        try:
+            self._request.Wait()
+        except mpi.library().Exception as error:
+            raise PeerError(
+                f"MPI cannot go on: {error}",
+                hint="another rank is gone, most likely; what happened to it is the cause",
+            ) from error
+
+
+class MpiWire:
+    """MPI as a wire: collectives that begin now and are waited for later.
+
+    Args:
+        everyone: a communicator with the run's ranks in their order.
+    """
+
+    def __init__(self, everyone: Communicator) -> None:
+        self._everyone = everyone
+
+    def scatter(
+        self, outgoing: torch.Tensor, received: torch.Tensor, shares: Sequence[int]
+    ) -> Work:
+        """Begin an all-to-all."""
+        size = len(shares)
+        memory, carrier = _carried(received)
+        given, _ = _carried(outgoing)
+        request = self._everyone.Ialltoallv(
+            [given, [outgoing.numel() // size] * size, carrier], [memory, list(shares), carrier]
+        )
+        return _Operation(request)
+
+    def gather(self, part: torch.Tensor, total: torch.Tensor) -> Work:
+        """Begin an all-gather."""
+        return _Operation(self._everyone.Iallgather(_carried(part), _carried(total)))
+
+
+@dataclass(slots=True)
+class _Pending:
+    work: Work
+    total: torch.Tensor
+    future: Sum
+
+
+class PairExchange:
+    """All-reduce by MPI between two ranks of one node each: one addition, and IEEE addition commutes.
+
+    Args:
+        everyone: a communicator with the run's ranks in their order.
+        forest: the ranks' nodes.
+    """
+
+    name = "mpi"
+    exact = True
+
+    def __init__(self, everyone: Communicator, forest: Forest) -> None:
+        assert NativeExchange.is_exact(forest)
+        self._everyone = everyone
+        self._pending: list[_Pending] = []
+
+    def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
+        """Return memory for this rank's node: the bucket itself where that is enough."""
+        return [bucket.new_empty(bucket.numel() + extra) if extra else bucket]
+
+    def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
+        """Begin to sum `slots` over both ranks, and return the sum's future."""
+        (total,) = slots
+        library = mpi.library()
+        buffer = [total.numpy(), getattr(library, _NUMBERS[total.dtype])]
+        request = self._everyone.Iallreduce(library.IN_PLACE, buffer, op=library.SUM)
+        future: Sum = torch.futures.Future()
+        self._pending.append(_Pending(_Operation(request), total, future))
+        if last:
+            self._finish()
+        return future
+
+    def _finish(self) -> None:
+        pending, self._pending = self._pending, []
+        for item in pending:
+            item.work.wait()
+            item.future.set_result(item.total)
+
+    def close(self) -> None:
+        """Give back nothing: MPI lives as long as the process."""
+
+
+def _carried(tensor: torch.Tensor) -> tuple[Any, Any]:
+    """Return the memory of a tensor, and the MPI type that carries its elements."""
+    memory = tensor.view(-1).view(torch.uint8).numpy()
+    return memory, getattr(mpi.library(), _CARRIERS[tensor.element_size()])

@@ -1,0 +1,98 @@
+"""A file in a directory that all nodes share: launchers meet in it, and no host is special."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+
+from lockstep.errors import UsageError, WorldError
+from lockstep.world import host
+from lockstep.world.door import reason
+
+_INTERVAL = 0.05
+
+
+class MeetingFile:
+    """The file of one launch, and the lock that tells whether anybody of it is alive.
+
+    Everybody who meets holds a shared lock for as long as it lives, however it ends. Whoever comes and
+    gets the lock alone knows that nobody is there, and that the file is a stale one.
+
+    Args:
+        directory: the shared directory.
+        name: name of the launch.
+
+    Raises:
+        UsageError: if the directory is not there, or cannot be used for this.
+    """
+
+    def __init__(self, directory: Path, name: str) -> None:
+        if not directory.is_dir():
+            raise UsageError(
+                f"the directory {directory} does not exist on {host.name()}",
+                hint="--rdzv-endpoint file:///DIRECTORY needs one that all nodes share",
+            )
+        self._path = directory / f"lockstep-{name.replace('/', '-')}"
+        self._lock_path = self._path.with_name(f"{self._path.name}.lock")
+        try:
+            self._lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise UsageError(f"{directory} cannot be written: {reason(error)}") from None
+
+    def meet(self, count: int, seconds: float, check: Callable[[], None]) -> tuple[int, dist.Store]:
+        """Wait until `count` launchers have come; return this one's number, and the store.
+
+        Raises:
+            WorldError: if fewer come within `seconds`, or more than expected have.
+        """
+        self._take_lock()
+        store = dist.FileStore(str(self._path), -1)
+        index = store.add("arrivals", 1) - 1
+        if index >= count:
+            raise WorldError(
+                f"{count} nodes have met in {self._path} already; expected this one among them",
+                hint="another launch meets there: give each an --rdzv-id of its own",
+            )
+        store.set(f"name/{index}", host.name())
+        deadline = time.monotonic() + seconds
+        while store.add("arrivals", 0) < count:
+            check()
+            if time.monotonic() > deadline:
+                raise self._missing(store, count, seconds)
+            time.sleep(_INTERVAL)
+        return index, store
+
+    def close(self, *, remove: bool) -> None:
+        """Give up the lock; the last thing a launch does with the file is to remove it."""
+        if remove:
+            self._path.unlink(missing_ok=True)
+            self._lock_path.unlink(missing_ok=True)
+        os.close(self._lock)
+
+    def _take_lock(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pass  # somebody is there: the file is theirs, and fresh
+        except OSError as error:
+            raise UsageError(
+                f"{self._path.parent} has no locks: {reason(error)}",
+                hint="mount it with locks (flock), or let a host keep the store: --rdzv-endpoint HOST",
+            ) from None
+        else:
+            self._path.unlink(missing_ok=True)
+        fcntl.flock(self._lock, fcntl.LOCK_SH)
+
+    def _missing(self, store: dist.Store, count: int, seconds: float) -> WorldError:
+        came = store.add("arrivals", 0)
+        names = ", ".join(store.get(f"name/{index}").decode() for index in range(came))
+        return WorldError(
+            f"{count - came} of {count} nodes did not come to {self._path} within {seconds:g} s; "
+            f"came: {names}",
+            hint="if the others say the same, the directory is not shared between the nodes",
+        )

@@ -1,0 +1,210 @@
+"""Several launchers, one launch: how many there are, which one this is, and where they meet. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from lockstep.errors import UsageError
+from lockstep.world.environments import mpich, openmpi, slurm
+from lockstep.world.environments.lockstep import MARK
+from lockstep.world.model import World
+
+#: Environments whose tasks may each be a launcher, in order of precedence.
+_TASKS = (openmpi.detect, mpich.detect, slurm.detect)
+_MEETING_HINT = (
+    "--node-rank K --master-addr HOST on each node, or --rdzv-endpoint HOST "
+    "or --rdzv-endpoint file:///SHARED/DIRECTORY"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nodes:
+    """What the user says of several nodes.
+
+    Attributes:
+        count: number of launchers, one on each node as a rule; `None` where nobody says.
+        rank: number of this one.
+        main_address: host of launcher 0.
+        main_port: the port at which launcher 0 listens; by default one they agree on.
+        endpoint: `HOST`, `HOST:PORT` or `file:///DIRECTORY`: where launchers meet that have no numbers.
+        id: name of the launch, which keeps two launches that meet at one place apart.
+        interface: network interface to use; by default one at which all others reach this node.
+        join_timeout: seconds that launchers may take to come; `None` leaves `LOCKSTEP_JOIN_TIMEOUT`.
+
+    Raises:
+        UsageError: if the values cannot work together.
+    """
+
+    count: int | None = None
+    rank: int | None = None
+    main_address: str | None = None
+    main_port: int | None = None
+    endpoint: str | None = None
+    id: str | None = None
+    interface: str | None = None
+    join_timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.count is not None and self.count < 1:
+            raise UsageError(f"--nnodes is {self.count}; expected at least 1")
+        if self.rank is not None and not 0 <= self.rank < (self.count or 1):
+            raise UsageError(
+                f"--node-rank is {self.rank} with --nnodes {self.count or 1}; "
+                f"expected 0 to {(self.count or 1) - 1}"
+            )
+        if self.main_port is not None and not 0 < self.main_port < 1 << 16:
+            raise UsageError(f"--master-port is {self.main_port}; expected a port from 1 to 65535")
+        if self.join_timeout is not None and not self.join_timeout > 0:
+            raise UsageError(f"--join-timeout is {self.join_timeout}; expected more than 0 seconds")
+        if self.endpoint is not None and (self.main_address or self.rank is not None):
+            raise UsageError(
+                "--rdzv-endpoint and --node-rank or --master-addr contradict each other",
+                hint="launchers that meet at an endpoint are numbered as they come",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Party:
+    """How the launchers of one launch find each other.
+
+    Attributes:
+        name: what all of them call the launch, and nobody else does.
+        count: how many they are.
+        index: which one this is; `None` where they are numbered as they come.
+        address: host of the one that keeps the store.
+        port: the port at which it listens, where somebody chose one.
+        directory: a directory that all nodes share, where no host is special.
+        source: who said so, in words.
+    """
+
+    name: str
+    count: int
+    index: int | None = None
+    address: str | None = None
+    port: int | None = None
+    directory: Path | None = None
+    source: str
+
+
+def parse_count(text: str) -> int:
+    """Return the value of `--nnodes` that `text` spells.
+
+    Raises:
+        UsageError: if it is no number.
+    """
+    if text.isdecimal():
+        return int(text)
+    raise UsageError(f"--nnodes is {text!r}; expected a number of nodes")
+
+
+def party(nodes: Nodes, work: Sequence[str], environ: Mapping[str, str]) -> Party | None:
+    """Return the launchers that this one belongs to; `None` if it is alone.
+
+    Flags win over the environment: a step of Slurm with several tasks, or `mpiexec`, starts as many
+    launchers, which need no flags.
+
+    Args:
+        nodes: what the user says.
+        work: what is launched; names the launch where the user doesn't.
+        environ: the launcher's environment.
+
+    Raises:
+        UsageError: if nobody says where they meet, or the flags contradict the environment.
+        WorldError: if the environment contradicts itself.
+    """
+    if nodes.endpoint is not None or nodes.main_address is not None:
+        return _by_flags(nodes, work)
+    world = _tasks(environ)
+    if world is not None and world.size > 1:
+        return _by_environment(nodes, world)
+    if (nodes.count or 1) == 1:
+        return None
+    raise UsageError(
+        f"--nnodes is {nodes.count}, but nothing says where the nodes meet", hint=_MEETING_HINT
+    )
+
+
+def _by_flags(nodes: Nodes, work: Sequence[str]) -> Party | None:
+    if nodes.count is None:
+        raise UsageError(
+            "--rdzv-endpoint or --master-addr without --nnodes; expected the number of nodes",
+            hint="for example --nnodes 2",
+        )
+    name = f"nodes/{nodes.id or _named_after(work)}/{nodes.count}"
+    if nodes.count == 1:
+        return None
+    if nodes.endpoint is not None:
+        return _at_endpoint(nodes.endpoint, name, nodes.count)
+    if nodes.rank is None:
+        raise UsageError(
+            "--master-addr without --node-rank; expected the number of this node",
+            hint=_MEETING_HINT,
+        )
+    return Party(
+        name=name,
+        count=nodes.count,
+        index=nodes.rank,
+        address=nodes.main_address,
+        port=nodes.main_port,
+        source="--node-rank and --master-addr",
+    )
+
+
+def _at_endpoint(endpoint: str, name: str, count: int) -> Party:
+    source = "--rdzv-endpoint"
+    if endpoint.startswith(("file:", "/")):
+        path = urlsplit(endpoint).path if endpoint.startswith("file:") else endpoint
+        if not path.startswith("/") or urlsplit(endpoint).netloc:
+            raise _bad_endpoint(endpoint)
+        return Party(name=name, count=count, directory=Path(path), source=source)
+    try:
+        place = urlsplit(f"//{endpoint}")
+        port = place.port
+    except ValueError:
+        raise _bad_endpoint(endpoint) from None
+    if not place.hostname or place.path:
+        raise _bad_endpoint(endpoint)
+    return Party(name=name, count=count, address=place.hostname, port=port, source=source)
+
+
+def _bad_endpoint(endpoint: str) -> UsageError:
+    return UsageError(
+        f"--rdzv-endpoint is {endpoint!r}; expected HOST, HOST:PORT or file:///DIRECTORY"
+    )
+
+
+def _by_environment(nodes: Nodes, world: World) -> Party:
+    if nodes.count not in (None, world.size):
+        raise UsageError(
+            f"--nnodes is {nodes.count}, but {world.environment} started {world.size} launchers; "
+            "expected the same",
+            hint="leave --nnodes out: the launchers find each other",
+        )
+    return Party(
+        name=world.key or f"{world.environment}/{world.address}:{world.port}",
+        count=world.size,
+        index=world.rank,
+        address=world.address,
+        port=world.port,
+        source=world.environment,
+    )
+
+
+def _tasks(environ: Mapping[str, str]) -> World | None:
+    # A launcher inside a worker starts a launch of its own.
+    if MARK in environ or {"RANK", "WORLD_SIZE"} <= environ.keys():
+        return None
+    for detect in _TASKS:
+        world = detect(environ)
+        if world is not None:
+            return world
+    return None
+
+
+def _named_after(work: Sequence[str]) -> str:
+    return hashlib.sha256(json.dumps(list(work)).encode()).hexdigest()[:16]

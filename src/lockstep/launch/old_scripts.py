@@ -1,0 +1,172 @@
+"""What old scripts expect of their launcher.
+
+`torch.distributed.launch` gave each process its local rank as an option: `--local_rank=K`, spelled
+`--local-rank=K` since torch 2.0. A script that declares one of them gets it here as well: the source
+tells, nothing of it is imported or run. Scripts on `torch.multiprocessing.spawn` are one rank to the
+launcher and start the others themselves.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.util
+import socket
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+from lockstep.launch.spec import LaunchSpec, LocalRankOption
+
+#: The two spellings of the option.
+SPELLINGS: tuple[LocalRankOption, ...] = ("--local_rank", "--local-rank")
+#: Methods of argparse, optparse, click and typer that declare an option.
+_DECLARATIONS = frozenset({"add_argument", "add_option", "option", "Option"})
+#: Keywords that give such a method away where the script calls it by a name of its own.
+_SETTINGS = frozenset({"type", "default", "required", "dest", "metavar", "help"})
+#: Functions of `torch.multiprocessing` that start a script's own ranks.
+_SPAWNERS = frozenset({"spawn", "start_processes"})
+
+
+def adapt(spec: LaunchSpec) -> tuple[LaunchSpec, str | None]:
+    """Return `spec` with the option its script takes the local rank by, and what to tell the user.
+
+    Only an option `auto` is decided here. A source that cannot be found or parsed takes none: the
+    worker will say what is wrong with it.
+    """
+    if spec.local_rank_option != "auto":
+        return spec, None
+    option = None if _is_given(spec.args) else _declared(_calls(spec))
+    if option is None:
+        return replace(spec, local_rank_option="none"), None
+    note = f"lockstep: {_shown(spec)} takes {option}: each rank gets its own"
+    return replace(spec, local_rank_option=option), note
+
+
+def warning(spec: LaunchSpec) -> str | None:
+    """Return what to tell a user who starts several ranks of a script that starts its own."""
+    line = next((call.lineno for call in _calls(spec) if _spawns(call)), None)
+    if line is None:
+        return None
+    return (
+        f"lockstep: {_shown(spec)} starts ranks of its own (line {line}), and so may each rank "
+        "of this launch; such a script runs with -n 1"
+    )
+
+
+@contextlib.contextmanager
+def kept_port() -> Iterator[int]:
+    """Keep a port that the system gives to nobody, and on which whoever names it may listen.
+
+    A rank that is alone may start ranks of its own. They, or the rank itself, host a store there: the
+    launcher's would be in the way of ranks that it knows nothing of. Bound and never listening, on
+    Linux the port can be bound by others that allow reuse of addresses, as torch's stores do.
+    """
+    with socket.socket() as keeper:
+        keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        keeper.bind(("127.0.0.1", 0))
+        yield keeper.getsockname()[1]
+
+
+def _shown(spec: LaunchSpec) -> str:
+    return Path(spec.target).name if spec.kind == "script" else spec.target
+
+
+def _is_given(args: tuple[str, ...]) -> bool:
+    return any(word.partition("=")[0] in SPELLINGS for word in args)
+
+
+def _declared(calls: list[ast.Call]) -> LocalRankOption | None:
+    """Return the first spelling of the option that one of `calls` declares."""
+    for call in calls:
+        words = [one.value for one in call.args if isinstance(one, ast.Constant)]
+        option = next((word for word in SPELLINGS if word in words), None)
+        if option is not None and _declares(call):
+            return option
+    return None
+
+
+def _declares(call: ast.Call) -> bool:
+    keywords = {word.arg: word.value for word in call.keywords}
+    action = keywords.get("action")
+    if isinstance(action, ast.Constant) and action.value != "store":
+        return False  # a switch such as `store_true` takes no number
+    return _name(call.func) in _DECLARATIONS or not _SETTINGS.isdisjoint(keywords)
+
+
+def _spawns(call: ast.Call) -> bool:
+    """Return whether `call` is `torch.multiprocessing.spawn`, by its usual names."""
+    if _name(call.func) not in _SPAWNERS:
+        return False
+    owner = _name(call.func.value) if isinstance(call.func, ast.Attribute) else None
+    return owner in ("mp", "multiprocessing") or any(w.arg == "nprocs" for w in call.keywords)
+
+
+def _name(node: ast.expr) -> str | None:
+    """Return `c` for both `c` and `a.b.c`."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def _calls(spec: LaunchSpec) -> list[ast.Call]:
+    """Return the calls in the source of `spec`, in its order; none where it cannot be parsed."""
+    source = _source(spec)
+    if source is None:
+        return []
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the worker compiles it again, and warns
+            tree = ast.parse(source)
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    return sorted(calls, key=lambda call: (call.lineno, call.col_offset))
+
+
+def _source(spec: LaunchSpec) -> bytes | None:
+    if spec.kind == "function":
+        return None
+    try:
+        file = Path(spec.target) if spec.kind == "script" else _module_file(spec.target)
+        return None if file is None else file.read_bytes()
+    except (OSError, ImportError, ValueError):
+        return None
+
+
+def _module_file(name: str) -> Path | None:
+    """Return the file that `python -m name` runs, without importing the packages that hold it."""
+    *parents, last = name.split(".")
+    place: list[str] | None = None
+    for parent in parents:
+        place = _places(_find(parent, place))
+    found = _find(last, place)
+    if found is not None and found.submodule_search_locations is not None:
+        found = _find("__main__", _places(found))
+    return Path(found.origin) if found is not None and found.has_location and found.origin else None
+
+
+def _places(found: ModuleSpec | None) -> list[str]:
+    return list((found and found.submodule_search_locations) or ())
+
+
+def _find(part: str, places: list[str] | None) -> ModuleSpec | None:
+    """Find one part of a dotted name in `places`; the first part where Python would look for it.
+
+    The part alone is asked for, even inside a package: a dotted name would need its parents imported.
+    """
+    if places is not None:
+        return PathFinder.find_spec(part, places)
+    return PathFinder.find_spec(part, list(_search_path())) or importlib.util.find_spec(part)
+
+
+def _search_path() -> Iterator[str]:
+    """Yield the worker's `sys.path`: its working directory stands where ours has the launcher's."""
+    if sys.flags.safe_path:
+        yield from sys.path
+    else:
+        yield str(Path.cwd())
+        yield from sys.path[1:]

@@ -1,0 +1,73 @@
+"""Who starts which ranks: pure numbers, the same on all launchers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roster:
+    """The launchers of a launch, as one of them sees them.
+
+    Attributes:
+        index: number of this launcher.
+        ranks: how many ranks each launcher starts.
+        nodes: the node that each launcher is on, numbered as they first appear.
+        names: what to call each launcher.
+        address: where all of them reach launcher 0.
+        interface: network interface of this launcher's workers; `None` leaves it to the plan.
+    """
+
+    index: int
+    ranks: tuple[int, ...]
+    nodes: tuple[int, ...]
+    names: tuple[str, ...]
+    address: str
+    interface: str | None
+
+    @staticmethod
+    def alone(ranks: int) -> Roster:
+        """Return the roster of the only launcher."""
+        return Roster(
+            index=0, ranks=(ranks,), nodes=(0,), names=("",), address="127.0.0.1", interface=None
+        )
+
+    @property
+    def count(self) -> int:
+        """Number of launchers."""
+        return len(self.ranks)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in all."""
+        return sum(self.ranks)
+
+    @property
+    def first_rank(self) -> int:
+        """The first rank that this launcher starts."""
+        return sum(self.ranks[: self.index])
+
+    @property
+    def node(self) -> int:
+        """Number of this launcher's node."""
+        return self.nodes[self.index]
+
+    @property
+    def node_count(self) -> int:
+        """Number of nodes; several launchers may be on one."""
+        return len(set(self.nodes))
+
+    @property
+    def first_local_rank(self) -> int:
+        """How many ranks of earlier launchers are on this node."""
+        return self._on_node(self.ranks[: self.index])
+
+    @property
+    def local_size(self) -> int:
+        """Number of ranks on this node."""
+        return self._on_node(self.ranks)
+
+    def _on_node(self, ranks: Sequence[int]) -> int:
+        pairs = zip(ranks, self.nodes, strict=False)
+        return sum(count for count, node in pairs if node == self.node)

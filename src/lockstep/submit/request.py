@@ -1,0 +1,99 @@
+"""What the user asks Slurm for, as one value that is valid or does not exist."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from lockstep.errors import UsageError
+
+#: Options of sbatch that would take from `lockstep submit` what it works with, and what to do instead.
+_OURS = {
+    "array": "submit once for each run",
+    "error": "errors and output come in one file, in order",
+    "ntasks": "-n sets the ranks of each node",
+    "ntasks-per-node": "-n sets the ranks of each node",
+    "output": "--run-dir DIR says where the output goes",
+    "test-only": "--dry-run prints the job script and submits nothing",
+    "wait": "without --no-follow, the job's end is waited for",
+    "wrap": "name a script of Python",
+}
+_SHORT = {"a": "array", "e": "error", "n": "ntasks", "o": "output", "W": "wait"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRequest:
+    """One job: what it runs, and on what.
+
+    Attributes:
+        name: name of the job.
+        command: script or module and its arguments, as `lockstep run` takes them.
+        run_options: options of `lockstep run` before them.
+        nodes: number of nodes.
+        ranks: ranks on each node: a number, or `cpu`, `gpu`, `auto`; `None` for one, or for one per GPU.
+        cpus_per_rank: cores for each rank.
+        gpus_per_node: GPUs of each node: a number, or a kind and a number such as `a100:4`.
+        options: more options for sbatch, in its own words.
+
+    Raises:
+        UsageError: if a value cannot work on any cluster.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    run_options: tuple[str, ...] = ()
+    nodes: int = 1
+    ranks: int | str | None = None
+    cpus_per_rank: int | None = None
+    gpus_per_node: str | None = None
+    options: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1:
+            raise UsageError(f"--nodes is {self.nodes}; expected at least 1")
+        if self.cpus_per_rank is not None and self.cpus_per_rank < 1:
+            raise UsageError(f"--cpus-per-task is {self.cpus_per_rank}; expected at least 1")
+        if self.gpus_per_node is not None and not _GPUS.fullmatch(self.gpus_per_node):
+            raise UsageError(
+                f"--gpus-per-node is {self.gpus_per_node!r}; expected a number, or one such as a100:4"
+            )
+        for text in (self.name, *self.options):
+            if not text.isprintable():
+                raise UsageError(f"{text!r} is not printable, and cannot stand in a job script")
+        for option in self.options:
+            _check_option(option)
+        if self.cpus_per_rank is not None and self.ranks_per_node is None:
+            raise UsageError(
+                f"--cpus-per-task with -n {self.ranks}: the number of ranks is not known yet",
+                hint="give -n a number; cores are asked for as -n times --cpus-per-task",
+            )
+
+    @property
+    def ranks_per_node(self) -> int | None:
+        """How many ranks a node will have; `None` where that depends on the node."""
+        if isinstance(self.ranks, int):
+            return self.ranks
+        if self.gpus_per_node is not None and self.ranks in (None, "gpu", "auto"):
+            return int(self.gpus_per_node.rpartition(":")[2])
+        return 1 if self.ranks is None else None
+
+    @property
+    def cpus_per_node(self) -> int | None:
+        """How many cores a node's ranks need together, one each unless said otherwise."""
+        ranks = self.ranks_per_node
+        return None if ranks is None else max(1, ranks) * (self.cpus_per_rank or 1)
+
+
+_GPUS = re.compile(r"([\w.-]+:)*[1-9][0-9]{0,3}")
+
+
+def _check_option(option: str) -> None:
+    found = re.match(r"--([a-z][a-z-]*)|-([A-Za-z])", option)
+    if found is None:
+        raise UsageError(
+            f"--sbatch is {option!r}; expected an option of sbatch",
+            hint="as in --sbatch=--qos=high",
+        )
+    name = found[1] or _SHORT.get(found[2], "")
+    if name in _OURS:
+        raise UsageError(f"--sbatch={option} cannot be combined with this", hint=_OURS[name])

@@ -1,0 +1,81 @@
+"""How much processor time the cgroups of a process allow: what `docker --cpus` and Kubernetes limits set.
+
+A limit may be set on any group between the process and the root, so the smallest on the way counts.
+Groups above a container's own are out of its sight; so are their limits.
+
+https://docs.kernel.org/admin-guide/cgroup-v2.html (cpu.max),
+https://docs.kernel.org/scheduler/sched-bwc.html (version 1: cpu.cfs_quota_us).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+_SELF = Path("/proc/self")
+
+
+def cpu_quota(process: Path = _SELF) -> float | None:
+    """Return how many processors' time the process may use, or `None` where nothing limits it.
+
+    Args:
+        process: its directory in `/proc`.
+    """
+    limits = [limit for group in _groups(process) if (limit := _limit(group)) is not None]
+    return min(limits, default=None)
+
+
+def _groups(process: Path) -> Iterator[Path]:
+    """Yield the directories of the groups that the process is in, from its own to the root."""
+    try:
+        memberships = (process / "cgroup").read_text().splitlines()
+        mounts = [line.split() for line in (process / "mountinfo").read_text().splitlines()]
+    except OSError:
+        return
+    for line in memberships:
+        _, controllers, path = line.split(":", 2)
+        for mount in mounts:
+            if _has_cpu(mount, controllers):
+                yield from _upwards(root=mount[3], point=Path(_unescape(mount[4])), path=path)
+
+
+def _has_cpu(mount: list[str], controllers: str) -> bool:
+    """Return whether the mount is the hierarchy that `controllers` of /proc/self/cgroup mean."""
+    kind, _, options = mount[mount.index("-") + 1 :][:3]
+    if kind == "cgroup2":
+        return controllers == ""
+    names = controllers.split(",")
+    return kind == "cgroup" and "cpu" in names and "cpu" in options.split(",")
+
+
+def _upwards(*, root: str, point: Path, path: str) -> Iterator[Path]:
+    # In a container, the mount may show the tree from the container's group on.
+    own, top = PurePosixPath(path), PurePosixPath(root)
+    group = point / (own.relative_to(top) if own.is_relative_to(top) else "")
+    if ".." in own.parts or not group.is_dir():
+        group = point
+    while group != point:
+        yield group
+        group = group.parent
+    yield point
+
+
+def _limit(group: Path) -> float | None:
+    v1 = (group / "cpu.cfs_quota_us", group / "cpu.cfs_period_us")
+    match _read(group / "cpu.max") or _read(*v1):
+        case [quota, period] if quota != "max" and int(quota) > 0:
+            return int(quota) / int(period)
+        case _:
+            return None
+
+
+def _read(*files: Path) -> list[str]:
+    try:
+        return [word for file in files for word in file.read_text().split()]
+    except OSError:
+        return []
+
+
+def _unescape(text: str) -> str:
+    """Undo how mountinfo writes blanks."""
+    return text.replace("\\040", " ")

@@ -1,0 +1,77 @@
+"""The init methods of `torch.distributed` as one variable: `LOCKSTEP_INIT_METHOD`.
+
+`tcp://host:port`, `file:///shared/path` or `env://`; `?rank=0&world_size=2` may follow, as in
+https://docs.pytorch.org/docs/stable/distributed.html#initialization.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from urllib.parse import SplitResult, parse_qs, urlsplit
+
+from lockstep.errors import UsageError
+
+VARIABLE = "LOCKSTEP_INIT_METHOD"
+#: Where the other environments find the file of `file://`.
+FILE = "LOCKSTEP_MEETING_FILE"
+
+_HINT = "for example tcp://10.0.0.1:29500, file:///shared/meeting or env://"
+
+
+def apply(environ: Mapping[str, str], url: str | None = None) -> Mapping[str, str]:
+    """Return `environ` with the variables that its init method stands for.
+
+    Args:
+        environ: a process's environment.
+        url: the init method; by default `LOCKSTEP_INIT_METHOD`.
+
+    Raises:
+        UsageError: if it is no init method.
+    """
+    url = url or environ.get(VARIABLE)
+    if not url:
+        return environ
+    parts = urlsplit(url)
+    readers = {"tcp": _tcp, "file": _file, "env": lambda _: {}}
+    if parts.scheme not in readers:
+        raise UsageError(
+            f"the init method is {url!r}; expected tcp://, file:// or env://", hint=_HINT
+        )
+    return {**environ, **readers[parts.scheme](parts), **_identity(parts, url)}
+
+
+def _tcp(parts: SplitResult) -> dict[str, str]:
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if not parts.hostname or not port:
+        raise UsageError(
+            f"the init method is {parts.geturl()!r}; expected a host and a port", hint=_HINT
+        )
+    return {
+        "MASTER_ADDR": parts.hostname,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
+
+
+def _file(parts: SplitResult) -> dict[str, str]:
+    if parts.netloc or not parts.path.startswith("/") or parts.path.endswith("/"):
+        raise UsageError(
+            f"the init method is {parts.geturl()!r}; expected file:// and the absolute path of a file",
+            hint=_HINT,
+        )
+    return {FILE: parts.path}
+
+
+def _identity(parts: SplitResult, url: str) -> dict[str, str]:
+    names = {"rank": "RANK", "world_size": "WORLD_SIZE"}
+    query = parse_qs(parts.query)
+    unknown = query.keys() - names
+    if unknown:
+        raise UsageError(
+            f"the init method {url!r} asks for {', '.join(sorted(unknown))}; "
+            "expected rank and world_size"
+        )
+    return {names[name]: values[-1] for name, values in query.items()}

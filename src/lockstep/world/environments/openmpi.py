@@ -1,0 +1,57 @@
+"""Processes started by Open MPI's `mpiexec` (also `mpirun`, `prterun`).
+
+The variables are those of https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html.
+`OMPI_COMM_WORLD_NODE_RANK` is not the number of a node, but of a process on it, over all jobs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lockstep.world.environments import mpiexec
+from lockstep.world.environments.variables import integer
+from lockstep.world.model import World
+
+_PREFIX = "OMPI_COMM_WORLD_"
+#: Names of a job, unique while it runs: of Open MPI 5 and 4, of 4 and 3.
+_JOB = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
+#: Where the server of this node listens: the same for all processes of one job on it.
+_SERVER = ("PMIX_SERVER_URI2", "PMIX_SERVER_URI3", "OMPI_MCA_orte_local_daemon_uri")
+
+
+def detect(environ: Mapping[str, str]) -> World | None:
+    """Return the world that Open MPI's variables describe, or `None` without them.
+
+    Raises:
+        WorldError: if one is missing or contradicts another.
+    """
+    if f"{_PREFIX}RANK" not in environ and f"{_PREFIX}SIZE" not in environ:
+        return None
+    numbers = mpiexec.Numbers(
+        rank=integer(environ, f"{_PREFIX}RANK"),
+        size=integer(environ, f"{_PREFIX}SIZE"),
+        local_rank=integer(environ, f"{_PREFIX}LOCAL_RANK"),
+        local_size=integer(environ, f"{_PREFIX}LOCAL_SIZE"),
+    )
+    return mpiexec.world(
+        environ,
+        numbers,
+        lambda one_node: _key(environ, one_node=one_node),
+        environment="openmpi",
+        reason=f"{_PREFIX}RANK is set",
+    )
+
+
+def _key(environ: Mapping[str, str], *, one_node: bool) -> str | None:
+    """Return a name that only this job has.
+
+    The name of a job is made of a host's name and a process number, of which there may be several
+    where containers share a network; the port of its server is one of a kind there.
+    """
+    job = _first(environ, _JOB)
+    server = _first(environ, _SERVER) if one_node else ""
+    return f"openmpi-{job}-{server}" if job else None
+
+
+def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> str:
+    return next((environ[name] for name in names if environ.get(name)), "")

@@ -1,0 +1,125 @@
+"""Processes that are the tasks of a Slurm job step: what `srun` starts.
+
+The variables are those of https://slurm.schedmd.com/srun.html. The script that sbatch runs, the shell of
+salloc and the one of `srun --pty` have some of them too, and are single processes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from lockstep.errors import WorldError
+from lockstep.world import slurm_nodes
+from lockstep.world.environments.variables import integer, meeting_place
+from lockstep.world.model import World
+
+#: `LOCKSTEP_SLURM=0` makes Lockstep blind to Slurm.
+SWITCH = "LOCKSTEP_SLURM"
+#: Steps from here on are none of srun's: Slurm numbers its batch, interactive and extern steps so.
+_FIRST_SPECIAL_STEP = 0xFFFF_FFF0
+_LOOPBACK = "127.0.0.1"
+_HINT = f"start with srun, or set {SWITCH}=0 to ignore Slurm's variables"
+
+
+def detect(environ: Mapping[str, str]) -> World | None:
+    """Return the world of this job step, or `None` outside of one.
+
+    Raises:
+        WorldError: if the step's variables are incomplete or contradict each other.
+    """
+    if environ.get(SWITCH) == "0" or not _is_step(environ):
+        return None
+    size = _size(environ)
+    nodes, tasks = _places(environ, size)
+    node_rank = integer(environ, "SLURM_NODEID")
+    if not 0 <= node_rank < len(nodes):
+        raise WorldError(
+            f"slurm: SLURM_NODEID is {node_rank} in a step of {len(nodes)} node(s)", hint=_HINT
+        )
+    address, port = meeting_place(environ)
+    return World(
+        rank=integer(environ, "SLURM_PROCID"),
+        size=size,
+        local_rank=integer(environ, "SLURM_LOCALID"),
+        local_size=tasks[node_rank],
+        node_rank=node_rank,
+        node_count=len(nodes),
+        address=address or _main_node(environ, nodes),
+        port=port,
+        key=_key(environ),
+        generation=integer(environ, "SLURM_RESTART_COUNT", default=0),
+        environment="slurm",
+        reason="SLURM_STEP_ID and SLURM_PROCID are set",
+    )
+
+
+def _is_step(environ: Mapping[str, str]) -> bool:
+    step = environ.get("SLURM_STEP_ID", "")
+    if not step.isdecimal() or int(step) >= _FIRST_SPECIAL_STEP:
+        return False
+    # A shell on a terminal passes the terminal's port on to steps that are started from it, so that
+    # only a single task is taken for the shell: as a world it would be a single process anyway.
+    return "SLURM_PTY_PORT" not in environ or _size(environ) > 1
+
+
+def _size(environ: Mapping[str, str]) -> int:
+    name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    return integer(environ, name)
+
+
+def _places(environ: Mapping[str, str], size: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Return the step's nodes and the number of tasks on each."""
+    nodes = slurm_nodes.expand(_text(environ, "SLURM_STEP_NODELIST"))
+    tasks = _tasks_per_node(_text(environ, "SLURM_STEP_TASKS_PER_NODE"))
+    count = integer(environ, "SLURM_STEP_NUM_NODES", default=len(nodes))
+    seen = f"SLURM_STEP_NODELIST is {environ['SLURM_STEP_NODELIST']!r}, {len(nodes)} node(s)"
+    if count != len(nodes):
+        raise WorldError(f"slurm: {seen}, but SLURM_STEP_NUM_NODES is {count}", hint=_HINT)
+    per_node = f"SLURM_STEP_TASKS_PER_NODE is {environ['SLURM_STEP_TASKS_PER_NODE']!r}"
+    if len(tasks) != len(nodes):
+        raise WorldError(f"slurm: {seen}, but {per_node}, {len(tasks)} node(s)", hint=_HINT)
+    if sum(tasks) != size:
+        raise WorldError(
+            f"slurm: the step has {size} task(s), but {per_node}, {sum(tasks)} task(s)", hint=_HINT
+        )
+    return nodes, tasks
+
+
+def _tasks_per_node(text: str) -> tuple[int, ...]:
+    """Expand `2(x3),1` to `(2, 2, 2, 1)`."""
+    counts: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part)
+        if found is None:
+            raise WorldError(
+                f"slurm: SLURM_STEP_TASKS_PER_NODE is {text!r}; expected one such as '2(x3),1'",
+                hint=_HINT,
+            )
+        counts += [int(found[1])] * int(found[2] or 1)
+    return tuple(counts)
+
+
+def _main_node(environ: Mapping[str, str], nodes: tuple[str, ...]) -> str:
+    """Return the host of rank 0."""
+    if len(nodes) == 1:
+        return _LOOPBACK
+    if environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):
+        raise WorldError(
+            "slurm: the tasks are distributed by a host file, and no variable says where rank 0 is",
+            hint="set MASTER_ADDR to the first host of that file",
+        )
+    return nodes[0]
+
+
+def _key(environ: Mapping[str, str]) -> str:
+    cluster = environ.get("SLURM_CLUSTER_NAME", "")
+    job = environ.get("SLURM_JOB_ID") or _text(environ, "SLURM_JOBID")
+    restarts = environ.get("SLURM_RESTART_COUNT", "0")
+    return f"slurm-{cluster}-{job}.{environ['SLURM_STEP_ID']}-{restarts}"
+
+
+def _text(environ: Mapping[str, str], name: str) -> str:
+    if name not in environ:
+        raise WorldError(f"slurm: {name} is not set, though SLURM_STEP_ID is", hint=_HINT)
+    return environ[name]

@@ -1,0 +1,272 @@
+"""From a world to the store where its ranks meet: made here, never guessed.
+
+environment ── World ── store ── roll call ── survey of the nodes ── World, complete
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from lockstep.errors import UnreachableError, UsageError, WorldError
+from lockstep.world import clocks, door, mpi, network, roll_call
+from lockstep.world.door import Door
+from lockstep.world.model import World
+from lockstep.world.survey import survey
+
+#: How long collectives and notes of other ranks are waited for: torch.distributed's own default.
+TIMEOUT = timedelta(minutes=30)
+_JOIN_VARIABLE = "LOCKSTEP_JOIN_TIMEOUT"
+_JOIN_SECONDS = 300.0
+#: Where a store is that serves one host alone.
+LOOPBACK = "127.0.0.1"
+
+#: Runs of this process so far. All ranks make the same runs in the same order, so that the number keeps
+#: the notes of one run from being taken for another's.
+_runs = itertools.count()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """All ranks have met.
+
+    Attributes:
+        world: who this rank is, complete: its local and node numbers are known.
+        store: a key-value store that all ranks reach; fresh for every run and generation.
+        number: how many runs this process has made before.
+        ours: whether the store was made here, so that this process leaves it in good order.
+    """
+
+    world: World
+    store: dist.Store
+    number: int
+    ours: bool
+
+
+def meet(world: World, store: dist.Store | None = None) -> Meeting:
+    """Meet the other ranks.
+
+    A store of the user's, or the one of a process group that the script has made, is taken as it is.
+
+    Args:
+        world: who this process is.
+        store: a store that all ranks have, of the user's own.
+
+    Raises:
+        UnreachableError: if another rank or node cannot be reached.
+        WorldError: if ranks don't come, or what they say of themselves doesn't fit together.
+        UsageError: if a variable makes no sense.
+    """
+    number = next(_runs)
+    if store is None and dist.is_initialized():
+        world = _as_in_group(world)
+    if world.size == 1:
+        return Meeting(world=world, store=dist.HashStore(), number=number, ours=True)
+    given = store
+    if given is None and dist.is_initialized():
+        given = dist.distributed_c10d._get_default_store()
+    wait = join_timeout()
+    base = _reach_store(world, number, wait) if given is None else given
+    fresh = dist.PrefixStore(f"lockstep/{world.generation}/{number}", base)
+    # What `lockstep run` started, its agents have called and surveyed.
+    if world.environment != "lockstep":
+        world = _complete(world, dist.PrefixStore("meet", fresh), wait)
+    elif door.is_loopback(world.address):
+        _use_interface("lo")
+    return Meeting(world=world, store=fresh, number=number, ours=given is None)
+
+
+def join_timeout() -> timedelta:
+    """Return how long others may take to come: `LOCKSTEP_JOIN_TIMEOUT`, in seconds.
+
+    Raises:
+        UsageError: if it is no positive number.
+    """
+    text = os.environ.get(_JOIN_VARIABLE)
+    if text is None:
+        return timedelta(seconds=_JOIN_SECONDS)
+    with contextlib.suppress(ValueError, OverflowError):
+        if float(text) > 0:
+            return timedelta(seconds=float(text))
+    raise UsageError(f"{_JOIN_VARIABLE} is {text!r}; expected a positive number of seconds")
+
+
+def leave(meeting: Meeting) -> None:
+    """Leave in good order: rank 0, which may host the store, goes last."""
+    world, store = meeting.world, meeting.store
+    if not meeting.ours or world.agent_store or world.size == 1:
+        return
+    store.set(f"left/{world.rank}", "1")
+    if world.is_main:
+        store.wait([f"left/{rank}" for rank in range(world.size)], TIMEOUT)
+        if world.file is not None:
+            _file_of(world, meeting.number).unlink(missing_ok=True)
+
+
+def _as_in_group(world: World) -> World:
+    """Return the world of the process group that the script has made, whatever the environment says."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if (rank, size) == (world.rank, world.size):
+        return world
+    return World(
+        rank=rank,
+        size=size,
+        local_rank=rank,
+        local_size=size,
+        placed=False,
+        address="(the script's process group)",
+        key="group",
+        environment="group",
+        reason="the script has made a process group",
+    )
+
+
+def _complete(world: World, store: dist.Store, wait: timedelta) -> World:
+    card = roll_call.Card.of(world, os.getpid())
+    place = roll_call.call(dist.PrefixStore("roll", store), world.rank, card, wait)
+    world = roll_call.placed(world, place)
+    if world.node_count == 1:
+        _use_interface("lo")
+    else:
+        _survey(world, store)
+    return world
+
+
+def _survey(world: World, store: dist.Store) -> None:
+    """Let one rank of each node find out where the others reach it, and tell its neighbours."""
+    mine = f"interface/{world.node_rank}"
+    if world.local_rank == 0:
+        _survey_nodes(world, dist.PrefixStore("survey", store), store, mine)
+    interface, _, problem = store.get(mine).decode().partition("\n")
+    if problem:
+        raise UnreachableError(problem)
+    _use_interface(interface)
+
+
+def _survey_nodes(world: World, store: dist.Store, notes: dist.Store, mine: str) -> None:
+    labels = [f"node {number}" for number in range(world.node_count)]
+    labels[world.node_rank] += f" ({socket.gethostname()})"
+    try:
+        found = survey(store, index=world.node_rank, labels=labels, interface=chosen_interface())
+    except WorldError as error:
+        notes.set(mine, f"\n{error}")
+        raise
+    notes.set(mine, found[world.node_rank].interface)
+    clocks.compare(dist.PrefixStore("clocks", store), world.node_rank, labels)
+
+
+def chosen_interface() -> str | None:
+    """Return the interface that the user chose, by `LOCKSTEP_INTERFACE` or as Gloo's own variable."""
+    return os.environ.get("LOCKSTEP_INTERFACE") or os.environ.get("GLOO_SOCKET_IFNAME")
+
+
+def _use_interface(name: str) -> None:
+    # Gloo and NCCL would otherwise take what the host name resolves to, or what looks like a network.
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
+        os.environ.setdefault(variable, name)
+
+
+def _reach_store(world: World, number: int, wait: timedelta) -> dist.Store:
+    if world.file is not None:
+        return _open_file(_file_of(world, number))
+    if world.by_mpi:
+        name, addresses = mpi.agree(world)
+        return _through_door(world, name, addresses, wait)
+    assert world.address is not None, "World checks it"
+    if world.key is not None and world.port is None:
+        name = f"{world.key}/{world.generation}/{number}"
+        addresses = () if world.is_main else network.addresses_of(world.address)
+        return _through_door(world, name, addresses, wait)
+    if world.rank == 0 and not world.agent_store:
+        return _host(world)
+    address = _first_reachable(world, wait)
+    assert world.port is not None, "World checks it"
+    return connect_store(address, world.port)
+
+
+def _file_of(world: World, number: int) -> Path:
+    assert world.file is not None
+    return Path(world.file if number == 0 else f"{world.file}.{number}")
+
+
+def _open_file(path: Path) -> dist.Store:
+    if not path.parent.is_dir():
+        raise WorldError(
+            f"the directory of the meeting file {path} does not exist",
+            hint="it must be a directory that all nodes share",
+        )
+    return dist.FileStore(str(path), -1)
+
+
+def _through_door(world: World, name: str, addresses: Sequence[str], wait: timedelta) -> dist.Store:
+    loopback = door.is_loopback(world.address)
+    if world.rank == 0:
+        store = host_store(0, loopback=loopback)
+        guests = [f"rank {rank}" for rank in range(1, world.size)]
+        Door(name=name, store_port=store.port, guests=guests, loopback=loopback).serve(
+            wait.total_seconds()
+        )
+        return store
+    answer = door.knock(
+        addresses,
+        name,
+        f"rank {world.rank}",
+        token=secrets.token_hex(8),
+        seconds=wait.total_seconds(),
+    )
+    return connect_store(answer.address, answer.port)
+
+
+def connect_store(address: str, port: int) -> dist.TCPStore:
+    """Return a client of the store at an address and a port."""
+    return dist.TCPStore(address, port, is_master=False, timeout=TIMEOUT)
+
+
+def host_store(port: int, *, loopback: bool) -> dist.TCPStore:
+    """Host a store at `port`, 0 for one that the system chooses.
+
+    Raises:
+        OSError: if the port is taken.
+    """
+    listener = door.listen(port, loopback=loopback)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        LOOPBACK,
+        port,
+        is_master=True,
+        timeout=TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _host(world: World) -> dist.Store:
+    assert world.port is not None
+    try:
+        return host_store(world.port, loopback=door.is_loopback(world.address))
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise WorldError(f"port {world.port} cannot be opened: {door.reason(error)}") from error
+        raise WorldError(
+            f"port {world.port} on {world.address} is taken",
+            hint="start with `lockstep run`, which chooses a free one, or set MASTER_PORT",
+        ) from error
+
+
+def _first_reachable(world: World, wait: timedelta) -> str:
+    """Return the address of the host at which its store answers."""
+    assert world.address is not None
+    assert world.port is not None
+    return door.await_port(
+        network.addresses_of(world.address), world.port, f"rank {world.rank}", wait.total_seconds()
+    )

@@ -1,0 +1,147 @@
+"""MPI, where a script uses it: begun once, and ended in a way that lets no other rank hang.
+
+`MPI_Finalize` waits for all ranks. One that has failed must not call it, since the others may wait for
+this one in a collective; where a process ends without it, `mpiexec` ends the others.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import secrets
+import sys
+import threading
+from typing import Any
+
+from lockstep.errors import WorldError
+from lockstep.world import network
+from lockstep.world.model import World
+
+#: Bytes of what rank 0 tells the others: a name, and the addresses of its interfaces.
+_NOTE = 1 << 14
+
+#: What is mpi4py's: it has no types where it is not installed.
+Library = Any
+Communicator = Any
+Request = Any
+
+
+class _End:
+    """How MPI ends in this process: decided when the interpreter does.
+
+    Args:
+        library: mpi4py's module `MPI`.
+        ours: whether MPI was begun here, and is to be ended here.
+    """
+
+    def __init__(self, library: Library, *, ours: bool) -> None:
+        self._library, self._ours = library, ours
+        self._process = os.getpid()
+
+    def __call__(self) -> None:
+        if os.getpid() != self._process or self._library.Is_finalized():
+            return
+        if not has_failed():
+            if self._ours:
+                self._library.Finalize()
+        elif not self._ours:
+            # mpi4py would call MPI_Finalize next, which waits for ranks that wait for this one.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            self._library.COMM_WORLD.Abort(1)
+
+
+_failed = threading.Event()
+
+
+def fail() -> None:
+    """Take note that a run of this process has failed: it will not wait for the others at its end."""
+    _failed.set()
+
+
+def has_failed() -> bool:
+    """Return whether a run of this process has failed, or its script has ended by an exception."""
+    return _failed.is_set() or getattr(sys, "last_value", None) is not None
+
+
+@functools.cache
+def library() -> Library:
+    """Return mpi4py's module `MPI`, with MPI begun.
+
+    Raises:
+        WorldError: if mpi4py or the MPI library are not there.
+    """
+    began_before = "mpi4py.MPI" in sys.modules
+    try:
+        import mpi4py
+
+        if not began_before:
+            mpi4py.rc.finalize = False
+        from mpi4py import MPI
+    except ImportError as error:
+        raise WorldError(
+            f"mpi4py cannot be imported: {error}", hint="pip install 'torch-lockstep[mpi]'"
+        ) from error
+    except RuntimeError as error:
+        raise WorldError(
+            f"mpi4py finds no MPI library: {str(error).splitlines()[-1]}",
+            hint="load your cluster's module, `pip install mpich`, or name its directory in MPI4PY_LIBMPI",
+        ) from error
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    atexit.register(_End(MPI, ours=not began_before))
+    return MPI
+
+
+@functools.cache
+def communicator(rank: int, size: int) -> Communicator:
+    """Return a communicator of Lockstep's own, in which this process has the run's rank.
+
+    Raises:
+        WorldError: if MPI is not there, or counts other processes than the run.
+    """
+    mpi = library()
+    if mpi.COMM_WORLD.size != size:
+        version = mpi.Get_library_version().strip().splitlines()[0].split(",")[0]
+        raise WorldError(
+            f"MPI counts {mpi.COMM_WORLD.size} processes, the run {size}; expected the same "
+            f"(mpi4py speaks {' '.join(version.split())})",
+            hint="start the script by `mpiexec -n N python …` of that MPI",
+        )
+    # Not the launcher's order if the variables of another one win: the run's ranks count.
+    return mpi.COMM_WORLD.Split(0, rank)
+
+
+def agree(world: World) -> tuple[str, tuple[str, ...]]:
+    """Agree on a name that only this job has, and on the addresses at which rank 0 may be.
+
+    Raises:
+        WorldError: if MPI is not there.
+    """
+    try:
+        everyone = communicator(world.rank, world.size)
+    except WorldError as error:
+        raise WorldError(
+            f"{world.environment}: nothing says where the {world.size} ranks can meet, and MPI cannot be "
+            f"asked: {error.message}",
+            hint="set MASTER_ADDR and MASTER_PORT, or install the extra: "
+            "pip install 'torch-lockstep[mpi]'",
+        ) from error
+    note = bytearray(_NOTE)
+    if world.rank == 0:
+        told = json.dumps([secrets.token_hex(16), _own_addresses(world)]).encode()
+        assert len(told) <= _NOTE, "more interfaces than anybody has"
+        note[: len(told)] = told
+    everyone.Bcast(note, root=0)
+    name, addresses = json.loads(note.rstrip(b"\0"))
+    return str(name), tuple(addresses)
+
+
+def _own_addresses(world: World) -> list[str]:
+    """Return where the others may look for this process, the network before the loopback interface."""
+    if world.address is not None:
+        return list(network.addresses_of(world.address))
+    known = sorted(network.interfaces(), key=lambda interface: interface.loopback)
+    return [interface.address for interface in known]

@@ -1,0 +1,169 @@
+"""The network interfaces of this host, and the addresses of other hosts.
+
+A name is asked of the system's resolver first. Clusters without one often carry the address in the
+name (`SH-IDC1-10-5-36-65` is 10.5.36.65), or Slurm knows it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import re
+import socket
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lockstep.errors import UnreachableError, UsageError
+
+#: Without a network, the resolver may take half a minute to say that there is none.
+_RESOLVER_SECONDS = 3.0
+_CARRIED = re.compile(r"(?:^|\D)(\d{1,3})[-_](\d{1,3})[-_](\d{1,3})[-_](\d{1,3})$")
+#: Any port will do where a socket only asks the routing table.
+_NO_PORT = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """An interface of this host that is up, with an address.
+
+    Attributes:
+        name: the system's name of it.
+        address: IPv4, or IPv6 of global scope; an interface with several appears once for each.
+        loopback: whether it leads to this host alone.
+    """
+
+    name: str
+    address: str
+    loopback: bool
+
+
+def interfaces() -> tuple[Interface, ...]:
+    """Return the interfaces that are up, in the system's order, IPv4 addresses of each first."""
+    import psutil
+
+    up = {name for name, one in psutil.net_if_stats().items() if one.isup}
+    found = []
+    for name, addresses in psutil.net_if_addrs().items():
+        if name not in up:
+            continue
+        for family in (socket.AF_INET, socket.AF_INET6):
+            texts = [one.address for one in addresses if one.family == family]
+            found += [_interface(name, text) for text in texts if _offered(text)]
+    return tuple(found)
+
+
+def _interface(name: str, address: str) -> Interface:
+    return Interface(name, address, ipaddress.ip_address(address).is_loopback)
+
+
+def _offered(text: str) -> bool:
+    return not ipaddress.ip_address(text).is_link_local
+
+
+def named(name: str) -> Interface:
+    """Return the interface called `name`, with the address that Gloo and NCCL take: its first.
+
+    Raises:
+        UsageError: if there is none of that name which is up and has an address.
+    """
+    known = interfaces()
+    for one in known:
+        if one.name == name:
+            return one
+    first = {one.name: one.address for one in reversed(known)}
+    there = ", ".join(f"{one} ({address})" for one, address in reversed(first.items())) or "none"
+    why = "is down or has no address" if _exists(name) else "does not exist"
+    raise UsageError(
+        f"the interface {name!r} {why} on {socket.gethostname()}; expected one of: {there}",
+        hint="--interface NAME or LOCKSTEP_INTERFACE; without it, the interface is found by trying",
+    )
+
+
+def _exists(name: str) -> bool:
+    return any(name == known for _, known in socket.if_nameindex())
+
+
+def interface_towards(address: str, among: Sequence[Interface] | None = None) -> Interface | None:
+    """Return the interface by which packets leave for `address`, an IP address; no packet is sent.
+
+    `None` where there is no route, or where it starts at an address that is not `among` the interfaces.
+    """
+    known = interfaces() if among is None else among
+    family = socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as asking:
+        try:
+            asking.connect((address, _NO_PORT))
+        except OSError:
+            return None
+        source = asking.getsockname()[0]
+    return next((one for one in known if one.address == source), None)
+
+
+def addresses_of(host: str) -> tuple[str, ...]:
+    """Return the addresses of `host`: a literal, or what the first of several sources says of the name.
+
+    The sources: the system's resolver, bounded to a few seconds; an address that the name carries; Slurm.
+
+    Raises:
+        UnreachableError: if none of them knows the name; the message says what each said.
+    """
+    with contextlib.suppress(ValueError):
+        return (str(ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))),)
+    answer = _resolve(host)
+    if isinstance(answer, tuple):
+        return answer
+    carried = carried_address(host)
+    if carried is not None:
+        return (carried,)
+    from lockstep.world import slurm_nodes
+
+    known = slurm_nodes.address(host)
+    if known is not None:
+        answer = (known,) if _is_literal(known) else _resolve(known)
+    if isinstance(answer, tuple):
+        return answer
+    raise UnreachableError(
+        f"the host name {host!r} has no address: the resolver {answer}; "
+        "the name carries none; Slurm does not know it",
+        hint="give the address itself, or add the name to /etc/hosts",
+    )
+
+
+def carried_address(host: str) -> str | None:
+    """Return the IPv4 address that a host name ends with, if it does: `ip-10-0-3-7` is 10.0.3.7."""
+    found = _CARRIED.search(host.partition(".")[0])
+    text = ".".join(str(int(part)) for part in found.groups()) if found else ""
+    if not _is_literal(text):
+        return None
+    address = ipaddress.ip_address(text)
+    unusable = address.is_loopback or address.is_multicast or address.is_unspecified
+    return None if unusable or address.is_reserved else text
+
+
+def _is_literal(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _resolve(host: str) -> tuple[str, ...] | str:
+    """Ask the resolver; return the addresses, or why there are none."""
+    answers: list[tuple[str, ...] | str] = []
+    # A thread, since the call cannot be broken off; as a daemon it does not keep the process.
+    asking = threading.Thread(target=lambda: answers.append(_ask_resolver(host)), daemon=True)
+    asking.start()
+    asking.join(_RESOLVER_SECONDS)
+    return answers[0] if answers else f"did not answer within {_RESOLVER_SECONDS:g} s"
+
+
+def _ask_resolver(host: str) -> tuple[str, ...] | str:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else None
+        return f"said {(why or str(error))!r}"
+    addresses = dict.fromkeys(str(entry[4][0]) for entry in found)
+    return tuple(one for one in addresses if "%" not in one) or "knows no address of it"

@@ -1,0 +1,268 @@
+"""The roll call: everybody who meets at a store says who it is, and rank 0 says whether that fits.
+
+It finds who shares a host, and names ranks that did not come, ranks that claim the same place, and
+nodes whose libraries differ, before anything waits for them in a collective.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import WorldError
+from lockstep.world import host
+from lockstep.world.model import World
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+#: How much longer the others wait for rank 0's answer than rank 0 waits for them.
+_SLACK = timedelta(seconds=15)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a rank is: its launcher said so, or the roll call found it."""
+
+    local_rank: int
+    local_size: int
+    node_rank: int
+    node_count: int
+
+    @staticmethod
+    def of(world: World) -> Place:
+        """Return the place that `world` says."""
+        return Place(
+            local_rank=world.local_rank,
+            local_size=world.local_size,
+            node_rank=world.node_rank,
+            node_count=world.node_count,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """What one rank says of itself.
+
+    Attributes:
+        host: which host it is on, as `host.identity` has it.
+        name: the host's name.
+        pid: its process id.
+        world: its number of ranks, or `None` where nobody counted before.
+        place: where its launcher said that it is, if it did.
+        versions: of what the bits depend on.
+    """
+
+    host: str
+    name: str
+    pid: int
+    world: int
+    place: Place | None
+    versions: Mapping[str, str]
+
+    @staticmethod
+    def of(world: World, pid: int) -> Card:
+        """Return the card of the rank that `world` describes."""
+        return Card(
+            host=host.identity(),
+            name=host.name(),
+            pid=pid,
+            world=world.size,
+            place=Place.of(world) if world.placed else None,
+            versions=host.versions(),
+        )
+
+    @staticmethod
+    def of_launcher(count: int, pid: int) -> Card:
+        """Return the card of one of `count` launchers: where they are follows from their hosts."""
+        return Card(
+            host=host.identity(),
+            name=host.name(),
+            pid=pid,
+            world=count,
+            place=None,
+            versions=host.versions(),
+        )
+
+
+def call(store: dist.Store, rank: int, card: Card, timeout: timedelta, what: str = "rank") -> Place:
+    """Hear all ranks; return the place of this one.
+
+    Args:
+        store: a store that all ranks reach, used for this alone.
+        rank: this rank; rank 0 decides for all.
+        card: what this rank says of itself.
+        timeout: how long ranks may take to come.
+        what: what is called: ranks, or the launchers of nodes.
+
+    Raises:
+        WorldError: on every rank the same, if what the ranks say does not fit together.
+    """
+    if store.add(f"claim/{rank}", 1) > 1:
+        _fail(store, _claimed_twice(store, rank, card, what))
+    store.set(f"card/{rank}", json.dumps(asdict(card)))
+    if rank == 0:
+        _decide(store, card.world, timeout, what)
+    answer = _answer(store, timeout)
+    if "error" in answer:
+        raise WorldError(answer["error"], hint=answer["hint"])
+    return Place(**answer["places"][rank])
+
+
+def _decide(store: dist.Store, size: int, timeout: timedelta, what: str) -> None:
+    missing = _wait_for_all(store, size, timeout)
+    if missing:
+        _post(store, error=_missing(size, missing, timeout, what), hint=_HINTS["missing"])
+        return
+    cards = [read(store, rank) for rank in range(size)]
+    problem = problem_with(cards, what)
+    if problem is not None:
+        _post(store, error=problem[0], hint=problem[1])
+    else:
+        _post(store, places=[asdict(place) for place in places(cards)])
+
+
+def places(cards: Sequence[Card]) -> list[Place]:
+    """Return the place of each rank: what launchers said, and else what follows from the hosts."""
+    nodes = {name: number for number, name in enumerate(dict.fromkeys(card.host for card in cards))}
+    sizes = Counter(card.host for card in cards)
+    seen: Counter[str] = Counter()
+    found = []
+    for card in cards:
+        by_host = Place(
+            local_rank=seen[card.host],
+            local_size=sizes[card.host],
+            node_rank=nodes[card.host],
+            node_count=len(nodes),
+        )
+        seen[card.host] += 1
+        found.append(card.place or by_host)
+    return found
+
+
+def problem_with(cards: Sequence[Card], what: str = "rank") -> tuple[str, str] | None:
+    """Return what does not fit together in `cards`, and a hint; `None` if all does."""
+    return _sizes(cards, what) or _versions(cards, what) or _same_place(cards)
+
+
+def _sizes(cards: Sequence[Card], what: str) -> tuple[str, str] | None:
+    for rank, card in enumerate(cards):
+        if card.world != cards[0].world:
+            text = (
+                f"{what} {rank} on {card.name} is in a world of {card.world}, {what} 0 on "
+                f"{cards[0].name} in a world of {cards[0].world}; expected the same"
+            )
+            return text, _HINTS["sizes"]
+    return None
+
+
+def _versions(cards: Sequence[Card], what: str) -> tuple[str, str] | None:
+    for rank, card in enumerate(cards):
+        for library, version in cards[0].versions.items():
+            if card.versions.get(library) != version:
+                text = (
+                    f"{what} {rank} on {card.name} has {library} {card.versions.get(library)}, "
+                    f"{what} 0 on {cards[0].name} has {version}; expected the same on all nodes"
+                )
+                return text, _HINTS["versions"]
+    return None
+
+
+def _same_place(cards: Sequence[Card]) -> tuple[str, str] | None:
+    claims: dict[tuple[int, int], int] = {}
+    hosts: dict[int, int] = {}
+    for rank, card in enumerate(cards):
+        if card.place is None:
+            continue
+        node, local = card.place.node_rank, card.place.local_rank
+        other = claims.setdefault((node, local), rank)
+        if other != rank:
+            text = (
+                f"ranks {other} and {rank} are both local rank {local} of node {node} "
+                f"({cards[other].name}, {card.name}); expected a local rank of its own for each"
+            )
+            return text, _HINTS["same place"]
+        first = hosts.setdefault(node, rank)
+        if cards[first].host != card.host:
+            text = (
+                f"ranks {first} ({cards[first].name}) and {rank} ({card.name}) are both on node "
+                f"{node}, but on different hosts; expected one host for each node"
+            )
+            return text, _HINTS["same place"]
+    return None
+
+
+_HINTS = {
+    "missing": "look at their output: are they started, and can they reach this node?",
+    "sizes": "start all ranks with one launcher, or with the same WORLD_SIZE",
+    "versions": "the bits depend on it: install the same set on all nodes",
+    "same place": "set LOCAL_RANK and LOCAL_WORLD_SIZE per process, or neither",
+    "twice": "a stale file of an earlier run? Remove it. Else start each rank once",
+}
+
+
+def _claimed_twice(store: dist.Store, rank: int, card: Card, what: str) -> str:
+    text = f"{what} {rank} has come twice: on {card.name}, process {card.pid}"
+    if store.check([f"card/{rank}"]):
+        other = read(store, rank)
+        text += f", and on {other.name}, process {other.pid}"
+    return text
+
+
+def _fail(store: dist.Store, text: str) -> None:
+    _post(store, error=text, hint=_HINTS["twice"])
+    raise WorldError(text, hint=_HINTS["twice"])
+
+
+def _post(store: dist.Store, **answer: Any) -> None:
+    store.set("answer", json.dumps(answer))
+
+
+def _answer(store: dist.Store, timeout: timedelta) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    try:
+        store.wait(["answer"], timeout + _SLACK)
+    except dist.DistError as error:
+        raise WorldError(
+            f"rank 0 did not answer within {(timeout + _SLACK).total_seconds():g} s",
+            hint=_HINTS["missing"],
+        ) from error
+    answer: dict[str, Any] = json.loads(store.get("answer"))
+    return answer
+
+
+def _wait_for_all(store: dist.Store, size: int, timeout: timedelta) -> list[int]:
+    """Wait for the cards of all ranks; return the ranks that did not come."""
+    import torch.distributed as dist
+
+    keys = [f"card/{rank}" for rank in range(size)]
+    try:
+        store.wait(keys, timeout)
+    except dist.DistError:
+        return [rank for rank, key in enumerate(keys) if not store.check([key])]
+    return []
+
+
+def _missing(size: int, missing: Sequence[int], timeout: timedelta, what: str) -> str:
+    names = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
+    return (
+        f"{len(missing)} of {size} {what}s did not come within {timeout.total_seconds():g} s: "
+        f"{what} {names}"
+    )
+
+
+def read(store: dist.Store, rank: int) -> Card:
+    """Return what `rank` said of itself."""
+    told = json.loads(store.get(f"card/{rank}"))
+    place = None if told["place"] is None else Place(**told["place"])
+    return Card(**{**told, "place": place})
+
+
+def placed(world: World, place: Place) -> World:
+    """Return `world` with the numbers that the roll call found."""
+    return replace(world, placed=True, **asdict(place))

@@ -1,0 +1,269 @@
+"""Hosts on one machine: network namespaces, with host names and cables of their own.
+
+    a, b = hosts.lan(2)                     # "a" and "b", plugged into one switch at eth0
+    b.dead_end("eth1", "10.9.0.2/24")       # an interface that leads nowhere
+    process = b.start(sys.executable, "script.py")
+
+Everything goes with the `with` block: processes, namespaces, names; what a killed run of the tests
+left behind, with the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+import pytest
+
+from tests.conftest import Done
+
+_PREFIX = "lockstep-tests"
+#: Per namespace, files that `ip netns exec` shows in the place of those in /etc.
+_NAMES = Path("/etc/netns")
+_IP = shutil.which("ip") or "ip"
+#: Gives the command a host name of its own, and hides directories that this host does not share.
+_ENTER = """
+echo "$1" >/proc/sys/kernel/hostname
+if [ -n "$2" ]; then mount -t tmpfs none "$2"; fi
+shift 2; exec "$@"
+"""
+
+
+def missing() -> str | None:
+    """Return what this machine lacks for hosts, or `None`."""
+    if os.geteuid() != 0:
+        return "needs root, to make network namespaces"
+    for program in ("ip", "unshare"):
+        if shutil.which(program) is None:
+            return f"needs network namespaces: {program} is not installed"
+    probe = _namespace("probe")
+    made = subprocess.run([_IP, "netns", "add", probe], capture_output=True, text=True, check=False)
+    _remove(probe)
+    return f"needs network namespaces: {made.stderr.strip()}" if made.returncode else None
+
+
+@dataclass
+class Host:
+    """A namespace with a host name.
+
+    Attributes:
+        name: of the host; the others know it once it is plugged in.
+        namespace: the system's name of it.
+        address: where it was plugged in first.
+    """
+
+    name: str
+    namespace: str
+    address: str = ""
+    _started: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def ip(self, *words: str) -> str:
+        """Run `ip` on this host; return its output."""
+        return _ip("-n", self.namespace, *words)
+
+    def raise_up(self, interface: str, address: str) -> None:
+        """Give an interface an address, and wait until it runs: the kernel tells within a second."""
+        self.ip("address", "add", address, "dev", interface)
+        self.ip("link", "set", interface, "up")
+        for _ in range(200):
+            if " state UP " in self.ip("-o", "link", "show", "dev", interface):
+                return
+            time.sleep(0.02)
+        pytest.fail(f"{interface} of {self.name} does not come up")
+
+    def dead_end(self, interface: str, address: str) -> None:
+        """Add an interface that is up, has an address, and leads nowhere: nobody answers behind it."""
+        other = f"x{secrets.token_hex(4)}"
+        self.ip("link", "add", interface, "type", "veth", "peer", "name", other)
+        self.ip("link", "set", other, "up")
+        self.raise_up(interface, address)
+
+    def bridge(self, interface: str, address: str) -> None:
+        """Add a bridge with an address and nothing plugged in, as Docker makes one on every host."""
+        self.ip("link", "add", interface, "type", "bridge")
+        self.ip("address", "add", address, "dev", interface)
+        self.ip("link", "set", interface, "up")
+
+    def start(
+        self,
+        *command: str,
+        env: dict[str, str] | None = None,
+        cwd: Path | None = None,
+        hidden: Path | None = None,
+    ) -> subprocess.Popen[str]:
+        """Start a command on this host, in a session of its own.
+
+        Args:
+            command: program and arguments.
+            env: variables besides those of this process.
+            cwd: where it runs.
+            hidden: a directory that this host does not share with the others: it sees an empty one.
+        """
+        enter = ("unshare", "--uts", "sh", "-ec", _ENTER, "sh", self.name, str(hidden or ""))
+        process = subprocess.Popen(
+            [_IP, "netns", "exec", self.namespace, *enter, *command],
+            cwd=cwd,
+            env={**os.environ, **(env or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._started.append(process)
+        return process
+
+    def close(self) -> None:
+        """Kill what still runs here, and remove the namespace."""
+        _remove(self.namespace)
+        for process in self._started:
+            process.communicate(timeout=10)
+
+
+class Switch:
+    """A switch: hosts that are plugged into it reach each other."""
+
+    def __init__(self, hosts: Hosts) -> None:
+        self._hosts = hosts
+        self._inside = hosts.host(f"switch{secrets.token_hex(2)}")
+        self._inside.ip("link", "add", "lan", "type", "bridge")
+        self._inside.ip("link", "set", "lan", "up")
+
+    def plug(self, host: Host, address: str, interface: str = "eth0") -> None:
+        """Connect an interface of `host`, new, with an address such as `10.0.0.1/24`."""
+        port = self._port(host)
+        peer = ("type", "veth", "peer", "name", port, "netns", self._inside.namespace)
+        host.ip("link", "add", interface, *peer)
+        self._inside.ip("link", "set", port, "master", "lan", "up")
+        host.raise_up(interface, address)
+        host.address = host.address or address.partition("/")[0]
+        self._hosts.tell_names()
+
+    def part(self, one: Host, other: Host) -> None:
+        """Let nothing through between two hosts; each still reaches the rest."""
+        for host in (one, other):
+            kind = ("type", "bridge_slave")
+            self._inside.ip("link", "set", self._port(host), *kind, "isolated", "on")
+
+    @staticmethod
+    def _port(host: Host) -> str:
+        return f"to-{host.name}"[:15]
+
+
+class Hosts:
+    """Makes hosts, and removes them at the end of a `with` block."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Host] = {}
+        self._subnets = itertools.count(70)
+
+    def __enter__(self) -> Self:
+        _sweep()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for host in self._made.values():
+            host.close()
+
+    def host(self, name: str) -> Host:
+        """Make a host with a loopback interface and nothing else."""
+        made = Host(name, _namespace(name))
+        self._made[name] = made
+        _ip("netns", "add", made.namespace)
+        made.ip("link", "set", "lo", "up")
+        return made
+
+    def switch(self) -> Switch:
+        """Make a switch."""
+        return Switch(self)
+
+    def lan(self, count: int) -> list[Host]:
+        """Make hosts `a`, `b`, … that reach each other at `eth0`."""
+        switch = self.switch()
+        made = [self.host(name) for name in "abcdefgh"[:count]]
+        self.plug_all(switch, made)
+        return made
+
+    def plug_all(self, switch: Switch, hosts: list[Host], interface: str = "eth0") -> None:
+        """Plug hosts into a switch, in a subnet of their own."""
+        subnet = next(self._subnets)
+        for number, host in enumerate(hosts, 1):
+            switch.plug(host, f"10.{subnet}.0.{number}/24", interface)
+
+    def tell_names(self) -> None:
+        """Let all hosts know the names of all that have an address."""
+        known = [host for host in self._made.values() if host.address]
+        lines = ["127.0.0.1 localhost", *(f"{host.address} {host.name}" for host in known)]
+        for host in known:
+            directory = _NAMES / host.namespace
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / "hosts").write_text("\n".join(lines) + "\n")
+
+    def finish(
+        self, processes: list[subprocess.Popen[str]], timeout: float = 60, *, code: int | None = 0
+    ) -> list[Done]:
+        """Wait for the end of all processes; `code` is the exit code they must have."""
+        done = []
+        for process in processes:
+            try:
+                out, err = process.communicate(timeout=timeout)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                out, err = process.communicate(timeout=10)
+                pytest.fail(f"no end after {timeout} s\n--- out\n{out}\n--- err\n{err}")
+            done.append(Done(process.returncode, out, err))
+        assert all(code in (None, one.code) for one in done), done
+        return done
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    """Makes hosts; skips where it cannot."""
+    reason = missing()
+    if reason is not None:
+        pytest.skip(reason)
+    with Hosts() as made:
+        yield made
+
+
+def _namespace(name: str) -> str:
+    return f"{_PREFIX}-{os.getpid()}-{secrets.token_hex(3)}-{name}"
+
+
+def _ip(*words: str) -> str:
+    done = subprocess.run([_IP, *words], capture_output=True, text=True, timeout=20, check=False)
+    assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
+    return done.stdout
+
+
+def _sweep() -> None:
+    """Remove the namespaces of test runs that were killed."""
+    listed = subprocess.run([_IP, "netns"], capture_output=True, text=True, check=False).stdout
+    for name in (line.split()[0] for line in listed.splitlines() if line.strip()):
+        owner = name.removeprefix(f"{_PREFIX}-").partition("-")[0]
+        if name.startswith(_PREFIX) and not Path(f"/proc/{owner}").exists():
+            _remove(name)
+
+
+def _remove(namespace: str) -> None:
+    """Remove a namespace, and kill what runs in it: nobody else can be in one with this name."""
+    inside = subprocess.run(
+        [_IP, "netns", "pids", namespace], capture_output=True, text=True, check=False
+    )
+    for pid in inside.stdout.split():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+    subprocess.run([_IP, "netns", "del", namespace], capture_output=True, check=False)
+    shutil.rmtree(_NAMES / namespace, ignore_errors=True)
+    with contextlib.suppress(OSError):  # another run may have names there
+        _NAMES.rmdir()

@@ -1,0 +1,108 @@
+"""Interfaces of this host and addresses of others, from the system's own answers."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import pytest
+
+from lockstep.errors import UnreachableError, UsageError
+from lockstep.world import network
+from lockstep.world.network import Interface
+
+
+def test_the_loopback_interface_is_there_and_known_as_such() -> None:
+    assert Interface("lo", "127.0.0.1", loopback=True) in network.interfaces()
+
+
+def test_link_local_addresses_are_not_offered() -> None:
+    assert not any(one.address.startswith(("fe80:", "169.254.")) for one in network.interfaces())
+
+
+def test_an_interface_by_name() -> None:
+    assert network.named("lo").address == "127.0.0.1"
+
+
+def test_a_wrong_name_lists_the_right_ones() -> None:
+    with pytest.raises(UsageError, match=r"'eth77' does not exist on .*lo \(127.0.0.1\)") as caught:
+        network.named("eth77")
+    assert "--interface" in (caught.value.hint or "")
+
+
+def test_the_way_to_this_host() -> None:
+    found = network.interface_towards("127.0.0.1")
+    assert found == Interface("lo", "127.0.0.1", loopback=True)
+    assert network.interface_towards("127.0.0.1", among=[]) is None
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("SH-IDC1-10-5-36-65", "10.5.36.65"),
+        ("ip-10-0-3-7", "10.0.3.7"),
+        ("ip-10-0-3-7.eu-west-1.compute.internal", "10.0.3.7"),
+        ("10-0-3-7", "10.0.3.7"),
+        ("node_192_168_1_20", "192.168.1.20"),
+        ("gpu-010-005-036-065", "10.5.36.65"),
+    ],
+)
+def test_names_that_carry_an_address(host: str, address: str) -> None:
+    assert network.carried_address(host) == address
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "node17",
+        "rack-3-4-17",
+        "ip-10-0-3-777",
+        "x-127-0-0-1",
+        "a-0-0-0-0",
+        "a-240-1-2-3",
+        "n-1-2-3-4a",
+        "",
+    ],
+)
+def test_names_that_carry_none(host: str) -> None:
+    assert network.carried_address(host) is None
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [("10.1.2.3", "10.1.2.3"), ("[fd00::1]", "fd00::1"), ("fd00::1", "fd00::1")],
+)
+def test_a_literal_is_asked_of_nobody(
+    host: str, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network, "_ask_resolver", lambda _: pytest.fail("asked"))
+    assert network.addresses_of(host) == (address,)
+
+
+def test_the_resolver_comes_first() -> None:
+    assert "127.0.0.1" in network.addresses_of("localhost")
+
+
+def refuse(*_: object, **__: object) -> object:
+    raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+
+def test_a_name_that_the_resolver_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    assert network.addresses_of("SH-IDC1-10-5-36-65") == ("10.5.36.65",)
+
+
+def test_slurm_is_asked_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr("lockstep.world.slurm_nodes.address", {"n1": "10.7.0.1"}.get)
+    assert network.addresses_of("n1") == ("10.7.0.1",)
+    with pytest.raises(UnreachableError, match="'n2' has no address: the resolver said 'Name or"):
+        network.addresses_of("n2")
+
+
+def test_a_resolver_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "_RESOLVER_SECONDS", 0.1)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(1) or [])
+    monkeypatch.setattr("lockstep.world.slurm_nodes.address", {}.get)
+    with pytest.raises(UnreachableError, match=r"the resolver did not answer within 0\.1 s"):
+        network.addresses_of("far-away")
