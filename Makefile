@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Each has an mpiexec and a libmpi of its own: neither can go into the virtual environment with the other.
+MPI := .mpi/mpich/.installed .mpi/openmpi/.installed
 
-.PHONY: install demo test lint bench test-gpu clean
+.PHONY: install mpi demo test lint bench test-gpu clean
 
 install: $(STAMP)
 
@@ -14,10 +16,17 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,lint]'
 	touch $(STAMP)
 
+mpi: $(MPI)
+
+.mpi/%/.installed: constraints.txt | $(STAMP)
+	rm -rf $(@D)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --ignore-installed --prefix $(@D) $* mpi4py
+	touch $@
+
 demo: install
 	$(BIN)/lockstep run -n 2 examples/digits.py
 
-test: install
+test: install mpi
 	$(BIN)/python -m pytest
 
 lint: install
@@ -28,9 +37,9 @@ lint: install
 test-gpu: install
 	$(BIN)/python -m pytest -m gpu
 
-bench: install
+bench: install mpi
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python benchmarks/run_all.py
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .mpi build dist .mypy_cache .ruff_cache .pytest_cache

@@ -104,10 +104,11 @@ class Lockstep:
         *words: str,
         env: dict[str, str] | None = None,
         program: tuple[str, ...] = ("-m", "lockstep"),
+        executable: str = sys.executable,
     ) -> subprocess.Popen[str]:
         """Start a command and return at once."""
         process = subprocess.Popen(
-            [sys.executable, *program, *words],
+            [executable, *program, *words],
             cwd=self.directory,
             env={**os.environ, **(env or {})},
             stdin=subprocess.DEVNULL,

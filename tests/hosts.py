@@ -226,12 +226,17 @@ class Hosts:
         return done
 
 
-@pytest.fixture
-def hosts() -> Iterator[Hosts]:
-    """Makes hosts; skips where it cannot."""
+def require() -> None:
+    """Skip a test where hosts cannot be made."""
     reason = missing()
     if reason is not None:
         pytest.skip(reason)
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    """Makes hosts; skips where it cannot."""
+    require()
     with Hosts() as made:
         yield made
 

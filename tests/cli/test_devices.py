@@ -156,18 +156,32 @@ print(os.environ["RANK"], torch.get_num_threads(), *lists)
 """
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn", "exec"])
+@pytest.mark.parametrize(
+    ("start", "environ"),
+    [("fork", {}), ("spawn", {}), ("exec", {}), ("fork", {"OMP_PROC_BIND": "true"})],
+)
 @pytest.mark.ranks(2)
-def test_bound_ranks_and_their_threads_keep_to_their_cores(lockstep, start):
+def test_bound_ranks_and_their_threads_keep_to_their_cores(lockstep, start, environ):
     cores = [core for node in topology() for core in node]
     if len(cores) < 2:
         pytest.skip("binding two ranks needs two cores")
     script = lockstep.script(AFFINITY)
     words = ("-n", "2", "--bind", "cores", "--threads", "2", "--tee", "--start", start)
-    done = lockstep("run", *words, "--devices", "cpu", script)
+    done = lockstep("run", *words, "--devices", "cpu", script, env=environ)
     assert done.code == 0, done.err
     found = dict(line.split("] ")[1].split(maxsplit=1) for line in done.out.splitlines())
     plan = lockstep("run", *words, "--devices", "cpu", "--dry-run", script).out
     shown = [line.split("=")[1] for line in plan.splitlines() if "LOCKSTEP_PROCESSORS" in line]
     assert len(set(shown)) == 2
     assert found == {"0": f"2 {shown[0]}", "1": f"2 {shown[1]}"}
+
+
+@pytest.mark.parametrize("start", ["fork", "exec"])
+@pytest.mark.ranks(2)
+def test_a_launcher_that_openmp_would_tie_leaves_its_ranks_free(lockstep, start):
+    script = lockstep.script("import os; print(sorted(os.sched_getaffinity(0)))")
+    words = ("-n", "2", "--start", start, "--devices", "cpu")
+    done = lockstep("run", *words, script, env={"OMP_PROC_BIND": "close", "OMP_PLACES": "cores"})
+    assert done.out == f"{sorted(os.sched_getaffinity(0))}\n", done.err
+    note = "lockstep: forked ranks do not read OMP_PROC_BIND, OMP_PLACES; --bind cores gives each"
+    assert (note in done.err) is (start == "fork")

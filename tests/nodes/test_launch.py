@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Done, Lockstep
-from tests.distributed.test_launchers import SCRIPT, digest_of
+from tests.distributed.small import SCRIPT, digest_of
 from tests.hosts import Host, Hosts
 
 pytestmark = pytest.mark.ranks(4)
@@ -51,25 +52,39 @@ def start(
 
 
 def nodes(
-    hosts: list[Host], directory: Path, *flags: str, ranks: int = 2
+    hosts: list[Host], directory: Path, *flags: str, ranks: int = 1
 ) -> list[subprocess.Popen[str]]:
+    """Start a node on each host; they number themselves."""
     count = ("--nnodes", str(len(hosts)), "-n", str(ranks))
     return [start(host, directory, *count, *flags) for host in hosts]
 
 
 def static(
-    hosts: list[Host], directory: Path, *flags: str, main: str, ranks: int = 2
+    hosts: list[Host],
+    directory: Path,
+    *flags: str,
+    main: str,
+    ranks: int = 1,
+    first: int = 0,
+    count: int | None = None,
+    env: dict[str, str] | None = None,
 ) -> list[subprocess.Popen[str]]:
-    """Start a node on each host, with numbers that somebody gave."""
+    """Start a node on each host, with numbers from `first` on."""
+    of = ("--nnodes", str(count or first + len(hosts)), "-n", str(ranks), "--master-addr", main)
     return [
-        start(
-            host,
-            directory,
-            *("--nnodes", str(len(hosts)), "-n", str(ranks)),
-            *("--node-rank", str(rank), "--master-addr", main, *flags),
-        )
-        for rank, host in enumerate(hosts)
+        start(host, directory, *of, "--node-rank", str(rank), *flags, env=env)
+        for rank, host in enumerate(hosts, first)
     ]
+
+
+def kill_when_met(process: subprocess.Popen[str], meeting: Path) -> None:
+    """Kill a node, and what it started, once it has written to the file in which nodes meet."""
+    deadline = time.monotonic() + 30
+    while not any(file.stat().st_size for file in meeting.iterdir()):
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate(timeout=10)
 
 
 def digests(done: list[Done]) -> str:
@@ -80,7 +95,7 @@ def digests(done: list[Done]) -> str:
 
 def test_static(hosts: Hosts, directory: Path, expected: str) -> None:
     made = hosts.lan(2)
-    assert digests(hosts.finish(static(made, directory, main="a"))) == expected
+    assert digests(hosts.finish(static(made, directory, main="a", ranks=2))) == expected
 
 
 def test_by_endpoint(hosts: Hosts, directory: Path, expected: str) -> None:
@@ -88,17 +103,21 @@ def test_by_endpoint(hosts: Hosts, directory: Path, expected: str) -> None:
     assert digests(hosts.finish(nodes(made, directory, "--rdzv-endpoint", "a"))) == expected
 
 
-def test_by_endpoint_with_a_port(hosts: Hosts, directory: Path, expected: str) -> None:
+def test_by_endpoint_with_a_port_and_a_name(hosts: Hosts, directory: Path, expected: str) -> None:
     a, b = hosts.lan(2)
     flags = ("--rdzv-endpoint", f"{b.address}:29512", "--rdzv-id", "job")
     assert digests(hosts.finish(nodes([a, b], directory, *flags))) == expected
 
 
-def test_by_a_shared_directory(hosts: Hosts, directory: Path, expected: str) -> None:
+def test_by_a_shared_directory_with_a_stale_file(
+    hosts: Hosts, directory: Path, expected: str
+) -> None:
     meeting = directory / "meeting"
     meeting.mkdir()
     flags = ("--rdzv-endpoint", f"file://{meeting}")
     made = hosts.lan(2)
+    kill_when_met(start(made[0], directory, "--nnodes", "2", *flags), meeting)
+    assert list(meeting.iterdir()), "a killed launch leaves its file behind"
     assert digests(hosts.finish(nodes(made, directory, *flags))) == expected
     assert list(meeting.iterdir()) == [], "nothing stays"
 
@@ -109,4 +128,126 @@ def test_three_hosts_one_with_an_interface_that_leads_nowhere(
     made = [hosts.host(name) for name in "abc"]
     made[1].dead_end("eno1", "10.9.0.2/24")
     hosts.plug_all(hosts.switch(), made)
-    assert digests(hosts.finish(static(made, directory, main="a", ranks=1))) == expected
+    assert digests(hosts.finish(static(made, directory, main="a"))) == expected
+
+
+def test_a_script_that_fails_on_one_host_is_told_on_both(hosts: Hosts, directory: Path) -> None:
+    (directory / "train.py").write_text("import os\nassert os.environ['RANK'] != '1', 'bad disk'\n")
+    done = hosts.finish(static(hosts.lan(2), directory, main="a"), code=1)
+    for one in done:
+        assert "rank 1 of 2 failed on b: AssertionError: bad disk" in one.err
+
+
+def errors(hosts: Hosts, started: list[subprocess.Popen[str]]) -> list[str]:
+    """Wait for launches that cannot work; return what each says."""
+    done = hosts.finish(started, code=2)
+    assert all("Traceback" not in one.err for one in done), done
+    return [one.err[one.err.index("lockstep: error: ") :] for one in done]
+
+
+def test_bridges_that_cannot_reach_each_other(hosts: Hosts, directory: Path) -> None:
+    """Two containers on two hosts: they share a directory, and no network."""
+    a, b = (hosts.host(name) for name in "ab")
+    hosts.switch().plug(a, "172.18.0.2/16")
+    hosts.switch().plug(b, "172.19.0.2/16")
+    flags = ("--rdzv-endpoint", f"file://{directory}")
+    told = errors(hosts, nodes([a, b], directory, *flags))
+    assert told[0] == told[1]
+    assert re.search(r"node 0 \(.\) and node 1 \(.\) cannot reach each other:", told[0])
+    assert "(a) from no interface to eth0 172.19.0.2 port " in told[0]
+    assert "(b) from no interface to eth0 172.18.0.2 port " in told[0]
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [("10.200.0.1", "unreachable"), ("10.70.0.77", "no route|timed out"), ("nosuch", "resolver")],
+)
+def test_a_main_address_that_nobody_reaches(
+    address: str, why: str, hosts: Hosts, directory: Path
+) -> None:
+    _, b = hosts.lan(2)
+    began = time.monotonic()
+    (told,) = errors(hosts, static([b], directory, main=address, first=1))
+    assert time.monotonic() - began < 10 + slowness(), "named in under 10 s"
+    assert address in told
+    assert re.search(why, told)
+
+
+def slowness() -> float:
+    """Seconds to allow for on a machine with less than a core for this test: torch is imported first."""
+    return 3 * os.getloadavg()[0] / (os.cpu_count() or 1)
+
+
+def test_a_node_that_never_comes(hosts: Hosts, directory: Path) -> None:
+    a, b = hosts.lan(2)
+    first = static([a], directory, "--join-timeout", "3", main="a", count=2)
+    (told,) = errors(hosts, first)
+    assert "node 1 did not come within 3 s" in told
+    second = static([b], directory, "--join-timeout", "3", main="a", first=1)
+    (told,) = errors(hosts, second)
+    assert "node 1 found nobody to meet at 10.70.0.1 within 3 s" in told
+
+
+def test_two_nodes_with_one_number(hosts: Hosts, directory: Path) -> None:
+    flags = ("--nnodes", "3", "--master-addr", "a", "--join-timeout", "5")
+    numbered = zip(hosts.lan(3), ("0", "1", "1"), strict=True)
+    told = errors(
+        hosts, [start(host, directory, *flags, "--node-rank", rank) for host, rank in numbered]
+    )
+    assert "node 2 did not come within 5 s; came: node 1" in told[0]
+    assert any("node 1 has come before" in one for one in told[1:])
+
+
+def test_a_directory_that_is_not_shared(hosts: Hosts, directory: Path) -> None:
+    meeting = directory / "meeting"
+    meeting.mkdir()
+    flags = ("--nnodes", "2", "--rdzv-endpoint", f"file://{meeting}", "--join-timeout", "4")
+    a, b = hosts.lan(2)
+    told = errors(hosts, [start(a, directory, *flags), start(b, directory, *flags, hidden=meeting)])
+    for one, host in zip(told, "ab", strict=True):
+        assert "1 of 2 nodes did not come" in one
+        assert f"came: {host}" in one
+        assert "the directory is not shared between the nodes" in one
+
+
+def test_a_directory_that_is_not_there(hosts: Hosts, directory: Path) -> None:
+    flags = ("--nnodes", "2", "--rdzv-endpoint", f"file://{directory}/nowhere")
+    (told,) = errors(hosts, [start(hosts.lan(1)[0], directory, *flags)])
+    assert f"the directory {directory}/nowhere does not exist on a" in told
+
+
+def test_an_interface_that_is_not_there(hosts: Hosts, directory: Path) -> None:
+    a, b = hosts.lan(2)
+    started = static([a], directory, "--join-timeout", "6", main="a", count=2)
+    started += static([b], directory, "--interface", "ib7", main="a", first=1)
+    told = errors(hosts, started)
+    assert (
+        "the interface 'ib7' does not exist on b; expected one of: lo (127.0.0.1), eth0" in told[1]
+    )
+    assert "node 1" in told[0]
+
+
+def test_an_interface_that_leads_nowhere_is_not_taken_silently(
+    hosts: Hosts, directory: Path
+) -> None:
+    a, b = hosts.lan(2)
+    b.dead_end("eno1", "10.9.0.2/24")
+    started = static([a], directory, main="a", count=2)
+    started += static([b], directory, "--interface", "eno1", main="a", first=1)
+    told = errors(hosts, started)
+    assert told[0] == told[1]
+    assert "node 0 (a) cannot reach node 1 (b), though node 1 (b) reaches node 0 (a):" in told[0]
+
+
+def test_versions_that_differ(hosts: Hosts, directory: Path) -> None:
+    old = directory / "old"
+    old.mkdir()
+    (old / "sitecustomize.py").write_text(
+        "import lockstep.version\nlockstep.version.__version__ = '0.0.9'\n"
+    )
+    a, b = hosts.lan(2)
+    started = static([a], directory, main="a", count=2)
+    started += static([b], directory, main="a", first=1, env={"PYTHONPATH": str(old)})
+    told = errors(hosts, started)
+    assert told[0] == told[1]
+    assert "node 1 on b has lockstep 0.0.9, node 0 on a has " in told[0]

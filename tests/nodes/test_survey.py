@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.hosts import Host, Hosts
+from tests.hosts import Host, Hosts, require
 
 Survey = Callable[..., list[dict[str, Any]]]
 
@@ -18,6 +18,7 @@ Survey = Callable[..., list[dict[str, Any]]]
 @pytest.fixture(scope="module")
 def members() -> Iterator[subprocess.Popen[str]]:
     """The process that members are forked from."""
+    require()
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.nodes.members"],
         stdin=subprocess.PIPE,

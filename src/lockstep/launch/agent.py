@@ -173,13 +173,14 @@ class Agent(SimpleElasticAgent):
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the workers to their end; tell the other launchers how it went."""
         try:
-            return super().run(role)
+            result: RunResult = super().run(role)
         except Interrupted as stop:
             self._tell_interrupted(stop)
             raise
         finally:
             if self._neighbours is not None:
                 self._neighbours.close()
+        return result
 
     def _tell_interrupted(self, stop: Interrupted) -> None:
         if self._neighbours is None:

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep.launch import dry_run, machine, old_scripts, worker
+from lockstep.launch import dry_run, machine, old_scripts, openmp, worker
 from lockstep.launch.failure import short
 from lockstep.launch.functions import launch
 from lockstep.launch.interrupts import Interrupted, listening
@@ -89,6 +89,11 @@ def _prepare(spec: LaunchSpec) -> LaunchSpec:
     with _threads_shared(spec):
         reason = preload()
     if reason is None:
+        if ties := openmp.tying(os.environ):
+            say(
+                f"lockstep: forked ranks do not read {', '.join(ties)}; --bind cores gives each rank "
+                "cores of its own, --start exec lets it read them"
+            )
         return spec
     say(f"lockstep: workers are spawned, not forked: {reason}")
     return dataclasses.replace(spec, start="spawn")

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from lockstep.launch import processes
 from lockstep.launch.gpus import Gpu, Listing, list_gpus, parts, visible
+from lockstep.launch.openmp import untied
 from lockstep.world.cores import Topology, topology, usable_cores
 
 _TIMEOUT = 60.0  # seconds; for a driver that hangs
@@ -45,7 +46,8 @@ def look(*, gpus: bool = True) -> Machine:
     Args:
         gpus: whether anybody wants to know about GPUs.
     """
-    import torch
+    with untied():
+        import torch
 
     listing = _listing() if gpus else Listing(problem="nobody asked for them")
     return Machine(

@@ -60,8 +60,8 @@ class Neighbours:
 
     def __init__(self, store: dist.TCPStore, roster: Roster) -> None:
         # Clients of their own: the launcher's may be busy waiting.
-        self._store = dist.PrefixStore("neighbours", store.clone())
-        self._linger_store = dist.PrefixStore("neighbours", store.clone())
+        self._store = dist.PrefixStore("neighbours", _clone(store))
+        self._linger_store = dist.PrefixStore("neighbours", _clone(store))
         self._roster = roster
         self._own = f"{roster.index}"
         self._lock = threading.Lock()
@@ -192,6 +192,11 @@ class _Main:
     def _write(self, store: dist.Store, verdict: Verdict) -> None:
         store.set("verdict", json.dumps(asdict(verdict)))
         self._decided = True
+
+
+def _clone(store: dist.TCPStore) -> dist.Store:
+    clone: dist.Store = store.clone()  # type: ignore[attr-defined]
+    return clone
 
 
 def _told(said: dict[str, Any]) -> Told:

@@ -8,6 +8,7 @@ import importlib.util
 import threading
 
 from lockstep.launch import processes
+from lockstep.launch.openmp import untied
 
 #: Modules that workers are likely to import and that start neither threads nor CUDA.
 MODULES = (
@@ -31,7 +32,8 @@ def preload() -> str | None:
 
 
 def _import_all() -> str | None:
-    importlib.import_module("torch")
+    with untied():
+        importlib.import_module("torch")
     # OpenBLAS starts its threads when it is loaded, and takes them through forks by itself.
     threads = processes.task_count()
     for name in MODULES:

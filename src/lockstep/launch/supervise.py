@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -19,12 +20,16 @@ from lockstep.launch.failure import Failure, Verdict
 from lockstep.launch.forkserver import ForkServer, Job
 from lockstep.launch.interrupts import Interrupts
 from lockstep.launch.machine import Machine
+from lockstep.launch.nodes import Party
 from lockstep.launch.nodes import party as find_party
 from lockstep.launch.old_scripts import kept_port
 from lockstep.launch.output import Output
 from lockstep.launch.plan import Meeting, Plan, count_ranks, make_plan
 from lockstep.launch.spec import LaunchSpec
 from lockstep.record import directory
+
+#: How long a launcher waits for others before it says that it does.
+_SILENCE_SECONDS = 3.0
 
 if TYPE_CHECKING:
     from lockstep.launch.gathering import Gathering
@@ -136,17 +141,33 @@ def _gathered(
     from lockstep.launch.gathering import gather
     from lockstep.world.meet import chosen_interface, join_timeout
 
+    seconds = nodes.join_timeout or join_timeout().total_seconds()
     gathering = gather(
         party,
         ranks,
-        seconds=nodes.join_timeout or join_timeout().total_seconds(),
+        seconds=seconds,
         interface=nodes.interface or chosen_interface(),
-        check=interrupts.check,
+        check=_patience(party, seconds, interrupts),
     )
     try:
         yield gathering
     finally:
         gathering.close()
+
+
+def _patience(party: Party, seconds: float, interrupts: Interrupts) -> Callable[[], None]:
+    """Return what is called while other launchers are waited for: says so once, after a moment."""
+    began, told = time.monotonic(), False
+
+    def check() -> None:
+        nonlocal told
+        interrupts.check()
+        if not told and time.monotonic() - began > _SILENCE_SECONDS:
+            told = True
+            where = party.directory or party.address
+            say(f"lockstep: waiting for the other nodes at {where}, {seconds:g} s at most")
+
+    return check
 
 
 def _judge(size: int) -> Callable[[list[Failure]], Verdict]:

@@ -50,7 +50,7 @@ class Run:
         exchange: how gradients meet: `shared-memory`, `tree`, `native`, `mpi`, or `auto`, the fastest
             exact one of the first three.
         precision: `fp32`, or `bf16` for forward passes under autocast.
-        devices: `cpu`, `gpu`, or `auto`.
+        devices: `cpu`, `gpu`, `auto`, or a list of indices such as `2,3`, one for each rank of a node.
         threads: intra-op threads per process; by default the cores divided by the replicas.
         run_dir: directory of the run; by default `runs/NAME/TIME`.
         progress: show a bar or lines on the main rank.

@@ -119,13 +119,19 @@ def device_identity(device: torch.device) -> str | None:
     return None if uuid is None else f"GPU-{uuid}"
 
 
-def default_threads(replicas: int) -> int:
+def default_threads(replicas: int, cores: int | None = None) -> int:
     """Return the intra-op threads per process that every layout of a run can afford.
 
     They belong to the run's identity on CPU: a sum over two threads has other bits than over one.
     So they follow from the replicas, of which there are as many on every layout.
+
+    Args:
+        replicas: number of replicas of the run.
+        cores: cores of this node; by default those that this process may use, or had before
+            `lockstep run --bind cores` gave it a part of them.
     """
-    cores = int(os.environ.get(CORES) or usable_cores())
+    if cores is None:
+        cores = int(os.environ.get(CORES) or usable_cores())
     return max(1, cores // replicas)
 
 

@@ -43,14 +43,15 @@ class _End:
     def __call__(self) -> None:
         if os.getpid() != self._process or self._library.Is_finalized():
             return
-        if not has_failed():
+        everyone = self._library.COMM_WORLD
+        if not has_failed() or everyone.size == 1:
             if self._ours:
                 self._library.Finalize()
         elif not self._ours:
             # mpi4py would call MPI_Finalize next, which waits for ranks that wait for this one.
             sys.stdout.flush()
             sys.stderr.flush()
-            self._library.COMM_WORLD.Abort(1)
+            everyone.Abort(1)
 
 
 _failed = threading.Event()
@@ -106,9 +107,9 @@ def communicator(rank: int, size: int) -> Communicator:
     if mpi.COMM_WORLD.size != size:
         version = mpi.Get_library_version().strip().splitlines()[0].split(",")[0]
         raise WorldError(
-            f"MPI counts {mpi.COMM_WORLD.size} processes, the run {size}; expected the same "
+            f"the run has {size} ranks, and MPI counts {mpi.COMM_WORLD.size}; expected the same "
             f"(mpi4py speaks {' '.join(version.split())})",
-            hint="start the script by `mpiexec -n N python …` of that MPI",
+            hint=f"start the script by `mpiexec -n {size} python …` of that MPI",
         )
     # Not the launcher's order if the variables of another one win: the run's ranks count.
     return mpi.COMM_WORLD.Split(0, rank)

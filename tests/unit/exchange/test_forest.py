@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.errors import ExactnessError, UsageError
+from lockstep.errors import ExactnessError, UsageError, WorldError
 from lockstep.exchange.base import Forest
 from lockstep.exchange.choose import choose_name
 from lockstep.exchange.native import NativeExchange
 from lockstep.layout.replicas import block
 from lockstep.layout.tree import fold, leaves, merges, total
+from lockstep.world import mpi
 
 
 def contributions(replicas: int, size: int = 7) -> list[torch.Tensor]:
@@ -89,9 +92,18 @@ def test_the_exchange_that_is_chosen(wanted, forest, one_host, device, exact, ex
     [
         ("shared-memory", False, "cpu", UsageError, "ranks on several hosts"),
         ("shared-memory", True, "cuda", UsageError, "cuda"),
+        ("mpi", True, "cuda", UsageError, "gradients on cuda; expected ranks on CPUs"),
         ("native", True, "cpu", ExactnessError, "4 ranks sums in an order of its own"),
     ],
 )
 def test_the_exchange_that_is_refused(wanted, one_host, device, error, message) -> None:
     with pytest.raises(error, match=message):
         choose_name(wanted, FOUR, one_host=one_host, device=device, exact=True)
+
+
+def test_mpi_is_refused_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    mpi.library.cache_clear()
+    mpi.communicator.cache_clear()
+    with pytest.raises(WorldError, match="mpi4py cannot be imported"):
+        choose_name("mpi", FOUR, one_host=True, device="cpu", exact=True)

@@ -32,12 +32,11 @@ def apply(environ: Mapping[str, str], url: str | None = None) -> Mapping[str, st
     if not url:
         return environ
     parts = urlsplit(url)
-    readers = {"tcp": _tcp, "file": _file, "env": lambda _: {}}
-    if parts.scheme not in readers:
+    if parts.scheme not in _READERS:
         raise UsageError(
             f"the init method is {url!r}; expected tcp://, file:// or env://", hint=_HINT
         )
-    return {**environ, **readers[parts.scheme](parts), **_identity(parts, url)}
+    return {**environ, **_READERS[parts.scheme](parts), **_identity(parts, url)}
 
 
 def _tcp(parts: SplitResult) -> dict[str, str]:
@@ -63,6 +62,13 @@ def _file(parts: SplitResult) -> dict[str, str]:
             hint=_HINT,
         )
     return {FILE: parts.path}
+
+
+def _env(parts: SplitResult) -> dict[str, str]:
+    return {}
+
+
+_READERS = {"tcp": _tcp, "file": _file, "env": _env}
 
 
 def _identity(parts: SplitResult, url: str) -> dict[str, str]:

@@ -50,7 +50,7 @@ def _key(environ: Mapping[str, str], *, one_node: bool) -> str | None:
     """
     job = _first(environ, _JOB)
     server = _first(environ, _SERVER) if one_node else ""
-    return f"openmpi-{job}-{server}" if job else None
+    return "-".join(filter(None, ("openmpi", job, server))) if job else None
 
 
 def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> str:

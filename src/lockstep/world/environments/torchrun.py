@@ -8,6 +8,7 @@ node: the ranks find out when they meet.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from lockstep.errors import WorldError
 from lockstep.world.environments import init_method
@@ -31,11 +32,14 @@ def read(environ: Mapping[str, str], *, environment: str, reason: str) -> World:
     rank, size = integer(environ, "RANK"), integer(environ, "WORLD_SIZE")
     address, port = meeting_place(environ)
     placed = _is_placed(environ, size)
-    numbers = _numbers(environ, size) if placed else {"local_rank": rank, "local_size": size}
+    numbers = _numbers(environ, size) if placed else _Numbers(rank, size, 0, 1)
     return World(
         rank=rank,
         size=size,
-        **numbers,
+        local_rank=numbers.local_rank,
+        local_size=numbers.local_size,
+        node_rank=numbers.node_rank,
+        node_count=numbers.node_count,
         placed=placed,
         address=address,
         port=port,
@@ -61,13 +65,20 @@ def _is_placed(environ: Mapping[str, str], size: int) -> bool:
     return not (alone and size > 1 and integer(environ, "GROUP_WORLD_SIZE", default=1) == 1)
 
 
-def _numbers(environ: Mapping[str, str], size: int) -> dict[str, int]:
+class _Numbers(NamedTuple):
+    local_rank: int
+    local_size: int
+    node_rank: int
+    node_count: int
+
+
+def _numbers(environ: Mapping[str, str], size: int) -> _Numbers:
     local_size = integer(environ, "LOCAL_WORLD_SIZE")
     if local_size < 1:
         raise WorldError(f"LOCAL_WORLD_SIZE is {local_size}; expected at least 1")
-    return {
-        "local_rank": integer(environ, "LOCAL_RANK"),
-        "local_size": local_size,
-        "node_rank": integer(environ, "GROUP_RANK", default=0),
-        "node_count": integer(environ, "GROUP_WORLD_SIZE", default=max(1, size // local_size)),
-    }
+    return _Numbers(
+        local_rank=integer(environ, "LOCAL_RANK"),
+        local_size=local_size,
+        node_rank=integer(environ, "GROUP_RANK", default=0),
+        node_count=integer(environ, "GROUP_WORLD_SIZE", default=max(1, size // local_size)),
+    )

@@ -1,0 +1,26 @@
+"""The small script, written for a test, and the digest it has to end with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.conftest import Lockstep
+from tests.distributed.small import SCRIPT, digest_of
+
+
+@pytest.fixture(scope="session")
+def digest_of_one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """What the small script ends with, started by plain `python`."""
+    command = Lockstep(tmp_path_factory.mktemp("one-process"))
+    command.script(SCRIPT)
+    yield digest_of(command.python("train.py").out)
+    command.close()
+
+
+@pytest.fixture
+def expected(lockstep: Lockstep, digest_of_one_process: str) -> str:
+    """Write the small script for this test; give the digest it has to end with."""
+    lockstep.script(SCRIPT)
+    return digest_of_one_process

@@ -1,0 +1,74 @@
+"""`mpiexec -n N python script.py` gives the digest that `python script.py` gives."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.mpi.conftest import digests_of
+from tests.mpi.libraries import Mpi
+
+pytestmark = pytest.mark.ranks(4)
+
+SUMS = """
+import torch
+from torch import nn
+from lockstep.exchange.base import Forest
+from lockstep.exchange.choose import make
+from lockstep.layout.replicas import block
+from lockstep.layout.tree import fold, leaves, merges
+from lockstep.world import detect
+
+world = detect()
+
+def leaf(replica, numel, dtype):
+    generator = torch.Generator().manual_seed(1000 * numel + replica)
+    return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
+
+def nodes(replicas, among, values):
+    return fold(values, merges(leaves(replicas), among)[0], torch.add)
+
+def check(exchange, replicas, dtype):
+    mine, sums, wanted = block(replicas, world.size, world.rank), [], []
+    for numel in (1, 7, 10_001):
+        values = [leaf(replica, numel, dtype) for replica in range(replicas)]
+        wanted += nodes(range(replicas), replicas, values)
+        slots = exchange.slots(torch.empty(numel, dtype=dtype))
+        for slot, node in zip(slots, nodes(mine, replicas, [values[r] for r in mine]), strict=True):
+            slot.copy_(node)
+        sums.append(exchange.start(slots, last=numel == 10_001))
+    assert all(torch.equal(one.wait(), other) for one, other in zip(sums, wanted, strict=True))
+
+for replicas in (world.size, 5, 7):
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        forest = Forest.of(replicas, world.size, world.rank)
+        parameters = [nn.Parameter(torch.zeros(1, dtype=dtype))]
+        exchange = make("mpi", forest, parameters, group=None, store=None, key="")
+        for _ in range(2):
+            check(exchange, replicas, dtype)
+        kind = type(exchange).__name__
+        print(f"{replicas} {dtype} {kind}")
+"""
+
+
+def test_four_ranks(mpi: Mpi, expected: str) -> None:
+    done = mpi(4, "train.py", "auto", "mpi")
+    assert digests_of(done.out) == [expected] * 2, done
+    assert "4 replicas on 4 ranks, cpu, exchange mpi" in done.err
+    assert done.code == 0
+
+
+def test_two_jobs_at_once(mpi: Mpi, expected: str) -> None:
+    jobs = [mpi.start(2, "train.py", "auto", "mpi") for _ in range(2)]
+    for done in [mpi.lockstep.finish(job) for job in jobs]:
+        assert digests_of(done.out) == [expected] * 2, done
+        assert done.code == 0
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_sums_have_the_bits_of_the_tree(mpi: Mpi, n: int) -> None:
+    mpi.lockstep.script(SUMS, "sums.py")
+    done = mpi(n, "sums.py")
+    assert done.code == 0, done
+    kinds = {" ".join(line.split()[1:]) for line in done.out.splitlines()}
+    assert ("torch.float32 PairExchange" in kinds) == (n == 2)
+    assert {"torch.float32 TreeExchange", "torch.bfloat16 TreeExchange"} <= kinds

@@ -1,0 +1,114 @@
+"""The text of a job script: what it says to Slurm, and that no name breaks it."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import UsageError
+from lockstep.submit.request import JobRequest
+from lockstep.submit.script import job_script
+
+HOME = Path("/home/ada/project")
+
+
+def text(request: JobRequest, *, directory: Path = HOME, run_dir: Path = HOME / "runs/t/1") -> str:
+    return job_script(request, directory=directory, run_dir=run_dir, python="/opt/venv/bin/python")
+
+
+def test_the_whole_script():
+    request = JobRequest(
+        name="train",
+        command=("train.py", "--lr", "0.1"),
+        run_options=("--replicas", "16"),
+        nodes=2,
+        gpus_per_node="a100:4",
+        cpus_per_rank=8,
+        options=("--partition=gpu", "--time=2:00:00", "--exclusive"),
+    )
+    assert text(request) == (
+        "#!/bin/bash\n"
+        "# Written by `lockstep submit`; `sbatch` takes it as it is, and as you change it.\n"
+        "#SBATCH --job-name=train\n"
+        "#SBATCH --nodes=2\n"
+        "#SBATCH --ntasks-per-node=1\n"
+        "#SBATCH --cpus-per-task=32\n"
+        "#SBATCH --gpus-per-node=a100:4\n"
+        "#SBATCH --chdir=/home/ada/project\n"
+        "#SBATCH --output=runs/t/1/slurm-%j.out\n"
+        "#SBATCH --open-mode=append\n"
+        "#SBATCH --requeue\n"
+        "#SBATCH --partition=gpu\n"
+        "#SBATCH --time=2:00:00\n"
+        "#SBATCH --exclusive\n"
+        "\n"
+        "# One launcher on each node starts the ranks of that node.\n"
+        "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=32"
+        " --kill-on-bad-exit=0 --wait=60 \\\n"
+        "  /opt/venv/bin/python -m lockstep run -n gpu --run-dir /home/ada/project/runs/t/1"
+        " --replicas 16 train.py --lr 0.1\n"
+    )
+
+
+def test_as_many_ranks_as_cores():
+    script = text(JobRequest(name="t", command=("t.py",), ranks="cpu", options=("--exclusive",)))
+    assert "run -n cpu --run-dir" in script
+    assert "cpus-per-task" not in script
+
+
+def test_the_launchers_words_reach_it_unbroken(tmp_path):
+    words = ("it's a.py", "$HOME", "`id`", "a\nb", "", 'say "x"', "\\", "é", "*", "# no comment")
+    script = text(JobRequest(name="t", command=words, ranks=3), run_dir=HOME / "a b")
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
+    srun.chmod(0o755)
+    done = subprocess.run(
+        ["/bin/bash", "-c", script], env={"PATH": str(tmp_path)}, capture_output=True, check=True
+    )
+    seen = done.stdout.decode().split("\0")[:-1]
+    launcher = seen[seen.index("/opt/venv/bin/python") :]
+    assert launcher[1:8] == [
+        "-m",
+        "lockstep",
+        "run",
+        "-n",
+        "3",
+        "--run-dir",
+        "/home/ada/project/a b",
+    ]
+    assert launcher[8:] == list(words)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("train", "train"),
+        ("a b", '"a b"'),
+        ("it's", '"it\'s"'),
+        ('"x" \\', '"\\"x\\" \\\\"'),
+        ("#1", '"#1"'),
+        ("$HOME", '"$HOME"'),  # sbatch expands nothing
+    ],
+)
+def test_names_are_quoted_for_sbatch(name, said):
+    assert f"#SBATCH --job-name={said}\n" in text(JobRequest(name=name, command=("t.py",)))
+    assert f"#SBATCH --comment={said}\n" in text(
+        JobRequest(name="t", command=("t.py",), options=(f"--comment={name}",))
+    )
+
+
+def test_percent_signs_are_no_symbols():
+    asked = JobRequest(name="100%", command=("t.py",))
+    script = text(asked, directory=Path("/a%b"), run_dir=Path("/a%b/c%d e"))
+    assert "#SBATCH --job-name=100%\n" in script
+    assert "#SBATCH --chdir=/a%b\n" in script
+    assert '#SBATCH --output="c%%d e/slurm-%j.out"\n' in script
+    outside = text(asked, directory=Path("/a%b"), run_dir=Path("/a%c"))
+    assert "#SBATCH --output=/a%%c/slurm-%j.out\n" in outside
+
+
+def test_a_backslash_in_the_way_is_refused():
+    with pytest.raises(UsageError, match="has a backslash in it"):
+        text(JobRequest(name="t", command=("t.py",)), run_dir=HOME / "a\\b")
