@@ -52,7 +52,8 @@ def main() -> None:
             digits=1,
         )
     for n in options.ranks:
-        arguments = ["--megabytes", str(options.megabytes), "--exchanges", *SUMS.values()]
+        size = str(1000 * options.megabytes)
+        arguments = ["--kilobytes", size, "--exchanges", *SUMS.values()]
         seconds = consult(Contestant("exchanges"), n, arguments, list(SUMS), 2 * options.pairs)
         report.compare(
             f"one sum of {options.megabytes} MB, {n} ranks",

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-NAMES = ("imports", "order", "start", "step", "exchange", "unused")
+NAMES = ("imports", "order", "start", "step", "exchange", "unused", "mpi")
 
 
 def main() -> None:

@@ -206,6 +206,32 @@ def torchrun(n: int, script: Path, *arguments: str) -> list[str]:
     return [*run, "--nproc-per-node", str(n), str(script), *arguments]
 
 
+def mpiexec(library: str, n: int, script: Path, *arguments: str) -> list[str]:
+    """Return the command that starts `script` on `n` ranks by one of the libraries of `make mpi`.
+
+    Raises:
+        SystemExit: if it is not installed.
+    """
+    root = Path(__file__).parents[1] / ".mpi" / library
+    (places,) = list(root.glob("lib/python*/site-packages")) or [None]
+    if places is None:
+        raise SystemExit(f"{library} is not installed; `make mpi` does it")
+    inherited = os.environ.get("PYTHONPATH", "")
+    variables = {
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(Path(__file__).parent), str(places), inherited])
+        ),
+        "MPI4PY_LIBMPI": str(root / "lib"),
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    }
+    settings = [f"{name}={value}" for name, value in variables.items()]
+    # Bound to a core each, ranks would not be the processes that the other contestants have.
+    options = ["--bind-to", "none", "--oversubscribe"] if library == "openmpi" else []
+    run = [str(root / "bin" / "mpiexec"), *options, "-n", str(n)]
+    return ["env", *settings, *run, sys.executable, str(script), *arguments]
+
+
 def one_thread() -> dict[str, str]:
     """Return this environment with one intra-op thread, and this directory to import from."""
     places = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from contestants.turns import ADDRESS, SECONDS
-from support import in_turns, one_thread, torchrun
+from support import in_turns, mpiexec, one_thread, torchrun
 
 _CONTESTANTS = Path(__file__).parent / "contestants"
 _START_SECONDS = 300.0
@@ -34,12 +34,23 @@ class Contestant:
         arguments: what it alone understands.
         records: whether it writes to a directory that it is told.
         launcher: whether it needs torchrun for a single rank, too.
+        mpi: the MPI library whose `mpiexec` starts it instead of torchrun.
     """
 
     script: str
     arguments: tuple[str, ...] = ()
     records: bool = False
     launcher: bool = False
+    mpi: str | None = None
+
+    def command(self, n: int, words: Sequence[str]) -> list[str]:
+        """Return the command that starts `n` ranks of it."""
+        script = _CONTESTANTS / f"{self.script}.py"
+        if self.mpi is not None:
+            return mpiexec(self.mpi, n, script, *words)
+        if n == 1 and not self.launcher:
+            return [sys.executable, str(script), *words]
+        return torchrun(n, script, *words)
 
 
 @dataclass(frozen=True)
@@ -78,11 +89,9 @@ class Team:
         words = [*contestant.arguments, *arguments]
         if contestant.records:
             words += ["--run-dir", str(directory / "run")]
-        script = _CONTESTANTS / f"{contestant.script}.py"
-        alone = n == 1 and not contestant.launcher
         with (directory / "output").open("w") as output:
             self._process = subprocess.Popen(
-                [sys.executable, str(script), *words] if alone else torchrun(n, script, *words),
+                contestant.command(n, words),
                 env={**one_thread(), ADDRESS: str(directory / "socket")},
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -178,6 +187,26 @@ def consult(
     contestant: Contestant, n: int, arguments: Sequence[str], cases: Sequence[str], pairs: int
 ) -> dict[str, list[float]]:
     """Return the seconds of every case in every round, all of them done by one contestant."""
-    with _teams({"": contestant}, n, arguments) as teams:
-        turns = {name: partial(teams[""].turn, number) for number, name in enumerate(cases)}
+    places = {name: ("", number) for number, name in enumerate(cases)}
+    return consult_all({"": contestant}, n, arguments, places, pairs)
+
+
+def consult_all(
+    contestants: Mapping[str, Contestant],
+    n: int,
+    arguments: Sequence[str],
+    cases: Mapping[str, tuple[str, int]],
+    pairs: int,
+) -> dict[str, list[float]]:
+    """Return the seconds of every case in every round.
+
+    Args:
+        contestants: who does them.
+        n: number of ranks of each.
+        arguments: what all contestants are told.
+        cases: by name, whose case it is and which one of its own.
+        pairs: rounds that count.
+    """
+    with _teams(contestants, n, arguments) as teams:
+        turns = {name: partial(teams[who].turn, number) for name, (who, number) in cases.items()}
         return in_turns(turns, pairs, warm_up=3)

@@ -125,6 +125,9 @@ class Host:
 
     def close(self) -> None:
         """Kill what still runs here, and remove the namespace."""
+        for process in self._started:  # it may be on its way into the namespace still
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
         _remove(self.namespace)
         for process in self._started:
             process.communicate(timeout=10)
@@ -172,8 +175,9 @@ class Hosts:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for host in self._made.values():
-            host.close()
+        with contextlib.ExitStack() as stack:  # all of them, also if one does not close
+            for host in self._made.values():
+                stack.callback(host.close)
 
     def host(self, name: str) -> Host:
         """Make a host with a loopback interface and nothing else."""

@@ -24,6 +24,8 @@ from typing import IO
 NODES = ("n1", "n2")
 CPUS = 8  # what each node says it has, so that jobs of a few ranks fit beside each other
 _START_SECONDS = 30.0
+#: Daemons are where only administrators look.
+_PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 
 _CONFIGURATION = """\
 ClusterName=lockstep
@@ -53,7 +55,6 @@ KillWait=2
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs={cpus}
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs={cpus}
 PartitionName=main Nodes=n[1-2] Default=YES MaxTime=5 State=UP
-PartitionName=narrow Nodes=n[1-2] MaxNodes=1 MaxTime=5 State=UP
 """
 
 
@@ -62,7 +63,7 @@ def missing() -> str | None:
     if os.geteuid() != 0:
         return "needs root: slurmd starts processes of other users"
     wanted = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "scancel")
-    lacking = [name for name in wanted if shutil.which(name) is None]
+    lacking = [name for name in wanted if shutil.which(name, path=_PATH) is None]
     return f"needs Slurm and munge: {', '.join(lacking)} not installed" if lacking else None
 
 
@@ -137,9 +138,7 @@ def _start(directory: Path, daemons: list[subprocess.Popen[bytes]]) -> None:
     _launch(directory, daemons, "slurmctld", "-D", "-i")
     for node in NODES:
         _launch(directory, daemons, "slurmd", "-D", "-N", node)
-    _wait_until(
-        lambda: _ask(directory, "sinfo", "-h", "-N", "-o", "%T").split()[:2] == ["idle"] * 2
-    )
+    _wait_until(lambda: _ask(directory, "sinfo", "-h", "-N", "-o", "%T").split() == ["idle"] * 2)
 
 
 def _launch(directory: Path, daemons: list[subprocess.Popen[bytes]], *words: str) -> None:
@@ -149,7 +148,7 @@ def _launch(directory: Path, daemons: list[subprocess.Popen[bytes]], *words: str
 
 def _popen(directory: Path, words: tuple[str, ...], log: IO[bytes]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        words,
+        [shutil.which(words[0], path=_PATH) or words[0], *words[1:]],
         env=_environ(directory),
         cwd=directory,
         stdin=subprocess.DEVNULL,
@@ -189,7 +188,7 @@ def _environ(directory: Path) -> dict[str, str]:
     # A cluster started from a job of another one is not part of that job.
     foreign = variables_of_slurm()
     clean = {name: value for name, value in os.environ.items() if name not in foreign}
-    return {**clean, "SLURM_CONF": str(_configuration(directory))}
+    return {**clean, "PATH": _PATH, "SLURM_CONF": str(_configuration(directory))}
 
 
 def _ask(directory: Path, *words: str) -> str:

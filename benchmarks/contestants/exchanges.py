@@ -14,6 +14,7 @@ from torch import nn
 
 from lockstep.exchange.base import Exchange, Forest
 from lockstep.exchange.choose import make
+from lockstep.world import detect
 
 
 def sum_by(exchange: Exchange, buffer: torch.Tensor) -> None:
@@ -26,18 +27,29 @@ def sum_by(exchange: Exchange, buffer: torch.Tensor) -> None:
         buffer.copy_(total)
 
 
+def by_mpi(buffer: torch.Tensor) -> None:
+    """Sum `buffer` as a program that uses mpi4py does."""
+    from mpi4py import MPI
+
+    MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, buffer.numpy())
+
+
 def case(name: str, buffer: torch.Tensor) -> Callable[[], object]:
-    """Return what sums `buffer` by the exchange `name`, or by hand for `gloo`."""
-    group = dist.group.WORLD
-    assert group is not None
+    """Return what sums `buffer` by the exchange `name`, or by hand for `gloo` and `allreduce`."""
     if name == "gloo":
         return partial(dist.all_reduce, buffer)
+    if name == "allreduce":
+        return partial(by_mpi, buffer)
+    world = detect()
+    store = (
+        dist.distributed_c10d._get_default_store() if dist.is_initialized() else dist.HashStore()
+    )
     exchange = make(
         name,
-        Forest.of(group.size(), group.size(), group.rank()),
+        Forest.of(world.size, world.size, world.rank),
         [nn.Parameter(buffer)],
-        group=group,
-        store=dist.PrefixStore("benchmark", dist.distributed_c10d._get_default_store()),
+        group=dist.group.WORLD,
+        store=dist.PrefixStore("benchmark", store),
         key=name,
     )
     return partial(sum_by, exchange, buffer)
@@ -45,21 +57,25 @@ def case(name: str, buffer: torch.Tensor) -> Callable[[], object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--megabytes", type=int, required=True)
+    parser.add_argument("--kilobytes", type=int, required=True)
+    parser.add_argument("--repeat", type=int, default=1, help="sums of one turn")
     parser.add_argument("--exchanges", nargs="+", required=True)
     options = parser.parse_args()
-    dist.init_process_group("gloo")
+    if detect().environment == "torchrun":
+        dist.init_process_group("gloo")
     torch.set_grad_enabled(False)
-    buffer = torch.zeros(options.megabytes * 1_000_000 // 4)
+    buffer = torch.zeros(options.kilobytes * 1000 // 4)
     cases = [case(name, buffer) for name in options.exchanges]
 
     turns = Turns()
     while (number := turns.wait()) is not None:
         started = time.perf_counter()
-        cases[number]()
-        turns.done(time.perf_counter() - started)
+        for _ in range(options.repeat):
+            cases[number]()
+        turns.done((time.perf_counter() - started) / options.repeat)
 
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Nobody writes this in an article; it is what is left when everything that can be
 """
 
 import argparse
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,16 +14,38 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
+def replicate(model: nn.Module, library: str) -> nn.Module:
+    """Wrap `model`, with gradients that meet over Gloo, or by an all-reduce of MPI."""
+    if library == "gloo":
+        dist.init_process_group("gloo")
+        return DistributedDataParallel(model)
+    from mpi4py import MPI
+
+    everyone = MPI.COMM_WORLD
+    place = f"file://{Path.cwd() / 'meeting'}"
+    dist.init_process_group("gloo", place, rank=everyone.rank, world_size=everyone.size)
+    replicated = DistributedDataParallel(model)
+
+    def hook(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        gradients = bucket.buffer().div_(everyone.size)
+        everyone.Allreduce(MPI.IN_PLACE, gradients.numpy())
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(gradients)
+        return future
+
+    replicated.register_comm_hook(None, hook)
+    return replicated
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--ddp", action="store_true")
+    parser.add_argument("--ddp", nargs="?", choices=("gloo", "mpi"), const="gloo")
     workload = from_arguments(parser)
     rank = 0
     model: nn.Module = workload.model()
     if workload.extra.ddp:
-        dist.init_process_group("gloo")
+        model = replicate(model, workload.extra.ddp)
         rank = dist.get_rank()
-        model = DistributedDataParallel(model)
     inputs, labels = workload.data().tensors
     optimizer = workload.optimizer(model)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,6 +17,8 @@ from contestants.turns import Turns
 from support import import_torchvision
 from torch import nn
 from torch.utils.data import TensorDataset
+
+from lockstep.world import detect
 
 
 @dataclass
@@ -37,7 +38,7 @@ class Workload:
     steps: int
     epochs: int
     extra: argparse.Namespace
-    ranks: int = field(default_factory=lambda: int(os.environ.get("WORLD_SIZE", "1")))
+    ranks: int = field(default_factory=lambda: detect().size)
 
     def __post_init__(self) -> None:
         self._turns = Turns()

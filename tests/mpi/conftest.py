@@ -20,13 +20,13 @@ import torch, torch.nn.functional as F, lockstep
 from torch import nn
 from torch.utils.data import TensorDataset
 
-def train(exchange, each_batch=lambda run: None):
+def train(exchange, each_batch=lambda run: None, workers=0):
     with lockstep.Run("small", exchange=exchange) as run:
         model = run.model(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2)))
         optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         data = TensorDataset(torch.randn(30, 4), torch.arange(30) % 2)
         for epoch in run.epochs(2):
-            for x, y in run.loader(data, batch_size=8, shuffle=True):
+            for x, y in run.loader(data, batch_size=8, shuffle=True, num_workers=workers):
                 each_batch(run)
                 run.backward(F.cross_entropy(model(x), y))
                 optimizer.step()

@@ -233,7 +233,7 @@ def test_an_interface_that_leads_nowhere_is_not_taken_silently(
     a, b = hosts.lan(2)
     b.dead_end("eno1", "10.9.0.2/24")
     started = static([a], directory, main="a", count=2)
-    started += static([b], directory, "--interface", "eno1", main="a", first=1)
+    started += static([b], directory, main="a", first=1, env={"LOCKSTEP_INTERFACE": "eno1"})
     told = errors(hosts, started)
     assert told[0] == told[1]
     assert "node 0 (a) cannot reach node 1 (b), though node 1 (b) reaches node 0 (a):" in told[0]

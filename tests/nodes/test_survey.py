@@ -26,7 +26,11 @@ def members() -> Iterator[subprocess.Popen[str]]:
         text=True,
     )
     yield process
-    process.communicate(timeout=40)
+    try:
+        process.communicate(timeout=40)
+    finally:
+        process.kill()
+        process.wait()
     assert process.returncode == 0
 
 
@@ -72,7 +76,7 @@ def test_two_hosts_on_one_lan(hosts: Hosts, survey: Survey) -> None:
     a, b = hosts.lan(2)
     told = survey(a, b)
     assert found_by_all(told) == [["eth0", a.address], ["eth0", b.address]]
-    assert max(one["seconds"] for one in told) < 2
+    assert max(one["seconds"] for one in told) < 3
 
 
 def test_interfaces_may_have_other_names_on_each_host(hosts: Hosts, survey: Survey) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -85,3 +86,19 @@ def test_slurm_knows_the_addresses_of_its_nodes(slurm: Slurm) -> None:
 def test_lists_of_nodes_mean_what_slurm_means(slurm: Slurm, text: str) -> None:
     expected = slurm("scontrol", "show", "hostnames", text).out.split()
     assert list(slurm_nodes.expand(text)) == expected
+
+
+def test_a_shell_on_a_terminal_is_no_step_but_what_it_starts_is(slurm: Slurm) -> None:
+    if shutil.which("script") is None:
+        pytest.skip("needs a terminal: script is not installed")
+    slurm.directory.joinpath("who.py").write_text(WHO)
+    who = f"{sys.executable} who.py"
+    inside = f"sh -c '{who}; srun --overlap -n2 -c1 {who}'"
+    done = slurm("script", "-qec", f"srun -n1 -c2 --pty {inside}", "/dev/null")
+    worlds = [json.loads(line) for line in done.out.splitlines() if line.startswith("{")]
+    assert worlds, done.out
+    assert sorted((world["environment"], world["size"]) for world in worlds) == [
+        ("single", 1),
+        ("slurm", 2),
+        ("slurm", 2),
+    ]

@@ -81,7 +81,7 @@ def test_what_sbatch_refuses(slurm: Slurm, lockstep: Lockstep, option: str, said
 
 def test_ctrl_c_leaves_the_job_to_itself(slurm: Slurm, lockstep: Lockstep) -> None:
     process = lockstep.start("submit", "--sbatch=--hold", lockstep.script(""))
-    job = read_until(process, r"job (\d+) waits: JobHeldUser; it will not start as it is$")[1]
+    job = read_until(process, r"job (\d+) will not start as it is: JobHeldUser$")[1]
     process.send_signal(signal.SIGINT)
     done = lockstep.finish(process)
     assert done.code == 130
@@ -92,11 +92,11 @@ def test_ctrl_c_leaves_the_job_to_itself(slurm: Slurm, lockstep: Lockstep) -> No
 
 def test_a_job_that_is_cancelled(slurm: Slurm, lockstep: Lockstep) -> None:
     process = lockstep.start("submit", "--sbatch=--hold", lockstep.script(""))
-    job = read_until(process, r"job (\d+) waits: JobHeldUser")[1]
+    job = read_until(process, r"job (\d+) will not start as it is: JobHeldUser")[1]
     assert slurm("scancel", job).code == 0
     done = lockstep.finish(process)
     assert done.code == 1
-    assert f"lockstep: job {job} was cancelled; output: runs/train/" in done.err
+    assert done.err.endswith(f"lockstep: job {job} was cancelled\n")
 
 
 def test_a_job_that_is_put_back_into_the_queue(slurm: Slurm, lockstep: Lockstep) -> None:
@@ -119,7 +119,6 @@ def test_a_job_that_is_put_back_into_the_queue(slurm: Slurm, lockstep: Lockstep)
     assert done.code == 0, done.err
     assert re.findall(r"^(first|second)$", done.out, re.MULTILINE) == ["first", "second"]
     assert f"lockstep: job {job} was put back into the queue\n" in done.err
-    assert done.err.count(f"lockstep: job {job} runs on n1\n") == 1  # the other one was read above
 
 
 def test_a_job_that_nobody_follows(slurm: Slurm, lockstep: Lockstep) -> None:

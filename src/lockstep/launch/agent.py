@@ -18,6 +18,7 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.events.api import Event, EventSource
 
+from lockstep.errors import RunError
 from lockstep.launch import failure
 from lockstep.launch.failure import Failure, Verdict
 from lockstep.launch.forkserver import Exit, ForkServer, Request
@@ -91,7 +92,7 @@ class Agent(SimpleElasticAgent):
         self.verdict: Verdict | None = None
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._interrupts.check()
+        self._check()
         self._exits.clear()
         self._started.clear()
         if self._meeting_place.roster.count > 1:
@@ -125,7 +126,7 @@ class Agent(SimpleElasticAgent):
         return pid
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._interrupts.check()
+        self._check()
         if self._deadline is not None and time.monotonic() > self._deadline:
             raise TimeoutError
         self._look()
@@ -164,7 +165,7 @@ class Agent(SimpleElasticAgent):
             return
         self._neighbours.done()
         while not self._neighbours.all_done:
-            self._interrupts.check()
+            self._check()
             if self._neighbours.problem is not None:
                 self.verdict = self._neighbours.problem
                 return
@@ -174,29 +175,42 @@ class Agent(SimpleElasticAgent):
         """Run the workers to their end; tell the other launchers how it went."""
         try:
             result: RunResult = super().run(role)
-        except Interrupted as stop:
-            self._tell_interrupted(stop)
+        except Interrupted:
+            if self._neighbours is not None:
+                self._await_verdict()
             raise
         finally:
             if self._neighbours is not None:
                 self._neighbours.close()
         return result
 
-    def _tell_interrupted(self, stop: Interrupted) -> None:
-        if self._neighbours is None:
-            return
-        where = self._meeting_place.roster.names[self._meeting_place.roster.index]
-        text = f"lockstep: stopped by {stop.signum.name} on {where}"
-        verdict = Verdict(text=text, exit_code=128 + stop.signum, rank=-1, traceback=None)
-        self._neighbours.fail(Told(verdict=verdict, consequence=False, time=time.time()))
-        self._await_verdict()
+    def _check(self) -> None:
+        """Raise `Interrupted` if the launcher has been told to stop; tell the others first."""
+        stop = self._interrupts.first
+        if stop is not None and self._neighbours is not None:
+            roster = self._meeting_place.roster
+            text = f"lockstep: stopped by {stop.name} on {roster.names[roster.index]}"
+            verdict = Verdict(text=text, exit_code=128 + stop, rank=-1, traceback=None)
+            self._neighbours.fail(Told(verdict=verdict, consequence=False, time=time.time()))
+        self._interrupts.check()
 
     def _running(self) -> bool:
         return len(self._exits) < len(self._started)
 
     def _look(self) -> None:
-        for left in self._server.poll():
-            self._exits[left.rank] = left
+        try:
+            for left in self._server.poll():
+                self._exits[left.rank] = left
+        except RunError:
+            self._await_signal()
+            raise
+
+    def _await_signal(self) -> None:
+        """Whoever ends the fork server may mean the launcher too: Slurm signals all processes of a step."""
+        deadline = time.monotonic() + _SETTLE
+        while time.monotonic() < deadline:
+            self._check()
+            time.sleep(_INTERVAL)
 
     def _settle(self) -> None:
         """Give the others a moment to fail by themselves: the cause may be among them."""

@@ -52,7 +52,8 @@ def run(spec: LaunchSpec) -> int:
             return 128 + stop.signum
     if verdict is None:
         return 0
-    say(verdict.text)
+    if verdict.text:
+        say(verdict.text)
     return verdict.exit_code
 
 

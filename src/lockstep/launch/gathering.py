@@ -6,6 +6,8 @@ party ── store: behind a door, or a file in a shared directory ── roll c
 from __future__ import annotations
 
 import contextlib
+import errno
+import hashlib
 import os
 import secrets
 import socket
@@ -14,6 +16,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from lockstep.errors import WorldError
 from lockstep.launch.meeting_file import MeetingFile
 from lockstep.launch.nodes import Party
 from lockstep.launch.roster import Roster
@@ -24,7 +27,6 @@ from lockstep.world.survey import survey
 
 #: Raises when the launcher has been told to stop.
 Check = Callable[[], None]
-_INTERVAL = 0.05
 
 
 class Gathering:
@@ -46,8 +48,18 @@ class Gathering:
         self._store.set(f"told/{key}", value)
 
     def hear(self, key: str) -> str:
-        """Return what launcher 0 has told, or will tell."""
-        return self._store.get(f"told/{key}").decode()
+        """Return what launcher 0 has told, or will tell.
+
+        Raises:
+            WorldError: if it leaves without.
+        """
+        try:
+            return self._store.get(f"told/{key}").decode()
+        except RuntimeError as error:
+            raise WorldError(
+                f"{self.roster.names[0]} left before the launch began",
+                hint="look at the output of its launcher",
+            ) from error
 
     def close(self) -> None:
         """Leave no file behind."""
@@ -98,7 +110,7 @@ def _find(party: Party, seconds: float, check: Check) -> tuple[int, dist.Store]:
 
 def _meet_at_host(party: Party, seconds: float, check: Check, *, hosts: bool) -> dist.Store:
     assert party.address is not None
-    loopback = door.is_loopback(party.address)
+    loopback = door.listens_locally(party.address)
     if not hosts:
         guest = f"node {party.index}" if party.index is not None else _anybody()
         answer = door.knock(
@@ -140,14 +152,18 @@ def _is_here(party: Party) -> bool:
 @contextlib.contextmanager
 def _host_lock(name: str) -> Iterator[bool]:
     """Hold a lock among the launchers of this host that gather under `name`; give whether it was free."""
+    digest = hashlib.sha256(os.fsencode(name)).hexdigest()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as lock:
         try:
             # An abstract address: it goes with its process, however that ends.
-            lock.bind(f"\0lockstep/{os.getuid()}/{name}"[:108])
-        except OSError:
-            yield False
+            lock.bind(f"\0lockstep/{os.getuid()}/{digest}")
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            is_free = False
         else:
-            yield True
+            is_free = True
+        yield is_free
 
 
 def _call(
@@ -182,4 +198,5 @@ def _call(
         names=names,
         address=address,
         interface=own_interface,
+        speaks=index == 0 or not party.shares_output,
     )

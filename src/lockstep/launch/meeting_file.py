@@ -39,10 +39,7 @@ class MeetingFile:
             )
         self._path = directory / f"lockstep-{name.replace('/', '-')}"
         self._lock_path = self._path.with_name(f"{self._path.name}.lock")
-        try:
-            self._lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise UsageError(f"{directory} cannot be written: {reason(error)}") from None
+        self._lock = self._open_lock()
 
     def meet(self, count: int, seconds: float, check: Callable[[], None]) -> tuple[int, dist.Store]:
         """Wait until `count` launchers have come; return this one's number, and the store.
@@ -74,7 +71,27 @@ class MeetingFile:
             self._lock_path.unlink(missing_ok=True)
         os.close(self._lock)
 
+    def _open_lock(self) -> int:
+        try:
+            return os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise UsageError(f"{self._path.parent} cannot be written: {reason(error)}") from None
+
     def _take_lock(self) -> None:
+        self._try_lock()
+        # The launch before may have removed the file of the lock since it was opened here.
+        while not self._is_in_place():
+            os.close(self._lock)
+            self._lock = self._open_lock()
+            self._try_lock()
+
+    def _is_in_place(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._lock), self._lock_path.stat())
+        except FileNotFoundError:
+            return False
+
+    def _try_lock(self) -> None:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -85,12 +102,15 @@ class MeetingFile:
                 hint="mount it with locks (flock), or let a host keep the store: --rdzv-endpoint HOST",
             ) from None
         else:
-            self._path.unlink(missing_ok=True)
+            if self._is_in_place():
+                self._path.unlink(missing_ok=True)
         fcntl.flock(self._lock, fcntl.LOCK_SH)
 
     def _missing(self, store: dist.Store, count: int, seconds: float) -> WorldError:
         came = store.add("arrivals", 0)
-        names = ", ".join(store.get(f"name/{index}").decode() for index in range(came))
+        keys = [f"name/{index}" for index in range(came)]
+        # One that was killed in between has come, and has no name.
+        names = ", ".join(store.get(key).decode() for key in keys if store.check([key]))
         return WorldError(
             f"{count - came} of {count} nodes did not come to {self._path} within {seconds:g} s; "
             f"came: {names}",

@@ -12,7 +12,7 @@ import contextlib
 import json
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -135,7 +135,8 @@ class Neighbours:
 
     def _listen(self) -> None:
         if self._store.check(["verdict"]):
-            self.verdict = Verdict(**json.loads(self._store.get("verdict")))
+            verdict = Verdict(**json.loads(self._store.get("verdict")))
+            self.verdict = verdict if self._roster.speaks else replace(verdict, text="")
         elif self._store.check(["all done"]):
             self.all_done = True
         else:

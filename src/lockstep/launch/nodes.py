@@ -16,6 +16,7 @@ from lockstep.world.model import World
 
 #: Environments whose tasks may each be a launcher, in order of precedence.
 _TASKS = (openmpi.detect, mpich.detect, slurm.detect)
+_LONGEST = 86_400 * 365  # seconds
 _MEETING_HINT = (
     "--node-rank K --master-addr HOST on each node, or --rdzv-endpoint HOST "
     "or --rdzv-endpoint file:///SHARED/DIRECTORY"
@@ -59,11 +60,17 @@ class Nodes:
             )
         if self.main_port is not None and not 0 < self.main_port < 1 << 16:
             raise UsageError(f"--master-port is {self.main_port}; expected a port from 1 to 65535")
-        if self.join_timeout is not None and not self.join_timeout > 0:
-            raise UsageError(f"--join-timeout is {self.join_timeout}; expected more than 0 seconds")
-        if self.endpoint is not None and (self.main_address or self.rank is not None):
+        if self.join_timeout is not None and not 0 < self.join_timeout <= _LONGEST:
             raise UsageError(
-                "--rdzv-endpoint and --node-rank or --master-addr contradict each other",
+                f"--join-timeout is {self.join_timeout}; expected more than 0 seconds, "
+                f"and at most {_LONGEST}"
+            )
+        if self.main_address is not None and not self.main_address.strip():
+            raise UsageError("--master-addr is empty; expected a host or an address")
+        fixed = (self.rank, self.main_address, self.main_port)
+        if self.endpoint is not None and fixed != (None, None, None):
+            raise UsageError(
+                "--rdzv-endpoint and --node-rank, --master-addr or --master-port contradict each other",
                 hint="launchers that meet at an endpoint are numbered as they come",
             )
 
@@ -89,6 +96,11 @@ class Party:
     port: int | None = None
     directory: Path | None = None
     source: str
+
+    @property
+    def shares_output(self) -> bool:
+        """Whether what all launchers print comes to one place, as a scheduler's does."""
+        return not self.source.startswith("--")
 
 
 def parse_count(text: str) -> int:
@@ -157,24 +169,26 @@ def _by_flags(nodes: Nodes, work: Sequence[str]) -> Party | None:
 
 def _at_endpoint(endpoint: str, name: str, count: int) -> Party:
     source = "--rdzv-endpoint"
-    if endpoint.startswith(("file:", "/")):
-        path = urlsplit(endpoint).path if endpoint.startswith("file:") else endpoint
-        if not path.startswith("/") or urlsplit(endpoint).netloc:
-            raise _bad_endpoint(endpoint)
-        return Party(name=name, count=count, directory=Path(path), source=source)
+    is_file = endpoint.startswith(("file:", "/"))
     try:
-        place = urlsplit(f"//{endpoint}")
+        place = urlsplit(endpoint if is_file else f"//{endpoint}")
         port = place.port
     except ValueError:
         raise _bad_endpoint(endpoint) from None
-    if not place.hostname or place.path:
+    if is_file:
+        path = place.path if place.scheme == "file" else endpoint
+        if not path.startswith("/") or place.netloc:
+            raise _bad_endpoint(endpoint)
+        return Party(name=name, count=count, directory=Path(path), source=source)
+    if not place.hostname or place.path or port == 0:
         raise _bad_endpoint(endpoint)
     return Party(name=name, count=count, address=place.hostname, port=port, source=source)
 
 
 def _bad_endpoint(endpoint: str) -> UsageError:
     return UsageError(
-        f"--rdzv-endpoint is {endpoint!r}; expected HOST, HOST:PORT or file:///DIRECTORY"
+        f"--rdzv-endpoint is {endpoint!r}; expected HOST, HOST:PORT or file:///DIRECTORY",
+        hint="an IPv6 address is written in brackets, as in [fd00::1]:29500",
     )
 
 
@@ -184,6 +198,18 @@ def _by_environment(nodes: Nodes, world: World) -> Party:
             f"--nnodes is {nodes.count}, but {world.environment} started {world.size} launchers; "
             "expected the same",
             hint="leave --nnodes out: the launchers find each other",
+        )
+    if nodes.rank not in (None, world.rank):
+        raise UsageError(
+            f"--node-rank is {nodes.rank}, but {world.environment} started this launcher as number "
+            f"{world.rank}; expected the same",
+            hint="leave --node-rank out, or say where the nodes meet: --master-addr HOST",
+        )
+    if world.address is None:
+        raise UsageError(
+            f"{world.environment} started {world.size} launchers on several nodes, and doesn't say "
+            "where the first one is",
+            hint="add --nnodes and --rdzv-endpoint HOST or --rdzv-endpoint file:///SHARED/DIRECTORY",
         )
     return Party(
         name=world.key or f"{world.environment}/{world.address}:{world.port}",

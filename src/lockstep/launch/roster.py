@@ -17,6 +17,7 @@ class Roster:
         names: what to call each launcher.
         address: where all of them reach launcher 0.
         interface: network interface of this launcher's workers; `None` leaves it to the plan.
+        speaks: whether this launcher tells the user of the verdict that all of them share.
     """
 
     index: int
@@ -25,6 +26,7 @@ class Roster:
     names: tuple[str, ...]
     address: str
     interface: str | None
+    speaks: bool = True
 
     @staticmethod
     def alone(ranks: int) -> Roster:

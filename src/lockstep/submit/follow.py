@@ -19,8 +19,14 @@ _ASK = (0.25, 3.0)
 _PATIENCE = 300.0
 #: Seconds in which the last words of a job may still arrive from its node.
 _LAST_WORDS = 0.5
-#: Reasons that do not pass by themselves.
-_STUCK = ("BadConstraints", "JobHeldAdmin", "JobHeldUser", "PartitionConfig", "PartitionTimeLimit")
+#: Reasons that do not pass by themselves, and what to do.
+_STUCK = {
+    "BadConstraints": "ask for what some node has",
+    "JobHeldAdmin": "an administrator holds it: ask why",
+    "JobHeldUser": "scontrol release lets it go",
+    "PartitionNodeLimit": "ask for fewer --nodes",
+    "PartitionTimeLimit": "ask for less --time",
+}
 _DETACHED = 130
 _HINTS = {
     "TIMEOUT": "--time T asks for more",
@@ -105,13 +111,18 @@ class Follower:
         if now.restarts > (0 if before is None else before.restarts):
             say(f"lockstep: job {self._job} was put back into the queue")
         if now.waits:
-            why = "" if now.reason == "None" else f": {now.reason}"
-            stuck = "; it will not start as it is" if now.reason in _STUCK else ""
-            say(f"lockstep: job {self._job} waits{why}{stuck}")
+            self._tell_why(now.reason)
         elif now.state == "RUNNING" and (before is None or before.state != "RUNNING"):
             say(f"lockstep: job {self._job} runs on {now.nodes}")
         elif not now.ended and now.state != "COMPLETING":
             say(f"lockstep: job {self._job} is {now.state.lower()}")
+
+    def _tell_why(self, reason: str) -> None:
+        if reason in _STUCK:
+            say(f"lockstep: job {self._job} will not start as it is: {reason}")
+            say(f"hint: {_STUCK[reason]}, or scancel {self._job}")
+        else:
+            say(f"lockstep: job {self._job} waits{'' if reason == 'None' else f': {reason}'}")
 
     def _show_for(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -133,12 +144,13 @@ class Follower:
         sys.stdout.flush()
 
     def _end(self, end: JobState) -> int:
-        if not self._output.exists():
+        if end.ran and not self._output.exists():
             say(f"lockstep: {short(self._output)} is not there: do the nodes share this directory?")
         if end.state == "COMPLETED":
             say(f"lockstep: job {self._job} is done")
             return 0
-        say(f"lockstep: job {self._job} {_how(end)}; output: {short(self._output)}")
+        where = f"; output: {short(self._output)}" if self._output.exists() else ""
+        say(f"lockstep: job {self._job} {_how(end)}{where}")
         if end.state in _HINTS:
             say(f"hint: {_HINTS[end.state]}")
         return _code(end)

@@ -46,6 +46,11 @@ class JobState:
         return self.state in _PENDING
 
     @property
+    def ran(self) -> bool:
+        """Whether it has had nodes."""
+        return self.nodes not in ("", "(null)")
+
+    @property
     def ended(self) -> bool:
         """Whether it is over."""
         return self.state not in _PENDING + _RUNNING

@@ -89,7 +89,7 @@ def given(
     """Return the world that a script describes itself, as for `init_process_group`.
 
     Args:
-        init_method_url: where the ranks meet; by default what the environment says.
+        init_method_url: where the ranks meet; gives way to `LOCKSTEP_INIT_METHOD`.
         rank: number of this process; by default what the environment says.
         world_size: number of processes; given with `rank`, or not at all.
         has_store: whether the script has a store of its own to meet at.
@@ -106,13 +106,20 @@ def given(
         )
     environ = init_method.apply(os.environ if environ is None else environ, init_method_url)
     if rank is not None:
-        environ = {**environ, "RANK": str(rank), "WORLD_SIZE": str(world_size)}
-        environ = {name: environ[name] for name in environ if name not in _LAUNCHERS_OWN}
+        environ = _counted(environ, {"RANK": str(rank), "WORLD_SIZE": str(world_size)})
     if has_store:
         environ = {**environ, init_method.FILE: "(a store of the script's own)"}
     if rank is None:
         return detect(environ)
     return torchrun.read(environ, environment="given", reason="the script gave rank and world_size")
+
+
+def _counted(environ: Mapping[str, str], numbers: Mapping[str, str]) -> Mapping[str, str]:
+    """Return `environ` with the script's `numbers`, which may be its launcher's or others."""
+    if numbers.items() <= environ.items():
+        return environ
+    kept = {name: environ[name] for name in environ if name not in _LAUNCHERS_OWN}
+    return {**kept, **numbers}
 
 
 #: What a launcher said of a process that its script counts otherwise.

@@ -4,6 +4,11 @@ The host of the store listens at the first free port of a sequence that follows 
 others go through the same sequence and knock. Both prove in a handshake that they mean the same name,
 so that two jobs on one node, or anything else that listens there, are never taken for each other. The
 port of the store itself, which the host tells, is one that the system chose.
+
+    guest: name, guest, token ──> host: name, welcome ──> guest: here ──> host: name, port
+
+The host counts a guest only once it has said that it is still there: one that had to wait too long has
+gone and will ask again, and would find the door closed if it had been counted.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ import contextlib
 import hashlib
 import ipaddress
 import json
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,13 +30,21 @@ from lockstep.errors import UnreachableError, WorldError
 #: Ports of the sequences: above those of well-known services, below those that Linux gives to clients.
 _FIRST_PORT, _LAST_PORT = 18_000, 31_999
 _CANDIDATES = 16
+#: How long a visitor of the host may take to say what it wants: one that says nothing keeps others
+#: waiting, who must not give up meanwhile.
+_REQUEST_SECONDS = 1.0
 _HANDSHAKE_SECONDS = 2.0
-_LINE = 900  # bytes; short enough that no nesting in it is too deep to parse
+#: How long a guest waits for the last word of a host that has counted it.
+_LAST_WORD_SECONDS = 10.0
+_LINE = 900  # bytes
 #: As long without any sign of the host, not even a refusal, means that no packet gets there.
 _UNREACHABLE_SECONDS = 6.0
 _CONNECT_SECONDS = 2.0
 _PAUSE = (0.02, 0.25)
 _LOOK_SECONDS = 0.25
+
+#: Who has come: what it calls itself, and its token.
+_Came = dict[tuple[str, str], None]
 
 #: Called while something is waited for; raises when that has become pointless.
 Check = Callable[[], None]
@@ -43,7 +57,7 @@ def _go_on() -> None:
 def sequence(name: str) -> tuple[int, ...]:
     """Return the ports at which the door of `name` may be, in the order in which they are tried."""
     span = _LAST_PORT - _FIRST_PORT + 1
-    digest = hashlib.sha256(name.encode()).digest()
+    digest = hashlib.sha256(os.fsencode(name)).digest()
     start, stride = int.from_bytes(digest[:8]), int.from_bytes(digest[8:16]) % (span - 1) + 1
     ports = dict.fromkeys(_FIRST_PORT + (start + k * stride) % span for k in range(4 * _CANDIDATES))
     return tuple(ports)[:_CANDIDATES]
@@ -79,23 +93,23 @@ class Door:
         Raises:
             WorldError: naming who has not come within `seconds`, or where no port is free.
         """
-        tokens: dict[str, str] = {}
+        came: _Came = {}
         deadline = time.monotonic() + seconds
         with self._listen() as listener:
-            while not self._complete(tokens):
+            while not self._complete(came):
                 check()
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise self._missing(tokens, seconds)
+                    raise self._missing(came, seconds)
                 listener.settimeout(min(left, _LOOK_SECONDS))
-                with contextlib.suppress(TimeoutError):
+                with contextlib.suppress(TimeoutError, ConnectionAbortedError):
                     connection, _ = listener.accept()
                     with connection:
-                        self._answer(connection, tokens)
+                        self._answer(connection, came)
 
-    def _complete(self, tokens: dict[str, str]) -> bool:
+    def _complete(self, came: _Came) -> bool:
         expected = self.count if self.guests is None else len(self.guests)
-        return len(tokens) >= expected
+        return len(came) >= expected
 
     def _listen(self) -> socket.socket:
         for port in self._ports():
@@ -109,32 +123,39 @@ class Door:
     def _ports(self) -> tuple[int, ...]:
         return sequence(self.name) if self.port is None else (self.port,)
 
-    def _answer(self, connection: socket.socket, tokens: dict[str, str]) -> None:
+    def _answer(self, connection: socket.socket, came: _Came) -> None:
+        sign = _sign(self.name)
         with contextlib.suppress(OSError, ValueError):  # whoever breaks off has not come
-            connection.settimeout(_HANDSHAKE_SECONDS)
-            asked = _receive(connection)
+            asked = _receive(connection, _REQUEST_SECONDS)
             guest, token = str(asked.get("guest")), str(asked.get("token"))
-            refusal = self._refusal(asked.get("name"), guest, token, tokens)
-            told = {"port": self.store_port} if refusal is None else {"refused": refusal}
-            _send(connection, {"name": self.name, **told})
-            if refusal is None:
-                tokens[guest] = token
+            refusal = self._refusal(asked.get("name") == sign, guest, token, came)
+            if refusal is not None:
+                _send(connection, {"name": sign, "refused": refusal})
+                return
+            _send(connection, {"name": sign, "welcome": True})
+            _receive(connection, _HANDSHAKE_SECONDS)
+            came[guest, token] = None
+            _send(connection, {"name": sign, "port": self.store_port})
 
-    def _refusal(self, name: object, guest: str, token: str, tokens: dict[str, str]) -> str | None:
-        if name != self.name:
+    def _refusal(self, is_ours: bool, guest: str, token: str, came: _Came) -> str | None:
+        if not is_ours:
             return "another job"
-        if self.guests is not None and guest not in self.guests:
+        if self.guests is None:
+            return None  # two that call themselves the same are two: nobody gave them numbers
+        if guest not in self.guests:
             return f"{guest} is not expected"
         # The same guest may ask again, where the answer was lost on its way.
-        return f"{guest} has come before" if tokens.get(guest, token) != token else None
+        again = any(name == guest and other != token for name, other in came)
+        return f"{guest} has come before" if again else None
 
-    def _missing(self, tokens: dict[str, str], seconds: float) -> WorldError:
+    def _missing(self, came: _Came, seconds: float) -> WorldError:
+        names = [guest for guest, _ in came]
         if self.guests is None:
-            what = f"{self.count - len(tokens)} of {self.count} did not come"
+            what = f"{self.count - len(names)} of {self.count} did not come"
         else:
-            what = f"{_shortened([one for one in self.guests if one not in tokens])} did not come"
+            what = f"{_shortened([one for one in self.guests if one not in names])} did not come"
         return WorldError(
-            f"{what} within {seconds:g} s; came: {_shortened(list(tokens)) or 'nobody'}",
+            f"{what} within {seconds:g} s; came: {_shortened(names) or 'nobody'}",
             hint="look at the output of the others: are they started, and on which node?",
         )
 
@@ -231,14 +252,14 @@ class _Visitor:
             self.signs = True
         except OSError as error:
             self._failures[place[0]] = reason(error)
-        except ValueError:  # something that listens there and speaks otherwise
-            self.signs = True
+        except ValueError:
+            pass  # something that listens there and speaks otherwise
         else:
-            self.signs = True
-            if told.get("name") == self._name and isinstance(told.get("port"), int):
-                return Answer(address=place[0], port=told["port"])
-            if told.get("name") == self._name:
-                self._refusal = str(told.get("refused"))
+            port, refusal = told.get("port"), told.get("refused")
+            if told.get("name") == _sign(self._name) and isinstance(port, int):
+                return Answer(address=place[0], port=port)
+            if told.get("name") == _sign(self._name) and isinstance(refusal, str):
+                self._refusal = refusal
         return None
 
     def look(self, place: tuple[str, int]) -> bool:
@@ -254,10 +275,15 @@ class _Visitor:
         return False
 
     def _ask(self, place: tuple[str, int]) -> dict[str, Any]:
+        sign = _sign(self._name)
         with socket.create_connection(place, timeout=_CONNECT_SECONDS) as connection:
-            connection.settimeout(_HANDSHAKE_SECONDS)
-            _send(connection, {"name": self._name, "guest": self._guest, "token": self._token})
-            return _receive(connection)
+            self.signs = True
+            _send(connection, {"name": sign, "guest": self._guest, "token": self._token})
+            told = _receive(connection, _HANDSHAKE_SECONDS)
+            if told.get("name") != sign or told.get("welcome") is not True:
+                return told
+            _send(connection, {"name": sign, "here": True})
+            return _receive(connection, _LAST_WORD_SECONDS)
 
     def unreachable(self, addresses: Sequence[str], ports: Sequence[int]) -> UnreachableError:
         tried = "; ".join(f"{address}: {self._failures.get(address)}" for address in addresses)
@@ -291,6 +317,11 @@ def listen(port: int, *, loopback: bool) -> socket.socket:
     return socket.create_server(("", port), backlog=1024)
 
 
+def listens_locally(address: str | None) -> bool:
+    """Return whether guests who look for `address` find what listens on this host's 127.0.0.1 alone."""
+    return address in ("localhost", "127.0.0.1")
+
+
 def is_loopback(address: str | None) -> bool:
     """Return whether an address or a host's name means this host alone."""
     if address == "localhost":
@@ -320,13 +351,37 @@ def _rounds(seconds: float) -> Iterator[None]:
         pause = min(2 * pause, _PAUSE[1])
 
 
+def _sign(name: str) -> str:
+    """Return what proves that `name` is meant: a name may be longer than a line."""
+    return hashlib.sha256(os.fsencode(name)).hexdigest()
+
+
 def _send(connection: socket.socket, message: dict[str, Any]) -> None:
+    connection.settimeout(_HANDSHAKE_SECONDS)
     connection.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _receive(connection: socket.socket) -> dict[str, Any]:
-    with connection.makefile("rb") as lines:
-        told = json.loads(lines.readline(_LINE))
+def _receive(connection: socket.socket, seconds: float) -> dict[str, Any]:
+    """Return what comes within `seconds`, however slowly.
+
+    Raises:
+        OSError: if nothing comes, or the connection breaks.
+        ValueError: if it is no line with an object.
+    """
+    deadline, line = time.monotonic() + seconds, b""
+    while not line.endswith(b"\n"):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        connection.settimeout(left)
+        part = connection.recv(_LINE - len(line))
+        line += part
+        if not part or len(line) == _LINE:
+            break
+    try:
+        told = json.loads(line)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
     if not isinstance(told, dict):
         raise ValueError("no object")  # noqa: TRY004 - a wrong value from the network
     return told

@@ -11,6 +11,8 @@ import itertools
 import os
 import secrets
 import socket
+import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,7 +20,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from lockstep.errors import UnreachableError, UsageError, WorldError
+from lockstep.errors import LockstepError, UnreachableError, UsageError, WorldError
 from lockstep.world import clocks, door, mpi, network, roll_call
 from lockstep.world.door import Door
 from lockstep.world.model import World
@@ -28,6 +30,10 @@ from lockstep.world.survey import survey
 TIMEOUT = timedelta(minutes=30)
 _JOIN_VARIABLE = "LOCKSTEP_JOIN_TIMEOUT"
 _JOIN_SECONDS = 300.0
+#: How long a store may take to answer a new client, once something listens at its port.
+_STORE_TIMEOUT = timedelta(seconds=10)
+#: A file in which ranks meet begins with the length of a short key.
+_LONGEST_KEY = 1 << 16
 #: Where a store is that serves one host alone.
 LOOPBACK = "127.0.0.1"
 
@@ -78,8 +84,8 @@ def meet(world: World, store: dist.Store | None = None) -> Meeting:
     wait = join_timeout()
     base = _reach_store(world, number, wait) if given is None else given
     fresh = dist.PrefixStore(f"lockstep/{world.generation}/{number}", base)
-    # What `lockstep run` started, its agents have called and surveyed.
-    if world.environment != "lockstep":
+    # What `lockstep run` started, its agents have called and surveyed; but a file may be a stale one.
+    if world.environment != "lockstep" or world.file is not None:
         world = _complete(world, dist.PrefixStore("meet", fresh), wait)
     elif door.is_loopback(world.address):
         _use_interface("lo")
@@ -158,7 +164,7 @@ def _survey_nodes(world: World, store: dist.Store, notes: dist.Store, mine: str)
     labels[world.node_rank] += f" ({socket.gethostname()})"
     try:
         found = survey(store, index=world.node_rank, labels=labels, interface=chosen_interface())
-    except WorldError as error:
+    except LockstepError as error:
         notes.set(mine, f"\n{error}")
         raise
     notes.set(mine, found[world.node_rank].interface)
@@ -205,11 +211,25 @@ def _open_file(path: Path) -> dist.Store:
             f"the directory of the meeting file {path} does not exist",
             hint="it must be a directory that all nodes share",
         )
+    # torch would wait for minutes for a file that cannot be opened, and for ever in one that is no store.
+    try:
+        path.touch()
+        with path.open("r+b") as file:
+            head = file.read(4)
+    except OSError as error:
+        raise WorldError(
+            f"the meeting file {path} cannot be opened: {door.reason(error)}"
+        ) from error
+    if int.from_bytes(head, sys.byteorder) > _LONGEST_KEY:
+        raise WorldError(
+            f"{path} is there, and no file in which ranks have met; expected none",
+            hint="give file:// the path of a file that is not there yet",
+        )
     return dist.FileStore(str(path), -1)
 
 
 def _through_door(world: World, name: str, addresses: Sequence[str], wait: timedelta) -> dist.Store:
-    loopback = door.is_loopback(world.address)
+    loopback = door.listens_locally(world.address)
     if world.rank == 0:
         store = host_store(0, loopback=loopback)
         guests = [f"rank {rank}" for rank in range(1, world.size)]
@@ -228,8 +248,32 @@ def _through_door(world: World, name: str, addresses: Sequence[str], wait: timed
 
 
 def connect_store(address: str, port: int) -> dist.TCPStore:
-    """Return a client of the store at an address and a port."""
-    return dist.TCPStore(address, port, is_master=False, timeout=TIMEOUT)
+    """Return a client of the store at an address and a port.
+
+    Raises:
+        WorldError: if what listens there is no store.
+    """
+    made: list[dist.TCPStore | dist.DistError] = []
+
+    def make() -> None:
+        try:
+            made.append(dist.TCPStore(address, port, is_master=False, timeout=_STORE_TIMEOUT))
+        except dist.DistError as error:
+            made.append(error)
+
+    # torch never gives up on a program that listens and says nothing, whatever the timeout.
+    thread = threading.Thread(target=make, name="lockstep-connect", daemon=True)
+    thread.start()
+    thread.join(3 * _STORE_TIMEOUT.total_seconds())
+    store = made[0] if made else None
+    if not isinstance(store, dist.TCPStore):
+        why = "it says nothing" if store is None else str(store).partition("\n")[0]
+        raise WorldError(
+            f"what listens at {address} on port {port} is no store: {why}",
+            hint="another program has the port: choose another MASTER_PORT",
+        )
+    store.set_timeout(TIMEOUT)
+    return store
 
 
 def host_store(port: int, *, loopback: bool) -> dist.TCPStore:
@@ -253,7 +297,7 @@ def host_store(port: int, *, loopback: bool) -> dist.TCPStore:
 def _host(world: World) -> dist.Store:
     assert world.port is not None
     try:
-        return host_store(world.port, loopback=door.is_loopback(world.address))
+        return host_store(world.port, loopback=door.listens_locally(world.address))
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise WorldError(f"port {world.port} cannot be opened: {door.reason(error)}") from error

@@ -7,6 +7,7 @@ nodes whose libraries differ, before anything waits for them in a collective.
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 #: How much longer the others wait for rank 0's answer than rank 0 waits for them.
 _SLACK = timedelta(seconds=15)
+_PAUSES = (0.002, 0.25)
+#: How long rank 0 stays for others to read that the roll call failed.
+_SEE_OFF_SECONDS = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,14 +111,25 @@ def call(store: dist.Store, rank: int, card: Card, timeout: timedelta, what: str
     store.set(f"card/{rank}", json.dumps(asdict(card)))
     if rank == 0:
         _decide(store, card.world, timeout, what)
-    answer = _answer(store, timeout)
+    answer = _answer(store, timeout, what)
     if "error" in answer:
+        _see_off(store, rank, card.world)
         raise WorldError(answer["error"], hint=answer["hint"])
-    return Place(**answer["places"][rank])
+    found = answer["places"]
+    if rank >= len(found):
+        raise WorldError(
+            f"{what} {rank} on {card.name} is in a world of {card.world}, {what} 0 in a world of "
+            f"{len(found)}; expected the same",
+            hint=_HINTS["sizes"],
+        )
+    return Place(**found[rank])
 
 
 def _decide(store: dist.Store, size: int, timeout: timedelta, what: str) -> None:
-    missing = _wait_for_all(store, size, timeout)
+    keys = [f"card/{rank}" for rank in range(size)]
+    if _await_answer(store, timeout, keys):
+        return  # a rank that came twice has given it
+    missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
     if missing:
         _post(store, error=_missing(size, missing, timeout, what), hint=_HINTS["missing"])
         return
@@ -219,33 +234,48 @@ def _fail(store: dist.Store, text: str) -> None:
 
 
 def _post(store: dist.Store, **answer: Any) -> None:
-    store.set("answer", json.dumps(answer))
+    """Give the answer to all, unless one was given: all are to hear the same."""
+    if store.add("answers", 1) == 1:
+        store.set("answer", json.dumps(answer))
 
 
-def _answer(store: dist.Store, timeout: timedelta) -> dict[str, Any]:
-    import torch.distributed as dist
-
+def _answer(store: dist.Store, timeout: timedelta, what: str) -> dict[str, Any]:
+    patience = timeout + _SLACK
     try:
-        store.wait(["answer"], timeout + _SLACK)
-    except dist.DistError as error:
-        raise WorldError(
-            f"rank 0 did not answer within {(timeout + _SLACK).total_seconds():g} s",
-            hint=_HINTS["missing"],
-        ) from error
-    answer: dict[str, Any] = json.loads(store.get("answer"))
+        if not _await_answer(store, patience):
+            why = f"did not answer within {patience.total_seconds():g} s"
+            raise WorldError(f"{what} 0 {why}", hint=_HINTS["missing"])
+        answer: dict[str, Any] = json.loads(store.get("answer"))
+    except RuntimeError as error:
+        why = f"is gone, or the store is: {str(error).partition(chr(10))[0]}"
+        raise WorldError(f"{what} 0 {why}", hint=_HINTS["missing"]) from error
     return answer
 
 
-def _wait_for_all(store: dist.Store, size: int, timeout: timedelta) -> list[int]:
-    """Wait for the cards of all ranks; return the ranks that did not come."""
-    import torch.distributed as dist
+def _see_off(store: dist.Store, rank: int, size: int) -> None:
+    """Let rank 0, with whom the store may go, be the last to leave a roll call that has failed."""
+    heard = store.add("heard", 1)
+    if rank != 0:
+        return
+    came = sum(store.check([f"card/{other}"]) for other in range(size))
+    deadline = time.monotonic() + _SEE_OFF_SECONDS
+    while heard < came and time.monotonic() < deadline:
+        time.sleep(_PAUSES[0])
+        heard = store.add("heard", 0)
 
-    keys = [f"card/{rank}" for rank in range(size)]
-    try:
-        store.wait(keys, timeout)
-    except dist.DistError:
-        return [rank for rank, key in enumerate(keys) if not store.check([key])]
-    return []
+
+def _await_answer(store: dist.Store, timeout: timedelta, keys: Sequence[str] = ("answer",)) -> bool:
+    """Wait for all `keys`, or for the answer; return whether that is there.
+
+    Looks again and again: stores differ in what they raise, and print, where their `wait` gives up.
+    """
+    deadline, pause = time.monotonic() + timeout.total_seconds(), _PAUSES[0]
+    while not store.check(["answer"]):
+        if store.check(list(keys)) or time.monotonic() > deadline:
+            return store.check(["answer"])
+        time.sleep(pause)
+        pause = min(2 * pause, _PAUSES[1])
+    return True
 
 
 def _missing(size: int, missing: Sequence[int], timeout: timedelta, what: str) -> str:

@@ -102,11 +102,11 @@ def test_ends(states, output, capsys, end, code, said):
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("reason", ["PartitionConfig", "JobHeldUser"])
+@pytest.mark.parametrize("reason", ["PartitionTimeLimit", "JobHeldUser"])
 def test_a_job_that_will_never_start(states, output, capsys, reason):
     states([JobState(state="PENDING", reason=reason), KeyboardInterrupt()])
     assert follow.Follower("12", output).follow() == 130
-    assert f"job 12 waits: {reason}; it will not start as it is\n" in capsys.readouterr().err
+    assert f"job 12 will not start as it is: {reason}\nhint: " in capsys.readouterr().err
 
 
 def test_ctrl_c(states, output, capsys):
@@ -138,7 +138,7 @@ def test_what_arrives_late_is_shown(states, output, capsys, monkeypatch):
 
 def test_output_that_the_nodes_wrote_elsewhere(states, output, capsys):
     output.unlink()
-    states([JobState(state="COMPLETED")])
+    states([JobState(state="COMPLETED", nodes="n1")])
     assert follow.Follower("12", output).follow() == 0
     assert (
         "slurm-12.out is not there: do the nodes share this directory?" in capsys.readouterr().err

@@ -20,7 +20,7 @@ from lockstep.world.probe import Prober, Target
 from lockstep.world.survey import Reach, partners, survey
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(surveying, "_PATIENCE", 1.0)
     monkeypatch.setattr(surveying, "_SLACK", 0.7)
@@ -40,7 +40,7 @@ def take_part(
     store: dist.Store, index: int, count: int, interface: str | None = "lo"
 ) -> tuple[Reach, ...] | LockstepError:
     try:
-        return survey(store, index=index, labels=labels_of(count), interface=interface, seconds=0.8)
+        return survey(store, index=index, labels=labels_of(count), interface=interface)
     except LockstepError as error:
         return error
 
@@ -103,6 +103,7 @@ def test_through_a_real_store() -> None:
     assert told == [(Reach("lo", "127.0.0.1"),) * 2] * 2
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_member_that_does_not_come() -> None:
     began = time.monotonic()
     error = the_error(together(3, without=[1]))
@@ -110,10 +111,12 @@ def test_a_member_that_does_not_come() -> None:
     assert time.monotonic() - began < 3
 
 
+@pytest.mark.usefixtures("impatient")
 def test_the_first_member_does_not_come() -> None:
     assert the_error(together(3, without=[0])).startswith("node 0 (host0) left, or did not come")
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_member_that_leaves_in_the_middle(prober: Prober) -> None:
     store = dist.HashStore()
     store.set("card/1", card(prober.token, prober.port))

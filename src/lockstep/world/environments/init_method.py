@@ -23,20 +23,34 @@ def apply(environ: Mapping[str, str], url: str | None = None) -> Mapping[str, st
 
     Args:
         environ: a process's environment.
-        url: the init method; by default `LOCKSTEP_INIT_METHOD`.
+        url: the script's init method; gives way to `LOCKSTEP_INIT_METHOD`.
 
     Raises:
         UsageError: if it is no init method.
     """
-    url = url or environ.get(VARIABLE)
+    url = environ.get(VARIABLE) or url
     if not url:
         return environ
-    parts = urlsplit(url)
-    if parts.scheme not in _READERS:
+    parts = _split(url)
+    if parts is None or parts.scheme not in _READERS:
         raise UsageError(
             f"the init method is {url!r}; expected tcp://, file:// or env://", hint=_HINT
         )
-    return {**environ, **_READERS[parts.scheme](parts), **_identity(parts, url)}
+    identity = _identity(parts, url)
+    meant = {**environ, **_READERS[parts.scheme](parts), **identity}
+    if identity and not meant.keys() >= {"RANK", "WORLD_SIZE"}:
+        raise UsageError(
+            f"the init method {url!r} gives one of rank and world_size; expected both or neither",
+            hint=_HINT,
+        )
+    return meant
+
+
+def _split(url: str) -> SplitResult | None:
+    try:
+        return urlsplit(url)
+    except ValueError:
+        return None
 
 
 def _tcp(parts: SplitResult) -> dict[str, str]:
@@ -73,7 +87,7 @@ _READERS = {"tcp": _tcp, "file": _file, "env": _env}
 
 def _identity(parts: SplitResult, url: str) -> dict[str, str]:
     names = {"rank": "RANK", "world_size": "WORLD_SIZE"}
-    query = parse_qs(parts.query)
+    query = parse_qs(parts.query, keep_blank_values=True)
     unknown = query.keys() - names
     if unknown:
         raise UsageError(
