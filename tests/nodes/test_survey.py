@@ -146,10 +146,12 @@ def test_one_way_only(hosts: Hosts, survey: Survey) -> None:
     assert "from no interface to eno1 10.9.0.2 port " in error
 
 
-def test_an_interface_that_is_not_there(hosts: Hosts, survey: Survey) -> None:
-    a, b = hosts.lan(2)
-    told = survey(a, b, interfaces={"b": "ib0"})
-    assert [one["kind"] for one in told] == ["UnreachableError", "UsageError"]
-    expected = f"'ib0' does not exist on b; expected one of: lo (127.0.0.1), eth0 ({b.address})"
-    assert expected in told[1]["error"]
-    assert told[0]["error"] == f"node 1 (b): {told[1]['error']}"
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_an_interface_that_is_not_there(wrong: int, hosts: Hosts, survey: Survey) -> None:
+    made = hosts.lan(2)
+    told = survey(*made, interfaces={made[wrong].name: "ib0"})
+    host, mine, other = made[wrong], told[wrong], told[1 - wrong]
+    assert [mine["kind"], other["kind"]] == ["UsageError", "UnreachableError"]
+    there = f"lo (127.0.0.1), eth0 ({host.address})"
+    assert f"'ib0' does not exist on {host.name}; expected one of: {there}" in mine["error"]
+    assert other["error"] == f"node {wrong} ({host.name}): {mine['error']}"

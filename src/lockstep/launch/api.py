@@ -9,12 +9,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep.launch import dry_run, machine, old_scripts, openmp, worker
+from lockstep.launch import dry_run, machine, nodes, old_scripts, openmp, worker
 from lockstep.launch.failure import short
 from lockstep.launch.functions import launch
 from lockstep.launch.interrupts import Interrupted, listening
 from lockstep.launch.placement import asked, ranks_without_looking
-from lockstep.launch.plan import make_plan, share_of_threads
+from lockstep.launch.plan import Meeting, count_ranks, make_plan, share_of_threads
 from lockstep.launch.preload import preload
 from lockstep.launch.spec import LaunchSpec
 from lockstep.launch.supervise import RunPlace, private_directory, say, supervise
@@ -65,8 +65,26 @@ def show_plan(spec: LaunchSpec) -> int:
     run_dir = (spec.run_dir or Path("runs") / spec.name / "TIME").absolute()
     private = Path(tempfile.gettempdir()) / "lockstep-PRIVATE"
     here = machine.look(gpus=asked(spec, os.environ) != "cpu")
-    dry_run.show(make_plan(spec, here, os.environ, run_dir=run_dir, error_dir=private))
+    plan = make_plan(
+        spec, here, os.environ, meeting=_expected(spec, here), run_dir=run_dir, error_dir=private
+    )
+    dry_run.show(plan)
     return 0
+
+
+def _expected(spec: LaunchSpec, here: machine.Machine) -> Meeting:
+    """Return the meeting that is to be expected if all nodes start as many ranks as this one."""
+    party = nodes.party(spec.nodes, (spec.target, *spec.args), os.environ)
+    if party is None:
+        return Meeting()
+    n, index = count_ranks(spec, here, os.environ), party.index or 0
+    return Meeting(
+        address=party.address or "(found when the nodes meet)",
+        node_rank=index,
+        node_count=party.count,
+        first_rank=index * n,
+        size=party.count * n,
+    )
 
 
 def _adapt(spec: LaunchSpec) -> LaunchSpec:

@@ -17,7 +17,7 @@ def lines(plan: Plan) -> list[str]:
     """Return the lines that describe `plan`: what all ranks share, then each rank."""
     shared = _shared(plan)
     result = [
-        f"{plan.size} rank(s), started by {plan.spec.start}",
+        f"{plan.size} rank(s){_here(plan)}, started by {plan.spec.start}",
         "",
         "environment of every rank:",
     ]
@@ -46,6 +46,10 @@ def placement(plan: Plan) -> list[str]:
         for worker in plan.workers
         if worker.gpu is not None
     ]
+
+
+def _here(plan: Plan) -> str:
+    return "" if len(plan.workers) == plan.size else f", {len(plan.workers)} of them on this node"
 
 
 def _shared(plan: Plan) -> dict[str, str]:

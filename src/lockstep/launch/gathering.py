@@ -23,7 +23,7 @@ from lockstep.launch.roster import Roster
 from lockstep.world import clocks, door, host, network, roll_call
 from lockstep.world.door import Door
 from lockstep.world.meet import LOOPBACK, connect_store, host_store
-from lockstep.world.survey import survey
+from lockstep.world.survey import Reach, survey
 
 #: Raises when the launcher has been told to stop.
 Check = Callable[[], None]
@@ -83,8 +83,6 @@ def gather(
         UnreachableError: if nodes cannot reach each other; says which, and where.
         WorldError: if launchers don't come, or don't fit together.
     """
-    if interface is not None:
-        network.named(interface)
     if party.directory is None:
         index, store = _find(party, seconds, check)
         return Gathering(store, _call(party, index, store, ranks, seconds, interface))
@@ -132,8 +130,14 @@ def _meet_at_host(party: Party, seconds: float, check: Check, *, hosts: bool) ->
         count=party.count - 1,
         loopback=loopback,
         port=party.port,
+        hint=None if _is_here(party) else _elsewhere(party),
     ).serve(seconds, check)
     return store
+
+
+def _elsewhere(party: Party) -> str:
+    own = ", ".join(f"{one.name} {one.address}" for one in network.interfaces())
+    return f"{party.address} is no address of {host.name()} ({own}): is this node 0?"
 
 
 def _anybody() -> str:
@@ -185,6 +189,7 @@ def _call(
     names = tuple(f"node {number} ({name})" for number, (_, name) in enumerate(told))
     nodes = tuple(place.node_rank for place in roll_call.places(cards))
     address, own_interface = LOOPBACK, None
+    reach: tuple[Reach, ...] = ()
     if len(set(nodes)) > 1:
         reach = survey(
             dist.PrefixStore("survey", store), index=index, labels=names, interface=interface
@@ -198,5 +203,6 @@ def _call(
         names=names,
         address=address,
         interface=own_interface,
+        reached_at=tuple(f"{one.interface} {one.address}" for one in reach),
         speaks=index == 0 or not party.shares_output,
     )

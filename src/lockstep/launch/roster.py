@@ -17,6 +17,7 @@ class Roster:
         names: what to call each launcher.
         address: where all of them reach launcher 0.
         interface: network interface of this launcher's workers; `None` leaves it to the plan.
+        reached_at: interface and address at which all others reach each launcher; empty on one node.
         speaks: whether this launcher tells the user of the verdict that all of them share.
     """
 
@@ -26,6 +27,7 @@ class Roster:
     names: tuple[str, ...]
     address: str
     interface: str | None
+    reached_at: tuple[str, ...] = ()
     speaks: bool = True
 
     @staticmethod
@@ -73,3 +75,12 @@ class Roster:
     def _on_node(self, ranks: Sequence[int]) -> int:
         pairs = zip(ranks, self.nodes, strict=False)
         return sum(count for count, node in pairs if node == self.node)
+
+    def __str__(self) -> str:
+        """Return who they are and where, in one line."""
+        places = self.reached_at or ("",) * self.count
+        each = [
+            f"{name}{place and f' at {place}'}"
+            for name, place in zip(self.names, places, strict=True)
+        ]
+        return f"{self.size} ranks by {self.count} launchers: {', '.join(each)}"

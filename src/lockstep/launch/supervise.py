@@ -149,6 +149,8 @@ def _gathered(
         interface=nodes.interface or chosen_interface(),
         check=_patience(party, seconds, interrupts),
     )
+    if gathering.roster.index == 0:
+        say(f"lockstep: {gathering.roster}")
     try:
         yield gathering
     finally:

@@ -26,9 +26,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.errors import UnreachableError, WorldError
+from lockstep.world.network import interface_towards
 
-#: Ports of the sequences: above those of well-known services, below those that Linux gives to clients.
-_FIRST_PORT, _LAST_PORT = 18_000, 31_999
+#: Ports of the sequences: above those of well-known services, below those that Linux gives to clients. A
+#: prime number of them, so that no stride meets a port twice.
+_FIRST_PORT, _LAST_PORT = 18_000, 31_998
 _CANDIDATES = 16
 #: How long a visitor of the host may take to say what it wants: one that says nothing keeps others
 #: waiting, who must not give up meanwhile.
@@ -74,6 +76,7 @@ class Door:
         count: how many are expected where nobody knows their names.
         loopback: listen on the loopback interface only.
         port: the one port to listen at, where somebody chose it.
+        hint: what to look at if somebody does not come.
     """
 
     name: str
@@ -82,6 +85,7 @@ class Door:
     count: int = 0
     loopback: bool = False
     port: int | None = None
+    hint: str | None = None
 
     def serve(self, seconds: float, check: Check = _go_on) -> None:
         """Answer until everybody has come.
@@ -156,7 +160,8 @@ class Door:
             what = f"{_shortened([one for one in self.guests if one not in names])} did not come"
         return WorldError(
             f"{what} within {seconds:g} s; came: {_shortened(names) or 'nobody'}",
-            hint="look at the output of the others: are they started, and on which node?",
+            hint=self.hint
+            or "look at the output of the others: are they started, and on which node?",
         )
 
 
@@ -286,7 +291,9 @@ class _Visitor:
             return _receive(connection, _LAST_WORD_SECONDS)
 
     def unreachable(self, addresses: Sequence[str], ports: Sequence[int]) -> UnreachableError:
-        tried = "; ".join(f"{address}: {self._failures.get(address)}" for address in addresses)
+        tried = "; ".join(
+            f"{address}{_way(address)}: {self._failures.get(address)}" for address in addresses
+        )
         return UnreachableError(
             f"{self._guest} cannot reach {' or '.join(addresses) or 'a host without an address'} "
             f"on port {ports[0]}{' and others' if len(ports) > 1 else ''}: {tried}",
@@ -304,6 +311,12 @@ class _Visitor:
             f"{self._guest} found nobody to meet at {where} within {seconds:g} s",
             hint="is the first one started, there, and with the same settings?",
         )
+
+
+def _way(address: str) -> str:
+    """Return in words by which interface packets leave for `address`."""
+    leaving = interface_towards(address)
+    return f" from {leaving.name} {leaving.address}" if leaving else " (no route from here)"
 
 
 def listen(port: int, *, loopback: bool) -> socket.socket:

@@ -10,7 +10,6 @@ import errno
 import itertools
 import os
 import secrets
-import socket
 import sys
 import threading
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from lockstep.errors import LockstepError, UnreachableError, UsageError, WorldError
-from lockstep.world import clocks, door, mpi, network, roll_call
+from lockstep.world import clocks, door, host, mpi, network, roll_call
 from lockstep.world.door import Door
 from lockstep.world.model import World
 from lockstep.world.survey import survey
@@ -160,8 +159,11 @@ def _survey(world: World, store: dist.Store) -> None:
 
 
 def _survey_nodes(world: World, store: dist.Store, notes: dist.Store, mine: str) -> None:
-    labels = [f"node {number}" for number in range(world.node_count)]
-    labels[world.node_rank] += f" ({socket.gethostname()})"
+    notes.set(f"name/{world.node_rank}", host.name())
+    labels = [
+        f"node {number} ({notes.get(f'name/{number}').decode()})"
+        for number in range(world.node_count)
+    ]
     try:
         found = survey(store, index=world.node_rank, labels=labels, interface=chosen_interface())
     except LockstepError as error:
@@ -173,7 +175,9 @@ def _survey_nodes(world: World, store: dist.Store, notes: dist.Store, mine: str)
 
 def chosen_interface() -> str | None:
     """Return the interface that the user chose, by `LOCKSTEP_INTERFACE` or as Gloo's own variable."""
-    return os.environ.get("LOCKSTEP_INTERFACE") or os.environ.get("GLOO_SOCKET_IFNAME")
+    gloo = os.environ.get("GLOO_SOCKET_IFNAME")
+    one_of_gloo = None if gloo is None or "," in gloo else gloo  # it takes several, too
+    return os.environ.get("LOCKSTEP_INTERFACE") or one_of_gloo
 
 
 def _use_interface(name: str) -> None:

@@ -9,6 +9,7 @@ others reach it, or which member cannot reach which, and how that failed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Sequence
@@ -131,9 +132,19 @@ class _Member:
             offered = offers(self._own) if interface is None else (named(interface),)
         except LockstepError as error:
             self._board.post(f"card/{self._index}", {"error": error.message})
+            if self._index == 0:
+                self._board.post("cards", {"error": f"{self._labels[0]}: {error.message}"})
+            self._part()
             raise
         card = Card(self._prober.token, self._prober.port, offered)
         self._board.post(f"card/{self._index}", card.plain())
+
+    def _part(self) -> None:
+        """Say that this member goes; member 0, with whom the store may go, lets the others go first."""
+        with contextlib.suppress(UnreachableError):  # there is something worse to tell
+            self._board.post(f"heard/{self._index}", True)
+            if self._index == 0:
+                self._board.gather([f"heard/{one}" for one in self._everybody], _SLACK)
 
     def _collect_cards(self) -> dict[str, Any]:
         """Return the cards of all, or what is wrong with them."""
@@ -212,6 +223,7 @@ class _Member:
                 f"{self._labels[0]} left, or did not come, while the network was tried", hint=_HINT
             )
         if "error" in told:
+            self._part()
             raise UnreachableError(told["error"], hint=_HINT)
         return told["answer"]
 

@@ -425,7 +425,7 @@ def test_no_packet_gets_there(ports: int | None, name: str, impatient: None) -> 
 
 
 def test_packets_vanish(name: str, impatient: None) -> None:
-    with deaf() as port, pytest.raises(UnreachableError, match=r"127.0.0.1: timed out$") as caught:
+    with deaf() as port, pytest.raises(UnreachableError, match=r"from lo 127.0.0.1: timed out$") as caught:
         knocking(name, port=port)
     assert f"on port {port}:" in caught.value.message
 

@@ -23,7 +23,7 @@ from lockstep.world.survey import Reach, partners, survey
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(surveying, "_PATIENCE", 1.0)
-    monkeypatch.setattr(surveying, "_SLACK", 0.7)
+    monkeypatch.setattr(surveying, "_SLACK", 0.4)
 
 
 @pytest.fixture
@@ -141,6 +141,7 @@ def fake_member(store: dist.Store, token: str, port: int) -> threading.Thread:
     return threading.Thread()
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_a_port_that_refuses(elsewhere: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     own = () if elsewhere else (Interface("lo", "127.0.0.1", loopback=True),)
@@ -153,6 +154,7 @@ def test_a_port_that_refuses(elsewhere: bool, monkeypatch: pytest.MonkeyPatch) -
     assert error.endswith(f"to lo 127.0.0.1 port {port}: {why}")
 
 
+@pytest.mark.usefixtures("impatient")
 def test_another_launch_answers(prober: Prober, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(surveying, "interfaces", tuple)
     store = dist.HashStore()
@@ -228,6 +230,7 @@ def test_a_wrong_interface_is_told_to_all() -> None:
     assert error.startswith("node 1 (host1): the interface 'eth77' does not exist")
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize(
     "text", ["", "{", "[" * 100_000, '"card"', "7", '{"port": 3}', "x" * (1 << 22 | 1)]
 )
@@ -237,6 +240,7 @@ def test_a_card_that_cannot_be_read(text: str) -> None:
     assert "node 1 (host1): " in the_error(together(3, without=[1], store=store))
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("text", ["{", "7", "[[0, 99, 3, 4]]", '{"error": 3}'])
 def test_a_report_that_cannot_be_read(text: str, prober: Prober) -> None:
     store = dist.HashStore()
