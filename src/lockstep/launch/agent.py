@@ -12,13 +12,14 @@ from torch.distributed.elastic.agent.server.api import (
     DEFAULT_ROLE,
     RunResult,
     SimpleElasticAgent,
+    Worker,
     WorkerGroup,
     WorkerSpec,
     WorkerState,
 )
 from torch.distributed.elastic.events.api import Event, EventSource
 
-from lockstep.errors import RunError
+from lockstep.errors import LockstepError, RunError
 from lockstep.launch import failure
 from lockstep.launch.failure import Failure, Verdict
 from lockstep.launch.forkserver import Exit, ForkServer, Request
@@ -179,20 +180,47 @@ class Agent(SimpleElasticAgent):
             if self._neighbours is not None:
                 self._await_verdict()
             raise
+        except LockstepError as error:
+            self._tell(f"lockstep: error on {self._name}: {error.message}", error.exit_code)
+            raise
         finally:
             if self._neighbours is not None:
                 self._neighbours.close()
         return result
 
+    def _assign_worker_ranks(
+        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        """Return the workers of this launcher; the roster knows their ranks, without asking the others."""
+        roster = self._meeting_place.roster
+        ranks = range(roster.first_rank, roster.first_rank + spec.local_world_size)
+        return [
+            Worker(
+                local_rank=roster.first_local_rank + index,
+                global_rank=rank,
+                role_rank=rank,
+                world_size=roster.size,
+                role_world_size=roster.size,
+            )
+            for index, rank in enumerate(ranks)
+        ]
+
     def _check(self) -> None:
         """Raise `Interrupted` if the launcher has been told to stop; tell the others first."""
         stop = self._interrupts.first
-        if stop is not None and self._neighbours is not None:
-            roster = self._meeting_place.roster
-            text = f"lockstep: stopped by {stop.name} on {roster.names[roster.index]}"
-            verdict = Verdict(text=text, exit_code=128 + stop, rank=-1, traceback=None)
-            self._neighbours.fail(Told(verdict=verdict, consequence=False, time=time.time()))
+        if stop is not None:
+            self._tell(f"lockstep: stopped by {stop.name} on {self._name}", 128 + stop)
         self._interrupts.check()
+
+    @property
+    def _name(self) -> str:
+        return self._meeting_place.roster.names[self._meeting_place.roster.index]
+
+    def _tell(self, text: str, exit_code: int) -> None:
+        """Tell the other launchers, if there are any, what ends this one."""
+        if self._neighbours is not None:
+            verdict = Verdict(text=text, exit_code=exit_code, rank=-1, traceback=None)
+            self._neighbours.fail(Told(verdict=verdict, consequence=False, time=time.time()))
 
     def _running(self) -> bool:
         return len(self._exits) < len(self._started)

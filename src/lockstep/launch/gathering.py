@@ -8,25 +8,31 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import json
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from lockstep.errors import WorldError
+from lockstep.errors import LockstepError, WorldError
 from lockstep.launch.meeting_file import MeetingFile
 from lockstep.launch.nodes import Party
-from lockstep.launch.roster import Roster
+from lockstep.launch.roster import Launcher, Roster, owns
 from lockstep.world import clocks, door, host, network, roll_call
 from lockstep.world.door import Door
 from lockstep.world.meet import LOOPBACK, connect_store, host_store
 from lockstep.world.survey import Reach, survey
+from lockstep.world.waiting import Check, await_any
 
-#: Raises when the launcher has been told to stop.
-Check = Callable[[], None]
+#: How long launchers may take to make their directories and open their store.
+_SECONDS = 60.0
+#: How long a launcher that has nothing good to say waits for others to say it to.
+_SECONDS_IN_VAIN = 20.0
+_SEE_OFF_SECONDS = 2.0
 
 
 class Gathering:
@@ -35,11 +41,15 @@ class Gathering:
     Args:
         store: a store that all of them reach.
         roster: who starts which ranks.
+        check: called again and again while others are waited for.
         file: the file of a shared directory in which they met, if they did.
     """
 
-    def __init__(self, store: dist.Store, roster: Roster, file: MeetingFile | None = None) -> None:
+    def __init__(
+        self, store: dist.Store, roster: Roster, check: Check, file: MeetingFile | None = None
+    ) -> None:
         self._store = store
+        self._check = check
         self._file = file
         self.roster = roster
 
@@ -51,30 +61,57 @@ class Gathering:
         """Return what launcher 0 has told, or will tell.
 
         Raises:
-            WorldError: if it leaves without.
+            WorldError: if a launcher cannot go on, or launcher 0 leaves without.
         """
+        self._await([f"told/{key}"])
+        return self._store.get(f"told/{key}").decode()
+
+    def ready(self) -> None:
+        """Wait until all launchers are ready to start their workers.
+
+        Raises:
+            WorldError: if one cannot go on.
+        """
+        self._store.set(f"ready/{self.roster.index}", "1")
+        self._await([f"ready/{index}" for index in range(self.roster.count)])
+
+    def fail(self, error: LockstepError) -> None:
+        """Tell the others that this launcher cannot go on; launcher 0 leaves when they have heard."""
+        if self._store.add("failures", 1) == 1:
+            name = self.roster.names[self.roster.index]
+            self._store.set("failed", f"{name} cannot start its ranks: {error.message}")
+        if self.roster.index == 0:
+            others = [f"heard/{index}" for index in range(1, self.roster.count)]
+            await_any(self._store, [others], _SEE_OFF_SECONDS)
+
+    def _await(self, keys: Sequence[str]) -> None:
         try:
-            return self._store.get(f"told/{key}").decode()
+            found = await_any(self._store, [["failed"], keys], _SECONDS, self._check)
+            problem = self._store.get("failed").decode() if found == 0 else None
+            if problem is not None:
+                self._store.set(f"heard/{self.roster.index}", "1")
         except RuntimeError as error:
+            raise _left(self.roster.names[0]) from error
+        if found != 1:
             raise WorldError(
-                f"{self.roster.names[0]} left before the launch began",
+                problem or f"not all launchers were ready within {_SECONDS:g} s",
                 hint="look at the output of its launcher",
-            ) from error
+            )
 
     def close(self) -> None:
         """Leave no file behind."""
         if self._file is not None:
-            self._file.close(remove=self.roster.index == 0)
+            self._file.close()
 
 
 def gather(
-    party: Party, ranks: int, *, seconds: float, interface: str | None, check: Check
+    party: Party, own: Launcher, *, seconds: float, interface: str | None, check: Check
 ) -> Gathering:
     """Find the other launchers of `party`.
 
     Args:
         party: how they find each other.
-        ranks: number of ranks of this launcher.
+        own: what the others are to know of this launcher.
         seconds: how long launchers may take to come.
         interface: network interface that the user chose.
         check: called again and again while others are waited for.
@@ -83,17 +120,37 @@ def gather(
         UnreachableError: if nodes cannot reach each other; says which, and where.
         WorldError: if launchers don't come, or don't fit together.
     """
-    if party.directory is None:
-        index, store = _find(party, seconds, check)
-        return Gathering(store, _call(party, index, store, ranks, seconds, interface))
-    file = MeetingFile(party.directory, party.name)
+    file = None if party.directory is None else MeetingFile(party.directory, party.name)
+    if interface is not None and not _exists(interface):
+        seconds = min(seconds, _SECONDS_IN_VAIN)  # only to let the others know; the survey names it
     try:
-        index, store = file.meet(party.count, seconds, check)
-        roster = _call(party, index, store, ranks, seconds, interface)
+        if file is None:
+            index, store = _find(party, seconds, check)
+        else:
+            index, store = file.meet(party.count, seconds, check)
+        roster = _call(party, index, store, own, seconds, interface, check)
+    except RuntimeError as error:
+        _close(file)
+        raise _left("launcher 0") from error
     except BaseException:
-        file.close(remove=False)
+        _close(file)
         raise
-    return Gathering(store, roster, file)
+    return Gathering(store, roster, check, file)
+
+
+def _close(file: MeetingFile | None) -> None:
+    if file is not None:
+        file.close()
+
+
+def _left(name: str) -> WorldError:
+    return WorldError(
+        f"{name} left before the launch began", hint="look at the output of its launcher"
+    )
+
+
+def _exists(interface: str) -> bool:
+    return any(one.name == interface for one in network.interfaces())
 
 
 def _find(party: Party, seconds: float, check: Check) -> tuple[int, dist.Store]:
@@ -122,20 +179,31 @@ def _meet_at_host(party: Party, seconds: float, check: Check, *, hosts: bool) ->
         )
         return connect_store(answer.address, answer.port)
     store = host_store(0, loopback=loopback)
+    hint = None if loopback else _elsewhere(party)
     named = [f"node {index}" for index in range(1, party.count)]
-    Door(
+    entrance = Door(
         name=party.name,
         store_port=store.port,
         guests=None if party.index is None else named,
         count=party.count - 1,
         loopback=loopback,
         port=party.port,
-        hint=None if _is_here(party) else _elsewhere(party),
-    ).serve(seconds, check)
+        hint=hint,
+    )
+    try:
+        entrance.serve(seconds, check)
+    except WorldError as error:
+        roll_call.cancel(dist.PrefixStore("roll", store), error, len(entrance.came))
+        raise
     return store
 
 
-def _elsewhere(party: Party) -> str:
+def _elsewhere(party: Party) -> str | None:
+    with contextlib.suppress(
+        WorldError
+    ):  # a name that this host doesn't know may be right elsewhere
+        if _is_here(party):
+            return None
     own = ", ".join(f"{one.name} {one.address}" for one in network.interfaces())
     return f"{party.address} is no address of {host.name()} ({own}): is this node 0?"
 
@@ -174,35 +242,42 @@ def _call(
     party: Party,
     index: int,
     store: dist.Store,
-    ranks: int,
+    own: Launcher,
     seconds: float,
     interface: str | None,
+    check: Check,
 ) -> Roster:
     """Call the roll of the launchers, and survey the network between their nodes."""
     card = roll_call.Card.of_launcher(party.count, os.getpid())
-    store.set(f"launcher/{index}", f"{ranks} {host.name()}")
-    roll_call.call(
-        dist.PrefixStore("roll", store), index, card, timedelta(seconds=seconds), what="node"
-    )
-    cards = [roll_call.read(dist.PrefixStore("roll", store), other) for other in range(party.count)]
-    told = [store.get(f"launcher/{other}").decode().split(" ", 1) for other in range(party.count)]
-    names = tuple(f"node {number} ({name})" for number, (_, name) in enumerate(told))
+    store.set(f"launcher/{index}", json.dumps(asdict(own)))
+    roll = dist.PrefixStore("roll", store)
+    roll_call.call(roll, index, card, timedelta(seconds=seconds), what="node", check=check)
+    cards = [roll_call.read(roll, other) for other in range(party.count)]
+    told = [Launcher.parse(store.get(f"launcher/{other}")) for other in range(party.count)]
+    names = tuple(f"node {number} ({one.name})" for number, one in enumerate(told))
     nodes = tuple(place.node_rank for place in roll_call.places(cards))
     address, own_interface = LOOPBACK, None
     reach: tuple[Reach, ...] = ()
     if len(set(nodes)) > 1:
         reach = survey(
-            dist.PrefixStore("survey", store), index=index, labels=names, interface=interface
+            dist.PrefixStore("survey", store),
+            index=index,
+            labels=names,
+            interface=interface,
+            check=check,
         )
         address, own_interface = reach[0].address, reach[index].interface
-        clocks.compare(dist.PrefixStore("clocks", store), index, names)
+        clocks.compare(dist.PrefixStore("clocks", store), index, names, check)
     return Roster(
         index=index,
-        ranks=tuple(int(count) for count, _ in told),
+        ranks=tuple(one.ranks for one in told),
         nodes=nodes,
         names=names,
         address=address,
         interface=own_interface,
+        own_cores=owns(index, nodes, [one.cpus for one in told]),
+        own_gpus=owns(index, nodes, [one.gpus for one in told]),
+        overrules_interface=interface is not None,
         reached_at=tuple(f"{one.interface} {one.address}" for one in reach),
         speaks=index == 0 or not party.shares_output,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import time
@@ -64,9 +65,10 @@ class MeetingFile:
             time.sleep(_INTERVAL)
         return index, store
 
-    def close(self, *, remove: bool) -> None:
-        """Give up the lock; the last thing a launch does with the file is to remove it."""
-        if remove:
+    def close(self) -> None:
+        """Give up the lock; whoever is the last to leave removes the files."""
+        with contextlib.suppress(OSError):  # held by somebody who is still there
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._path.unlink(missing_ok=True)
             self._lock_path.unlink(missing_ok=True)
         os.close(self._lock)

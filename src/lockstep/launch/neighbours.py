@@ -97,7 +97,8 @@ class Neighbours:
 
     def close(self) -> None:
         """Stop talking; launcher 0, who hosts the store, after the others have read its last word."""
-        if self._roster.index == 0 and (self.verdict is not None or self.all_done):
+        said_something = self._failure is not None or self.verdict is not None or self.all_done
+        if self._roster.index == 0 and said_something:
             self._await_readers()
         self._stop.set()
         self._thread.join(timeout=2 * _BEAT_SECONDS)

@@ -15,7 +15,7 @@ from lockstep.world.environments.lockstep import MARK
 from lockstep.world.model import World
 
 #: Environments whose tasks may each be a launcher, in order of precedence.
-_TASKS = (openmpi.detect, mpich.detect, slurm.detect)
+_TASKS = {"openmpi": openmpi.detect, "mpich": mpich.detect, "slurm": slurm.detect}
 _LONGEST = 86_400 * 365  # seconds
 _MEETING_HINT = (
     "--node-rank K --master-addr HOST on each node, or --rdzv-endpoint HOST "
@@ -133,7 +133,7 @@ def party(nodes: Nodes, work: Sequence[str], environ: Mapping[str, str]) -> Part
         return _by_flags(nodes, work)
     world = _tasks(environ)
     if world is not None and world.size > 1:
-        return _by_environment(nodes, world)
+        return _by_environment(nodes, world, work)
     if (nodes.count or 1) == 1:
         return None
     raise UsageError(
@@ -171,13 +171,13 @@ def _at_endpoint(endpoint: str, name: str, count: int) -> Party:
     source = "--rdzv-endpoint"
     is_file = endpoint.startswith(("file:", "/"))
     try:
-        place = urlsplit(endpoint if is_file else f"//{endpoint}")
+        place = urlsplit(endpoint if is_file else f"//{endpoint}", allow_fragments=False)
         port = place.port
     except ValueError:
         raise _bad_endpoint(endpoint) from None
     if is_file:
         path = place.path if place.scheme == "file" else endpoint
-        if not path.startswith("/") or place.netloc:
+        if not path.startswith("/") or place.netloc or (place.scheme == "file" and place.query):
             raise _bad_endpoint(endpoint)
         return Party(name=name, count=count, directory=Path(path), source=source)
     if not place.hostname or place.path or port == 0:
@@ -192,7 +192,7 @@ def _bad_endpoint(endpoint: str) -> UsageError:
     )
 
 
-def _by_environment(nodes: Nodes, world: World) -> Party:
+def _by_environment(nodes: Nodes, world: World, work: Sequence[str]) -> Party:
     if nodes.count not in (None, world.size):
         raise UsageError(
             f"--nnodes is {nodes.count}, but {world.environment} started {world.size} launchers; "
@@ -212,11 +212,11 @@ def _by_environment(nodes: Nodes, world: World) -> Party:
             hint="add --nnodes and --rdzv-endpoint HOST or --rdzv-endpoint file:///SHARED/DIRECTORY",
         )
     return Party(
-        name=world.key or f"{world.environment}/{world.address}:{world.port}",
+        name=f"{world.key or world.environment}/{nodes.id or _named_after(work)}",
         count=world.size,
         index=world.rank,
         address=world.address,
-        port=world.port,
+        port=nodes.main_port or world.port,
         source=world.environment,
     )
 
@@ -225,8 +225,9 @@ def _tasks(environ: Mapping[str, str]) -> World | None:
     # A launcher inside a worker starts a launch of its own.
     if MARK in environ or {"RANK", "WORLD_SIZE"} <= environ.keys():
         return None
-    for detect in _TASKS:
-        world = detect(environ)
+    wanted = environ.get("LOCKSTEP_ENVIRONMENT")
+    for name, detect in _TASKS.items():
+        world = detect(environ) if wanted in (None, name) else None
         if world is not None:
             return world
     return None

@@ -61,7 +61,12 @@ def ranks_without_looking(spec: LaunchSpec, environ: Mapping[str, str], cores: i
 
 
 def seats(
-    spec: LaunchSpec, machine: Machine, environ: Mapping[str, str], local_ranks: range
+    spec: LaunchSpec,
+    machine: Machine,
+    environ: Mapping[str, str],
+    local_ranks: range,
+    *,
+    own: bool = False,
 ) -> tuple[Seat, ...]:
     """Return the seats of the ranks that are started here.
 
@@ -70,6 +75,7 @@ def seats(
         machine: facts about this node.
         environ: the launcher's environment.
         local_ranks: their numbers among all ranks of the node.
+        own: whether the GPUs that are seen here are for these ranks alone, and not for all of the node.
 
     Raises:
         DeviceError: if a GPU that was named cannot be had.
@@ -82,8 +88,19 @@ def seats(
         return (Seat(env=told),) * len(local_ranks)
     known = _in_order(machine, environ)
     return tuple(
-        Seat(device=f"cuda:{k}", gpu=known[k] if k < len(known) else None) for k in local_ranks
+        Seat(
+            device=f"cuda:{k}",
+            gpu=known[k] if k < len(known) else None,
+            env=_chosen(f"cuda:{k}", machine, environ) if own else {},
+        )
+        for k in (range(len(local_ranks)) if own else local_ranks)
     )
+
+
+def _chosen(device: str, machine: Machine, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what tells a rank its device where that doesn't follow from its local rank."""
+    shown = environ.get(machine.visible_variable)
+    return {CHOSEN: device} | ({} if shown is None else {SHOWN: shown})
 
 
 def _named(gpus: Sequence[Gpu], machine: Machine) -> tuple[Seat, ...]:

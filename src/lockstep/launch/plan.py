@@ -41,6 +41,9 @@ class Meeting:
         local_size: number of ranks on this node; `None` where this launcher starts them all.
         interface: network interface that the workers use; `None` leaves the loopback interface for a
             single node.
+        own_cores: whether launchers that share this node have processors of their own each.
+        own_gpus: the same of their GPUs.
+        overrules_interface: whether the user chose it for Lockstep, over variables of Gloo and NCCL.
         run_id: what the nodes of one launch call it.
     """
 
@@ -55,6 +58,9 @@ class Meeting:
     first_local_rank: int = 0
     local_size: int | None = None
     interface: str | None = None
+    own_cores: bool = False
+    own_gpus: bool = False
+    overrules_interface: bool = False
     run_id: str = "none"
 
     @staticmethod
@@ -74,6 +80,9 @@ class Meeting:
             first_local_rank=roster.first_local_rank,
             local_size=roster.local_size,
             interface=roster.interface,
+            own_cores=roster.own_cores,
+            own_gpus=roster.own_gpus,
+            overrules_interface=roster.overrules_interface,
             run_id=run_id,
         )
 
@@ -141,8 +150,9 @@ def make_plan(
     _check_replicas(spec, environ, size)
     shared = _shared_environment(spec, machine, environ, meeting, run_dir, n)
     here = range(meeting.first_local_rank, meeting.first_local_rank + n)
-    places = seats(spec, machine, environ, here)
-    bound = binding.variables(spec, machine, environ, here, meeting.local_size or n)
+    places = seats(spec, machine, environ, here, own=meeting.own_gpus)
+    sharing, among = (range(n), n) if meeting.own_cores else (here, meeting.local_size or n)
+    bound = binding.variables(spec, machine, environ, sharing, among)
 
     def worker(index: int) -> WorkerPlan:
         rank, local_rank = meeting.first_rank + index, meeting.first_local_rank + index
@@ -271,8 +281,11 @@ def _shared_environment(
         MARK: __version__,
         "LOCKSTEP_RUN_DIR": str(run_dir),
     }
+    if "LOCKSTEP_ENVIRONMENT" in environ:  # what it says of the launcher is not true of its workers
+        variables["LOCKSTEP_ENVIRONMENT"] = "lockstep"
     variables |= _flags(spec)
-    threads = share_of_threads(spec, environ, machine.cores, n)
+    sharing = n if meeting.own_cores else meeting.local_size or n
+    threads = share_of_threads(spec, environ, machine.cores, sharing)
     if threads is not None:
         variables["OMP_NUM_THREADS"] = threads
     return variables | _interface(machine, environ, meeting)
@@ -285,7 +298,8 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 def _interface(machine: Machine, environ: Mapping[str, str], meeting: Meeting) -> dict[str, str]:
     # A single node binds to loopback: no other machine can reach the workers' sockets.
     chosen = meeting.interface or (machine.loopback if meeting.node_count == 1 else None)
-    return {name: chosen for name in _INTERFACES if chosen is not None and name not in environ}
+    kept = () if meeting.overrules_interface else environ
+    return {name: chosen for name in _INTERFACES if chosen is not None and name not in kept}
 
 
 def _flags(spec: LaunchSpec) -> dict[str, str]:

@@ -2,8 +2,47 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launcher:
+    """What a launcher tells the others of itself.
+
+    Attributes:
+        ranks: how many ranks it starts.
+        name: name of its host.
+        cpus: processors that it may use.
+        gpus: names of the GPUs that it sees.
+    """
+
+    ranks: int
+    name: str
+    cpus: tuple[int, ...] = ()
+    gpus: tuple[str, ...] = ()
+
+    @staticmethod
+    def parse(text: bytes) -> Launcher:
+        """Read what `asdict` and JSON have made of one."""
+        told = json.loads(text)
+        return Launcher(
+            ranks=int(told["ranks"]),
+            name=str(told["name"]),
+            cpus=tuple(map(int, told["cpus"])),
+            gpus=tuple(map(str, told["gpus"])),
+        )
+
+
+def owns(index: int, nodes: Sequence[int], things: Sequence[Sequence[object]]) -> bool:
+    """Return whether a launcher shares its node, but none of its `things`, with another.
+
+    A scheduler that starts several launchers on a node may give each its own processors and GPUs.
+    """
+    same = [k for k, node in enumerate(nodes) if node == nodes[index] and k != index]
+    mine = set(things[index])
+    return bool(same and mine) and not any(mine & set(things[other]) for other in same)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +56,9 @@ class Roster:
         names: what to call each launcher.
         address: where all of them reach launcher 0.
         interface: network interface of this launcher's workers; `None` leaves it to the plan.
+        own_cores: whether the processors of this launcher are none of its neighbours'.
+        own_gpus: the same of its GPUs.
+        overrules_interface: whether the user chose it for Lockstep, over variables of Gloo and NCCL.
         reached_at: interface and address at which all others reach each launcher; empty on one node.
         speaks: whether this launcher tells the user of the verdict that all of them share.
     """
@@ -27,6 +69,9 @@ class Roster:
     names: tuple[str, ...]
     address: str
     interface: str | None
+    own_cores: bool = False
+    own_gpus: bool = False
+    overrules_interface: bool = False
     reached_at: tuple[str, ...] = ()
     speaks: bool = True
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import shutil
+import socket
 import sys
 import tempfile
 import time
@@ -14,10 +15,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lockstep.errors import LockstepError
 from lockstep.launch import failure
 from lockstep.launch.dry_run import placement
 from lockstep.launch.failure import Failure, Verdict
 from lockstep.launch.forkserver import ForkServer, Job
+from lockstep.launch.gpus import visible
 from lockstep.launch.interrupts import Interrupts
 from lockstep.launch.machine import Machine
 from lockstep.launch.nodes import Party
@@ -25,6 +28,7 @@ from lockstep.launch.nodes import party as find_party
 from lockstep.launch.old_scripts import kept_port
 from lockstep.launch.output import Output
 from lockstep.launch.plan import Meeting, Plan, count_ranks, make_plan
+from lockstep.launch.roster import Launcher
 from lockstep.launch.spec import LaunchSpec
 from lockstep.record import directory
 
@@ -92,7 +96,7 @@ def supervise(
     with (
         _serving(job) as server,
         _showing(tee=spec.tee) as output,
-        _gathered(spec, ranks, environ, interrupts) as gathering,
+        _gathered(spec, here, environ, interrupts) as gathering,
         kept_port() as port,  # after the server is forked, so that no worker inherits what keeps it
     ):
         from lockstep.launch.agent import Agent
@@ -128,7 +132,7 @@ def supervise(
 
 @contextlib.contextmanager
 def _gathered(
-    spec: LaunchSpec, ranks: int, environ: Mapping[str, str], interrupts: Interrupts
+    spec: LaunchSpec, here: Machine, environ: Mapping[str, str], interrupts: Interrupts
 ) -> Iterator[Gathering | None]:
     """Meet the launchers of the other nodes, if there are any."""
     nodes = spec.nodes
@@ -144,7 +148,7 @@ def _gathered(
     seconds = nodes.join_timeout or join_timeout().total_seconds()
     gathering = gather(
         party,
-        ranks,
+        _describe(spec, here, environ),
         seconds=seconds,
         interface=nodes.interface or chosen_interface(),
         check=_patience(party, seconds, interrupts),
@@ -155,6 +159,17 @@ def _gathered(
         yield gathering
     finally:
         gathering.close()
+
+
+def _describe(spec: LaunchSpec, here: Machine, environ: Mapping[str, str]) -> Launcher:
+    hidden = environ.get(here.visible_variable, "")
+    known = tuple(gpu.uuid for gpu in visible(here.cards, environ).gpus if gpu.uuid)
+    return Launcher(
+        ranks=count_ranks(spec, here, environ),
+        name=socket.gethostname(),
+        cpus=tuple(sorted(os.sched_getaffinity(0))),
+        gpus=known or tuple(filter(None, hidden.split(","))),
+    )
 
 
 def _patience(party: Party, seconds: float, interrupts: Interrupts) -> Callable[[], None]:
@@ -186,10 +201,16 @@ def _judge(size: int) -> Callable[[list[Failure]], Verdict]:
 def _agree_on_directory(gathering: Gathering | None, place: Place) -> Path:
     if gathering is None:
         return place(None)
-    if gathering.roster.index > 0:
-        return place(gathering.hear("directory"))
-    run_dir = place(None)
-    gathering.tell("directory", run_dir.name)
+    try:
+        if gathering.roster.index > 0:
+            run_dir = place(gathering.hear("directory"))
+        else:
+            run_dir = place(None)
+            gathering.tell("directory", run_dir.name)
+    except LockstepError as error:
+        gathering.fail(error)
+        raise
+    gathering.ready()
     return run_dir
 
 

@@ -62,10 +62,6 @@ def versions(torch_version: str, lockstep_version: str) -> dict[str, str]:
     }
 
 
-#: What launchers give to old scripts: a rank's own, and no part of what a run is.
-_LAUNCHER_OPTIONS = ("--local-rank=", "--local_rank=")
-
-
 def script_and_arguments() -> tuple[str, list[str]]:
     """Return the running script's file name and its arguments, as far as the user gave them."""
     own = [word for word in sys.argv[1:] if not word.startswith(_LOCAL_RANK)]

@@ -67,13 +67,14 @@ class Session:
         self._started = time.monotonic()
         self._meeting = meet(world, store)
         self.world = world = self._meeting.world
-        self.replicas = settings.replicas or world.size
-        self.block = block(self.replicas, world.size, world.rank)
-        self.device = choose_device(settings.devices, world)
-        self._set_threads()
-        if settings.exact:
-            make_deterministic(self.device)
-        connection = connect(self._meeting, self.device)
+        with self._meeting.telling():
+            self.replicas = settings.replicas or world.size
+            self.block = block(self.replicas, world.size, world.rank)
+            self.device = choose_device(settings.devices, world)
+            self._set_threads()
+            if settings.exact:
+                make_deterministic(self.device)
+            connection = connect(self._meeting, self.device)
         self.store, self.group, self._owns_group = (
             connection.store,
             connection.group,
@@ -288,12 +289,11 @@ class Session:
     def _agree(self, own: str) -> None:
         if self.group is None:
             return
-        self.store.set(f"digest/{self.world.rank}", own)
+        store = self._meeting.store
+        store.set(f"digest/{self.world.rank}", own)
+        self._meeting.wait([f"digest/{rank}" for rank in range(self.world.size)], "the end")
         for rank in range(self.world.size):
-            try:
-                theirs = self.store.get(f"digest/{rank}").decode()
-            except dist.DistError as error:
-                raise PeerError(f"rank {rank} did not come to the end of the run") from error
+            theirs = store.get(f"digest/{rank}").decode()
             if theirs != own and self.settings.exact:
                 raise DivergenceError(
                     f"rank {self.world.rank} ends with {own}, rank {rank} with {theirs}; "
@@ -306,6 +306,7 @@ class Session:
         """Give back everything; after an error nothing that would wait for other ranks."""
         if error is not None:
             mpi.fail()
+            self._meeting.fail(error)
         self.loop.close()
         if self._watch is not None:
             self._watch.close()

@@ -7,14 +7,17 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from lockstep.world.waiting import Check, await_any, go_on
+
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 #: A difference that makes the order of events in records misleading, in seconds.
 _TOLERANCE = 2.0
+_SECONDS = 5.0
 
 
-def compare(store: dist.Store, index: int, labels: Sequence[str]) -> None:
+def compare(store: dist.Store, index: int, labels: Sequence[str], check: Check = go_on) -> None:
     """Warn on node 0 where another node's clock differs; every node takes part.
 
     All read their clocks when node 0 gives the sign, so that the time of a message is all that the
@@ -24,15 +27,23 @@ def compare(store: dist.Store, index: int, labels: Sequence[str]) -> None:
         store: a store that all nodes reach, used for this alone.
         index: number of this node.
         labels: what to call the nodes.
+        check: called again and again meanwhile; may raise to end it.
     """
     store.set(f"ready/{index}", "1")
-    if index == 0:
-        store.wait([f"ready/{other}" for other in range(len(labels))])
+    everybody = range(len(labels))
+
+    def have_come(what: str) -> bool:
+        keys = [f"{what}/{other}" for other in everybody]
+        return await_any(store, [keys], _SECONDS, check) is not None
+
+    if index == 0 and have_come("ready"):
         store.set("go", "1")
-    store.get("go")
+    # Not worth a launch: whoever is gone by now is missed where it matters.
+    if await_any(store, [["go"]], 2 * _SECONDS, check) is None:
+        return
     store.set(f"clock/{index}", repr(time.time()))
-    if index == 0:
-        here, *others = (float(store.get(f"clock/{other}")) for other in range(len(labels)))
+    if index == 0 and have_come("clock"):
+        here, *others = (float(store.get(f"clock/{other}")) for other in everybody)
         for label, there in zip(labels[1:], others, strict=True):
             _warn(label, there - here)
 

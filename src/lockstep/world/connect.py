@@ -10,7 +10,6 @@ import torch.distributed as dist
 from lockstep.errors import DeviceError
 from lockstep.world.devices import device_identity
 from lockstep.world.meet import TIMEOUT, Meeting
-from lockstep.world.model import World
 
 #: Process groups stay until the process ends. Whoever drops the last reference to one joins Gloo's
 #: threads with the interpreter's lock in hand; one of them may be waiting for that lock to drop a tensor
@@ -45,7 +44,8 @@ def connect(meeting: Meeting, device: torch.device) -> Connection:
     notes = dist.PrefixStore("run", store)
     if world.size == 1 and not dist.is_initialized():
         return Connection(notes, None, owned=False)
-    _check_devices(world, dist.PrefixStore("devices", store), device)
+    _check_devices(dist.PrefixStore("devices", store), world.rank, device)
+    meeting.ready()
     if dist.is_initialized():
         return Connection(notes, dist.group.WORLD, owned=False)
     dist.init_process_group(
@@ -59,17 +59,17 @@ def connect(meeting: Meeting, device: torch.device) -> Connection:
     return Connection(notes, dist.group.WORLD, owned=True)
 
 
-def _check_devices(world: World, store: dist.Store, device: torch.device) -> None:
+def _check_devices(store: dist.Store, rank: int, device: torch.device) -> None:
     """Refuse one GPU for two ranks: each would wait for the other inside NCCL."""
     own = device_identity(device)
     if own is None:
         return
-    claims = dist.PrefixStore(f"{world.node_rank}/{own}", store)
+    claims = dist.PrefixStore(own, store)  # no two GPUs have one name, on however many nodes
     if claims.add("claims", 1) == 1:
-        claims.set("first", str(world.rank))
+        claims.set("first", str(rank))
         return
     raise DeviceError(
-        f"ranks {claims.get('first').decode()} and {world.rank} are both on GPU {own}; "
+        f"ranks {claims.get('first').decode()} and {rank} are both on GPU {own}; "
         "expected a GPU of its own for each rank",
         hint="start fewer ranks on this node, or check CUDA_VISIBLE_DEVICES of each",
     )

@@ -48,6 +48,12 @@ def detect(environ: Mapping[str, str] | None = None) -> World:
     """
     environ = init_method.apply(os.environ if environ is None else environ)
     world = _detect(environ)
+    if world.environment == "single" and init_method.says_where(environ):
+        raise UsageError(
+            f"{init_method.VARIABLE} is {environ[init_method.VARIABLE]!r}, and nothing says who this "
+            "process is; expected RANK and WORLD_SIZE too",
+            hint="set both, or add ?rank=K&world_size=N",
+        )
     file = environ.get(init_method.FILE)
     return world if file is None or world.size == 1 else replace(world, file=file)
 

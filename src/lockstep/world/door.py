@@ -20,13 +20,14 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.errors import UnreachableError, WorldError
 from lockstep.world.network import interface_towards
+from lockstep.world.waiting import Check, go_on
 
 #: Ports of the sequences: above those of well-known services, below those that Linux gives to clients. A
 #: prime number of them, so that no stride meets a port twice.
@@ -47,13 +48,6 @@ _LOOK_SECONDS = 0.25
 
 #: Who has come: what it calls itself, and its token.
 _Came = dict[tuple[str, str], None]
-
-#: Called while something is waited for; raises when that has become pointless.
-Check = Callable[[], None]
-
-
-def _go_on() -> None:
-    """Go on waiting."""
 
 
 def sequence(name: str) -> tuple[int, ...]:
@@ -77,6 +71,9 @@ class Door:
         loopback: listen on the loopback interface only.
         port: the one port to listen at, where somebody chose it.
         hint: what to look at if somebody does not come.
+
+    Attributes:
+        came: who has come so far.
     """
 
     name: str
@@ -86,8 +83,9 @@ class Door:
     loopback: bool = False
     port: int | None = None
     hint: str | None = None
+    came: _Came = field(default_factory=dict, init=False)
 
-    def serve(self, seconds: float, check: Check = _go_on) -> None:
+    def serve(self, seconds: float, check: Check = go_on) -> None:
         """Answer until everybody has come.
 
         Args:
@@ -97,7 +95,7 @@ class Door:
         Raises:
             WorldError: naming who has not come within `seconds`, or where no port is free.
         """
-        came: _Came = {}
+        came = self.came
         deadline = time.monotonic() + seconds
         with self._listen() as listener:
             while not self._complete(came):
@@ -181,7 +179,7 @@ def knock(
     token: str,
     seconds: float,
     port: int | None = None,
-    check: Check = _go_on,
+    check: Check = go_on,
 ) -> Answer:
     """Find the door of `name` on a host, and go through it.
 

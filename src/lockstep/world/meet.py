@@ -12,23 +12,27 @@ import os
 import secrets
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
 
-from lockstep.errors import LockstepError, UnreachableError, UsageError, WorldError
+from lockstep.errors import LockstepError, PeerError, UnreachableError, UsageError, WorldError
 from lockstep.world import clocks, door, host, mpi, network, roll_call
 from lockstep.world.door import Door
+from lockstep.world.environments.lockstep import MARK
 from lockstep.world.model import World
 from lockstep.world.survey import survey
+from lockstep.world.waiting import await_any
 
 #: How long collectives and notes of other ranks are waited for: torch.distributed's own default.
 TIMEOUT = timedelta(minutes=30)
 _JOIN_VARIABLE = "LOCKSTEP_JOIN_TIMEOUT"
 _JOIN_SECONDS = 300.0
+#: How long ranks wait for the one of their node that tries the network.
+_SURVEY_SECONDS = 30.0
 #: How long a store may take to answer a new client, once something listens at its port.
 _STORE_TIMEOUT = timedelta(seconds=10)
 #: A file in which ranks meet begins with the length of a short key.
@@ -56,6 +60,51 @@ class Meeting:
     store: dist.Store
     number: int
     ours: bool
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks, outside of collectives, that this one cannot go on."""
+        if self.world.size == 1:
+            return
+        what = str(error).partition("\n")[0]
+        # The store may be gone with its host; then there is nobody to tell.
+        with contextlib.suppress(RuntimeError):
+            if self.store.add("failures", 1) == 1:
+                text = f"rank {self.world.rank} failed: {type(error).__name__}: {what}"
+                self.store.set("failed", text)
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Tell the other ranks if the body fails."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def ready(self) -> None:
+        """Wait until all ranks are ready for what they can only do together.
+
+        Raises:
+            PeerError: if one cannot go on.
+        """
+        self.store.set(f"ready/{self.world.rank}", "1")
+        self.wait([f"ready/{rank}" for rank in range(self.world.size)], "begin")
+
+    def wait(self, keys: Sequence[str], what: str) -> None:
+        """Wait until `keys` are in the store.
+
+        Raises:
+            PeerError: if a rank cannot go on, or they are not there after the time of a collective.
+        """
+        try:
+            found = await_any(self.store, [["failed"], keys], TIMEOUT.total_seconds())
+            failed = self.store.get("failed").decode() if found == 0 else None
+        except RuntimeError as error:
+            raise PeerError(
+                f"the store is gone, and with it the rank that hosts it: {error}"
+            ) from error
+        if found != 1:
+            raise PeerError(failed or f"not all ranks came to {what} within {TIMEOUT}")
 
 
 def meet(world: World, store: dist.Store | None = None) -> Meeting:
@@ -85,7 +134,7 @@ def meet(world: World, store: dist.Store | None = None) -> Meeting:
     fresh = dist.PrefixStore(f"lockstep/{world.generation}/{number}", base)
     # What `lockstep run` started, its agents have called and surveyed; but a file may be a stale one.
     if world.environment != "lockstep" or world.file is not None:
-        world = _complete(world, dist.PrefixStore("meet", fresh), wait)
+        world = _complete(world, dist.PrefixStore("meet", fresh), number, wait)
     elif door.is_loopback(world.address):
         _use_interface("lo")
     return Meeting(world=world, store=fresh, number=number, ours=given is None)
@@ -113,7 +162,7 @@ def leave(meeting: Meeting) -> None:
         return
     store.set(f"left/{world.rank}", "1")
     if world.is_main:
-        store.wait([f"left/{rank}" for rank in range(world.size)], TIMEOUT)
+        meeting.wait([f"left/{rank}" for rank in range(world.size)], "the end")
         if world.file is not None:
             _file_of(world, meeting.number).unlink(missing_ok=True)
 
@@ -136,9 +185,15 @@ def _as_in_group(world: World) -> World:
     )
 
 
-def _complete(world: World, store: dist.Store, wait: timedelta) -> World:
+def _complete(world: World, store: dist.Store, number: int, wait: timedelta) -> World:
     card = roll_call.Card.of(world, os.getpid())
-    place = roll_call.call(dist.PrefixStore("roll", store), world.rank, card, wait)
+    roll = dist.PrefixStore("roll", store)
+    try:
+        place = roll_call.call(roll, world.rank, card, wait)
+    except WorldError:
+        if world.file is not None and world.is_main and roll_call.read(roll, 0).pid == card.pid:
+            _file_of(world, number).unlink(missing_ok=True)  # a meeting of nobody else's
+        raise
     world = roll_call.placed(world, place)
     if world.node_count == 1:
         _use_interface("lo")
@@ -152,6 +207,10 @@ def _survey(world: World, store: dist.Store) -> None:
     mine = f"interface/{world.node_rank}"
     if world.local_rank == 0:
         _survey_nodes(world, dist.PrefixStore("survey", store), store, mine)
+    if await_any(store, [[mine]], _SURVEY_SECONDS) is None:
+        raise UnreachableError(
+            f"the first rank of node {world.node_rank} has not tried the network"
+        )
     interface, _, problem = store.get(mine).decode().partition("\n")
     if problem:
         raise UnreachableError(problem)
@@ -160,9 +219,11 @@ def _survey(world: World, store: dist.Store) -> None:
 
 def _survey_nodes(world: World, store: dist.Store, notes: dist.Store, mine: str) -> None:
     notes.set(f"name/{world.node_rank}", host.name())
+    names = [f"name/{number}" for number in range(world.node_count)]
+    await_any(notes, [names], _SURVEY_SECONDS)
     labels = [
-        f"node {number} ({notes.get(f'name/{number}').decode()})"
-        for number in range(world.node_count)
+        f"node {number} ({notes.get(name).decode() if notes.check([name]) else 'not here'})"
+        for number, name in enumerate(names)
     ]
     try:
         found = survey(store, index=world.node_rank, labels=labels, interface=chosen_interface())
@@ -175,15 +236,18 @@ def _survey_nodes(world: World, store: dist.Store, notes: dist.Store, mine: str)
 
 def chosen_interface() -> str | None:
     """Return the interface that the user chose, by `LOCKSTEP_INTERFACE` or as Gloo's own variable."""
-    gloo = os.environ.get("GLOO_SOCKET_IFNAME")
-    one_of_gloo = None if gloo is None or "," in gloo else gloo  # it takes several, too
-    return os.environ.get("LOCKSTEP_INTERFACE") or one_of_gloo
+    gloo = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    # It takes several, too; and in a worker it is what that worker's launcher chose.
+    is_one = gloo and "," not in gloo and MARK not in os.environ
+    return os.environ.get("LOCKSTEP_INTERFACE") or (gloo if is_one else None)
 
 
 def _use_interface(name: str) -> None:
     # Gloo and NCCL would otherwise take what the host name resolves to, or what looks like a network.
+    overrules = "LOCKSTEP_INTERFACE" in os.environ
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
-        os.environ.setdefault(variable, name)
+        if overrules or variable not in os.environ:
+            os.environ[variable] = name
 
 
 def _reach_store(world: World, number: int, wait: timedelta) -> dist.Store:

@@ -10,20 +10,21 @@ import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import WorldError
 from lockstep.world import host
 from lockstep.world.model import World
+from lockstep.world.waiting import Check, await_any, go_on
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 #: How much longer the others wait for rank 0's answer than rank 0 waits for them.
 _SLACK = timedelta(seconds=15)
-_PAUSES = (0.002, 0.25)
+_PAUSE = 0.005
 #: How long rank 0 stays for others to read that the roll call failed.
 _SEE_OFF_SECONDS = 3.0
 
@@ -93,7 +94,14 @@ class Card:
         )
 
 
-def call(store: dist.Store, rank: int, card: Card, timeout: timedelta, what: str = "rank") -> Place:
+def call(
+    store: dist.Store,
+    rank: int,
+    card: Card,
+    timeout: timedelta,
+    what: str = "rank",
+    check: Check = go_on,
+) -> Place:
     """Hear all ranks; return the place of this one.
 
     Args:
@@ -102,6 +110,7 @@ def call(store: dist.Store, rank: int, card: Card, timeout: timedelta, what: str
         card: what this rank says of itself.
         timeout: how long ranks may take to come.
         what: what is called: ranks, or the launchers of nodes.
+        check: called again and again meanwhile; may raise to end it.
 
     Raises:
         WorldError: on every rank the same, if what the ranks say does not fit together.
@@ -110,8 +119,8 @@ def call(store: dist.Store, rank: int, card: Card, timeout: timedelta, what: str
         _fail(store, _claimed_twice(store, rank, card, what))
     store.set(f"card/{rank}", json.dumps(asdict(card)))
     if rank == 0:
-        _decide(store, card.world, timeout, what)
-    answer = _answer(store, timeout, what)
+        _decide(store, card.world, timeout, what, check)
+    answer = _answer(store, timeout, what, check)
     if "error" in answer:
         _see_off(store, rank, card.world)
         raise WorldError(answer["error"], hint=answer["hint"])
@@ -125,9 +134,21 @@ def call(store: dist.Store, rank: int, card: Card, timeout: timedelta, what: str
     return Place(**found[rank])
 
 
-def _decide(store: dist.Store, size: int, timeout: timedelta, what: str) -> None:
+def cancel(store: dist.Store, error: WorldError, came: int) -> None:
+    """Tell those who came, and wait in the roll call, that somebody else did not.
+
+    Args:
+        store: the one of the roll call.
+        error: what all of them are to hear.
+        came: how many they are.
+    """
+    _post(store, error=error.message, hint=error.hint or _HINTS["missing"])
+    _await_heard(store, came)
+
+
+def _decide(store: dist.Store, size: int, timeout: timedelta, what: str, check: Check) -> None:
     keys = [f"card/{rank}" for rank in range(size)]
-    if _await_answer(store, timeout, keys):
+    if await_any(store, [["answer"], keys], timeout.total_seconds(), check) == 0:
         return  # a rank that came twice has given it
     missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
     if missing:
@@ -161,7 +182,7 @@ def places(cards: Sequence[Card]) -> list[Place]:
 
 def problem_with(cards: Sequence[Card], what: str = "rank") -> tuple[str, str] | None:
     """Return what does not fit together in `cards`, and a hint; `None` if all does."""
-    return _sizes(cards, what) or _versions(cards, what) or _same_place(cards)
+    return _versions(cards, what) or _sizes(cards, what) or _same_place(cards)
 
 
 def _sizes(cards: Sequence[Card], what: str) -> tuple[str, str] | None:
@@ -239,10 +260,10 @@ def _post(store: dist.Store, **answer: Any) -> None:
         store.set("answer", json.dumps(answer))
 
 
-def _answer(store: dist.Store, timeout: timedelta, what: str) -> dict[str, Any]:
+def _answer(store: dist.Store, timeout: timedelta, what: str, check: Check) -> dict[str, Any]:
     patience = timeout + _SLACK
     try:
-        if not _await_answer(store, patience):
+        if await_any(store, [["answer"]], patience.total_seconds(), check) is None:
             why = f"did not answer within {patience.total_seconds():g} s"
             raise WorldError(f"{what} 0 {why}", hint=_HINTS["missing"])
         answer: dict[str, Any] = json.loads(store.get("answer"))
@@ -254,28 +275,16 @@ def _answer(store: dist.Store, timeout: timedelta, what: str) -> dict[str, Any]:
 
 def _see_off(store: dist.Store, rank: int, size: int) -> None:
     """Let rank 0, with whom the store may go, be the last to leave a roll call that has failed."""
-    heard = store.add("heard", 1)
+    store.add("heard", 1)
     if rank != 0:
         return
-    came = sum(store.check([f"card/{other}"]) for other in range(size))
+    _await_heard(store, sum(store.check([f"card/{other}"]) for other in range(size)))
+
+
+def _await_heard(store: dist.Store, came: int) -> None:
     deadline = time.monotonic() + _SEE_OFF_SECONDS
-    while heard < came and time.monotonic() < deadline:
-        time.sleep(_PAUSES[0])
-        heard = store.add("heard", 0)
-
-
-def _await_answer(store: dist.Store, timeout: timedelta, keys: Sequence[str] = ("answer",)) -> bool:
-    """Wait for all `keys`, or for the answer; return whether that is there.
-
-    Looks again and again: stores differ in what they raise, and print, where their `wait` gives up.
-    """
-    deadline, pause = time.monotonic() + timeout.total_seconds(), _PAUSES[0]
-    while not store.check(["answer"]):
-        if store.check(list(keys)) or time.monotonic() > deadline:
-            return store.check(["answer"])
-        time.sleep(pause)
-        pause = min(2 * pause, _PAUSES[1])
-    return True
+    while store.add("heard", 0) < came and time.monotonic() < deadline:
+        time.sleep(_PAUSE)
 
 
 def _missing(size: int, missing: Sequence[int], timeout: timedelta, what: str) -> str:
@@ -289,8 +298,10 @@ def _missing(size: int, missing: Sequence[int], timeout: timedelta, what: str) -
 def read(store: dist.Store, rank: int) -> Card:
     """Return what `rank` said of itself."""
     told = json.loads(store.get(f"card/{rank}"))
-    place = None if told["place"] is None else Place(**told["place"])
-    return Card(**{**told, "place": place})
+    place = Place(**told["place"]) if told.get("place") else None
+    # Another version may say more, or less; that it is another one is told by its versions.
+    known = {field.name: told.get(field.name) for field in fields(Card)}
+    return Card(**{**known, "versions": told.get("versions") or {}, "place": place})
 
 
 def placed(world: World, place: Place) -> World:

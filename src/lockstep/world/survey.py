@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ from lockstep.world.reachability import (
     problem,
     shown,
 )
+from lockstep.world.waiting import Check, await_any, go_on
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -44,7 +44,6 @@ _SLACK = 1.5
 #: Up to as many members, every pair is tried.
 _ALL_PAIRS = 64
 _LARGEST = 1 << 22  # bytes of an entry
-_PAUSES = (0.005, 0.05)
 _HINT = (
     "--interface NAME (or LOCKSTEP_INTERFACE) chooses another interface on a node; look for a firewall "
     "between the two; containers on several hosts need an overlay network or the host's: "
@@ -59,6 +58,7 @@ def survey(
     labels: Sequence[str],
     interface: str | None = None,
     seconds: float = 3.0,
+    check: Check = go_on,
 ) -> tuple[Reach, ...]:
     """Return for each member the interface and address at which all others reach it.
 
@@ -70,13 +70,14 @@ def survey(
         labels: what to call each member in messages, the same everywhere.
         interface: the only one that this member offers; all of them by default.
         seconds: how long an attempt may take.
+        check: called again and again meanwhile; may raise to end it.
 
     Raises:
         UnreachableError: on every member the same, if two cannot reach each other, or one did not come.
         UsageError: if this member has no such interface; the others are told.
     """
     with Prober() as prober:
-        return _Member(store, prober, index, labels, seconds).survey(interface)
+        return _Member(store, prober, index, labels, seconds, check).survey(interface)
 
 
 def partners(index: int, count: int) -> list[int]:
@@ -97,8 +98,9 @@ class _Member:
         index: int,
         labels: Sequence[str],
         seconds: float,
+        check: Check,
     ) -> None:
-        self._board = _Board(store, labels[index])
+        self._board = _Board(store, labels[index], check)
         self._prober = prober
         self._index = index
         self._labels = labels
@@ -242,9 +244,10 @@ def _complaint(card: Any) -> str:
 class _Board:
     """JSON entries in a store, read with bounds on time and size."""
 
-    def __init__(self, store: dist.Store, label: str) -> None:
+    def __init__(self, store: dist.Store, label: str, check: Check) -> None:
         self._store = store
         self._label = label
+        self._check = check
 
     def post(self, key: str, value: Any) -> None:
         try:
@@ -253,15 +256,9 @@ class _Board:
             raise self._lost(error) from error
 
     def gather(self, keys: list[str], seconds: float) -> list[Any]:
-        """Return the entries of all keys, `None` for those that are not there after `seconds`.
-
-        Looks again and again: a store's own `wait` prints a stack where it gives up.
-        """
-        deadline, pause = time.monotonic() + seconds, _PAUSES[0]
+        """Return the entries of all keys, `None` for those that are not there after `seconds`."""
         try:
-            while not self._store.check(keys) and time.monotonic() < deadline:
-                time.sleep(pause)
-                pause = min(2 * pause, _PAUSES[1])
+            await_any(self._store, [keys], seconds, self._check)
             return [self._read(key) for key in keys]
         except RuntimeError as error:
             raise self._lost(error) from error

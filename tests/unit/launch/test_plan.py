@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -244,3 +245,42 @@ def test_legacy_option_comes_first():
 def test_commands(start, kind, tail):
     spec = LaunchSpec(target="a.py", kind=kind, args=("x",), start=start)
     assert list(command(spec, 0))[-len(tail) :] == tail
+
+
+def test_launchers_that_share_a_node_share_what_they_have_in_common():
+    spec = LaunchSpec(target="train.py", n=2, bind="cores")
+    there = {"first_rank": 2, "size": 4, "first_local_rank": 2, "local_size": 4}
+    # Four cores and four GPUs for both launchers: the second one takes the second half.
+    both = Machine(cores=4, gpus=4)
+    devices = [worker.device for worker in plan(replace(spec, bind=None), both, **there).workers]
+    assert devices == ["cuda:2", "cuda:3"]
+    assert plan(replace(spec, bind=None), both, **there).workers[0].env["OMP_NUM_THREADS"] == "1"
+    # Two of each for this one alone, as Slurm gives them to a task.
+    alone = Machine(cores=2, gpus=2)
+    made = plan(
+        replace(spec, bind=None),
+        alone,
+        environ={"CUDA_VISIBLE_DEVICES": "0,1"},
+        **there,
+        own_cores=True,
+        own_gpus=True,
+    )
+    assert [worker.device for worker in made.workers] == ["cuda:0", "cuda:1"]
+    assert [worker.env["LOCKSTEP_DEVICE"] for worker in made.workers] == ["cuda:0", "cuda:1"]
+    assert [worker.env["LOCAL_RANK"] for worker in made.workers] == ["2", "3"]
+
+
+def test_a_shell_that_names_an_environment_does_not_speak_for_the_workers():
+    for name in ("single", "slurm"):
+        environ = {"LOCKSTEP_ENVIRONMENT": name}
+        made = plan(LaunchSpec(target="train.py", n=2), environ=environ, port=29512)
+        for worker in made.workers:
+            assert detect({**environ, **worker.env}).size == 2
+
+
+def test_an_interface_chosen_for_lockstep_wins_over_gloos_own():
+    own = {"GLOO_SOCKET_IFNAME": "ib0"}
+    (worker,) = plan(
+        LaunchSpec(target="train.py"), environ=own, interface="eth1", overrules_interface=True
+    ).workers
+    assert worker.env["GLOO_SOCKET_IFNAME"] == "eth1"

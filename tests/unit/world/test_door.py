@@ -222,9 +222,9 @@ def test_a_visitor_that_speaks_otherwise_keeps_nobody_out(said: bytes, name: str
     port = a_free_port()
     host = serving(name, port=port)
     with contextlib.closing(connected(port)) as visitor:
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(OSError):  # the door may have shut it out before the last byte
             visitor.sendall(said)
-        visitor.shutdown(socket.SHUT_WR)
+            visitor.shutdown(socket.SHUT_WR)
         assert knocking(name, port=port) == an_answer()
     assert host.end() is None
 
@@ -312,7 +312,7 @@ def test_the_same_guest_twice(name: str) -> None:
     host = serving(name, guests=["rank 1", "rank 2"])
     assert knocking(name, token="one") == an_answer()
     assert knocking(name, token="one") == an_answer()  # its answer may have been lost
-    with pytest.raises(WorldError, match="rank 1 was turned away .* rank 1 has come before"):
+    with pytest.raises(WorldError, match=r"rank 1 was turned away .* rank 1 has come before"):
         knocking(name, token="another")
     assert knocking(name, "rank 2") == an_answer()
     assert host.end() is None
@@ -331,7 +331,9 @@ def test_an_unexpected_guest(name: str) -> None:
 def test_guests_that_nobody_numbered_may_call_themselves_the_same(name: str) -> None:
     # Two containers that share a network share the host's name, and each has a process 1.
     host = serving(name, guests=None, count=2)
-    found = together(*(lambda one=token: knocking(name, "x, process 1", token=one) for token in "ab"))
+    found = together(
+        *(lambda one=token: knocking(name, "x, process 1", token=one) for token in "ab")
+    )
     assert found == [an_answer()] * 2
     assert host.end() is None
 
@@ -416,7 +418,7 @@ def test_a_guest_that_dies_in_the_handshake_has_not_come(name: str) -> None:
 @pytest.mark.parametrize("ports", [None, 9], ids=["sequence", "one port"])
 def test_no_packet_gets_there(ports: int | None, name: str, impatient: None) -> None:
     began = time.monotonic()
-    with pytest.raises(UnreachableError, match="rank 1 cannot reach 224.0.0.1 on port") as caught:
+    with pytest.raises(UnreachableError, match=r"rank 1 cannot reach 224.0.0.1 on port") as caught:
         knocking(name, addresses=[NO_WAY], port=ports)
     assert time.monotonic() - began < 3
     assert "network is unreachable" in caught.value.message
@@ -425,7 +427,10 @@ def test_no_packet_gets_there(ports: int | None, name: str, impatient: None) -> 
 
 
 def test_packets_vanish(name: str, impatient: None) -> None:
-    with deaf() as port, pytest.raises(UnreachableError, match=r"from lo 127.0.0.1: timed out$") as caught:
+    with (
+        deaf() as port,
+        pytest.raises(UnreachableError, match=r"from lo 127.0.0.1: timed out") as caught,
+    ):
         knocking(name, port=port)
     assert f"on port {port}:" in caught.value.message
 
@@ -437,7 +442,7 @@ def test_a_host_without_an_address(name: str, impatient: None) -> None:
 
 def test_a_host_that_refuses_is_reached_and_waited_for(name: str, impatient: None) -> None:
     began = time.monotonic()
-    with pytest.raises(WorldError, match="found nobody to meet at 127.0.0.1 within 1 s") as caught:
+    with pytest.raises(WorldError, match=r"found nobody to meet at 127.0.0.1 within 1 s") as caught:
         knocking(name, seconds=1, port=a_free_port())
     assert not isinstance(caught.value, UnreachableError)
     assert time.monotonic() - began > 0.7
@@ -538,14 +543,14 @@ def test_awaiting_a_port(services: Callable[..., Service]) -> None:
 
 
 def test_awaiting_a_port_in_vain() -> None:
-    with pytest.raises(WorldError, match="rank 1 found nobody to meet at 127.0.0.1 within 0.2 s"):
+    with pytest.raises(WorldError, match=r"rank 1 found nobody to meet at 127.0.0.1 within 0.2 s"):
         door.await_port(HERE, a_free_port(), "rank 1", 0.2)
 
 
 def test_awaiting_a_port_where_no_packet_gets(impatient: None) -> None:
-    with pytest.raises(UnreachableError, match="rank 1 cannot reach 224.0.0.1 on port 9: 224"):
+    with pytest.raises(UnreachableError, match=r"rank 1 cannot reach 224.0.0.1 on port 9: 224"):
         door.await_port([NO_WAY], 9, "rank 1", 5)
-    with deaf() as port, pytest.raises(UnreachableError, match="127.0.0.1: timed out"):
+    with deaf() as port, pytest.raises(UnreachableError, match=r"127.0.0.1: timed out"):
         door.await_port(HERE, port, "rank 1", 5)
 
 

@@ -46,9 +46,14 @@ def apply(environ: Mapping[str, str], url: str | None = None) -> Mapping[str, st
     return meant
 
 
+def says_where(environ: Mapping[str, str]) -> bool:
+    """Return whether the init method of `environ` names a place."""
+    return not environ.get(VARIABLE, "env://").startswith("env:")
+
+
 def _split(url: str) -> SplitResult | None:
     try:
-        return urlsplit(url)
+        return urlsplit(url, allow_fragments=False)  # '#' is a letter like others in a file's name
     except ValueError:
         return None
 

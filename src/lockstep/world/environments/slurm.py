@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from lockstep.errors import WorldError
 from lockstep.world import slurm_nodes
+from lockstep.world.environments import init_method
 from lockstep.world.environments.variables import integer, meeting_place
 from lockstep.world.model import World
 
@@ -104,7 +105,8 @@ def _main_node(environ: Mapping[str, str], nodes: tuple[str, ...]) -> str:
     """Return the host of rank 0."""
     if len(nodes) == 1:
         return _LOOPBACK
-    if environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):
+    by_host_file = environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary")
+    if by_host_file and init_method.FILE not in environ:
         raise WorldError(
             "slurm: the tasks are distributed by a host file, and no variable says where rank 0 is",
             hint="set MASTER_ADDR to the first host of that file",
