@@ -216,8 +216,29 @@ def test_a_port_that_is_taken(lockstep: Lockstep, expected: str) -> None:
         ("file://meeting", "the absolute path of a file"),
         ("tcp://127.0.0.1:1?rank=0&color=red", "asks for color"),
         ("file:///nowhere/at/all?rank=0&world_size=2", "does not exist"),
+        ("tcp://127.0.0.1:29500", "nothing says who this process is"),
     ],
 )
 def test_init_methods_that_are_none(lockstep: Lockstep, url: str, said: str) -> None:
     lockstep.script(SCRIPT)
     refused(start_all(lockstep, [{"LOCKSTEP_INIT_METHOD": url}]), said)
+
+
+@pytest.mark.parametrize("when", ["before any step", "after the last step", "with the device"])
+def test_a_rank_that_fails_outside_of_collectives_is_told(
+    lockstep: Lockstep, expected: str, when: str
+) -> None:
+    begin, end = "replicas=4) as run:", "optimizer.zero_grad()\n"
+    fails = "if run.world.rank == 1: raise ValueError('bad sample')"
+    if when == "before any step":
+        lockstep.script(SCRIPT.replace(begin, f"{begin}\n        {fails}"))
+    elif when == "after the last step":
+        lockstep.script(SCRIPT.replace(end, f"{end}        {fails}\n"))
+    url = f"tcp://127.0.0.1:{free_port()}"
+    ranks = [{"LOCKSTEP_INIT_METHOD": f"{url}?rank={rank}&world_size=2"} for rank in range(2)]
+    if when == "with the device":
+        ranks[1]["LOCKSTEP_DEVICES"] = "gpu"
+    done = start_all(lockstep, ranks)
+    assert 0 not in {one.code for one in done}
+    assert "rank 1 failed: " in done[0].err
+    assert ("bad sample" if when != "with the device" else "GPU") in done[0].err

@@ -23,6 +23,7 @@ from lockstep.world.mpi import Communicator, Request
 #: MPI types by size in bytes: bits are moved, whatever they mean. Not bytes throughout, since many
 #: libraries count up to 2^31 only.
 _CARRIERS = {1: "INT8_T", 2: "INT16_T", 4: "INT32_T", 8: "INT64_T", 16: "C_DOUBLE_COMPLEX"}
+_LARGE = 1 << 20
 _NUMBERS = {torch.float32: "FLOAT", torch.float64: "DOUBLE"}
 
 
@@ -129,9 +130,16 @@ class PairExchange:
         (total,) = slots
         library = mpi.library()
         buffer = [total.numpy(), getattr(library, _NUMBERS[total.dtype])]
-        request = self._everyone.Iallreduce(library.IN_PLACE, buffer, op=library.SUM)
         future: Sum = torch.futures.Future()
-        self._pending.append(_Pending(_Operation(request), total, future))
+        import os
+
+        mode = os.environ.get("TRIAL", "none")
+        if total.nbytes > _LARGE and (mode == "all" or (mode == "last" and last)):
+            self._everyone.Allreduce(library.IN_PLACE, buffer, op=library.SUM)
+            future.set_result(total)
+        else:
+            request = self._everyone.Iallreduce(library.IN_PLACE, buffer, op=library.SUM)
+            self._pending.append(_Pending(_Operation(request), total, future))
         if last:
             self._finish()
         return future

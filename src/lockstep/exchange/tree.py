@@ -86,6 +86,33 @@ class _Gathering:
     numel: int
 
 
+class _Memory:
+    """Memory that serves every backward pass anew: to get new pages takes as long as to fill them.
+
+    On a GPU, torch keeps memory by itself.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[torch.Tensor] = []
+        self._taken = 0
+
+    def take(self, like: torch.Tensor, numel: int) -> torch.Tensor:
+        """Return a flat tensor of `numel` elements, `like` another, that is free in this pass."""
+        if like.device.type != "cpu":
+            return like.new_empty(numel)
+        place, self._taken = self._taken, self._taken + 1
+        if place == len(self._kept):
+            self._kept.append(like.new_zeros(numel))
+        kept = self._kept[place]
+        if kept.numel() != numel or kept.dtype != like.dtype:
+            kept = self._kept[place] = like.new_zeros(numel)
+        return kept
+
+    def pass_ends(self) -> None:
+        """Let all of it be taken again; sums of the pass that ends are still to be read."""
+        self._taken = 0
+
+
 class TreeExchange:
     """Each rank sums one share of every bucket, in tree order, and gives it to all.
 
@@ -104,15 +131,18 @@ class TreeExchange:
         self.name = name
         self._wire = wire
         self._forest = forest
+        self._memory = _Memory()
         self._pending: _Pending | None = None
         self._gathering: list[_Gathering] = []
 
     def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
         """Return memory for this rank's nodes, padded so that all shares have one size."""
-        size = bucket.numel() + extra
-        share = -(-size // self._forest.size)
-        memory = bucket.new_zeros((self._forest.own, share * self._forest.size))
-        return [memory[i, :size] for i in range(self._forest.own)]
+        size, own = bucket.numel() + extra, self._forest.own
+        padded = -(-size // self._forest.size) * self._forest.size
+        if own == 1 and padded == bucket.numel():
+            return [bucket]
+        memory = self._memory.take(bucket, own * padded).view(own, padded)
+        return [memory[i, :size] for i in range(own)]
 
     def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
         """Begin to sum `slots` over all ranks, and return the sum's future."""
@@ -132,7 +162,7 @@ class TreeExchange:
         memory = slots[0].as_strided((own, size, share), (share * size, share, 1))
         # One block per receiver: its share of each of this rank's nodes.
         outgoing = memory.transpose(0, 1).contiguous().view(-1)
-        received = outgoing.new_empty(sum(self._forest.counts) * share)
+        received = self._memory.take(outgoing, sum(self._forest.counts) * share)
         shares = [count * share for count in self._forest.counts]
         work = self._wire.scatter(outgoing, received, shares)
         return _Pending(work, received.view(-1, share), future, numel)
@@ -143,7 +173,7 @@ class TreeExchange:
         pending, self._pending = self._pending, None
         pending.work.wait()
         part = self._forest.sum_in_place(list(pending.received))
-        total = part.new_empty(part.numel() * self._forest.size)
+        total = self._memory.take(part, part.numel() * self._forest.size)
         work = self._wire.gather(part, total)
         self._gathering.append(_Gathering(work, total, pending.future, pending.numel))
 
@@ -152,6 +182,7 @@ class TreeExchange:
         for item in gathering:
             item.work.wait()
             item.future.set_result(item.total[: item.numel])
+        self._memory.pass_ends()
 
     def close(self) -> None:
         """Give back nothing: the wire belongs to the run."""

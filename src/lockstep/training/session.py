@@ -18,7 +18,7 @@ from lockstep.data.build import LoaderSettings
 from lockstep.data.loader import Loader
 from lockstep.data.microbatch import Microbatch
 from lockstep.data.randomness import set_key
-from lockstep.errors import DivergenceError, EarlyExitError, ModelError, PeerError, UsageError
+from lockstep.errors import DivergenceError, ModelError, PeerError, UsageError
 from lockstep.exchange.base import Forest
 from lockstep.exchange.choose import choose_name
 from lockstep.exchange.native import NativeExchange
@@ -35,7 +35,9 @@ from lockstep.training.watch import Watch
 from lockstep.version import __version__
 from lockstep.world import World, mpi
 from lockstep.world.connect import connect
+from lockstep.world.cores import shared_cores
 from lockstep.world.devices import choose_device, default_threads, make_deterministic
+from lockstep.world.devices_asked import CORES
 from lockstep.world.meet import TIMEOUT, leave, meet
 
 
@@ -108,10 +110,14 @@ class Session:
             torch.set_num_threads(self.threads)
 
     def _agree_on_threads(self) -> int:
-        """Return the main rank's default: cores may differ, but a run computes with as many threads."""
+        """Return one default for all ranks: cores may differ, but a run computes with as many threads."""
+        # A launcher that binds its ranks to cores has told what they share.
+        alone = self.world.size == 1 or CORES in os.environ
+        cores = None if alone else shared_cores(self._meeting)
         store = self._meeting.store
         if self.world.is_main:
-            store.set("threads", str(default_threads(self.replicas)))
+            store.set("threads", str(default_threads(self.replicas, cores)))
+        self._meeting.wait(["threads"], "begin")
         return int(store.get("threads"))
 
     def _choose_exchange(self) -> str:
@@ -172,9 +178,9 @@ class Session:
     def _start_watch(self) -> Watch | None:
         if self.group is None:
             return None
-        return Watch(self.store, self.world.rank, self.world.size, self._tell_launcher)
+        return Watch(self._meeting.store, self.world.rank, self.world.size, self._tell_launcher)
 
-    def _tell_launcher(self, error: EarlyExitError) -> None:
+    def _tell_launcher(self, error: PeerError) -> None:
         path = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if path and self.world.environment == "lockstep":
             report.write(report.describe(error, self.world.rank, home=None), Path(path))

@@ -1,6 +1,6 @@
 """The watch over other ranks: a rank that left a loop is named instead of waited for.
 
-A rank that leaves a loop early, or ends, says so in the store. A thread of every other rank looks
+A rank that leaves a loop early, ends, or fails says so in the store. A thread of every other rank looks
 there while its own rank makes no progress. Only a thread can: the main one waits inside a collective,
 where Python is not asked. Where ranks disagree the process ends, since nothing else ends that wait.
 """
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 
 from lockstep.data.microbatch import Microbatch
-from lockstep.errors import EarlyExitError
+from lockstep.errors import EarlyExitError, PeerError
 
 _LOOK_SECONDS = 1.0
 
@@ -32,11 +32,13 @@ class Watch:
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, fail: Callable[[EarlyExitError], None]
+        self, store: dist.Store, rank: int, size: int, fail: Callable[[PeerError], None]
     ) -> None:
         self._store = dist.PrefixStore("watch", store)
         # A client of its own: the main thread's may be busy waiting.
-        self._thread_store: dist.Store = self._store.clone()  # type: ignore[attr-defined]
+        own: dist.Store = store.clone()  # type: ignore[attr-defined]
+        self._thread_store = dist.PrefixStore("watch", own)
+        self._failures = own
         self._rank = rank
         self._others = [other for other in range(size) if other != rank]
         self._fail = fail
@@ -97,9 +99,16 @@ class Watch:
     def _look(self) -> None:
         seen = -1
         while not self._stop.wait(_LOOK_SECONDS):
-            if self._meeting and seen == self._beat:
-                self._compare()
+            if seen == self._beat:
+                self._hear_failure()
+                if self._meeting:
+                    self._compare()
             seen = self._beat
+
+    def _hear_failure(self) -> None:
+        """This rank stands still: has another one failed, which it may wait for in vain?"""
+        if self._failures.check(["failed"]):
+            self._end(PeerError(self._failures.get("failed").decode()))
 
     def _compare(self) -> None:
         """This rank waits in a backward pass: does another one never come to it?"""
@@ -108,12 +117,12 @@ class Watch:
             left = self._read(f"{self._loop}/{other}")
             ended = self._read(f"end/{other}")
             if left is not None and left[1] <= self._meetings:
-                self._end(
+                self._end_early(
                     f"rank {other} left this loop in batch {left[0]}, "
                     f"rank {self._rank} waits for it in batch {self._step}"
                 )
             if ended is not None:
-                self._end(
+                self._end_early(
                     f"rank {other} ended after {ended[0]} loops over loaders, "
                     f"rank {self._rank} waits for it in loop {self._loops}"
                 )
@@ -126,7 +135,7 @@ class Watch:
         place, _, models = self._thread_store.get(f"at/{other}").decode().partition(" ")
         own_place, _, own_models = self._place.partition(" ")
         if place == own_place and models != own_models:
-            self._end(
+            self._end_early(
                 f"rank {self._rank} computes gradients of the run's models {own_models or 'none'}, "
                 f"rank {other} of {models or 'none'} in the same batch (counted from 0)"
             )
@@ -137,12 +146,15 @@ class Watch:
         first, second = self._thread_store.get(key).split()
         return int(first), int(second)
 
-    def _end(self, what: str) -> None:
+    def _end_early(self, what: str) -> None:
         error = EarlyExitError(
             f"{what}; expected all ranks to run the same loops",
             hint="a `break` or `continue` must not depend on the rank or on one rank's values; "
             "reduce them first, for instance with run.mean",
         )
+        self._end(error)
+
+    def _end(self, error: PeerError) -> None:
         print(f"lockstep: error: {error}\n{_main_stack()}", file=sys.stderr, flush=True)  # noqa: T201
         self._fail(error)
         os._exit(error.exit_code)

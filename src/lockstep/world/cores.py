@@ -6,12 +6,17 @@ training needs; a second intra-op thread there waits for the first.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lockstep.world.cgroups import cpu_quota
+
+if TYPE_CHECKING:
+    from lockstep.world.meet import Meeting
 
 _SYSTEM = Path("/sys/devices/system")
 
@@ -58,6 +63,29 @@ def count(shares: Iterable[Share]) -> int:
     quotas = [share.quota for share in shares if share.quota is not None]
     limit = int(max(quotas)) if len(quotas) == len(shares) else cores
     return max(1, min(cores, limit))
+
+
+def shared_cores(meeting: Meeting) -> int:
+    """Return how many cores the ranks on the main rank's node may use together; all ranks call it.
+
+    Unlike `usable_cores()`, it doesn't depend on whether the launcher bound each rank to a part of them, as
+    `mpiexec` and Slurm do.
+
+    Args:
+        meeting: where all ranks have met.
+
+    Raises:
+        PeerError: if a rank cannot go on.
+    """
+    world, store = meeting.world, meeting.store
+    store.set(f"cores/{world.node_rank}/{world.local_rank}", json.dumps(asdict(Share.here())))
+    if world.is_main:
+        keys = [f"cores/{world.node_rank}/{other}" for other in range(world.local_size)]
+        meeting.wait(keys, "begin")
+        told = [json.loads(store.get(key)) for key in keys]
+        store.set("cores", str(count(Share(**one) for one in told)))
+    meeting.wait(["cores"], "begin")
+    return int(store.get("cores"))
 
 
 def topology(allowed: Iterable[int] | None = None) -> Topology:

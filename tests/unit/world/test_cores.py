@@ -6,14 +6,25 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from lockstep.world import cores
+from lockstep.world import World, cores
 from lockstep.world.cgroups import cpu_quota
-from lockstep.world.cores import Share, count, parse_list, show_list, topology, usable_cores
+from lockstep.world.cores import (
+    Share,
+    count,
+    parse_list,
+    shared_cores,
+    show_list,
+    topology,
+    usable_cores,
+)
+from lockstep.world.meet import Meeting
 
 
 def process(directory: Path, cgroup: str, mounts: str) -> Path:
@@ -109,6 +120,32 @@ def test_without_cgroups_nothing_is_limited(tmp_path):
 )
 def test_count(shares, expected):
     assert count(shares) == expected
+
+
+def test_ranks_of_a_node_share_their_cores(monkeypatch):
+    """Ranks 0 and 2 are on the main rank's node, each bound to two of its cores."""
+    import torch.distributed as dist
+
+    store, here = dist.HashStore(), threading.local()
+    monkeypatch.setattr(Share, "here", lambda: here.share)
+
+    def rank(number: int) -> int:
+        here.share = Share(cores=(2 * number, 2 * number + 1))
+        world = World(
+            rank=number,
+            size=3,
+            local_rank=number // 2,
+            local_size=1 if number == 1 else 2,
+            node_rank=number % 2,
+            node_count=2,
+            address="127.0.0.1",
+            port=1,
+        )
+        meeting = Meeting(world=world, store=store, number=0, ours=True)
+        return shared_cores(meeting)
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(rank, (2, 1, 0), timeout=30)) == [4, 4, 4]
 
 
 def test_affinity_counts():
