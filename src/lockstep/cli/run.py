@@ -1,4 +1,4 @@
-"""`lockstep run`: launch a script on any number of ranks of this machine."""
+"""`lockstep run`: launch a script on any number of ranks and nodes."""
 
 from __future__ import annotations
 

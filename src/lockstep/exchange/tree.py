@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.exchange.base import Forest, Sum
+from lockstep.exchange.memory import Memory
 
 
 class Work(Protocol):
@@ -86,33 +87,6 @@ class _Gathering:
     numel: int
 
 
-class _Memory:
-    """Memory that serves every backward pass anew: to get new pages takes as long as to fill them.
-
-    On a GPU, torch keeps memory by itself.
-    """
-
-    def __init__(self) -> None:
-        self._kept: list[torch.Tensor] = []
-        self._taken = 0
-
-    def take(self, like: torch.Tensor, numel: int) -> torch.Tensor:
-        """Return a flat tensor of `numel` elements, `like` another, that is free in this pass."""
-        if like.device.type != "cpu":
-            return like.new_empty(numel)
-        place, self._taken = self._taken, self._taken + 1
-        if place == len(self._kept):
-            self._kept.append(like.new_zeros(numel))
-        kept = self._kept[place]
-        if kept.numel() != numel or kept.dtype != like.dtype:
-            kept = self._kept[place] = like.new_zeros(numel)
-        return kept
-
-    def pass_ends(self) -> None:
-        """Let all of it be taken again; sums of the pass that ends are still to be read."""
-        self._taken = 0
-
-
 class TreeExchange:
     """Each rank sums one share of every bucket, in tree order, and gives it to all.
 
@@ -131,7 +105,7 @@ class TreeExchange:
         self.name = name
         self._wire = wire
         self._forest = forest
-        self._memory = _Memory()
+        self._memory = Memory()
         self._pending: _Pending | None = None
         self._gathering: list[_Gathering] = []
 

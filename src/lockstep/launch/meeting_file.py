@@ -69,8 +69,9 @@ class MeetingFile:
         """Give up the lock; whoever is the last to leave removes the files."""
         with contextlib.suppress(OSError):  # held by somebody who is still there
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._path.unlink(missing_ok=True)
-            self._lock_path.unlink(missing_ok=True)
+            if self._is_in_place():  # somebody may have removed the files by hand, and met anew
+                self._path.unlink(missing_ok=True)
+                self._lock_path.unlink(missing_ok=True)
         os.close(self._lock)
 
     def _open_lock(self) -> int:

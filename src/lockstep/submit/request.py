@@ -10,7 +10,9 @@ from lockstep.errors import UsageError
 #: Options of sbatch that would take from `lockstep submit` what it works with, and what to do instead.
 _OURS = {
     "array": "submit once for each run",
+    "cpus-per-task": "--cpus-per-task of submit itself says it, for each rank",
     "error": "errors and output come in one file, in order",
+    "nodes": "--nodes of submit itself says it",
     "ntasks": "-n sets the ranks of each node",
     "ntasks-per-node": "-n sets the ranks of each node",
     "output": "--run-dir DIR says where the output goes",
@@ -18,7 +20,15 @@ _OURS = {
     "wait": "without --no-follow, the job's end is waited for",
     "wrap": "name a script of Python",
 }
-_SHORT = {"a": "array", "e": "error", "n": "ntasks", "o": "output", "W": "wait"}
+_SHORT = {
+    "a": "array",
+    "c": "cpus-per-task",
+    "e": "error",
+    "N": "nodes",
+    "n": "ntasks",
+    "o": "output",
+    "W": "wait",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -304,6 +304,11 @@ def read(store: dist.Store, rank: int) -> Card:
     return Card(**{**known, "versions": told.get("versions") or {}, "place": place})
 
 
+def has_card(store: dist.Store, rank: int, card: Card) -> bool:
+    """Return whether `rank` has said `card`, and no process before it something else."""
+    return store.check([f"card/{rank}"]) and read(store, rank) == card
+
+
 def placed(world: World, place: Place) -> World:
     """Return `world` with the numbers that the roll call found."""
     return replace(world, placed=True, **asdict(place))

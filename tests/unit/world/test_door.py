@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import UnreachableError, WorldError
@@ -134,22 +134,22 @@ def services() -> Iterator[Callable[..., Service]]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten what a guest waits for services that say nothing."""
-    monkeypatch.setattr(door, "_HANDSHAKE_SECONDS", 0.6)
-    monkeypatch.setattr(door, "_REQUEST_SECONDS", 0.3)
-    monkeypatch.setattr(door, "_CONNECT_SECONDS", 0.3)
-    monkeypatch.setattr(door, "_UNREACHABLE_SECONDS", 0.5)
+    monkeypatch.setattr(door, "_HANDSHAKE_SECONDS", 0.4)
+    monkeypatch.setattr(door, "_REQUEST_SECONDS", 0.15)
+    monkeypatch.setattr(door, "_CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr(door, "_UNREACHABLE_SECONDS", 0.3)
 
 
-def serving(name: str, *, seconds: float = 5, **settings: Any) -> Party:
-    settings = {"guests": ["rank 1"], **settings}
-    host = Door(name=name, store_port=4321, loopback=True, **settings)
+def serving(name: str, *, seconds: float = 5, **changes: Any) -> Party:
+    asked = {"guests": ["rank 1"], **changes}
+    host = Door(name=name, store_port=4321, loopback=True, **asked)
     return Party(lambda: host.serve(seconds))
 
 
-def knocking(name: str, guest: str = "rank 1", seconds: float = 5, **settings: Any) -> Answer:
-    addresses = settings.pop("addresses", HERE)
-    token = settings.pop("token", f"token of {guest}")
-    return knock(addresses, name, guest, token=token, seconds=seconds, **settings)
+def knocking(name: str, guest: str = "rank 1", seconds: float = 5, **changes: Any) -> Answer:
+    addresses = changes.pop("addresses", HERE)
+    token = changes.pop("token", f"token of {guest}")
+    return knock(addresses, name, guest, token=token, seconds=seconds, **changes)
 
 
 def a_free_port() -> int:
@@ -165,6 +165,7 @@ def an_answer(*, address: str = "127.0.0.1", port: int = 4321) -> Answer:
 
 
 @given(name=st.text(max_size=300))
+@settings(max_examples=50)
 def test_a_sequence_follows_from_the_name_and_stays_in_its_range(name: str) -> None:
     ports = door.sequence(name) if name.isprintable() else door.sequence(repr(name))
     assert len(ports) == len(set(ports)) == 16
@@ -229,7 +230,7 @@ def test_a_visitor_that_speaks_otherwise_keeps_nobody_out(said: bytes, name: str
     assert host.end() is None
 
 
-def test_a_visitor_that_says_nothing_delays_a_guest_and_no_more(name: str) -> None:
+def test_a_visitor_that_says_nothing_delays_a_guest_and_no_more(name: str, impatient: None) -> None:
     port = a_free_port()
     host = serving(name, port=port)
     with contextlib.closing(connected(port)), contextlib.closing(connected(port)):
@@ -349,7 +350,7 @@ def test_nobody_comes(name: str) -> None:
 
 
 def test_some_come(name: str) -> None:
-    host = serving(name, guests=[f"rank {number}" for number in range(1, 12)], seconds=0.5)
+    host = serving(name, guests=[f"rank {number}" for number in range(1, 12)], seconds=0.3)
     knocking(name, "rank 3")
     told = str(host.end())
     assert "rank 1, rank 2, rank 4, rank 5, rank 6, rank 7, rank 8, rank 9 and 2 more" in told
@@ -404,7 +405,7 @@ def test_a_guest_that_gave_up_before_its_answer_asks_again(name: str) -> None:
 
 def test_a_guest_that_dies_in_the_handshake_has_not_come(name: str) -> None:
     port = a_free_port()
-    host = serving(name, port=port, seconds=1.0)
+    host = serving(name, port=port, seconds=0.4)
     request = {"name": door._sign(name), "guest": "rank 1", "token": "one"}
     with connected(port) as early:
         early.sendall(json.dumps(request).encode() + b"\n")
@@ -442,10 +443,12 @@ def test_a_host_without_an_address(name: str, impatient: None) -> None:
 
 def test_a_host_that_refuses_is_reached_and_waited_for(name: str, impatient: None) -> None:
     began = time.monotonic()
-    with pytest.raises(WorldError, match=r"found nobody to meet at 127.0.0.1 within 1 s") as caught:
-        knocking(name, seconds=1, port=a_free_port())
+    with pytest.raises(
+        WorldError, match=r"found nobody to meet at 127.0.0.1 within 0.6 s"
+    ) as caught:
+        knocking(name, seconds=0.6, port=a_free_port())
     assert not isinstance(caught.value, UnreachableError)
-    assert time.monotonic() - began > 0.7
+    assert time.monotonic() - began > 0.3
 
 
 @pytest.mark.parametrize("handler", [silent, closing, resetting, dripping])
@@ -454,7 +457,7 @@ def test_a_host_with_a_foreign_service_is_reached(
 ) -> None:
     port = services(handler).port
     with pytest.raises(WorldError, match="found nobody to meet") as caught:
-        knocking(name, seconds=1.2, port=port)
+        knocking(name, seconds=0.7, port=port)
     assert not isinstance(caught.value, UnreachableError)
 
 

@@ -48,7 +48,7 @@ def apply(environ: Mapping[str, str], url: str | None = None) -> Mapping[str, st
 
 def says_where(environ: Mapping[str, str]) -> bool:
     """Return whether the init method of `environ` names a place."""
-    return not environ.get(VARIABLE, "env://").startswith("env:")
+    return not (environ.get(VARIABLE) or "env:").startswith("env:")
 
 
 def _split(url: str) -> SplitResult | None:
