@@ -105,18 +105,8 @@ def supervise(
         rendezvous = Rendezvous(uuid.uuid4().hex, ranks, gathering)
         run_dir = _agree_on_directory(gathering, place)
 
-        def plan(meeting: Meeting) -> Plan:
-            if rendezvous.roster.size == 1:
-                meeting = dataclasses.replace(meeting, port=port)
-            made = make_plan(
-                spec, here, environ, meeting=meeting, run_dir=run_dir, error_dir=private
-            )
-            for line in placement(made):
-                say(line)
-            return made
-
         agent = Agent(
-            plan,
+            _planner(spec, here, environ, run_dir, private, port),
             _judge(rendezvous.roster.size),
             rendezvous,
             server=server,
@@ -128,6 +118,27 @@ def supervise(
         with contextlib.closing(server):
             agent.run()
     return agent.verdict
+
+
+def _planner(
+    spec: LaunchSpec,
+    here: Machine,
+    environ: Mapping[str, str],
+    run_dir: Path,
+    private: Path,
+    port: int,
+) -> Callable[[Meeting], Plan]:
+    """Return what plans a generation and says where its ranks are; `port` is for a rank that is alone."""
+
+    def plan(meeting: Meeting) -> Plan:
+        if meeting.size == 1:
+            meeting = dataclasses.replace(meeting, port=port)
+        made = make_plan(spec, here, environ, meeting=meeting, run_dir=run_dir, error_dir=private)
+        for line in placement(made):
+            say(line)
+        return made
+
+    return plan
 
 
 @contextlib.contextmanager

@@ -182,7 +182,13 @@ def places(cards: Sequence[Card]) -> list[Place]:
 
 def problem_with(cards: Sequence[Card], what: str = "rank") -> tuple[str, str] | None:
     """Return what does not fit together in `cards`, and a hint; `None` if all does."""
-    return _versions(cards, what) or _sizes(cards, what) or _same_place(cards)
+    return (
+        _versions(cards, what)
+        or _sizes(cards, what)
+        or _no_place(cards)
+        or _same_place(cards)
+        or _local_sizes(cards)
+    )
 
 
 def _sizes(cards: Sequence[Card], what: str) -> tuple[str, str] | None:
@@ -208,6 +214,17 @@ def _versions(cards: Sequence[Card], what: str) -> tuple[str, str] | None:
     return None
 
 
+def _no_place(cards: Sequence[Card]) -> tuple[str, str] | None:
+    without = [rank for rank, card in enumerate(cards) if card.place is None]
+    if len(without) in (0, len(cards)):
+        return None
+    text = (
+        f"rank {without[0]} on {cards[without[0]].name} does not know its local rank, though others "
+        "do; expected all to know theirs, or none"
+    )
+    return text, _HINTS["same place"]
+
+
 def _same_place(cards: Sequence[Card]) -> tuple[str, str] | None:
     claims: dict[tuple[int, int], int] = {}
     hosts: dict[int, int] = {}
@@ -227,6 +244,19 @@ def _same_place(cards: Sequence[Card]) -> tuple[str, str] | None:
             text = (
                 f"ranks {first} ({cards[first].name}) and {rank} ({card.name}) are both on node "
                 f"{node}, but on different hosts; expected one host for each node"
+            )
+            return text, _HINTS["same place"]
+    return None
+
+
+def _local_sizes(cards: Sequence[Card]) -> tuple[str, str] | None:
+    places = [card.place for card in cards if card.place is not None]
+    there = Counter(place.node_rank for place in places)
+    for rank, place in enumerate(places):
+        if place.local_size != there[place.node_rank]:
+            text = (
+                f"rank {rank} on {cards[rank].name} is one of {place.local_size} on node "
+                f"{place.node_rank}, and {there[place.node_rank]} have come from there"
             )
             return text, _HINTS["same place"]
     return None

@@ -37,7 +37,7 @@ def apply(environ: Mapping[str, str], url: str | None = None) -> Mapping[str, st
             f"the init method is {url!r}; expected tcp://, file:// or env://", hint=_HINT
         )
     identity = _identity(parts, url)
-    meant = {**environ, **_READERS[parts.scheme](parts), **identity}
+    meant = {**environ, **_READERS[parts.scheme](parts, url), **identity}
     if identity and not meant.keys() >= {"RANK", "WORLD_SIZE"}:
         raise UsageError(
             f"the init method {url!r} gives one of rank and world_size; expected both or neither",
@@ -58,15 +58,13 @@ def _split(url: str) -> SplitResult | None:
         return None
 
 
-def _tcp(parts: SplitResult) -> dict[str, str]:
+def _tcp(parts: SplitResult, url: str) -> dict[str, str]:
     try:
         port = parts.port
     except ValueError:
         port = None
     if not parts.hostname or not port:
-        raise UsageError(
-            f"the init method is {parts.geturl()!r}; expected a host and a port", hint=_HINT
-        )
+        raise UsageError(f"the init method is {url!r}; expected a host and a port", hint=_HINT)
     return {
         "MASTER_ADDR": parts.hostname,
         "MASTER_PORT": str(port),
@@ -74,16 +72,16 @@ def _tcp(parts: SplitResult) -> dict[str, str]:
     }
 
 
-def _file(parts: SplitResult) -> dict[str, str]:
+def _file(parts: SplitResult, url: str) -> dict[str, str]:
     if parts.netloc or not parts.path.startswith("/") or parts.path.endswith("/"):
         raise UsageError(
-            f"the init method is {parts.geturl()!r}; expected file:// and the absolute path of a file",
+            f"the init method is {url!r}; expected file:// and the absolute path of a file",
             hint=_HINT,
         )
     return {FILE: parts.path}
 
 
-def _env(parts: SplitResult) -> dict[str, str]:
+def _env(parts: SplitResult, url: str) -> dict[str, str]:
     return {}
 
 
