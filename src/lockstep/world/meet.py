@@ -191,7 +191,7 @@ def _complete(world: World, store: dist.Store, number: int, wait: timedelta) -> 
     try:
         place = roll_call.call(roll, world.rank, card, wait)
     except WorldError:
-        if world.file is not None and world.is_main and roll_call.has_card(roll, 0, card):
+        if world.file is not None and world.is_main and roll_call.came_once(roll, 0):
             _file_of(world, number).unlink(missing_ok=True)  # a meeting of nobody else's
         raise
     world = roll_call.placed(world, place)

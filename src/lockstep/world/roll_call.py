@@ -334,9 +334,9 @@ def read(store: dist.Store, rank: int) -> Card:
     return Card(**{**known, "versions": told.get("versions") or {}, "place": place})
 
 
-def has_card(store: dist.Store, rank: int, card: Card) -> bool:
-    """Return whether `rank` has said `card`, and no process before it something else."""
-    return store.check([f"card/{rank}"]) and read(store, rank) == card
+def came_once(store: dist.Store, rank: int) -> bool:
+    """Return whether one process has come as `rank`, and no other one, not even in an earlier run."""
+    return store.add(f"claim/{rank}", 0) == 1
 
 
 def placed(world: World, place: Place) -> World:

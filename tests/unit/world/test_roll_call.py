@@ -329,6 +329,14 @@ def wait_for(store: dist.Store, *keys: str) -> None:
         time.sleep(0.005)
 
 
+def test_whether_a_rank_came_once(clients: Clients) -> None:
+    assert not roll_call.came_once(clients(), 1)
+    call_all(clients, {0: card(), 1: card()})
+    assert roll_call.came_once(clients(), 1)
+    call_all(clients, {1: card()})
+    assert not roll_call.came_once(clients(), 1)
+
+
 # What others say for all.
 
 
@@ -363,9 +371,6 @@ def test_a_card_survives_the_store(where: Place | None) -> None:
     own = card(place=where)
     store.set("card/3", json.dumps(asdict(own)))
     assert roll_call.read(store, 3) == own
-    assert roll_call.has_card(store, 3, own)
-    assert not roll_call.has_card(store, 3, replace(own, pid=99))
-    assert not roll_call.has_card(store, 4, own)
 
 
 def test_a_card_of_another_version_is_read_as_far_as_it_goes() -> None:

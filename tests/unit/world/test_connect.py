@@ -1,0 +1,59 @@
+"""From a meeting to its process group."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lockstep.errors import DeviceError, PeerError
+from lockstep.world import World, connect
+from lockstep.world.meet import Meeting
+from tests.unit.threads import Party
+
+CPU = torch.device("cpu")
+
+
+def meetings(size: int) -> list[Meeting]:
+    store = dist.HashStore()
+    place = {"size": size, "local_size": size, "address": "h", "port": 1}
+    worlds = [World(rank=rank, local_rank=rank, **place) for rank in range(size)]  # type: ignore[arg-type]
+    return [Meeting(world=one, store=store, number=0, ours=True) for one in worlds]
+
+
+def test_one_rank_needs_no_group() -> None:
+    found = connect.connect(meetings(1)[0], CPU)
+    assert (found.group, found.owned) == (None, False)
+    found.store.set("note", "1")
+
+
+def test_a_group_of_the_scripts_own_is_taken(lone_group: Any) -> None:
+    found = connect.connect(meetings(1)[0], CPU)
+    assert found.group is lone_group
+    assert not found.owned
+
+
+def test_one_gpu_for_two_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connect, "device_identity", lambda _: "GPU-1")
+    one, two = meetings(2)
+    first = Party(lambda: connect.connect(one, CPU))
+    deadline = time.monotonic() + 5
+    while not one.store.check(["devices/GPU-1/first"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    with pytest.raises(DeviceError, match="ranks 0 and 1 are both on GPU GPU-1"), two.telling():
+        connect.connect(two, CPU)
+    failure = first.end()
+    assert isinstance(failure, PeerError), "nobody waits in a collective"
+    assert "rank 1 failed: DeviceError: ranks 0 and 1" in failure.message
+
+
+def test_a_rank_that_never_connects_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = meetings(2)
+    two.fail(RuntimeError("no room"))
+    with pytest.raises(PeerError, match="rank 1 failed: RuntimeError: no room"):
+        connect.connect(one, CPU)
+    assert not dist.is_initialized()
