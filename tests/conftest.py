@@ -15,6 +15,10 @@ from pathlib import Path
 
 import pytest
 
+#: torch's stores ask the resolver for the name of every peer. One that drops a packet now and then
+#: would keep a test for as long as glibc waits: five seconds, twice.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 #: Seconds that processes and threads of a test have to end by themselves.
 _GRACE = 2.0
 #: Processes of the standard library that live as long as the interpreter that first needs them.

@@ -275,7 +275,10 @@ def test_ranks_that_a_lockstep_script_spawns(lockstep):
         "def work(rank):\n"
         "    os.environ.update(RANK=str(rank), WORLD_SIZE='2')\n"
         "    with lockstep.Run('small', threads=1) as run:\n"
-        "        print('place', run.world.rank, run.world.local_rank, run.world.local_size)\n"
+        "        w = run.world\n"
+        # In one piece: two ranks write to one pipe.
+        "        line = f'place {w.rank} {w.local_rank} {w.local_size}' + chr(10)\n"
+        "        os.write(1, line.encode())\n"
         "if __name__ == '__main__': mp.spawn(work, nprocs=2)\n"
     )
     done = lockstep("run", script)

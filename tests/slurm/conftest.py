@@ -18,9 +18,10 @@ from tests.conftest import Done, Lockstep
 
 #: A whole training, short enough for tests.
 DIGITS = (str(Path(__file__).parents[2] / "examples" / "digits.py"), "--epochs", "1")
+#: In one piece: several tasks write to one pipe.
 WHO = """
-import dataclasses, json, lockstep
-print(json.dumps(dataclasses.asdict(lockstep.detect())))
+import dataclasses, json, os, lockstep
+os.write(1, (json.dumps(dataclasses.asdict(lockstep.detect())) + chr(10)).encode())
 """
 
 

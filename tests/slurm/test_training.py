@@ -31,7 +31,7 @@ for step in range(20):
         os._exit(0)
     status = os.waitpid(child, 0)[1]
     assert status == 0, status
-print("met")
+print("met\\n", end="", flush=True)
 """
 
 

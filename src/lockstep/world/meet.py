@@ -33,8 +33,9 @@ _JOIN_VARIABLE = "LOCKSTEP_JOIN_TIMEOUT"
 _JOIN_SECONDS = 300.0
 #: How long ranks wait for the one of their node that tries the network.
 _SURVEY_SECONDS = 30.0
-#: How long a store may take to answer a new client, once something listens at its port.
-_STORE_TIMEOUT = timedelta(seconds=10)
+#: How long a store may take to answer a new client, once something listens at its port. Both ask the
+#: resolver for each other's names (torch 2.13), which takes half a minute where it does not answer.
+_STORE_TIMEOUT = timedelta(seconds=60)
 #: A file in which ranks meet begins with the length of a short key.
 _LONGEST_KEY = 1 << 16
 #: Where a store is that serves one host alone.
@@ -332,7 +333,7 @@ def connect_store(address: str, port: int) -> dist.TCPStore:
     # torch never gives up on a program that listens and says nothing, whatever the timeout.
     thread = threading.Thread(target=make, name="lockstep-connect", daemon=True)
     thread.start()
-    thread.join(3 * _STORE_TIMEOUT.total_seconds())
+    thread.join(1.5 * _STORE_TIMEOUT.total_seconds())
     store = made[0] if made else None
     if not isinstance(store, dist.TCPStore):
         why = "it says nothing" if store is None else str(store).partition("\n")[0]

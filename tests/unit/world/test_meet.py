@@ -31,7 +31,7 @@ def first_run(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*INTERFACES, "LOCKSTEP_INTERFACE", "LOCKSTEP_LAUNCHER"):
         monkeypatch.setenv(name, "")
         del os.environ[name]
-    monkeypatch.setenv("LOCKSTEP_JOIN_TIMEOUT", "5")
+    monkeypatch.setenv("LOCKSTEP_JOIN_TIMEOUT", "20")
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def worlds(size: int = 2, **settings: Any) -> list[World]:
 
 
 def meet_all(ranks: list[World], store: dist.Store | None = None) -> list[Any]:
-    return together(*(lambda one=world: meet.meet(one, store) for world in ranks))
+    return together(*(lambda one=world: meet.meet(one, store) for world in ranks), seconds=25)
 
 
 def check_met(found: list[Any]) -> None:

@@ -31,14 +31,13 @@ Clients = Callable[[], dist.Store]
 
 @pytest.fixture(params=["hash", "tcp", "file"])
 def clients(request: pytest.FixtureRequest, tmp_path: Path) -> Clients:
-    """Give each party a client of its own, as processes have."""
+    """Give each party a client of one store."""
     if request.param == "file":
         return lambda: dist.FileStore(str(tmp_path / "meeting"), -1)
-    if request.param == "hash":
-        store: dist.Store = dist.HashStore()
-        return lambda: dist.PrefixStore("roll", store)
-    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return lambda: dist.PrefixStore("roll", host.clone())
+    store: dist.Store = dist.HashStore()
+    if request.param == "tcp":
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return lambda: dist.PrefixStore("roll", store)
 
 
 @pytest.fixture
