@@ -223,7 +223,7 @@ def test_the_first_node_does_not_come(launch_id: str) -> None:
 def test_two_launchers_with_one_number(launch_id: str, impatient: None) -> None:
     first, second, third = numbered(3, launch_id)
     waiting = [threads.Party(lambda one=one: join(one)) for one in (first, second)]
-    time.sleep(0.5)
+    time.sleep(0.3)
     with pytest.raises(WorldError, match=r"node 1 was turned away .* node 1 has come before"):
         join(second)
     check_gathered([join(third), *(one.end(20) for one in waiting)])
@@ -280,7 +280,7 @@ def test_the_check_ends_it(parties: Callable[[int], list[Party]], tmp_path: Path
     began = time.monotonic()
 
     def stop() -> None:
-        if time.monotonic() - began > 0.2:
+        if time.monotonic() - began > 0.1:
             raise InterruptedError
 
     for one in parties(2):
@@ -307,7 +307,7 @@ def test_launcher_0_is_stopped_while_others_wait(launch_id: str, impatient: None
 
     hosting = threads.Party(host)
     waiting = threads.Party(lambda: join(second))
-    time.sleep(0.5)
+    time.sleep(0.3)
     stopped.set()
     assert str(hosting.end()).startswith("stopped")
     failure = waiting.end()
@@ -388,7 +388,7 @@ def test_one_that_cannot_go_on_is_named(pair: list[Gathering], failing: int) -> 
 
 def test_launcher_0_stays_until_its_failure_is_heard(pair: list[Gathering]) -> None:
     failing = threads.Party(lambda: pair[0].fail(LockstepError("no")))
-    assert isinstance(failing.end(0.1), TimeoutError), "it waits"
+    assert isinstance(failing.end(0.05), TimeoutError), "it waits"
     with pytest.raises(WorldError):
         pair[1].ready()
     assert failing.end() is None

@@ -28,8 +28,8 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in {
         "_BEAT_SECONDS": 0.1,
         "_INTERVAL": 0.01,
-        "_SETTLE_SECONDS": 0.3,
-        "_LINGER_SECONDS": 0.2,
+        "_SETTLE_SECONDS": 0.2,
+        "_LINGER_SECONDS": 0.1,
     }.items():
         monkeypatch.setattr(neighbours, name, seconds)
 
@@ -119,7 +119,7 @@ def test_all_are_done_when_each_is(count: int, make: Maker) -> None:
     launchers = [make(index, count) for index in range(count)]
     for one in launchers[:-1]:
         one.done()
-    time.sleep(0.2)
+    time.sleep(0.1)
     assert not any(one.all_done for one in launchers)
     launchers[-1].done()
     wait_until(lambda: all(one.all_done for one in launchers))
@@ -130,7 +130,7 @@ def test_who_comes_late_is_waited_for(make: Maker) -> None:
     first, second = make(0), make(1)
     first.done()
     second.done()
-    time.sleep(0.2)
+    time.sleep(0.1)
     assert not first.all_done
     third = make(2)
     third.done()
@@ -223,7 +223,7 @@ def test_a_launcher_that_never_came_is_lost(make: Maker, lost_soon: None) -> Non
 
 def test_a_launcher_that_falls_silent_is_lost(make: Maker, lost_soon: None) -> None:
     launchers = [make(k) for k in range(3)]
-    time.sleep(0.6)
+    time.sleep(0.5)
     assert [one.problem for one in launchers] == [None] * 3
     launchers[2]._stop.set()  # as if its process were gone
     for one in launchers[:2]:
@@ -296,7 +296,7 @@ def test_launcher_0_does_not_wait_for_ever(make: Maker) -> None:
     assert problem_of(first) == verdict(0)
     began = time.monotonic()
     first.close()
-    assert 0.1 < time.monotonic() - began < 2
+    assert 0.05 < time.monotonic() - began < 2
 
 
 def test_nothing_said_means_nothing_to_wait_for(make: Maker) -> None:

@@ -42,7 +42,8 @@ class Service:
         self._listener = socket.create_server(("127.0.0.1", port))
         self.port: int = self._listener.getsockname()[1]
         self._open: list[socket.socket] = []
-        threading.Thread(target=self._serve, daemon=True).start()
+        self._serving = threading.Thread(target=self._serve, daemon=True)
+        self._serving.start()
 
     def _serve(self) -> None:
         with contextlib.suppress(OSError):
@@ -57,6 +58,7 @@ class Service:
 
     def close(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
+        self._serving.join(5)
         self._listener.close()
         for connection in self._open:
             connection.close()
@@ -134,10 +136,10 @@ def services() -> Iterator[Callable[..., Service]]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten what a guest waits for services that say nothing."""
-    monkeypatch.setattr(door, "_HANDSHAKE_SECONDS", 0.4)
-    monkeypatch.setattr(door, "_REQUEST_SECONDS", 0.15)
-    monkeypatch.setattr(door, "_CONNECT_SECONDS", 0.2)
-    monkeypatch.setattr(door, "_UNREACHABLE_SECONDS", 0.3)
+    monkeypatch.setattr(door, "_HANDSHAKE_SECONDS", 0.25)
+    monkeypatch.setattr(door, "_REQUEST_SECONDS", 0.1)
+    monkeypatch.setattr(door, "_CONNECT_SECONDS", 0.1)
+    monkeypatch.setattr(door, "_UNREACHABLE_SECONDS", 0.15)
 
 
 def serving(name: str, *, seconds: float = 5, **changes: Any) -> Party:
@@ -444,11 +446,11 @@ def test_a_host_without_an_address(name: str, impatient: None) -> None:
 def test_a_host_that_refuses_is_reached_and_waited_for(name: str, impatient: None) -> None:
     began = time.monotonic()
     with pytest.raises(
-        WorldError, match=r"found nobody to meet at 127.0.0.1 within 0.6 s"
+        WorldError, match=r"found nobody to meet at 127.0.0.1 within 0.4 s"
     ) as caught:
-        knocking(name, seconds=0.6, port=a_free_port())
+        knocking(name, seconds=0.4, port=a_free_port())
     assert not isinstance(caught.value, UnreachableError)
-    assert time.monotonic() - began > 0.3
+    assert time.monotonic() - began > 0.15
 
 
 @pytest.mark.parametrize("handler", [silent, closing, resetting, dripping])
@@ -457,7 +459,7 @@ def test_a_host_with_a_foreign_service_is_reached(
 ) -> None:
     port = services(handler).port
     with pytest.raises(WorldError, match="found nobody to meet") as caught:
-        knocking(name, seconds=0.7, port=port)
+        knocking(name, seconds=0.4, port=port)
     assert not isinstance(caught.value, UnreachableError)
 
 

@@ -39,7 +39,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_JOIN_TIMEOUT", "0.3")
     monkeypatch.setattr(roll_call, "_SLACK", timedelta(seconds=0.2))
     monkeypatch.setattr(roll_call, "_SEE_OFF_SECONDS", 0.2)
-    monkeypatch.setattr(meet, "_STORE_TIMEOUT", timedelta(seconds=0.2))
+    monkeypatch.setattr(meet, "_STORE_TIMEOUT", timedelta(seconds=0.1))
 
 
 def worlds(size: int = 2, **settings: Any) -> list[World]:
@@ -290,7 +290,7 @@ def test_nobody_hosts_the_store(impatient: None) -> None:
 
 
 def test_a_host_that_no_packet_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "_UNREACHABLE_SECONDS", 0.2)
+    monkeypatch.setattr(door, "_UNREACHABLE_SECONDS", 0.1)
     for place in ({"port": 9}, {"key": "nobody"}):
         with pytest.raises(UnreachableError, match=r"rank 1 cannot reach 224\.0\.0\.1"):
             meet.meet(worlds(address="224.0.0.1", **place)[1])

@@ -22,7 +22,7 @@ from lockstep.world.roll_call import Card, Place, places, problem_with
 from tests.unit.threads import Party, together
 
 WAIT = timedelta(seconds=5)
-SHORT = timedelta(seconds=0.2)
+SHORT = timedelta(seconds=0.1)
 VERSIONS = {"lockstep": "0.1", "torch": "2.13.0"}
 
 #: Gives each party a client of one store.
@@ -42,8 +42,8 @@ def clients(request: pytest.FixtureRequest, tmp_path: Path) -> Clients:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roll_call, "_SLACK", timedelta(seconds=0.2))
-    monkeypatch.setattr(roll_call, "_SEE_OFF_SECONDS", 0.2)
+    monkeypatch.setattr(roll_call, "_SLACK", timedelta(seconds=0.1))
+    monkeypatch.setattr(roll_call, "_SEE_OFF_SECONDS", 0.1)
 
 
 def card(host: str = "a", size: int = 2, pid: int = 1, **changes: Any) -> Card:
@@ -96,14 +96,14 @@ def test_what_launchers_said_stays(clients: Clients) -> None:
 
 def test_a_rank_that_comes_late(clients: Clients) -> None:
     first = Party(lambda: roll_call.call(clients(), 0, card(), WAIT))
-    time.sleep(0.1)
+    time.sleep(0.05)
     assert roll_call.call(clients(), 1, card(), WAIT) == place(1, 2)
     assert first.end() == place(0, 2)
 
 
 def test_rank_0_that_comes_last(clients: Clients) -> None:
     second = Party(lambda: roll_call.call(clients(), 1, card(), WAIT))
-    time.sleep(0.1)
+    time.sleep(0.05)
     assert roll_call.call(clients(), 0, card(), WAIT) == place(0, 2)
     assert second.end() == place(1, 2)
 
@@ -187,23 +187,23 @@ def test_more_or_fewer_ranks_on_a_node_than_they_say(clients: Clients) -> None:
 
 def test_one_rank_is_missing(clients: Clients, impatient: None) -> None:
     told = call_all(clients, {0: card(size=3), 2: card(size=3)}, SHORT)
-    assert the_error(told) == "1 of 3 ranks did not come within 0.2 s: rank 1"
+    assert the_error(told) == "1 of 3 ranks did not come within 0.1 s: rank 1"
 
 
 def test_many_ranks_are_missing(clients: Clients, impatient: None) -> None:
     told = call_all(clients, {0: card(size=20)}, SHORT)
     assert the_error(told) == (
-        "19 of 20 ranks did not come within 0.2 s: rank 1, 2, 3, 4, 5, 6, 7, 8 …"
+        "19 of 20 ranks did not come within 0.1 s: rank 1, 2, 3, 4, 5, 6, 7, 8 …"
     )
 
 
 def test_rank_0_is_missing(clients: Clients, impatient: None) -> None:
     told = call_all(clients, {1: card()}, SHORT)
-    assert the_error(told) == "rank 0 did not answer within 0.4 s"
+    assert the_error(told) == "rank 0 did not answer within 0.2 s"
 
 
 def test_launchers_are_called_nodes(clients: Clients, impatient: None) -> None:
-    with pytest.raises(WorldError, match=r"1 of 2 nodes did not come within 0.2 s: node 1"):
+    with pytest.raises(WorldError, match=r"1 of 2 nodes did not come within 0.1 s: node 1"):
         roll_call.call(clients(), 0, card(), SHORT, what="node")
 
 
@@ -211,7 +211,7 @@ def test_the_store_goes_with_rank_0(impatient: None, monkeypatch: pytest.MonkeyP
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", host.port, is_master=False)
     waiting = Party(lambda: roll_call.call(client, 1, card(), WAIT))
-    time.sleep(0.1)
+    time.sleep(0.05)
     del host
     failure = waiting.end()
     assert isinstance(failure, WorldError)
@@ -249,7 +249,7 @@ def test_rank_0_leaves_last(monkeypatch: pytest.MonkeyPatch) -> None:
     began.wait(5)
     store.add("claim/1", 1)
     store.set("card/1", json.dumps(asdict(cards[1])))
-    time.sleep(0.3)
+    time.sleep(0.1)
     heard = time.monotonic()
     store.add("heard", 1)
     assert first.end() >= heard
