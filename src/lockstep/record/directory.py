@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tempfile
 import time
 from pathlib import Path
 
@@ -58,7 +59,7 @@ def _make_new(parent: Path) -> Path:
 
 
 def _check_writable(directory: Path) -> None:
-    # Permissions do not say it all: a read-only mount, a full disk. Writing does.
-    probe = directory / ".writable"
-    probe.write_bytes(b"1")
-    probe.unlink()
+    # Permissions do not say it all: a read-only mount, a full disk. Writing does; with a name of its
+    # own, since launchers of other nodes do the same at the same time.
+    with tempfile.NamedTemporaryFile(dir=directory, prefix=".writable-", buffering=0) as probe:
+        probe.write(b"1")

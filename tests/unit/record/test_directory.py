@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -33,3 +34,13 @@ def test_a_file_in_the_way(tmp_path):
     ) as caught:
         directory.create(tmp_path / "file", "train")
     assert "--run-dir" in caught.value.hint
+
+
+def test_launchers_of_several_nodes_make_one_directory_at_once(tmp_path):
+    def make(_: int) -> Path:
+        return directory.create(None, "train", tmp_path, stamp="20260101-000000")
+
+    with ThreadPoolExecutor(8) as pool:
+        made = set(pool.map(make, range(400)))
+    assert made == {tmp_path / "train" / "20260101-000000"}
+    assert [path.name for path in tmp_path.rglob("*")] == ["train", "20260101-000000", "logs"]
