@@ -158,6 +158,14 @@ class Switch:
             kind = ("type", "bridge_slave")
             self._inside.ip("link", "set", self._port(host), *kind, "isolated", "on")
 
+    def cut(self, host: Host) -> None:
+        """Pull a host's cable."""
+        self._inside.ip("link", "set", self._port(host), "down")
+
+    def mend(self, host: Host) -> None:
+        """Put it back."""
+        self._inside.ip("link", "set", self._port(host), "up")
+
     @staticmethod
     def _port(host: Host) -> str:
         return f"to-{host.name}"[:15]

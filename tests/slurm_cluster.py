@@ -51,10 +51,13 @@ SlurmdParameters=config_overrides
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=1,bf_interval=1
 LaunchParameters=use_interactive_step
 ReturnToService=2
-KillWait=2
+KillWait=10
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs={cpus}
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs={cpus}
-PartitionName=main Nodes=n[1-2] Default=YES MaxTime=5 State=UP
+PartitionName=main Nodes=n[1-2] Default=YES MaxTime=5 State=UP PriorityTier=1
+PartitionName=urgent Nodes=n[1-2] MaxTime=5 State=UP PriorityTier=10 PreemptMode=OFF
 """
 
 
@@ -138,7 +141,8 @@ def _start(directory: Path, daemons: list[subprocess.Popen[bytes]]) -> None:
     _launch(directory, daemons, "slurmctld", "-D", "-i")
     for node in NODES:
         _launch(directory, daemons, "slurmd", "-D", "-N", node)
-    _wait_until(lambda: _ask(directory, "sinfo", "-h", "-N", "-o", "%T").split() == ["idle"] * 2)
+    states = ("sinfo", "-h", "-p", "main", "-N", "-o", "%T")
+    _wait_until(lambda: _ask(directory, *states).split() == ["idle"] * 2)
 
 
 def _launch(directory: Path, daemons: list[subprocess.Popen[bytes]], *words: str) -> None:

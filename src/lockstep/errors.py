@@ -13,8 +13,10 @@ LockstepError
     ├── StepError                       calls in an order that depends on the layout
     ├── NonFiniteLossError              a loss that is NaN or infinite
     ├── ExactnessError                  a setting that breaks the promise, with `exact=True`
+    ├── MismatchError                   ranks are in different calls that all of them make together
     ├── DivergenceError                 ranks that should hold the same bits do not
     ├── RunDirectoryError               the run directory cannot be used
+    ├── CheckpointError                 a checkpoint or a file of weights cannot be written or read
     └── PeerError                       another rank left, died or fell behind
         └── EarlyExitError              another rank left a loop that this rank is still in
 
@@ -22,6 +24,9 @@ A message says what was seen and what was expected; the hint names the flag or t
 """
 
 from __future__ import annotations
+
+#: Exit code of a run that was told to make room, and saved its state before: `EX_TEMPFAIL`.
+PREEMPTED = 75
 
 
 class LockstepError(Exception):
@@ -95,12 +100,20 @@ class ExactnessError(RunError):
     """A setting that would break the promise, while `exact=True`."""
 
 
+class MismatchError(RunError):
+    """Ranks are in different calls, each of which all ranks have to make together."""
+
+
 class DivergenceError(RunError):
     """Ranks that should hold the same bits do not."""
 
 
 class RunDirectoryError(RunError):
     """The run directory cannot be created, written or continued."""
+
+
+class CheckpointError(RunError):
+    """A checkpoint, or a file of weights, that cannot be written or read."""
 
 
 class PeerError(RunError):

@@ -26,6 +26,8 @@ import pytest
         (["--devices", "0-3"], "--devices is '0-3'; expected auto"),
         (["-n", "cpu", "--devices", "0,1"], "-n cpu and --devices 0,1 contradict each other"),
         (["--bind", "tight"], "invalid choice: 'tight'"),
+        (["--max-restarts", "-1"], "--max-restarts is -1; expected at least 0"),
+        (["--preempt-signal", "KILL"], "--preempt-signal is 'KILL'; expected the name of a signal"),
     ],
 )
 def test_flags_that_cannot_work(lockstep, words, said):

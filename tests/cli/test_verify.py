@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -51,6 +52,7 @@ def test_the_same_on_all_layouts(verify: Lockstep) -> None:
     assert verdict["samples"] == {"loops": 2, "twice": 0, "never": 0}
     assert [layout["layout"] for layout in verdict["layouts"]] == ["1", "2"]
     assert {layout["steps"] for layout in verdict["layouts"]} == {8}
+    assert [(one["kills"], one["generations"]) for one in verdict["layouts"]] == [(0, 1), (0, 1)]
     assert len({layout["digest"] for layout in verdict["layouts"]}) == 1
 
 
@@ -85,12 +87,40 @@ def test_a_script_without_a_run(lockstep: Lockstep) -> None:
 
 @pytest.mark.parametrize(
     ("layouts", "message"),
-    [("2", "names one layout"), ("1,0", "'0' is no number of ranks"), ("1,x", "'x' is no number")],
+    [
+        ("2", "names one layout"),
+        ("1,0", "'0' is no number of ranks"),
+        ("1,x", "'x' is no number"),
+        ("kill@3,2", "kill@3 comes before any layout"),
+        ("1 2>4@9>2@3", "the steps of the layout '2>4@9>2@3' do not rise"),
+        ("1,2 --kills 0", "--kills is 0; expected at least 1"),
+        ("1,2 --seed 1", "--seed without --kills"),
+    ],
 )
 def test_layouts_that_are_none(verify: Lockstep, layouts: str, message: str) -> None:
-    done = verify("verify", "train.py", "--layouts", layouts)
+    done = verify("verify", "train.py", "--layouts", *layouts.split())
     assert done.code == 2
     assert message in done.err
+
+
+@pytest.mark.ranks(2)
+def test_the_same_with_a_change_of_ranks_a_kill_and_a_storm(verify: Lockstep) -> None:
+    words = ("--layouts", "1", "2>1@3,kill@6", "--kills", "6", "--seed", "1")
+    done = verify("verify", *words, "train.py", timeout=120)
+    assert done.code == 0, done.out + done.err
+    assert "same: yes\nsamples: 2 loops, 0 seen twice, 0 never\n" in done.out
+    assert re.search(r"^│ 2>1@3,kill@6 │ 8 +│ 1 +│ 3 +│", done.out, re.MULTILINE)
+    assert re.search(r"^│ 2,kills=6 +│ 8 +│ 6 +│ \d +│", done.out, re.MULTILINE)
+    assert re.search(r"^ran on layout 2,kills=6: 8 steps, 6 kills, \d gen", done.err, re.MULTILINE)
+
+
+def test_a_fault_that_the_run_does_not_live_to_see(verify: Lockstep) -> None:
+    done = verify("verify", "train.py", "--layouts", "1,term@99", "1")
+    assert done.code == 2
+    assert done.err.startswith(
+        "lockstep: error: layout 1,term@99: the run was over before term@99 could happen; "
+        "it has 8 steps\nhint: "
+    )
 
 
 def test_a_missing_script(lockstep: Lockstep) -> None:
@@ -102,7 +132,7 @@ def test_a_missing_script(lockstep: Lockstep) -> None:
 def test_traces_are_kept_on_request(verify: Lockstep) -> None:
     done = verify("verify", "train.py", "--layouts", "1,2", "--keep", "kept")
     assert done.code == 0
-    assert (verify.directory / "kept/1-2/trace/rank-1.jsonl").exists()
+    assert (verify.directory / "kept/1-2/trace/rank-1.0.jsonl").exists()
     again = verify("verify", "train.py", "--layouts", "1,2", "--keep", "kept")
     assert again.code == 2
     assert "hint:" in again.err

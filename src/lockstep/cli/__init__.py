@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from lockstep.cli import run, submit, verify
+from lockstep.cli import export, run, submit, verify
 from lockstep.errors import LockstepError
 from lockstep.version import __version__
 
@@ -47,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_parser(subparsers)
     submit.add_parser(subparsers)
     verify.add_parser(subparsers)
+    export.add_parser(subparsers)
     return parser
 
 

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lockstep.launch.nodes import Nodes
     from lockstep.launch.spec import LaunchSpec
+    from lockstep.launch.survival import Survival
 
 _EPILOG = """\
 Everything after SCRIPT belongs to the script. Flags win over the LOCKSTEP_* variables of the
-environment. Exit codes: 0 done, 1 the script failed, 2 usage, 3 a check did not hold.
+environment. Exit codes: 0 done, 1 the script failed, 2 usage, 3 a check did not hold, 75 preempted:
+the same command with --run-dir DIR continues.
 """
 
 
@@ -28,6 +30,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_layout(parser)
     _add_nodes(parser)
     _add_start(parser)
+    _add_survival(parser)
     _add_records(parser)
     parser.add_argument("target", metavar="SCRIPT", help="the script to run, or with -m a module")
     parser.add_argument("args", metavar="ARG", nargs=argparse.REMAINDER, help="arguments for it")
@@ -66,14 +69,17 @@ def read(options: argparse.Namespace) -> LaunchSpec:
         stop_on_nan=options.stop_on_nan,
         local_rank_option=options.local_rank_option,
         nodes=_nodes(options),
+        survival=_survival(options),
     )
 
 
 def _nodes(options: argparse.Namespace) -> Nodes:
     from lockstep.launch.nodes import Nodes, parse_count
 
+    least, count = (None, None) if options.nnodes is None else parse_count(options.nnodes)
     return Nodes(
-        count=None if options.nnodes is None else parse_count(options.nnodes),
+        count=count,
+        least=least,
         rank=options.node_rank,
         main_address=options.master_addr,
         main_port=options.master_port,
@@ -81,6 +87,19 @@ def _nodes(options: argparse.Namespace) -> Nodes:
         id=options.rdzv_id,
         interface=options.interface,
         join_timeout=options.join_timeout,
+        last_call=options.last_call,
+    )
+
+
+def _survival(options: argparse.Namespace) -> Survival:
+    from lockstep.launch.survival import Survival
+
+    return Survival(
+        max_restarts=options.max_restarts,
+        preempt_signal=options.preempt_signal,
+        checkpoint_every=options.checkpoint_every,
+        keep=options.keep,
+        hang_timeout=options.hang_timeout,
     )
 
 
@@ -111,7 +130,9 @@ def _add_nodes(parser: argparse.ArgumentParser) -> None:
         "Under Slurm and mpiexec the launchers find each other without these flags.",
     )
     group.add_argument(
-        "--nnodes", metavar="NODES", help="number of nodes, each with such a launcher"
+        "--nnodes",
+        metavar="NODES",
+        help="number of nodes, each with such a launcher; MIN:MAX if they may come and go",
     )
     group.add_argument("--node-rank", type=int, metavar="K", help="number of this node, from 0")
     group.add_argument("--master-addr", metavar="HOST", help="host or address of node 0")
@@ -134,6 +155,12 @@ def _add_nodes(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="SECONDS",
         help="how long nodes may take to come (default: 300)",
+    )
+    group.add_argument(
+        "--last-call",
+        type=float,
+        metavar="SECONDS",
+        help="how long a launch waits for more than MIN nodes before it begins (default: 30)",
     )
 
 
@@ -170,6 +197,38 @@ def _add_start(parser: argparse.ArgumentParser) -> None:
         help="give no rank such an option, even where the script declares it",
     )
     group.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
+
+
+def _add_survival(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("survival")
+    group.add_argument(
+        "--max-restarts",
+        "--max_restarts",  # torchrun takes both
+        type=int,
+        metavar="K",
+        help="failures in a row without progress after which ranks are started again (default: 3, and 0 "
+        "for exceptions of the script's own and for scripts without a lockstep.Run)",
+    )
+    group.add_argument(
+        "--preempt-signal",
+        metavar="NAME",
+        help="a signal that makes a run save its state and end, such as USR1; SIGTERM always does",
+    )
+    group.add_argument(
+        "--checkpoint-every",
+        type=float,
+        metavar="SECONDS",
+        help="time between checkpoints, 0 for none (default: 600)",
+    )
+    group.add_argument(
+        "--keep", type=int, metavar="N", help="latest checkpoints that are kept (default: 3)"
+    )
+    group.add_argument(
+        "--hang-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="how long a rank may show no sign of life, 0 for ever (default: 1800)",
+    )
 
 
 def _add_records(parser: argparse.ArgumentParser) -> None:

@@ -92,7 +92,7 @@ def _spec(options: argparse.Namespace) -> LaunchSpec:
 def _request(options: argparse.Namespace, spec: LaunchSpec) -> JobRequest:
     from lockstep.submit.request import JobRequest
 
-    given = [("partition", options.partition), ("account", options.account), ("time", options.time)]
+    given = [("partition", options.partition), ("account", options.account)]
     named = [f"--{name}={value}" for name, value in given if value is not None]
     if "" in (options.partition, options.account, options.time, options.job_name):
         raise UsageError("--partition, --account, --time or --job-name is empty")
@@ -104,6 +104,8 @@ def _request(options: argparse.Namespace, spec: LaunchSpec) -> JobRequest:
         ranks=spec.n,
         cpus_per_rank=options.cpus_per_task,
         gpus_per_node=options.gpus_per_node,
+        time_limit=options.time,
+        save_before=options.save_before,
         options=(*named, *options.sbatch),
     )
 
@@ -122,6 +124,13 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     group.add_argument("-A", "--account", metavar="A", help="account to charge")
     group.add_argument(
         "-t", "--time", metavar="T", help="time limit, such as 30 (minutes) or 2:00:00"
+    )
+    group.add_argument(
+        "--save-before",
+        type=int,
+        metavar="SECONDS",
+        help="how long before its time limit the job saves its state and goes back into the queue "
+        "(default: 90, or a quarter of a shorter limit)",
     )
     group.add_argument("-J", "--job-name", metavar="NAME", help="default: the script's name")
     group.add_argument(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -14,14 +15,21 @@ from typing import TYPE_CHECKING
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
+    from lockstep.verify.layouts import Storm
     from lockstep.verify.running import Outcome
     from lockstep.verify.verdict import Verdict
 
 _EPILOG = """\
-Arguments for the script come after `--`. A script that names no replicas gets as many as the
-largest layout has ranks. Exit codes: 0 the same on all layouts, 1 the script failed, 2 usage, 3 not
-the same.
+A layout is a number of ranks, or ranks that change on the way: "4>2@30>3@60" begins on 4, goes on with
+2 after step 30 and with 3 after step 60. Faults follow after commas: "2,kill@30" kills a rank in step
+30, "2,term@25" preempts the run after step 25. Arguments for the script come after `--`. A script
+that names no replicas gets as many as the largest layout has ranks. Exit codes: 0 the same on all
+layouts, 1 the script failed, 2 usage, 3 not the same.
 """
+#: What may follow after `--layouts` and one layout; a script does not look like that.
+_LAYOUT = re.compile(r"\d+([,>@].*)?|(kill|term)@\d+(,.*)?")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -34,7 +42,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--layouts", default="1,2", metavar="N,N,…", help="numbers of ranks (default: 1,2)"
+        "--layouts",
+        action="append",
+        metavar="LAYOUT …",
+        help='one or several, after commas or spaces: 1,2,4 or 1 "4>2@30" "2,kill@30" (default: 1,2)',
+    )
+    parser.add_argument(
+        "--kills", type=int, metavar="K", help="add a layout in which K random workers are killed"
+    )
+    parser.add_argument(
+        "--seed", type=int, metavar="S", help="what draws the moments of the kills (default: 0)"
     )
     parser.add_argument("--replicas", type=int, metavar="R", help="replicas on all layouts")
     parser.add_argument("--threads", type=int, metavar="T", help="intra-op threads of each rank")
@@ -48,12 +65,25 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def split(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     """Cut the arguments of the script off the command line of this verb: those after `--`.
 
-    argparse takes options after SCRIPT only where nothing of the script's follows them.
+    argparse takes options after SCRIPT only where nothing of the script's follows them. An option that
+    takes several words would take SCRIPT too: so each layout gets an option of its own.
     """
-    if words[:1] != ["verify"] or "--" not in words:
+    if words[:1] != ["verify"]:
         return words, []
-    cut = list(words).index("--")
-    return words[:cut], words[cut + 1 :]
+    cut = list(words).index("--") if "--" in words else len(words)
+    return _one_layout_each(words[:cut]), words[cut + 1 :]
+
+
+def _one_layout_each(words: Sequence[str]) -> list[str]:
+    done: list[str] = []
+    follows = False
+    for word in words:
+        if follows and done[-1] != "--layouts":
+            follows = _LAYOUT.fullmatch(word) is not None
+            done += ["--layouts"] * follows
+        done.append(word)
+        follows = follows or word == "--layouts"
+    return done
 
 
 def handle(options: argparse.Namespace) -> int:
@@ -62,7 +92,7 @@ def handle(options: argparse.Namespace) -> int:
     from lockstep.verify.layouts import parse
     from lockstep.verify.verdict import judge, outcomes
 
-    layouts = parse(options.layouts)
+    layouts = parse(options.layouts or ["1,2"], _storm(options))
     check_script(options.target)
     command = [options.target, *options.script_args]
     with _directory(options.keep) as directory:
@@ -77,6 +107,21 @@ def handle(options: argparse.Namespace) -> int:
     else:
         _show(verdict)
     return 0 if verdict.holds else 3
+
+
+def _storm(options: argparse.Namespace) -> Storm | None:
+    from lockstep.verify.layouts import Storm
+
+    if options.kills is None:
+        if options.seed is not None:
+            raise UsageError(
+                "--seed without --kills; expected both: it draws the moments of the kills",
+                hint="the seed of a run is set in its script, or by LOCKSTEP_SEED",
+            )
+        return None
+    if options.kills < 1:
+        raise UsageError(f"--kills is {options.kills}; expected at least 1")
+    return Storm(options.kills, options.seed or 0)
 
 
 def _run_options(options: argparse.Namespace) -> list[str]:
@@ -101,22 +146,45 @@ def _directory(keep: Path | None) -> Iterator[Path]:
 
 
 def _show_outcome(outcome: Outcome) -> None:
+    endured = f"{_endured(outcome)}, " if outcome.layout.is_disturbed else ""
     print(
-        f"ran on {outcome.layout}: {outcome.steps} steps, {outcome.seconds:.1f} s", file=sys.stderr
+        f"ran on {outcome.layout}: {outcome.steps} steps, {endured}{outcome.seconds:.1f} s",
+        file=sys.stderr,
     )
+    storm = outcome.layout.storm
+    if storm is not None and outcome.kills < storm.kills:
+        print(
+            f"lockstep: the run came to its end after {outcome.kills} of {storm.kills} kills",
+            file=sys.stderr,
+        )
+
+
+def _endured(outcome: Outcome) -> str:
+    return f"{_counted(outcome.kills, 'kill')}, {_counted(outcome.generations, 'generation')}"
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _table(outcomes: Sequence[Outcome]) -> Table:
+    from rich.table import Table
+
+    disturbed = any(outcome.layout.is_disturbed for outcome in outcomes)
+    more = ("kills", "generations") if disturbed else ()
+    table = Table("layout", "steps", *more, "seconds", "digest")
+    for outcome in outcomes:
+        digest = (outcome.digest or "none").removeprefix("sha256:")
+        counts = (str(outcome.kills), str(outcome.generations)) if disturbed else ()
+        seconds = f"{outcome.seconds:.1f}"
+        table.add_row(outcome.layout.name, str(outcome.steps), *counts, seconds, digest[:16])
+    return table
 
 
 def _show(verdict: Verdict) -> None:
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table("layout", "steps", "seconds", "digest")
-    for outcome in verdict.outcomes:
-        digest = (outcome.digest or "none").removeprefix("sha256:")
-        table.add_row(
-            outcome.layout.name, str(outcome.steps), f"{outcome.seconds:.1f}", digest[:16]
-        )
-    Console().print(table)
+    Console().print(_table(verdict.outcomes))
     print(f"same: {'yes' if verdict.same else 'no'}")
     if not any(outcome.steps for outcome in verdict.outcomes):
         print("no steps: only the final weights were compared; pass the optimizer to run.optimizer")

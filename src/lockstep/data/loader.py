@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lockstep.data.microbatch import Microbatch, Observer
+from lockstep.data.microbatch import Microbatch, Observer, Start
 from lockstep.data.move import to_device
 from lockstep.data.sources import Batch, MapSource, Source
 from lockstep.errors import LoaderError
@@ -118,21 +118,30 @@ class Loader:
         self._source.close()
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self.batches():
+        for batch in self._loop(shown=False):
             yield from batch.once()
 
     def batches(self) -> Iterator[GlobalBatch]:
         """Yield each global batch, to be iterated over once or more."""
-        epoch, round_ = self._observer.loop_begins(self.number)
-        step = 0
+        return self._loop(shown=True)
+
+    def _loop(self, *, shown: bool) -> Iterator[GlobalBatch]:
+        """Yield each global batch; where it is shown to the script, that may draw before its passes."""
+        start = self._observer.loop_begins(self.number)
+        step = start.batch
         early = True
         try:
-            for batch in self._source.batches(self.number, epoch, round_):
+            for batch in () if start.is_over else self._batches(start):
+                if shown:
+                    self._observer.batch_begins(self.number, start.epoch, start.round, step)
                 whole = GlobalBatch(batch, self._observer, self._device)
                 yield whole
                 whole.pass_over()
-                self._observer.batch_ends()
                 step += 1
-            early = False
+                self._observer.batch_ends()
+            early = start.is_over
         finally:
-            self._observer.loop_ends(self.number, epoch, round_, step, early=early)
+            self._observer.loop_ends(self.number, start.epoch, start.round, step, early=early)
+
+    def _batches(self, start: Start) -> Iterator[Batch]:
+        return self._source.batches(self.number, start.epoch, start.round, start.batch)

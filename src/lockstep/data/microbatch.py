@@ -64,11 +64,31 @@ class Microbatch:
         return place
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where a loop over a loader starts.
+
+    Attributes:
+        epoch: the run's epoch, part of the loop's keys.
+        round: how many loops over this loader the epoch has seen before.
+        batch: the first global batch; the run was done with those before it when its state was saved.
+        is_over: whether there is nothing left of the loop.
+    """
+
+    epoch: int
+    round: int
+    batch: int = 0
+    is_over: bool = False
+
+
 class Observer(Protocol):
     """Who is told where a loop over microbatches stands: the run."""
 
-    def loop_begins(self, loader: int) -> tuple[int, int]:
-        """Return the epoch and the round of a loop over `loader` that starts now."""
+    def loop_begins(self, loader: int) -> Start:
+        """Return where a loop over `loader` that begins now starts."""
+
+    def batch_begins(self, loader: int, epoch: int, round_: int, step: int) -> None:
+        """The script is about to see a global batch as a whole."""
 
     def needs_stand_ins(self) -> bool:
         """Whether replicas without a sample take part now."""

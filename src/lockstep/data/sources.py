@@ -37,8 +37,8 @@ class Split:
 class Source(Protocol):
     """What a loader draws from."""
 
-    def batches(self, loader: int, epoch: int, round_: int) -> Iterator[Batch]:
-        """Yield this rank's part of each global batch of one loop over the data."""
+    def batches(self, loader: int, epoch: int, round_: int, first: int = 0) -> Iterator[Batch]:
+        """Yield this rank's part of each global batch of one loop over the data, from number `first` on."""
 
     def close(self) -> None:
         """Let go of worker processes."""
@@ -134,16 +134,16 @@ class MapSource:
         batch_size = self._split.batch_size
         return length // batch_size if self._drop_last else -(-length // batch_size)
 
-    def batches(self, loader: int, epoch: int, round_: int) -> Iterator[Batch]:
-        """Yield this rank's part of each global batch of one loop over the data."""
+    def batches(self, loader: int, epoch: int, round_: int, first: int = 0) -> Iterator[Batch]:
+        """Yield this rank's part of each global batch of one loop over the data, from number `first` on."""
         order = self._orders.order(loader, epoch, round_)
-        plan = self._plan(order, loader, epoch, round_)
+        plan = self._plan(order, (loader, epoch, round_), first)
         planned, to_fetch = itertools.tee(itertools.chain.from_iterable(plan))
         data = self._fetch_all(Request(m.indices, m.numbers) for m in to_fetch)
         pairs = zip(planned, data, strict=True)
         outermost, self._is_read = not self._is_read, True
         try:
-            for _ in range(len(self)):
+            for _ in range(first, len(self)):
                 yield itertools.islice(pairs, len(self._split.block))
         finally:
             self._is_read = not outermost
@@ -161,16 +161,16 @@ class MapSource:
         self._loader = None
 
     def _plan(
-        self, order: Order, loader: int, epoch: int, round_: int
+        self, order: Order, loop: tuple[int, int, int], first: int
     ) -> Iterator[list[Microbatch]]:
         length, batch_size = len(order), self._split.batch_size
         chunk = max(1, _CHUNK // batch_size) * batch_size
-        for step in range(len(self)):
+        for step in range(first, len(self)):
             start = step * batch_size
-            if start % chunk == 0:
+            if step == first or start % chunk == 0:
                 indices, offset = order(start, min(length, start + chunk)), start
             batch = indices[start - offset : start - offset + batch_size]
-            yield split_batch(batch, self._split, (loader, epoch, round_, step))
+            yield split_batch(batch, self._split, (*loop, step))
 
 
 def split_batch(
@@ -230,8 +230,11 @@ class StreamSource:
                 **{**settings, "persistent_workers": False},  # each loop's worker knows its key
             )
 
-    def batches(self, loader: int, epoch: int, round_: int) -> Iterator[Batch]:
-        """Yield this rank's part of each global batch of one loop over the stream."""
+    def batches(self, loader: int, epoch: int, round_: int, first: int = 0) -> Iterator[Batch]:
+        """Yield this rank's part of each global batch of one loop over the stream.
+
+        A stream has no places to start from: batches before number `first` are read and dropped.
+        """
         self._stream.key = keys.derive(self._seed, keys.STREAM, loader, epoch, round_)
         stream = Stream(self._stream.key)
         with stream.active():
@@ -244,6 +247,8 @@ class StreamSource:
                 return
             indices = np.arange(position, position + len(batch), dtype=np.int64)
             position += len(batch)
+            if step < first:
+                continue
             parts = split_batch(indices, self._split, (loader, epoch, round_, step))
             yield ((m, self._collated(m, batch)) for m in parts)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,17 +20,23 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.events.api import Event, EventSource
 
-from lockstep.errors import LockstepError, RunError
+from lockstep.errors import PREEMPTED, LockstepError, RunError
 from lockstep.launch import failure
-from lockstep.launch.failure import Failure, Verdict
+from lockstep.launch.chair import Decision
+from lockstep.launch.failure import Failure, Verdict, preempted
 from lockstep.launch.forkserver import Exit, ForkServer, Request
+from lockstep.launch.hang import HangWatch
 from lockstep.launch.interrupts import Interrupted, Interrupts
-from lockstep.launch.neighbours import Neighbours, Told
-from lockstep.launch.output import Output
+from lockstep.launch.neighbours import Neighbours, RoundOverError, Told
+from lockstep.launch.output import Output, say
 from lockstep.launch.plan import Meeting, Plan, WorkerPlan
 from lockstep.launch.rendezvous import Rendezvous
+from lockstep.launch.restarts import Kind, Restarts
+from lockstep.launch.standing import Standing
 
-#: Seconds between two looks at the workers.
+#: More than none, which the base class refuses.
+_NO_TIME = 1e-6
+#: Seconds between two looks at the workers while nothing happens to them.
 _INTERVAL = 0.02
 #: After a first failure, seconds in which others may tell of theirs before the rest is stopped.
 _SETTLE = 0.3
@@ -37,6 +44,8 @@ _SETTLE = 0.3
 _SETTLE_CONSEQUENCE = 1.5
 #: Seconds between SIGTERM and SIGKILL.
 _GRACE = 5.0
+#: Seconds that the kernel may take to end a process: one may be in the middle of a long write.
+_LAST_GRACE = 30.0
 
 Planner = Callable[[Meeting], Plan]
 Judge = Callable[[list[Failure]], Verdict]
@@ -52,6 +61,10 @@ class Agent(SimpleElasticAgent):
         server: makes the workers.
         output: takes their output.
         interrupts: signals that the launcher received.
+        standing: where the ranks of this launcher stand.
+        hangs: looks whether they move.
+        restarts: says which failures are followed by a new generation.
+        is_run: whether the script is known to use Lockstep before it has opened a run.
         deadline: moment of `time.monotonic` at which the launch is over; `None` for none.
     """
 
@@ -64,6 +77,10 @@ class Agent(SimpleElasticAgent):
         server: ForkServer,
         output: Output,
         interrupts: Interrupts,
+        standing: Standing,
+        hangs: HangWatch,
+        restarts: Restarts,
+        is_run: bool = False,
         deadline: float | None = None,
     ) -> None:
         roster = rendezvous.roster
@@ -73,119 +90,193 @@ class Agent(SimpleElasticAgent):
                 local_world_size=roster.ranks[roster.index],
                 rdzv_handler=rendezvous,
                 entrypoint="lockstep",
-                max_restarts=0,
-                monitor_interval=_INTERVAL,
+                max_restarts=sys.maxsize,  # `restarts` decides
+                monitor_interval=_NO_TIME,  # the wait is for the fork server's news
             ),
             exit_barrier_timeout=30,
         )
         self._planner = planner
         self._judge = judge
         self._meeting_place = rendezvous
-        self._neighbours: Neighbours | None = None
+        rendezvous.policy, rendezvous.check = self._again, self._check
         self._server = server
         self._output = output
         self._interrupts = interrupts
         self._deadline = deadline
         self.plan: Plan | None = None
-        self._started: set[int] = set()
+        self._standing = standing
+        self._hangs = hangs
+        self._restarts = restarts
+        self._is_run = is_run
+        self._started: dict[int, int] = {}  # rank to process id
         self._exits: dict[int, Exit] = {}
-        #: What is said of the launch, if it failed.
+        self._leaving = False
+        self._preempted: set[int] = set()  # process ids of ranks that were told
+        #: What is said of the launch, if it did not end well.
         self.verdict: Verdict | None = None
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._check()
         self._exits.clear()
         self._started.clear()
-        if self._meeting_place.roster.count > 1:
-            self._neighbours = Neighbours(self._meeting_place.store, self._meeting_place.roster)
+        self._standing.begin()
         self.plan = self._planner(self._meeting(worker_group))
         return {index: self._start(worker) for index, worker in enumerate(self._workers)}
+
+    @property
+    def _neighbours(self) -> Neighbours | None:
+        return self._meeting_place.neighbours
 
     @property
     def _workers(self) -> tuple[WorkerPlan, ...]:
         return self.plan.workers if self.plan is not None else ()
 
     def _meeting(self, group: WorkerGroup) -> Meeting:
-        restarts = group.spec.max_restarts
         return Meeting.of(
             self._meeting_place.roster,
             port=_known(group.master_port),
-            generation=restarts - self._remaining_restarts,
-            max_restarts=restarts,
+            generation=self._meeting_place.generation,
+            max_restarts=self._restarts.limit,
             run_id=group.spec.rdzv_handler.get_run_id(),
+            replicas=self._meeting_place.replicas,
         )
 
     def _start(self, worker: WorkerPlan) -> int:
         streams = self._output.open(worker.rank, worker.log)
         try:
-            request = Request(rank=worker.rank, local_rank=worker.local_rank, env=worker.env)
+            env = {**worker.env, **self._standing.variables(len(self._started))}
+            request = Request(rank=worker.rank, local_rank=worker.local_rank, env=env)
             pid = self._server.start(request, *streams)
         finally:
             for descriptor in streams:
                 os.close(descriptor)
-        self._started.add(worker.rank)
+        self._started[worker.rank] = pid
         return pid
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._server.wait(_INTERVAL)
         self._check()
         if self._deadline is not None and time.monotonic() > self._deadline:
             raise TimeoutError
         self._look()
-        if any(left.code != 0 for left in self._exits.values()):
+        if self._failed():
             self._settle()
-            self.verdict = self._agree(failure.collect(self._workers, self._exits))
-            return RunResult(state=WorkerState.FAILED)
-        if self._neighbours is not None and self._neighbours.problem is not None:
-            self.verdict = self._neighbours.problem
-            return RunResult(state=WorkerState.FAILED)
-        if not self._running():
-            done = {worker.rank: None for worker in self._workers}
-            return RunResult(state=WorkerState.SUCCEEDED, return_values=done)
-        return RunResult(state=WorkerState.HEALTHY)
+            self._check_gone()
+            return self._report(self._told(self._failures()))
+        if (hang := self._hang()) is not None:
+            result = self._report(hang)
+            self._wait_after(signal.SIGKILL, _LAST_GRACE)  # who hangs has nothing left to say
+            return result
+        if self._neighbours is not None and self._neighbours.decision is not None:
+            return self._follow(self._neighbours.decision)
+        return RunResult(state=WorkerState.HEALTHY) if self._running() else self._finish()
 
-    def _agree(self, failures: list[Failure]) -> Verdict:
-        """Return the verdict over this launcher's failures, or another's that explains them."""
-        own, cause = self._judge(failures), failure.first(failures)
+    def _finish(self) -> RunResult:
+        """Wait until all launchers are done: one of them hosts the store that the others' workers use."""
+        if self._neighbours is not None:
+            self._neighbours.done()
+            return RunResult(state=WorkerState.HEALTHY)
+        return self._succeed()
+
+    def _succeed(self) -> RunResult:
+        self.verdict = self._preemption()
+        done = {worker.rank: None for worker in self._workers}
+        return RunResult(state=WorkerState.SUCCEEDED, return_values=done)
+
+    def _failed(self) -> dict[int, Exit]:
+        """Return the workers that ended badly; to save and leave is no failure of a run."""
+        fine = {0, PREEMPTED} if self._standing.opened else {0}
+        return {rank: left for rank, left in self._exits.items() if left.code not in fine}
+
+    def _failures(self) -> list[Failure]:
+        return failure.collect(self._workers, self._failed())
+
+    def _report(self, told: Told) -> RunResult:
+        """Do what is decided on a failure of this launcher's workers, or of all that it knows."""
         if self._neighbours is None:
-            return own
-        self._neighbours.fail(Told(verdict=own, consequence=cause.consequence, time=cause.time))
-        return self._await_verdict() or own
+            line = self._again(told.verdict)
+            own = Decision(kind="end", verdict=told.verdict)
+            return self._follow(own if line is None else Decision(kind="restart", text=line))
+        self._neighbours.fail(told)
+        found = self._await_decision()
+        return self._follow(found or Decision(kind="end", verdict=told.verdict))
 
-    def _await_verdict(self) -> Verdict | None:
-        neighbours = self._neighbours
-        assert neighbours is not None
-        while neighbours.problem is None and not neighbours.all_done:
+    def _again(self, verdict: Verdict) -> str | None:
+        """Return what the user is told if workers start again after a failure; `None` if they don't."""
+        progress = self._standing.progress
+        is_run = self._is_run or self._standing.opened
+        if not self._restarts.again(verdict.kind, progress, is_run=is_run):
+            return None
+        where = ", from the newest snapshot" if any(progress) else ""
+        return f"{verdict.brief}; restart {self._restarts.count}{where}"
+
+    def _follow(self, decision: Decision) -> RunResult:
+        """Do what is decided for all launchers."""
+        if decision.kind == "done":
+            return self._succeed()
+        if decision.kind == "end":
+            self.verdict = decision.verdict
+            self._remaining_restarts = 0  # what makes the base class stop
+        elif self._meeting_place.roster.speaks and decision.text:
+            say(f"lockstep: {decision.text}")
+        return RunResult(state=WorkerState.FAILED)
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        # Without grace: what they hold is in the snapshot, and time is what a restart costs.
+        self._wait_after(signal.SIGKILL, _LAST_GRACE)
+        super()._restart_workers(worker_group)
+
+    def _preemption(self) -> Verdict | None:
+        """Return what is said of a run whose ranks have saved it and left."""
+        if all(left.code != PREEMPTED for left in self._exits.values()):
+            return None
+        return preempted(self._standing.step, self._workers[0].log.parent.parent)
+
+    def _told(self, failures: list[Failure]) -> Told:
+        """Return what the others are told of this launcher's failures."""
+        cause = failure.first(failures)
+        return Told(
+            verdict=self._judge(failures),
+            consequence=cause.consequence,
+            time=failure.wall(cause.time),
+        )
+
+    def _hang(self) -> Told | None:
+        """Return what is told if no rank moves any more."""
+        pids = {rank: pid for rank, pid in self._started.items() if rank not in self._exits}
+        hang = self._hangs.look(self._workers, pids, self._meeting_place.roster.size)
+        if hang is None:
+            return None
+        # Another launcher may know of a failure, or of a rank that is further behind.
+        return Told(verdict=hang.verdict, consequence=True, time=hang.progress)
+
+    def _await_decision(self) -> Decision | None:
+        assert self._neighbours is not None
+        while (decision := self._neighbours.decision) is None:
             if self._interrupts.impatient:
                 return None
             time.sleep(_INTERVAL)
-        return neighbours.problem
+        return decision
 
     def _exit_barrier(self) -> None:
-        """Wait until all launchers are done: one of them hosts the store that the others' workers use."""
-        if self._neighbours is None:
-            return
-        self._neighbours.done()
-        while not self._neighbours.all_done:
-            self._check()
-            if self._neighbours.problem is not None:
-                self.verdict = self._neighbours.problem
-                return
-            time.sleep(_INTERVAL)
+        """Do nothing: all launchers are done when one learns that it is."""
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the workers to their end; tell the other launchers how it went."""
         try:
             result: RunResult = super().run(role)
+        except RoundOverError as over:
+            self.verdict = over.decision.verdict
+            return RunResult(state=WorkerState.FAILED)
         except Interrupted:
             if self._neighbours is not None:
-                self._await_verdict()
+                self._await_decision()
             raise
         except LockstepError as error:
-            self._tell(f"lockstep: error on {self._name}: {error.message}", error.exit_code)
+            self._part(f"lockstep: error on {self._name}: {error.message}", error.exit_code)
             raise
         finally:
-            if self._neighbours is not None:
-                self._neighbours.close()
+            self._meeting_place.finish()
         return result
 
     def _assign_worker_ranks(
@@ -206,21 +297,50 @@ class Agent(SimpleElasticAgent):
         ]
 
     def _check(self) -> None:
-        """Raise `Interrupted` if the launcher has been told to stop; tell the others first."""
+        """Raise `Interrupted` if the launcher has been told to stop; tell the others first.
+
+        A run that is asked for room gets the time to save itself, or the ranks that have opened it do.
+        """
+        stay = not self._meeting_place.may_leave
+        if stay and self._interrupts.asks_for_room and self._standing.opened:
+            self._ask_for_room()
+            return
+        self._stop()
+
+    def _check_gone(self) -> None:
+        """Stop if a rank ended by the signal that was passed on: its run was over, and none to save."""
+        told = [left for left in self._exits.values() if left.pid in self._preempted]
+        if any(left.code == -signal.SIGTERM for left in told):
+            self._stop()
+
+    def _stop(self) -> None:
         stop = self._interrupts.first
         if stop is not None:
-            self._tell(f"lockstep: stopped by {stop.name} on {self._name}", 128 + stop)
+            self._part(f"lockstep: stopped by {stop.name} on {self._name}", 128 + stop)
         self._interrupts.check()
+
+    def _ask_for_room(self) -> None:
+        news = self._standing.pids - self._preempted
+        if news:
+            self._server.signal(signal.SIGTERM, only=news)
+            self._preempted |= news
 
     @property
     def _name(self) -> str:
         return self._meeting_place.roster.names[self._meeting_place.roster.index]
 
-    def _tell(self, text: str, exit_code: int) -> None:
-        """Tell the other launchers, if there are any, what ends this one."""
-        if self._neighbours is not None:
-            verdict = Verdict(text=text, exit_code=exit_code, rank=-1, traceback=None)
-            self._neighbours.fail(Told(verdict=verdict, consequence=False, time=time.time()))
+    def _part(self, text: str, exit_code: int) -> None:
+        """Tell the other launchers, if there are any, what ends this one; some can go on without it."""
+        if self._neighbours is None:
+            return
+        if self._meeting_place.may_leave:
+            self._leaving = True
+            self._neighbours.leave(text.removeprefix("lockstep: "))
+            return
+        verdict = Verdict(
+            text=text, exit_code=exit_code, rank=-1, traceback=None, kind=Kind.REFUSED
+        )
+        self._neighbours.fail(Told(verdict=verdict, consequence=False, time=time.time()))
 
     def _running(self) -> bool:
         return len(self._exits) < len(self._started)
@@ -228,7 +348,8 @@ class Agent(SimpleElasticAgent):
     def _look(self) -> None:
         try:
             for left in self._server.poll():
-                self._exits[left.rank] = left
+                if self._started.get(left.rank) == left.pid:
+                    self._exits[left.rank] = left
         except RunError:
             self._await_signal()
             raise
@@ -244,14 +365,19 @@ class Agent(SimpleElasticAgent):
         """Give the others a moment to fail by themselves: the cause may be among them."""
         began = time.monotonic()
         while self._running():
-            known = failure.collect(self._workers, self._exits)
-            patience = _SETTLE_CONSEQUENCE if failure.first(known).consequence else _SETTLE
+            cause = failure.first(self._failures())
+            if cause.report is None and cause.exit is not None and cause.exit.code < 0:
+                return  # a signal is nobody's consequence
+            patience = _SETTLE_CONSEQUENCE if cause.consequence else _SETTLE
             if time.monotonic() - began > patience or self._interrupts.first:
                 return
-            time.sleep(_INTERVAL)
+            self._server.wait(_INTERVAL)
             self._look()
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        if self._standing.opened:
+            # SIGTERM asks a run to save itself, and ranks to agree when: some of them are gone.
+            self._wait_after(signal.SIGKILL, _LAST_GRACE)
         self._shutdown()
 
     def _shutdown(
@@ -260,7 +386,8 @@ class Agent(SimpleElasticAgent):
         timeout: int = 30,
     ) -> None:
         """Ask the workers' sessions to end, and make them after a grace."""
-        if not self._wait_after(death_sig, _GRACE):
+        # A launcher that leaves keeps the others waiting, who have all that its workers have.
+        if self._leaving or not self._wait_after(death_sig, _GRACE):
             self._wait_after(signal.SIGKILL, _GRACE)
 
     def _wait_after(self, signum: signal.Signals, seconds: float) -> bool:
@@ -272,7 +399,7 @@ class Agent(SimpleElasticAgent):
             hurry = self._interrupts.impatient and signum != signal.SIGKILL
             if hurry or time.monotonic() > deadline:
                 return False
-            time.sleep(_INTERVAL / 2)
+            self._server.wait(_INTERVAL / 2)
             self._look()
         return True
 

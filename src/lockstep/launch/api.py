@@ -13,11 +13,13 @@ from lockstep.launch import dry_run, machine, nodes, old_scripts, openmp, worker
 from lockstep.launch.failure import short
 from lockstep.launch.functions import launch
 from lockstep.launch.interrupts import Interrupted, listening
+from lockstep.launch.output import say
 from lockstep.launch.placement import asked, ranks_without_looking
 from lockstep.launch.plan import Meeting, count_ranks, make_plan, share_of_threads
 from lockstep.launch.preload import preload
+from lockstep.launch.roster import NotNeeded
 from lockstep.launch.spec import LaunchSpec
-from lockstep.launch.supervise import RunPlace, private_directory, say, supervise
+from lockstep.launch.supervise import RunPlace, private_directory, supervise
 from lockstep.launch.target import check_script
 from lockstep.world.cores import usable_cores
 
@@ -35,7 +37,7 @@ def run(spec: LaunchSpec) -> int:
     if spec.kind == "script":
         check_script(spec.target)
     spec = _adapt(spec)
-    with listening() as interrupts:
+    with listening(spec.survival.preemption(os.environ)) as interrupts:
         spec = _prepare(spec)
         here = machine.look(gpus=asked(spec, os.environ) != "cpu")
         # The whole plan is checked before a directory appears for a launch that cannot be.
@@ -46,6 +48,9 @@ def run(spec: LaunchSpec) -> int:
         try:
             with private_directory() as private:
                 verdict = supervise(spec, here, worker.job(spec), place.make, private, interrupts)
+        except NotNeeded:
+            say("lockstep: the launch has ended; there was no place for this node meanwhile")
+            return 0
         except Interrupted as stop:
             logs = f"; logs: {short(place.path / 'logs')}" if place.path else ""
             say(f"lockstep: stopped by {stop.signum.name}{logs}")

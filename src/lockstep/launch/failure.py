@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.errors import PREEMPTED
 from lockstep.launch.forkserver import Exit
 from lockstep.launch.plan import WorkerPlan
+from lockstep.launch.restarts import Kind, kind
 from lockstep.record import report
 from lockstep.record.report import Report
 
@@ -35,7 +38,7 @@ class Failure:
 
     Attributes:
         worker: its plan.
-        time: when it failed, seconds since the epoch.
+        time: when it failed, by this machine's `time.monotonic`.
         report: its exception, where it could describe it.
         exit: how its process ended, where it has ended.
     """
@@ -64,12 +67,21 @@ class Verdict:
         exit_code: what the launcher ends with.
         rank: the rank that failed first.
         traceback: its Python traceback, where there was one.
+        kind: what the failure comes from.
+        brief: one line, for a failure that is not the end; by default the first of `text`.
     """
 
     text: str
     exit_code: int
     rank: int
     traceback: str | None
+    kind: Kind = Kind.SCRIPT
+    brief: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.brief:
+            line = self.text.partition("\n")[0].removeprefix("lockstep: ")
+            object.__setattr__(self, "brief", line)
 
 
 def collect(workers: Iterable[WorkerPlan], exits: Mapping[int, Exit]) -> list[Failure]:
@@ -79,8 +91,8 @@ def collect(workers: Iterable[WorkerPlan], exits: Mapping[int, Exit]) -> list[Fa
         left, told = exits.get(worker.rank), report.read(worker.error_file)
         if told is None and (left is None or left.code == 0):
             continue
-        time = told.time if told else left.time if left else 0.0
-        failures.append(Failure(worker=worker, time=time, report=told, exit=left))
+        moment = told.time if told else left.time if left else 0.0
+        failures.append(Failure(worker=worker, time=moment, report=told, exit=left))
     return failures
 
 
@@ -107,18 +119,57 @@ def verdict(
         + _what(cause, killed_for_memory)
     ]
     lines += _details(cause)
+    if killed_for_memory and cause.report is not None:
+        lines.append("  the kernel has killed a process of this control group for memory meanwhile")
     lines.append(f"  log: {short(cause.worker.log)}")
     return Verdict(
         text="\n".join(lines),
         exit_code=cause.report.exit_code if cause.report else 1,
         rank=rank,
         traceback=cause.report.traceback if cause.report else None,
+        kind=kind(
+            cause.report, cause.exit.code if cause.exit else 1, consequence=cause.consequence
+        ),
+        brief=f"rank {rank} {_briefly(cause, killed_for_memory)}",
     )
 
 
-def oom_kills() -> int | None:
-    """Return how often the kernel killed a process of this control group for memory, if it says."""
-    for file in _memory_events():
+def wall(moment: float) -> float:
+    """Return what clocks show at a moment of `time.monotonic`: other machines have their own."""
+    return time.time() - (time.monotonic() - moment)
+
+
+def preempted(step: int, run_dir: Path) -> Verdict:
+    """Return what is said of a run that has saved its state and left."""
+    text = (
+        f"lockstep: preempted after step {step}; "
+        f"the same command with --run-dir {short(run_dir)} continues"
+    )
+    return Verdict(text=text, exit_code=PREEMPTED, rank=-1, traceback=None)
+
+
+class MemoryKills:
+    """How often the kernel kills a process of this control group for memory."""
+
+    def __init__(self) -> None:
+        self._before = oom_kills()
+
+    def grew(self) -> bool | None:
+        """Return whether it has since the last time this was asked; `None` where it doesn't say."""
+        before, self._before = self._before, oom_kills()
+        return None if before is None or self._before is None else self._before > before
+
+
+def oom_kills(
+    groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> int | None:
+    """Return how often the kernel killed a process of this control group for memory, if it says.
+
+    Args:
+        groups: names the control groups of this process.
+        root: where control groups are mounted.
+    """
+    for file in _memory_events(groups, root):
         with contextlib.suppress(OSError, ValueError):
             counters = dict(line.split() for line in file.read_text().splitlines())
             if "oom_kill" in counters:
@@ -126,18 +177,27 @@ def oom_kills() -> int | None:
     return None
 
 
-def _memory_events() -> list[Path]:
-    with contextlib.suppress(OSError):
-        groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-        root = Path("/sys/fs/cgroup")
-        first_version = [
-            root / "memory" / path[1:] / "memory.oom_control"
-            for _, name, path in groups
-            if name == "memory"
-        ]
-        second_version = [root / path[1:] / "memory.events" for _, name, path in groups if not name]
-        return second_version + first_version
-    return []
+def _memory_events(groups: Path, root: Path) -> Iterator[Path]:
+    try:
+        lines = [line.split(":", 2) for line in groups.read_text().splitlines()]
+    except OSError:
+        return
+    # Version 1 with a controller of its own for memory, else version 2. Both may be mounted.
+    ordered = sorted(lines, key=lambda line: line[1] == "")
+    for _, controllers, path in ordered:
+        if "memory" in controllers.split(","):
+            place, name = root / "memory", "memory.oom_control"
+        elif not controllers:
+            place, name = root, "memory.events"
+        else:
+            continue
+        # A group without the controller is counted in the next above it. Inside a container, its own
+        # group may be mounted at the top, under a path that only the host has.
+        group = place / path.lstrip("/")
+        for candidate in (group, *group.parents):
+            yield candidate / name
+            if candidate == place:
+                break
 
 
 def _what(failure: Failure, killed_for_memory: bool | None) -> str:
@@ -148,6 +208,20 @@ def _what(failure: Failure, killed_for_memory: bool | None) -> str:
     if code >= 0:
         return f"exit code {code}"
     return f"killed by signal {-code} ({_signal_name(-code)}): {_likely(-code, killed_for_memory)}"
+
+
+def _briefly(failure: Failure, killed_for_memory: bool | None) -> str:
+    """Return what has happened to a rank, in a few words."""
+    told, code = failure.report, failure.exit.code if failure.exit is not None else 1
+    if told is not None:
+        text = _what(failure, killed_for_memory).partition("\n")[0]
+        place = f" ({short(Path(told.file))}:{told.line})" if told.file else ""
+        return f"failed: {text}{place}"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    if -code == signal.SIGKILL and killed_for_memory:
+        return "was killed by the kernel: out of memory"
+    return f"was killed by signal {-code} ({_signal_name(-code)})"
 
 
 def _signal_name(number: int) -> str:

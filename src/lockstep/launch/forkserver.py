@@ -16,13 +16,14 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from lockstep.errors import RunError
 from lockstep.launch import processes
 from lockstep.launch.binding import PROCESSORS
+from lockstep.launch.heir import Succession
 
 #: Upper bound of one message; environment additions and a few numbers.
 _MESSAGE = 1 << 17
@@ -45,7 +46,7 @@ class Exit:
         rank: its rank.
         pid: its process id.
         code: exit code, or minus the signal that killed it.
-        time: when it was reaped, seconds since the epoch.
+        time: when it was reaped, by `time.monotonic`.
     """
 
     rank: int
@@ -63,16 +64,21 @@ class ForkServer:
 
     Args:
         job: what a worker does; the server keeps it in memory, so it need not be importable.
+        unheard: signals that are meant for launcher and workers alone, whoever gets them.
+        warm: whether later workers find imported what earlier ones have imported.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(
+        self, job: Job, unheard: Iterable[signal.Signals] = (), *, warm: bool = False
+    ) -> None:
         launcher = os.getpid()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._exits: list[Exit] = []
         self._pid = processes.fork()
         if self._pid == 0:
             ours.close()
-            _serve_and_exit(theirs, job, launcher)
+            _silence(unheard)
+            _serve_and_exit(theirs, job, launcher, Succession() if warm else None)
         theirs.close()
         self._socket = ours
 
@@ -103,10 +109,23 @@ class ForkServer:
         exits, self._exits = self._exits, []
         return exits
 
-    def signal(self, signum: signal.Signals) -> None:
-        """Send `signum` to the sessions of all living workers."""
+    def wait(self, seconds: float) -> None:
+        """Wait until there is something to poll, `seconds` at most."""
+        if not self._exits:
+            poll = select.poll()
+            poll.register(self._socket, select.POLLIN)
+            poll.poll(seconds * 1000)
+
+    def signal(self, signum: signal.Signals, only: Collection[int] | None = None) -> None:
+        """Send `signum` to the sessions of all living workers, or to some workers alone.
+
+        Args:
+            signum: the signal.
+            only: process ids of the workers that get it, and nothing that they have started.
+        """
+        message = {"signal": int(signum), "only": None if only is None else sorted(only)}
         with contextlib.suppress(OSError):
-            self._socket.send(json.dumps({"signal": int(signum)}).encode())
+            self._socket.send(json.dumps(message).encode())
 
     def close(self) -> None:
         """Kill what is left of the workers and wait for the server's end."""
@@ -132,24 +151,33 @@ class ForkServer:
         )
 
 
-def _serve_and_exit(connection: socket.socket, job: Job, launcher: int) -> NoReturn:
+def _silence(unheard: Iterable[signal.Signals]) -> None:
+    # A handler that does nothing, not SIG_IGN: that would pass through `exec` into the workers.
+    for number in {signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, *unheard}:
+        signal.signal(number, lambda *_: None)
+
+
+def _serve_and_exit(
+    connection: socket.socket, job: Job, launcher: int, succession: Succession | None
+) -> NoReturn:
     """Be the server until the launcher closes the socket or dies."""
     try:
         os.setsid()
-        # A handler that does nothing, not SIG_IGN: that would pass through `exec` into the workers.
-        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
-            signal.signal(number, lambda *_: None)
         processes.freeze()
-        _Server(connection, job, launcher).serve()
+        _Server(connection, job, launcher, succession).serve()
     except BaseException:  # whatever happens here, the launcher's stack must not be unwound
         os._exit(1)
     os._exit(0)
 
 
 class _Server:
-    def __init__(self, connection: socket.socket, job: Job, launcher: int) -> None:
+    def __init__(
+        self, connection: socket.socket, job: Job, launcher: int, succession: Succession | None
+    ) -> None:
         self._connection = connection
         self._job = job
+        self._launcher = launcher
+        self._succession = succession
         self._ranks: dict[int, int] = {}  # living workers: process id to rank
         self._ending = False
         self._wake, wake_writer = os.pipe()
@@ -162,20 +190,27 @@ class _Server:
         processes.die_with_parent(launcher, signal.SIGTERM)
 
     def _end(self, *_: object) -> None:
-        self._ending = True
+        # Slurm signals every process of a step: as long as the launcher lives, it is asked, not we.
+        self._ending = os.getppid() != self._launcher
 
     def serve(self) -> None:
-        poll = select.poll()
-        poll.register(self._connection, select.POLLIN)
-        poll.register(self._wake, select.POLLIN)
         while not self._ending:
-            readable = {descriptor for descriptor, _ in poll.poll()}
+            readable = self._await_news()
             if self._wake in readable:
                 self._drain_wake()
                 self._reap()
             if self._connection.fileno() in readable and not self._answer():
                 break
+            if self._succession is not None:
+                self._succession.attend(readable, self._succeed)
         self._kill_all()
+
+    def _await_news(self) -> set[int]:
+        more = [] if self._succession is None else self._succession.channels
+        poll = select.poll()
+        for descriptor in (self._connection.fileno(), self._wake, *more):
+            poll.register(descriptor, select.POLLIN)
+        return {descriptor for descriptor, _ in poll.poll()}
 
     def _drain_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -190,12 +225,43 @@ class _Server:
             return False
         if not data:
             return False
+        self._handle(data, descriptors)
+        return True
+
+    def _handle(self, data: bytes, descriptors: list[int]) -> None:
         message = json.loads(data)
-        if "signal" in message:
+        if "signal" not in message:
+            if not self._ranks:
+                self._retire(data, descriptors)
+            self._start(Request(**message), descriptors)
+        elif message["only"] is None:
             self._signal_all(message["signal"])
         else:
-            self._start(Request(**message), descriptors)
-        return True
+            for pid in (
+                self._ranks.keys() & message["only"]
+            ):  # not reaped, so the id is the worker's
+                os.kill(pid, message["signal"])
+
+    def _retire(self, data: bytes, descriptors: list[int]) -> None:
+        """Between two generations, leave the service to the heir, if there is one; its end is ours."""
+        heir = None if self._succession is None else self._succession.hand_over(data, descriptors)
+        if heir is not None:
+            self._connection.close()
+            for descriptor in descriptors:
+                os.close(descriptor)
+            _, status = os.waitpid(heir, 0)
+            os._exit(status and 1)
+
+    def _succeed(self, data: bytes, descriptors: list[int]) -> NoReturn:
+        """Serve in the place of the server that this process was forked from."""
+        assert self._succession is not None
+        for descriptor in self._own:
+            os.close(descriptor)
+        succession = Succession(self._succession.generation + 1)
+        server = _Server(self._connection, self._job, os.getppid(), succession)
+        server._handle(data, descriptors)
+        server.serve()
+        os._exit(0)
 
     def _start(self, request: Request, streams: list[int]) -> None:
         server = os.getpid()
@@ -207,6 +273,8 @@ class _Server:
                 self._become_worker(request, streams, server)
             self._ranks[pid] = request.rank
             self._send({"started": pid})
+            if self._succession is not None:
+                self._succession.remember(request.env)
         except OSError as error:
             self._send({"refused": str(error)})
         finally:
@@ -221,6 +289,8 @@ class _Server:
             self._connection.close()
             for descriptor in self._own:
                 os.close(descriptor)
+            if self._succession is not None:
+                self._succession.join(request.env)
             self._job(request)
         except BaseException as error:  # as in a shell: 127 for a command that cannot be run
             os.write(2, f"lockstep: rank {request.rank} could not start: {error!r}\n".encode())
@@ -235,7 +305,9 @@ class _Server:
 
     def _bury(self, pid: int) -> None:
         status = os.waitstatus_to_exitcode(_wait_status(pid))
-        self._send({"rank": self._ranks.pop(pid), "pid": pid, "code": status, "time": time.time()})
+        self._send(
+            {"rank": self._ranks.pop(pid), "pid": pid, "code": status, "time": time.monotonic()}
+        )
 
     def _signal_all(self, signum: int) -> None:
         for pid in self._ranks:
@@ -245,6 +317,8 @@ class _Server:
                 os.kill(pid, signum)
 
     def _kill_all(self) -> None:
+        if self._succession is not None:
+            self._succession.close()
         self._signal_all(signal.SIGKILL)
         for pid in list(self._ranks):
             os.waitpid(pid, 0)

@@ -20,14 +20,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from lockstep.errors import RunError, UsageError
+from lockstep.errors import PREEMPTED, RunError, UsageError
 from lockstep.launch import forksafety, machine, processes, worker
 from lockstep.launch.forkserver import Job, Request
 from lockstep.launch.interrupts import Interrupted, listening
+from lockstep.launch.output import say
 from lockstep.launch.placement import asked
 from lockstep.launch.plan import interpreter, make_plan
 from lockstep.launch.spec import LaunchSpec, Ranks, StartMethod
-from lockstep.launch.supervise import RunPlace, private_directory, say, supervise
+from lockstep.launch.supervise import RunPlace, private_directory, supervise
+from lockstep.launch.survival import Survival
 from lockstep.world import detect
 
 #: What `multiprocessing` tells a fresh interpreter that ours needs too: paths and the main module.
@@ -49,6 +51,7 @@ def launch(
     replicas: int | None = None,
     start: Literal["auto", "fork", "spawn"] = "auto",
     devices: str = "auto",
+    max_restarts: int | None = None,
     run_dir: str | os.PathLike[str] | None = None,
     timeout: float | None = None,
 ) -> list[Any]:
@@ -64,6 +67,8 @@ def launch(
         replicas: replicas of the run; the script's or as many as ranks by default.
         start: how workers come to life.
         devices: what ranks compute on: `auto`, `cpu`, `gpu`, or a list with one GPU for each rank.
+        max_restarts: failures in a row without progress after which ranks are started again; by default
+            what the failure suggests, if `main` has opened a run.
         run_dir: where logs and records go; a new directory in `runs/` by default.
         timeout: seconds after which the launch is stopped.
 
@@ -80,6 +85,7 @@ def launch(
         devices=None if devices == "auto" else devices,
         replicas=replicas,
         run_dir=None if run_dir is None else Path(run_dir),
+        survival=Survival(max_restarts=max_restarts),
     )
     with private_directory() as private:
         job = _forked(main, args) if spec.start == "fork" else _spawned(main, args, private)
@@ -99,7 +105,7 @@ def _run(spec: LaunchSpec, job: Job, private: Path, name: str, timeout: float | 
     place = RunPlace(spec.run_dir, name)
     deadline = None if timeout is None else time.monotonic() + timeout
     try:
-        with listening() as interrupts:
+        with listening(spec.survival.preemption(os.environ)) as interrupts:
             verdict = supervise(spec, here, job, place.make, private, interrupts, deadline)
     except Interrupted as stop:
         _pass_on(stop.signum)
@@ -109,6 +115,9 @@ def _run(spec: LaunchSpec, job: Job, private: Path, name: str, timeout: float | 
             hint="a rank may wait for a collective that another never enters",
         ) from None
     else:
+        if verdict is not None and verdict.exit_code == PREEMPTED:
+            say(verdict.text)
+            raise SystemExit(PREEMPTED)
         if verdict is not None:
             error = RunError(verdict.text)
             if verdict.traceback:

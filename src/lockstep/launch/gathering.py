@@ -5,26 +5,23 @@ party ── store: behind a door, or a file in a shared directory ── roll c
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import hashlib
 import json
 import os
-import secrets
-import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from lockstep.errors import LockstepError, WorldError
+from lockstep.launch.entrance import elsewhere, host_lock, is_here, knock
+from lockstep.launch.hall import Place
 from lockstep.launch.meeting_file import MeetingFile
 from lockstep.launch.nodes import Party
 from lockstep.launch.roster import Launcher, Roster, owns
-from lockstep.world import clocks, door, host, network, roll_call
+from lockstep.world import clocks, door, network, roll_call
 from lockstep.world.door import Door
-from lockstep.world.meet import LOOPBACK, connect_store, host_store
+from lockstep.world.meet import LOOPBACK, host_store
 from lockstep.world.survey import Reach, survey
 from lockstep.world.waiting import Check, await_any
 
@@ -52,6 +49,11 @@ class Gathering:
         self._check = check
         self._file = file
         self.roster = roster
+
+    @property
+    def leads(self) -> bool:
+        """Whether this launcher says what all are to know."""
+        return self.roster.index == 0
 
     def tell(self, key: str, value: str) -> None:
         """Tell all launchers something."""
@@ -84,6 +86,18 @@ class Gathering:
             others = [f"heard/{index}" for index in range(1, self.roster.count)]
             await_any(self._store, [others], _SEE_OFF_SECONDS)
 
+    def tell_place(self, place: Place) -> None:
+        """Tell the others where launcher 0 listens."""
+        self.tell("place", place.spell())
+
+    def hear_place(self) -> Place:
+        """Return where launcher 0 listens.
+
+        Raises:
+            WorldError: if it cannot go on, or has left.
+        """
+        return Place.parse(self.hear("place"))
+
     def _await(self, keys: Sequence[str]) -> None:
         try:
             found = await_any(self._store, [["failed"], keys], _SECONDS, self._check)
@@ -91,7 +105,7 @@ class Gathering:
             if problem is not None:
                 self._store.set(f"heard/{self.roster.index}", "1")
         except RuntimeError as error:
-            raise _left(self.roster.names[0]) from error
+            raise left(self.roster.names[0]) from error
         if found != 1:
             raise WorldError(
                 problem or f"not all launchers were ready within {_SECONDS:g} s",
@@ -131,7 +145,7 @@ def gather(
         roster = _call(party, index, store, own, seconds, interface, check)
     except RuntimeError as error:
         _close(file)
-        raise _left("launcher 0") from error
+        raise left("launcher 0") from error
     except BaseException:
         _close(file)
         raise
@@ -143,7 +157,8 @@ def _close(file: MeetingFile | None) -> None:
         file.close()
 
 
-def _left(name: str) -> WorldError:
+def left(name: str) -> WorldError:
+    """Return the error of a launcher that was left alone before the launch began."""
     return WorldError(
         f"{name} left before the launch began", hint="look at the output of its launcher"
     )
@@ -156,8 +171,8 @@ def _exists(interface: str) -> bool:
 def _find(party: Party, seconds: float, check: Check) -> tuple[int, dist.Store]:
     if party.index is not None:
         return party.index, _meet_at_host(party, seconds, check, hosts=party.index == 0)
-    with _host_lock(party.name) as first_here:
-        hosts = first_here and _is_here(party)
+    with host_lock(party.name) as first_here:
+        hosts = first_here and is_here(party)
         store = _meet_at_host(party, seconds, check, hosts=hosts)
     # The host of the store is launcher 0; the others are numbered as they come.
     return (0 if hosts else store.add("arrivals", 1)), store
@@ -167,19 +182,9 @@ def _meet_at_host(party: Party, seconds: float, check: Check, *, hosts: bool) ->
     assert party.address is not None
     loopback = door.listens_locally(party.address)
     if not hosts:
-        guest = f"node {party.index}" if party.index is not None else _anybody()
-        answer = door.knock(
-            network.addresses_of(party.address),
-            party.name,
-            guest,
-            token=secrets.token_hex(8),
-            seconds=seconds,
-            port=party.port,
-            check=check,
-        )
-        return connect_store(answer.address, answer.port)
+        return knock(party, seconds, check)
     store = host_store(0, loopback=loopback)
-    hint = None if loopback else _elsewhere(party)
+    hint = None if loopback else elsewhere(party)
     named = [f"node {index}" for index in range(1, party.count)]
     entrance = Door(
         name=party.name,
@@ -198,46 +203,6 @@ def _meet_at_host(party: Party, seconds: float, check: Check, *, hosts: bool) ->
     return store
 
 
-def _elsewhere(party: Party) -> str | None:
-    with contextlib.suppress(
-        WorldError
-    ):  # a name that this host doesn't know may be right elsewhere
-        if _is_here(party):
-            return None
-    own = ", ".join(f"{one.name} {one.address}" for one in network.interfaces())
-    return f"{party.address} is no address of {host.name()} ({own}): is this node 0?"
-
-
-def _anybody() -> str:
-    return f"a node on {host.name()}, process {os.getpid()}"
-
-
-def _is_here(party: Party) -> bool:
-    """Return whether the endpoint's host is this one."""
-    assert party.address is not None
-    own = {one.address for one in network.interfaces()} | {host.name()}
-    found = {party.address, *network.addresses_of(party.address)}
-    # Some systems let a host's own name mean an address of the loopback interface.
-    return bool(own & found) or any(door.is_loopback(address) for address in found)
-
-
-@contextlib.contextmanager
-def _host_lock(name: str) -> Iterator[bool]:
-    """Hold a lock among the launchers of this host that gather under `name`; give whether it was free."""
-    digest = hashlib.sha256(os.fsencode(name)).hexdigest()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as lock:
-        try:
-            # An abstract address: it goes with its process, however that ends.
-            lock.bind(f"\0lockstep/{os.getuid()}/{digest}")
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            is_free = False
-        else:
-            is_free = True
-        yield is_free
-
-
 def _call(
     party: Party,
     index: int,
@@ -254,8 +219,34 @@ def _call(
     roll_call.call(roll, index, card, timedelta(seconds=seconds), what="node", check=check)
     cards = [roll_call.read(roll, other) for other in range(party.count)]
     told = [Launcher.parse(store.get(f"launcher/{other}")) for other in range(party.count)]
-    names = tuple(f"node {number} ({one.name})" for number, one in enumerate(told))
     nodes = tuple(place.node_rank for place in roll_call.places(cards))
+    return survey_roster(party, index, nodes, told, store, interface, check)
+
+
+def survey_roster(
+    party: Party,
+    index: int,
+    nodes: Sequence[int],
+    told: Sequence[Launcher],
+    store: dist.Store,
+    interface: str | None,
+    check: Check,
+) -> Roster:
+    """Survey the network between launchers who have met; return who they are, and how they are reached.
+
+    Args:
+        party: how they found each other.
+        index: number of this launcher.
+        nodes: the node that each is on.
+        told: what each says of itself.
+        store: a store that all of them reach, with nothing of another survey in it.
+        interface: network interface that the user chose.
+        check: called again and again while others are waited for.
+
+    Raises:
+        UnreachableError: if nodes cannot reach each other, or one has left.
+    """
+    names = tuple(f"node {number} ({one.name})" for number, one in enumerate(told))
     address, own_interface = LOOPBACK, None
     reach: tuple[Reach, ...] = ()
     if len(set(nodes)) > 1:
@@ -271,7 +262,7 @@ def _call(
     return Roster(
         index=index,
         ranks=tuple(one.ranks for one in told),
-        nodes=nodes,
+        nodes=tuple(nodes),
         names=names,
         address=address,
         interface=own_interface,

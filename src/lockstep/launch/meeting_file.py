@@ -48,8 +48,7 @@ class MeetingFile:
         Raises:
             WorldError: if fewer come within `seconds`, or more than expected have.
         """
-        self._take_lock()
-        store = dist.FileStore(str(self._path), -1)
+        store = self.open()
         index = store.add("arrivals", 1) - 1
         if index >= count:
             raise WorldError(
@@ -64,6 +63,11 @@ class MeetingFile:
                 raise self._missing(store, count, seconds)
             time.sleep(_INTERVAL)
         return index, store
+
+    def open(self) -> dist.Store:
+        """Return the store in the file: a fresh one, unless somebody is there."""
+        self._take_lock()
+        return dist.FileStore(str(self._path), -1)
 
     def close(self) -> None:
         """Give up the lock; whoever is the last to leave removes the files."""

@@ -1,216 +1,284 @@
-"""The other launchers while the workers run: who failed, who is lost, and one verdict for all.
+"""The other launchers while the workers run: who failed, who is lost, and one decision for all.
 
-    launcher k: failure ──> launcher 0: verdict ──> all launchers
+    launcher k: how it is ──> launcher 0: chair ──> what is decided
 
-A thread talks to the store, since a store that is gone answers late; the launcher only looks at what
-the thread has found.
+Threads talk, since a network that is cut answers late; the launcher only looks at what they have found.
+A connection that is silent is given up after a moment for a new one: TCP by itself would wait longer
+and longer between two attempts, and take a cable that was out for ten seconds for a dead host.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import threading
 import time
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Any
 
-import torch.distributed as dist
-
+from lockstep.launch import chair
+from lockstep.launch.chair import Answer, Chair, Decision, Policy, Said, Told, lost_verdict
 from lockstep.launch.failure import Verdict
+from lockstep.launch.hall import LINE, Hall, Place
 from lockstep.launch.roster import Roster
+from lockstep.world import door
+from lockstep.world.waiting import Check
 
-_BEAT_SECONDS = 1.0
-_INTERVAL = 0.05
-#: A launcher that has not moved for as long is lost.
-_LOST_SECONDS = 15.0
-#: How long launcher 0 waits for the cause, once it has heard of a consequence.
-_SETTLE_SECONDS = 2.0
-#: How long launcher 0 waits for the others to read its verdict.
-_LINGER_SECONDS = 5.0
+__all__ = ["Neighbours", "Place", "RoundOverError", "Told"]
+
+_BEAT_SECONDS = 0.25
+_INTERVAL = 0.02
+#: How long an answer may take before another connection is tried.
+_ANSWER_SECONDS = 2.0
+_CONNECT_SECONDS = 1.0
+#: A host that refuses for as long is there, and its launcher 0 is not.
+_REFUSED_SECONDS = 1.5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """What a launcher says of its own failure.
+class RoundOverError(Exception):
+    """The round is over: what is waited for will not come.
 
-    Attributes:
-        verdict: its verdict.
-        consequence: whether another rank's failure explains it.
-        time: when it happened, seconds since the epoch.
+    Args:
+        decision: why.
     """
 
-    verdict: Verdict
-    consequence: bool
-    time: float
-
-    @property
-    def order(self) -> tuple[bool, float]:
-        """What sorts causes before consequences, and early before late."""
-        return self.consequence, self.time
+    def __init__(self, decision: Decision) -> None:
+        super().__init__(decision)
+        self.decision = decision
 
 
 class Neighbours:
-    """What this launcher knows of the others, and they of it.
+    """What this launcher knows of the others, and they of it, in one round.
 
     Args:
-        store: the store of this generation, which launcher 0 hosts.
         roster: who they are.
+        place: where launcher 0 listens; `None` on launcher 0.
+        generation: number of the round's first generation.
+        policy: launcher 0's: which failures are followed by new workers.
+        elastic: whether the launch goes on without a launcher that is lost.
+        hint: what could have been done about the loss of launcher 0, where it ends the launch.
     """
 
-    def __init__(self, store: dist.TCPStore, roster: Roster) -> None:
-        # Clients of their own: the launcher's may be busy waiting.
-        self._store = dist.PrefixStore("neighbours", _clone(store))
-        self._linger_store = dist.PrefixStore("neighbours", _clone(store))
+    def __init__(
+        self,
+        roster: Roster,
+        place: Place | None = None,
+        *,
+        generation: int = 0,
+        policy: Policy = lambda _: None,
+        elastic: bool = False,
+        hint: str | None = None,
+    ) -> None:
         self._roster = roster
-        self._own = f"{roster.index}"
+        self._elastic = elastic
+        self._hint = hint
         self._lock = threading.Lock()
-        self._failure: Told | None = None
-        self._done = False
-        self._heard = time.monotonic()
-        #: The verdict over the whole launch, once there is one.
-        self.verdict: Verdict | None = None
-        #: Whether all launchers have ended well.
-        self.all_done = False
-        self._stop = threading.Event()
+        self._said = Said(index=roster.index, generation=generation)
+        self._answer = Answer()
+        self._wake, self._stop = threading.Event(), threading.Event()
+        if place is None:
+            now = time.monotonic()
+            head = Chair(roster, now, policy=policy, elastic=elastic, generation=generation)
+            # Others may come, from other hosts.
+            loopback = not elastic and door.listens_locally(roster.address)
+            self.hall: Hall | None = Hall(roster, head, loopback=loopback)
+            self.place = self.hall.place
+            self._caller = None
+        else:
+            self.hall = None
+            self.place = place
+            self._caller = _Caller(roster.address, place)
         self._thread = threading.Thread(target=self._talk, name="lockstep-neighbours", daemon=True)
         self._thread.start()
 
     def fail(self, told: Told) -> None:
         """Tell the others that this launcher's workers failed."""
-        with self._lock:
-            self._failure = told
+        self._say(failure=told)
 
     def done(self) -> None:
         """Tell the others that this launcher's workers ended well."""
+        self._say(done=True)
+
+    def leave(self, why: str) -> None:
+        """Tell the others that this launcher leaves: they are to go on without it."""
+        self._say(leaves=why)
+
+    def enter(self, generation: int, open_store: Callable[[], int], check: Check) -> int:
+        """Begin a generation, when all have ended their workers of the one before; return its port.
+
+        Args:
+            generation: its number.
+            open_store: opens the store of the generation and returns its port; launcher 0 calls it.
+            check: called again and again meanwhile; may raise to end it.
+
+        Raises:
+            RoundOverError: if the round is over instead.
+        """
         with self._lock:
-            self._done = True
+            self._said = Said(index=self._roster.index, generation=generation)
+            self._answer = Answer()
+        if self.hall is not None:
+            self.hall.enter(generation)
+        self._wake.set()
+        opened = False
+        while True:
+            check()
+            decision, port = self.decision, self._answer.port
+            if decision is not None and decision.is_last:
+                raise RoundOverError(decision)
+            if port:
+                return port
+            if self.hall is not None and not opened and self.hall.all_entered:
+                self.hall.open(open_store())
+                opened = True
+            time.sleep(_INTERVAL)
+
+    @property
+    def decision(self) -> Decision | None:
+        """What is decided, where something is; or what follows from the loss of launcher 0."""
+        decision = self._answer.decision
+        if decision is None and self._caller is not None and self._caller.lost is not None:
+            decision = self._without_chair(self._caller.lost)
+        if decision is None or decision.verdict is None or self._roster.speaks:
+            return decision
+        return replace(decision, verdict=replace(decision.verdict, text=""))
+
+    def _without_chair(self, why: str) -> Decision:
+        verdict = lost_verdict(self._roster.names[0], why, hint=self._hint)
+        if self._elastic and self._hint is None:
+            staying = tuple(range(1, self._roster.count))
+            text = verdict.text.removeprefix("lockstep: ")
+            return Decision(kind="round", text=text, verdict=verdict, staying=staying)
+        return Decision(kind="end", verdict=verdict)
+
+    @property
+    def has_lost_chair(self) -> bool:
+        """Whether this launcher has heard no decision, and launcher 0 is lost."""
+        return self._answer.decision is None and self._caller is not None and self._caller.is_lost
 
     @property
     def problem(self) -> Verdict | None:
-        """The verdict, where there is one: of the launch, or that launcher 0 is lost."""
-        if self.verdict is not None:
-            return self.verdict
-        if time.monotonic() - self._heard > _LOST_SECONDS:
-            return _lost(self._roster.names[0])
-        return None
+        """The verdict over the launch, where there is one."""
+        decision = self.decision
+        return decision.verdict if decision is not None and decision.kind == "end" else None
+
+    @property
+    def all_done(self) -> bool:
+        """Whether all launchers have ended well."""
+        decision = self.decision
+        return decision is not None and decision.kind == "done"
 
     def close(self) -> None:
-        """Stop talking; launcher 0, who hosts the store, after the others have read its last word."""
-        said_something = self._failure is not None or self.verdict is not None or self.all_done
-        if self._roster.index == 0 and said_something:
-            self._await_readers()
+        """Stop talking; launcher 0 after the others have heard the last decision."""
         self._stop.set()
-        self._thread.join(timeout=2 * _BEAT_SECONDS)
+        self._wake.set()
+        self._thread.join(_ANSWER_SECONDS + _CONNECT_SECONDS + 0.5)
+        if self.hall is not None:
+            self.hall.close()
+
+    def _say(self, **news: Any) -> None:
+        with self._lock:
+            self._said = replace(self._said, **news)
+        self._wake.set()
 
     def _talk(self) -> None:
-        talk = _Main(self._roster) if self._roster.index == 0 else None
-        beat = 0
-        # A store that is gone is noticed by the silence.
-        with contextlib.suppress(dist.DistError, RuntimeError):
-            while not self._stop.is_set():
-                beat += 1
-                self._say(beat)
-                if talk is not None:
-                    talk.decide(self._store)
-                self._listen()
-                self._heard = time.monotonic()
-                self._stop.wait(_INTERVAL if self._failure or self._done else _BEAT_SECONDS / 4)
+        while True:
+            stopping = self._stop.is_set()
+            self._exchange()
+            decision = self._answer.decision
+            is_last = decision is not None and decision.is_last
+            if stopping or is_last:
+                break
+            self._wake.wait(self._pause)
+            self._wake.clear()
+        if is_last:
+            self._say(heard=True)
+            self._exchange()
+        if self._caller is not None:
+            self._caller.close()
 
-    def _await_readers(self) -> None:
-        deadline = time.monotonic() + _LINGER_SECONDS
-        readers = [f"read/{index}" for index in range(1, self._roster.count)]
-        with contextlib.suppress(dist.DistError, RuntimeError):
-            while not self._linger_store.check(readers) and time.monotonic() < deadline:
-                time.sleep(_INTERVAL)
+    @property
+    def _pause(self) -> float:
+        """Seconds until the next sign of life: few while this launcher waits for a decision."""
+        said, waiting = self._said, self._answer.port == 0
+        hurry = waiting or said.done or said.failure is not None or self.hall is not None
+        return _INTERVAL if hurry else _BEAT_SECONDS
 
-    def _say(self, beat: int) -> None:
+    def _exchange(self) -> None:
         with self._lock:
-            failure, done = self._failure, self._done
-        said = {
-            "beat": beat,
-            "done": done,
-            "failure": None if failure is None else asdict(failure),
-        }
-        self._store.set(self._own, json.dumps(said))
+            said = self._said
+        answer = self.hall.hear(said) if self.hall is not None else self._ask(said)
+        with self._lock:
+            # What was asked of an earlier generation says nothing of this one.
+            if answer is not None and said.generation == self._said.generation:
+                self._answer = answer
 
-    def _listen(self) -> None:
-        if self._store.check(["verdict"]):
-            verdict = Verdict(**json.loads(self._store.get("verdict")))
-            self.verdict = verdict if self._roster.speaks else replace(verdict, text="")
-        elif self._store.check(["all done"]):
-            self.all_done = True
+    def _ask(self, said: Said) -> Answer | None:
+        assert self._caller is not None
+        told = self._caller.ask(asdict(said))
+        return None if told is None else Answer.parse(told)
+
+
+class _Caller:
+    """A launcher's line to launcher 0."""
+
+    def __init__(self, address: str, place: Place) -> None:
+        self._address, self._place = address, place
+        self._connection: socket.socket | None = None
+        self._reader: Any = None
+        self._heard = time.monotonic()
+        self._refused: float | None = None
+
+    def ask(self, message: dict[str, Any]) -> dict[str, Any] | None:
+        """Say something; return the answer, or `None` where there is none now."""
+        try:
+            if self._connection is None:
+                self._connect()
+            assert self._connection is not None
+            text = json.dumps({"token": self._place.token, "said": message})
+            self._connection.sendall(text.encode() + b"\n")
+            line = self._reader.readline(LINE)
+            if not line.endswith(b"\n"):
+                raise ConnectionAbortedError
+            told: dict[str, Any] = json.loads(line)
+        except ConnectionRefusedError:
+            self._refused = self._refused or time.monotonic()
+            self.close()
+        except (OSError, ValueError):
+            self.close()
         else:
-            return
-        self._store.set(f"read/{self._own}", "1")
-        self._stop.set()
-
-
-class _Main:
-    """Launcher 0's part: it looks at all of them and decides."""
-
-    def __init__(self, roster: Roster) -> None:
-        self._roster = roster
-        self._beats: dict[int, tuple[int, float]] = {}
-        self._first_heard: float | None = None
-        self._decided = False
-
-    def decide(self, store: dist.Store) -> None:
-        """Look at what all launchers say; write the verdict, or that all is done."""
-        if self._decided:
-            return
-        now = time.monotonic()
-        said = {
-            index: json.loads(store.get(str(index)))
-            for index in range(self._roster.count)
-            if store.check([str(index)])
-        }
-        told = [_told(one["failure"]) for one in said.values() if one["failure"] is not None]
-        lost = self._lost(said, now)
-        if told:
-            self._judge(store, told, now)
-        elif lost is not None:
-            self._write(store, _lost(self._roster.names[lost]))
-        elif len(said) == self._roster.count and all(one["done"] for one in said.values()):
-            store.set("all done", "1")
-            self._decided = True
-
-    def _judge(self, store: dist.Store, told: list[Told], now: float) -> None:
-        self._first_heard = self._first_heard or now
-        first = min(told, key=lambda one: one.order)
-        everybody = len(told) == self._roster.count
-        if everybody or not first.consequence or now - self._first_heard > _SETTLE_SECONDS:
-            self._write(store, first.verdict)
-
-    def _lost(self, said: dict[int, dict[str, Any]], now: float) -> int | None:
-        for index in range(self._roster.count):
-            beat = said[index]["beat"] if index in said else 0
-            last, since = self._beats.get(index, (-1, now))
-            self._beats[index] = (beat, now if beat != last else since)
-            if now - self._beats[index][1] > _LOST_SECONDS:
-                return index
+            self._heard, self._refused = time.monotonic(), None
+            return told
         return None
 
-    def _write(self, store: dist.Store, verdict: Verdict) -> None:
-        store.set("verdict", json.dumps(asdict(verdict)))
-        self._decided = True
+    def _connect(self) -> None:
+        place = (self._address, self._place.port)
+        self._connection = socket.create_connection(place, timeout=_CONNECT_SECONDS)
+        self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection.settimeout(_ANSWER_SECONDS)
+        self._reader = self._connection.makefile("rb")
 
+    @property
+    def lost(self) -> str | None:
+        """Why launcher 0 is lost, if it is."""
+        now, refused = time.monotonic(), self._refused
+        if refused is not None and now - refused > _REFUSED_SECONDS:
+            return "its launcher has ended"
+        if now - self._heard > chair.LOST_SECONDS:
+            return f"no sign of its launcher for {chair.LOST_SECONDS:.0f} s"
+        return None
 
-def _clone(store: dist.TCPStore) -> dist.Store:
-    clone: dist.Store = store.clone()  # type: ignore[attr-defined]
-    return clone
+    @property
+    def is_lost(self) -> bool:
+        """Whether launcher 0 is lost."""
+        return self.lost is not None
 
-
-def _told(said: dict[str, Any]) -> Told:
-    return Told(
-        verdict=Verdict(**said["verdict"]), consequence=said["consequence"], time=said["time"]
-    )
-
-
-def _lost(name: str) -> Verdict:
-    return Verdict(
-        text=f"lockstep: {name} was lost: no sign of its launcher for {_LOST_SECONDS:.0f} s",
-        exit_code=1,
-        rank=-1,
-        traceback=None,
-    )
+    def close(self) -> None:
+        """Hang up."""
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                self._reader.close()
+                self._connection.close()
+            self._connection = None

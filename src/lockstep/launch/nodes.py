@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -28,7 +28,9 @@ class Nodes:
     """What the user says of several nodes.
 
     Attributes:
-        count: number of launchers, one on each node as a rule; `None` where nobody says.
+        count: number of launchers, one on each node as a rule; `None` where nobody says. Where they may
+            come and go, the most that there may be.
+        least: how many there must be, where they may come and go; `None` where they may not.
         rank: number of this one.
         main_address: host of launcher 0.
         main_port: the port at which launcher 0 listens; by default one they agree on.
@@ -36,12 +38,14 @@ class Nodes:
         id: name of the launch, which keeps two launches that meet at one place apart.
         interface: network interface to use; by default one at which all others reach this node.
         join_timeout: seconds that launchers may take to come; `None` leaves `LOCKSTEP_JOIN_TIMEOUT`.
+        last_call: seconds that a launch waits for more nodes, once there are as many as it needs.
 
     Raises:
         UsageError: if the values cannot work together.
     """
 
     count: int | None = None
+    least: int | None = None
     rank: int | None = None
     main_address: str | None = None
     main_port: int | None = None
@@ -49,10 +53,15 @@ class Nodes:
     id: str | None = None
     interface: str | None = None
     join_timeout: float | None = None
+    last_call: float | None = None
 
     def __post_init__(self) -> None:
         if self.count is not None and self.count < 1:
             raise UsageError(f"--nnodes is {self.count}; expected at least 1")
+        if self.least is not None and not 1 <= self.least <= (self.count or 0):
+            raise UsageError(
+                f"--nnodes is {self.least}:{self.count}; expected MIN:MAX with 1 <= MIN <= MAX"
+            )
         if self.rank is not None and not 0 <= self.rank < (self.count or 1):
             raise UsageError(
                 f"--node-rank is {self.rank} with --nnodes {self.count or 1}; "
@@ -60,11 +69,11 @@ class Nodes:
             )
         if self.main_port is not None and not 0 < self.main_port < 1 << 16:
             raise UsageError(f"--master-port is {self.main_port}; expected a port from 1 to 65535")
-        if self.join_timeout is not None and not 0 < self.join_timeout <= _LONGEST:
-            raise UsageError(
-                f"--join-timeout is {self.join_timeout}; expected more than 0 seconds, "
-                f"and at most {_LONGEST}"
-            )
+        for flag, seconds in (("join-timeout", self.join_timeout), ("last-call", self.last_call)):
+            if seconds is not None and not 0 < seconds <= _LONGEST:
+                raise UsageError(
+                    f"--{flag} is {seconds}; expected more than 0 seconds, and at most {_LONGEST}"
+                )
         if self.main_address is not None and not self.main_address.strip():
             raise UsageError("--master-addr is empty; expected a host or an address")
         fixed = (self.rank, self.main_address, self.main_port)
@@ -81,7 +90,8 @@ class Party:
 
     Attributes:
         name: what all of them call the launch, and nobody else does.
-        count: how many they are.
+        count: how many they are, or may be.
+        least: how many they must be, where they may come and go; `None` where they may not.
         index: which one this is; `None` where they are numbered as they come.
         address: host of the one that keeps the store.
         port: the port at which it listens, where somebody chose one.
@@ -91,6 +101,7 @@ class Party:
 
     name: str
     count: int
+    least: int | None = None
     index: int | None = None
     address: str | None = None
     port: int | None = None
@@ -103,15 +114,18 @@ class Party:
         return not self.source.startswith("--")
 
 
-def parse_count(text: str) -> int:
-    """Return the value of `--nnodes` that `text` spells.
+def parse_count(text: str) -> tuple[int | None, int]:
+    """Return what `--nnodes` means that `text` spells: how many must come, where that is said, and may.
 
     Raises:
-        UsageError: if it is no number.
+        UsageError: if it is neither a number nor two of them.
     """
-    if text.isdecimal():
-        return int(text)
-    raise UsageError(f"--nnodes is {text!r}; expected a number of nodes")
+    least, colon, most = text.rpartition(":")
+    if most.isdecimal() and (least.isdecimal() if colon else not least):
+        return (int(least) if colon else None), int(most)
+    raise UsageError(
+        f"--nnodes is {text!r}; expected a number of nodes, or MIN:MAX where they may come and go"
+    )
 
 
 def party(nodes: Nodes, work: Sequence[str], environ: Mapping[str, str]) -> Party | None:
@@ -137,7 +151,7 @@ def party(nodes: Nodes, work: Sequence[str], environ: Mapping[str, str]) -> Part
     if (nodes.count or 1) == 1:
         return None
     raise UsageError(
-        f"--nnodes is {nodes.count}, but nothing says where the nodes meet", hint=_MEETING_HINT
+        f"--nnodes is {_shown(nodes)}, but nothing says where the nodes meet", hint=_MEETING_HINT
     )
 
 
@@ -147,11 +161,11 @@ def _by_flags(nodes: Nodes, work: Sequence[str]) -> Party | None:
             "--rdzv-endpoint or --master-addr without --nnodes; expected the number of nodes",
             hint="for example --nnodes 2",
         )
-    name = f"nodes/{nodes.id or _named_after(work)}/{nodes.count}"
+    name = f"nodes/{nodes.id or _named_after(work)}/{_shown(nodes)}"
     if nodes.count == 1:
         return None
     if nodes.endpoint is not None:
-        return _at_endpoint(nodes.endpoint, name, nodes.count)
+        return replace(_at_endpoint(nodes.endpoint, name, nodes.count), least=nodes.least)
     if nodes.rank is None:
         raise UsageError(
             "--master-addr without --node-rank; expected the number of this node",
@@ -160,11 +174,17 @@ def _by_flags(nodes: Nodes, work: Sequence[str]) -> Party | None:
     return Party(
         name=name,
         count=nodes.count,
+        least=nodes.least,
         index=nodes.rank,
         address=nodes.main_address,
         port=nodes.main_port,
         source="--node-rank and --master-addr",
     )
+
+
+def _shown(nodes: Nodes) -> str:
+    """Return the number of nodes as `--nnodes` spells it."""
+    return f"{nodes.count}" if nodes.least is None else f"{nodes.least}:{nodes.count}"
 
 
 def _at_endpoint(endpoint: str, name: str, count: int) -> Party:
@@ -193,6 +213,12 @@ def _bad_endpoint(endpoint: str) -> UsageError:
 
 
 def _by_environment(nodes: Nodes, world: World, work: Sequence[str]) -> Party:
+    if nodes.least is not None:
+        raise UsageError(
+            f"--nnodes is {_shown(nodes)}, but {world.environment} started {world.size} launchers, "
+            "and ends all of them when one is lost; expected a number",
+            hint="leave --nnodes out, or say where nodes that come and go meet: --rdzv-endpoint",
+        )
     if nodes.count not in (None, world.size):
         raise UsageError(
             f"--nnodes is {nodes.count}, but {world.environment} started {world.size} launchers; "

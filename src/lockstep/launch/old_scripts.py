@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import importlib.util
 import socket
-import sys
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
+from lockstep.launch import source
 from lockstep.launch.spec import LaunchSpec, LocalRankOption
 
 #: The two spellings of the option.
@@ -114,59 +111,8 @@ def _name(node: ast.expr) -> str | None:
 
 def _calls(spec: LaunchSpec) -> list[ast.Call]:
     """Return the calls in the source of `spec`, in its order; none where it cannot be parsed."""
-    source = _source(spec)
-    if source is None:
-        return []
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the worker compiles it again, and warns
-            tree = ast.parse(source)
-        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        calls = [node for node in ast.walk(source.parse(spec)) if isinstance(node, ast.Call)]
+    except RecursionError:
         return []
     return sorted(calls, key=lambda call: (call.lineno, call.col_offset))
-
-
-def _source(spec: LaunchSpec) -> bytes | None:
-    if spec.kind == "function":
-        return None
-    try:
-        file = Path(spec.target) if spec.kind == "script" else _module_file(spec.target)
-        return None if file is None else file.read_bytes()
-    except (OSError, ImportError, ValueError):
-        return None
-
-
-def _module_file(name: str) -> Path | None:
-    """Return the file that `python -m name` runs, without importing the packages that hold it."""
-    *parents, last = name.split(".")
-    place: list[str] | None = None
-    for parent in parents:
-        place = _places(_find(parent, place))
-    found = _find(last, place)
-    if found is not None and found.submodule_search_locations is not None:
-        found = _find("__main__", _places(found))
-    return Path(found.origin) if found is not None and found.has_location and found.origin else None
-
-
-def _places(found: ModuleSpec | None) -> list[str]:
-    return list((found and found.submodule_search_locations) or ())
-
-
-def _find(part: str, places: list[str] | None) -> ModuleSpec | None:
-    """Find one part of a dotted name in `places`; the first part where Python would look for it.
-
-    The part alone is asked for, even inside a package: a dotted name would need its parents imported.
-    """
-    if places is not None:
-        return PathFinder.find_spec(part, places)
-    return PathFinder.find_spec(part, list(_search_path())) or importlib.util.find_spec(part)
-
-
-def _search_path() -> Iterator[str]:
-    """Yield the worker's `sys.path`: its working directory stands where ours has the launcher's."""
-    if sys.flags.safe_path:
-        yield from sys.path
-    else:
-        yield str(Path.cwd())
-        yield from sys.path[1:]

@@ -101,6 +101,12 @@ class _Source:
         self.shown.write(b"".join(self.prefix + line + b"\n" for line in lines.split(b"\n")))
 
 
+def say(text: str) -> None:
+    """Tell the user something of the launcher's own."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)  # noqa: T201 - the launcher's own words
+
+
 class Output:
     """The output of all workers of one launch.
 

@@ -45,6 +45,7 @@ class Meeting:
         own_gpus: the same of their GPUs.
         overrules_interface: whether the user chose it for Lockstep, over variables of Gloo and NCCL.
         run_id: what the nodes of one launch call it.
+        replicas: replicas of a run that names no number; `None` leaves its number of ranks.
     """
 
     address: str = "127.0.0.1"
@@ -62,10 +63,17 @@ class Meeting:
     own_gpus: bool = False
     overrules_interface: bool = False
     run_id: str = "none"
+    replicas: int | None = None
 
     @staticmethod
     def of(
-        roster: Roster, *, port: int, generation: int, max_restarts: int, run_id: str
+        roster: Roster,
+        *,
+        port: int,
+        generation: int,
+        max_restarts: int,
+        run_id: str,
+        replicas: int | None = None,
     ) -> Meeting:
         """Return the meeting of the launchers in `roster`, as one of them sees it."""
         return Meeting(
@@ -84,6 +92,7 @@ class Meeting:
             own_gpus=roster.own_gpus,
             overrules_interface=roster.overrules_interface,
             run_id=run_id,
+            replicas=replicas,
         )
 
 
@@ -281,6 +290,8 @@ def _shared_environment(
         MARK: __version__,
         "LOCKSTEP_RUN_DIR": str(run_dir),
     }
+    if meeting.replicas is not None:
+        variables["LOCKSTEP_DEFAULT_REPLICAS"] = str(meeting.replicas)
     if "LOCKSTEP_ENVIRONMENT" in environ:  # what it says of the launcher is not true of its workers
         variables["LOCKSTEP_ENVIRONMENT"] = "lockstep"
     variables |= _flags(spec)
@@ -311,6 +322,7 @@ def _flags(spec: LaunchSpec) -> dict[str, str]:
         "LOCKSTEP_BIND": spec.bind,
         "LOCKSTEP_FRESH": 1 if spec.fresh else None,
         "LOCKSTEP_STOP_ON_NAN": 1 if spec.stop_on_nan else None,
+        **spec.survival.variables(),
     }
     return {name: str(value) for name, value in given.items() if value is not None}
 

@@ -3,17 +3,32 @@
 Every generation has a store of its own, on a port that the system chooses. Workers of one generation
 never see keys of another, not even scripts that know nothing of generations: torchrun 2.13 keeps one
 store, and Gloo then hangs on addresses of the dead.
+
+    round 1: generations 0, 1, 2   a launcher comes, or is gone   round 2: generation 3 …
 """
 
 from __future__ import annotations
+
+import contextlib
+import threading
 
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
+from lockstep.launch.chair import Policy
 from lockstep.launch.gathering import Gathering
+from lockstep.launch.hall import Hall
+from lockstep.launch.neighbours import Neighbours, RoundOverError
 from lockstep.launch.roster import Roster
+from lockstep.launch.rounds import Rounds
 from lockstep.world.meet import LOOPBACK, connect_store, host_store
+from lockstep.world.waiting import Check, go_on
+
+_LOOK_SECONDS = 0.5
+_HOST_HINT = (
+    "launchers that meet in a shared directory survive it: --rdzv-endpoint file:///DIRECTORY"
+)
 
 
 class Rendezvous(RendezvousHandler):
@@ -22,16 +37,47 @@ class Rendezvous(RendezvousHandler):
     Args:
         run_id: name of the launch.
         ranks: number of ranks of this launcher.
-        gathering: the launchers that have met; `None` for one that is alone.
+        meeting: the launchers that have met, once or in rounds; `None` for one that is alone.
+        policy: which failures are followed by new workers, where this launcher decides for all.
+        check: called again and again while others are waited for.
     """
 
-    def __init__(self, run_id: str, ranks: int, gathering: Gathering | None = None) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        ranks: int,
+        meeting: Gathering | Rounds | None = None,
+        *,
+        policy: Policy = lambda _: None,
+        check: Check = go_on,
+    ) -> None:
         self._run_id = run_id
-        self._gathering = gathering
-        self.roster = Roster.alone(ranks) if gathering is None else gathering.roster
-        self._generation = 0
+        self._meeting = meeting
+        self._alone = Roster.alone(ranks)
         self._store: TCPStore | None = None
+        self._watch: _Watch | None = None
         self._closed = False
+        #: See the arguments; whoever starts the workers knows better.
+        self.policy, self.check = policy, check
+        #: The other launchers, while a round goes on; `None` for a launcher that is alone.
+        self.neighbours: Neighbours | None = None
+        #: Number of this generation; -1 before the first.
+        self.generation = -1
+
+    @property
+    def roster(self) -> Roster:
+        """The launchers of this round."""
+        return self._alone if self._meeting is None else self._meeting.roster
+
+    @property
+    def replicas(self) -> int | None:
+        """How many replicas a run has that names no number; `None` leaves its number of ranks."""
+        return self._meeting.replicas if isinstance(self._meeting, Rounds) else None
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether the others go on without this launcher."""
+        return isinstance(self._meeting, Rounds) and self.roster.count > 1
 
     def get_backend(self) -> str:
         """Return the name of this kind of rendezvous."""
@@ -49,24 +95,103 @@ class Rendezvous(RendezvousHandler):
         return self._store
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Open the store of the next generation; the one before ends with it."""
+        """Open the store of the next generation; the one before ends with it.
+
+        Raises:
+            RoundOverError: if the launch ends instead.
+            WorldError: if the launchers cannot meet again.
+        """
+        self._store = None
+        port = self._open() if self._meeting is None else self._enter()
         roster = self.roster
-        self._store = self._open()
-        place = RendezvousStoreInfo(roster.address, self._store.port)
-        self._generation += 1
-        agents = PrefixStore("lockstep/agent", self._store)
+        place = RendezvousStoreInfo(roster.address, port)
+        agents = PrefixStore("lockstep/agent", self.store)
         return RendezvousInfo(agents, roster.index, roster.count, place)
 
-    def _open(self) -> TCPStore:
-        loopback = self.roster.address == LOOPBACK
-        if self._gathering is None:
-            return host_store(0, loopback=loopback)
-        key = f"generation/{self._generation}"
-        if self.roster.index == 0:
-            store = host_store(0, loopback=loopback)
-            self._gathering.tell(key, str(store.port))
-            return store
-        return connect_store(self.roster.address, int(self._gathering.hear(key)))
+    def _open(self) -> int:
+        """Open a store; return its port."""
+        self._store = host_store(0, loopback=self.roster.address == LOOPBACK)
+        if self._meeting is None:
+            self.generation += 1
+        return int(self._store.port)
+
+    def _enter(self) -> int:
+        """Begin a generation with the others; return the port of its store."""
+        while True:
+            if self.neighbours is not None:
+                self._meet_again(self.neighbours)
+            if self.neighbours is None and not self._watch_each_other():
+                continue
+            assert self.neighbours is not None
+            self.generation = self._next
+            try:
+                port = self.neighbours.enter(self.generation, self._open, self.check)
+            except RoundOverError as over:
+                if over.decision.kind != "round":
+                    raise
+                continue
+            if self._store is None:
+                self._store = connect_store(self.roster.address, port)
+            return port
+
+    @property
+    def _next(self) -> int:
+        """Number of the next generation."""
+        first = self._meeting.generation if isinstance(self._meeting, Rounds) else 0
+        return max(first, self.generation + 1)
+
+    def _meet_again(self, neighbours: Neighbours) -> None:
+        """Begin another round, if this one is over."""
+        decision = neighbours.decision
+        if decision is None or decision.kind != "round":
+            return
+        assert isinstance(self._meeting, Rounds)
+        lost_chair = neighbours.has_lost_chair
+        self._close_round()
+        self._meeting.next(decision.staying, self.generation + 1, lost_chair=lost_chair)
+
+    def _watch_each_other(self) -> bool:
+        """Reach the others of this round; return whether launcher 0 has opened it."""
+        meeting, roster = self._meeting, self.roster
+        assert meeting is not None
+        place, hint, first = None, None, 0
+        if roster.index > 0:
+            place = meeting.hear_place()
+        if isinstance(meeting, Rounds):
+            if roster.index > 0 and place is None:
+                meeting.give_up()
+                return False
+            hint = None if meeting.survives_host else _HOST_HINT
+            first = meeting.generation
+        self.neighbours = Neighbours(
+            roster,
+            place,
+            generation=max(first, self.generation),
+            policy=self.policy,
+            elastic=isinstance(meeting, Rounds),
+            hint=hint,
+        )
+        if roster.index == 0:
+            meeting.tell_place(self.neighbours.place)
+            if isinstance(meeting, Rounds) and self.neighbours.hall is not None:
+                self._watch = _Watch(meeting, self.neighbours.hall)
+        return True
+
+    def _close_round(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+        if self.neighbours is not None:
+            self.neighbours.close()
+            self.neighbours = None
+
+    def finish(self) -> None:
+        """Leave the others in good order, and end the launch if it is over for all."""
+        decision = None if self.neighbours is None else self.neighbours.decision
+        self._close_round()
+        over = decision is not None and decision.kind in ("end", "done")
+        if over and isinstance(self._meeting, Rounds) and self.roster.index == 0:
+            self._meeting.end()
 
     def is_closed(self) -> bool:
         """Return whether the launch is over."""
@@ -77,7 +202,7 @@ class Rendezvous(RendezvousHandler):
         self._closed = True
 
     def num_nodes_waiting(self) -> int:
-        """Return how many launchers wait to join: none may."""
+        """Return how many launchers wait to join: who does is seen by launcher 0, and decided on."""
         return 0
 
     def get_run_id(self) -> str:
@@ -89,3 +214,36 @@ class Rendezvous(RendezvousHandler):
         self._store = None
         self._closed = True
         return True
+
+
+class _Watch:
+    """Launcher 0's look at where launchers meet: who has come, and who has lost it.
+
+    Args:
+        rounds: the rounds of the launch.
+        hall: where the launchers of this round are heard.
+    """
+
+    def __init__(self, rounds: Rounds, hall: Hall) -> None:
+        self._rounds, self._hall = rounds, hall
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lockstep-watch", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        doubts = 0
+        while not self._stop.wait(_LOOK_SECONDS):
+            # A shared directory may be out of reach for a while: the round goes on meanwhile.
+            with contextlib.suppress(RuntimeError, OSError, ValueError):
+                for index in self._rounds.answer_doubts(doubts):
+                    doubts += 1
+                    if index > 0:
+                        self._hall.lose(index)
+                if self._rounds.is_superseded():
+                    self._hall.supersede()
+                self._hall.welcome(self._rounds.newcomers())
+
+    def close(self) -> None:
+        """Look no more."""
+        self._stop.set()
+        self._thread.join(2 * _LOOK_SECONDS)

@@ -35,6 +35,10 @@ class Launcher:
         )
 
 
+class NotNeeded(Exception):  # noqa: N818 - an end, and no error
+    """The launch has ended while this launcher waited for a place in it."""
+
+
 def owns(index: int, nodes: Sequence[int], things: Sequence[Sequence[object]]) -> bool:
     """Return whether a launcher shares its node, but none of its `things`, with another.
 

@@ -8,6 +8,7 @@ from typing import Literal, cast, get_args
 
 from lockstep.errors import UsageError
 from lockstep.launch.nodes import Nodes
+from lockstep.launch.survival import Survival
 from lockstep.world.devices_asked import parse as parse_devices
 
 StartMethod = Literal["fork", "spawn", "exec"]
@@ -43,6 +44,7 @@ class LaunchSpec:
         local_rank_option: option by which old scripts get their local rank: `auto` until the script's
             source was read for it, then one of two spellings or `none`.
         nodes: what the user says of several nodes.
+        survival: what the user says of failures.
 
     Raises:
         UsageError: if a value cannot work on any machine.
@@ -63,6 +65,7 @@ class LaunchSpec:
     stop_on_nan: bool = False
     local_rank_option: LocalRankOption = "auto"
     nodes: Nodes = field(default_factory=Nodes)
+    survival: Survival = field(default_factory=Survival)
 
     def __post_init__(self) -> None:
         self._check_ranks()

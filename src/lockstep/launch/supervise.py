@@ -7,7 +7,6 @@ import dataclasses
 import os
 import shutil
 import socket
-import sys
 import tempfile
 import time
 import uuid
@@ -15,21 +14,25 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lockstep.checkpoint.memory import Descriptors
 from lockstep.errors import LockstepError
-from lockstep.launch import failure
+from lockstep.launch import failure, source
 from lockstep.launch.dry_run import placement
-from lockstep.launch.failure import Failure, Verdict
+from lockstep.launch.failure import Failure, MemoryKills, Verdict
 from lockstep.launch.forkserver import ForkServer, Job
 from lockstep.launch.gpus import visible
+from lockstep.launch.hang import HangWatch
 from lockstep.launch.interrupts import Interrupts
 from lockstep.launch.machine import Machine
 from lockstep.launch.nodes import Party
 from lockstep.launch.nodes import party as find_party
 from lockstep.launch.old_scripts import kept_port
-from lockstep.launch.output import Output
+from lockstep.launch.output import Output, say
 from lockstep.launch.plan import Meeting, Plan, count_ranks, make_plan
+from lockstep.launch.restarts import Restarts
 from lockstep.launch.roster import Launcher
 from lockstep.launch.spec import LaunchSpec
+from lockstep.launch.standing import Standing
 from lockstep.record import directory
 
 #: How long a launcher waits for others before it says that it does.
@@ -37,6 +40,8 @@ _SILENCE_SECONDS = 3.0
 
 if TYPE_CHECKING:
     from lockstep.launch.gathering import Gathering
+    from lockstep.launch.rendezvous import Rendezvous
+    from lockstep.launch.rounds import Rounds
 
 
 class RunPlace:
@@ -88,13 +93,16 @@ def supervise(
 
     Raises:
         Interrupted: if the launcher was told to stop.
+        NotNeeded: if the launch ended before there was a place for this launcher.
         TimeoutError: if `deadline` passed.
         WorldError: if the launchers of other nodes cannot be met.
     """
     environ = dict(os.environ)
     ranks = count_ranks(spec, here, environ)
+    is_run = source.imports(spec, "lockstep")
     with (
-        _serving(job) as server,
+        _memory() as memory,  # before the server is forked, so that workers inherit it
+        _serving(job, interrupts, warm=_warms(spec, environ, is_run=is_run)) as server,
         _showing(tee=spec.tee) as output,
         _gathered(spec, here, environ, interrupts) as gathering,
         kept_port() as port,  # after the server is forked, so that no worker inherits what keeps it
@@ -105,13 +113,18 @@ def supervise(
         rendezvous = Rendezvous(uuid.uuid4().hex, ranks, gathering)
         run_dir = _agree_on_directory(gathering, place)
 
+        standing = Standing(memory, ranks)
         agent = Agent(
             _planner(spec, here, environ, run_dir, private, port),
-            _judge(rendezvous.roster.size),
+            _judge(rendezvous),
             rendezvous,
             server=server,
             output=output,
             interrupts=interrupts,
+            standing=standing,
+            hangs=HangWatch(standing.slots, spec.survival.patience(environ)),
+            restarts=Restarts(spec.survival.restarts(environ)),
+            is_run=is_run,
             deadline=deadline,
         )
         # The server ends before the output does: what is left of the workers cannot write after it.
@@ -134,8 +147,9 @@ def _planner(
         if meeting.size == 1:
             meeting = dataclasses.replace(meeting, port=port)
         made = make_plan(spec, here, environ, meeting=meeting, run_dir=run_dir, error_dir=private)
-        for line in placement(made):
-            say(line)
+        if meeting.generation == 0:
+            for line in placement(made):
+                say(line)
         return made
 
     return plan
@@ -144,7 +158,7 @@ def _planner(
 @contextlib.contextmanager
 def _gathered(
     spec: LaunchSpec, here: Machine, environ: Mapping[str, str], interrupts: Interrupts
-) -> Iterator[Gathering | None]:
+) -> Iterator[Gathering | Rounds | None]:
     """Meet the launchers of the other nodes, if there are any."""
     nodes = spec.nodes
     # A function is launched for its values, which other launchers would not get.
@@ -153,23 +167,32 @@ def _gathered(
     if party is None:
         yield None
         return
-    from lockstep.launch.gathering import gather
     from lockstep.world.meet import chosen_interface, join_timeout
 
     seconds = nodes.join_timeout or join_timeout().total_seconds()
-    gathering = gather(
-        party,
-        _describe(spec, here, environ),
-        seconds=seconds,
-        interface=nodes.interface or chosen_interface(),
-        check=_patience(party, seconds, interrupts),
-    )
-    if gathering.roster.index == 0:
-        say(f"lockstep: {gathering.roster}")
-    try:
-        yield gathering
-    finally:
-        gathering.close()
+    check = _patience(party, seconds, interrupts)
+    own, interface = _describe(spec, here, environ), nodes.interface or chosen_interface()
+    if party.least is None:
+        from lockstep.launch.gathering import gather
+
+        meeting: Gathering | Rounds = gather(
+            party, own, seconds=seconds, interface=interface, check=check
+        )
+    else:
+        from lockstep.launch.arrival import LAST_CALL_SECONDS, Terms
+        from lockstep.launch.rounds import Rounds
+
+        terms = Terms(
+            least=party.least,
+            most=party.count,
+            seconds=seconds,
+            last_call=nodes.last_call or LAST_CALL_SECONDS,
+        )
+        meeting = Rounds(party, own, terms, interface=interface, check=check, say=say)
+    with contextlib.closing(meeting):
+        if party.least is None and meeting.roster.index == 0:
+            say(f"lockstep: {meeting.roster}")
+        yield meeting
 
 
 def _describe(spec: LaunchSpec, here: Machine, environ: Mapping[str, str]) -> Launcher:
@@ -184,13 +207,18 @@ def _describe(spec: LaunchSpec, here: Machine, environ: Mapping[str, str]) -> La
 
 
 def _patience(party: Party, seconds: float, interrupts: Interrupts) -> Callable[[], None]:
-    """Return what is called while other launchers are waited for: says so once, after a moment."""
-    began, told = time.monotonic(), False
+    """Return what is called while other launchers are waited for: says so, after a moment."""
+    began = last = time.monotonic()
+    told = False
 
     def check() -> None:
-        nonlocal told
+        nonlocal began, last, told
         interrupts.check()
-        if not told and time.monotonic() - began > _SILENCE_SECONDS:
+        now = time.monotonic()
+        if now - last > _SILENCE_SECONDS:  # they met meanwhile, and meet again
+            began, told = now, False
+        last = now
+        if not told and now - began > _SILENCE_SECONDS:
             told = True
             where = party.directory or party.address
             say(f"lockstep: waiting for the other nodes at {where}, {seconds:g} s at most")
@@ -198,26 +226,26 @@ def _patience(party: Party, seconds: float, interrupts: Interrupts) -> Callable[
     return check
 
 
-def _judge(size: int) -> Callable[[list[Failure]], Verdict]:
-    """Return what gives the verdict over failures from here on, in a launch of `size` ranks."""
-    kills = failure.oom_kills()
+def _judge(rendezvous: Rendezvous) -> Callable[[list[Failure]], Verdict]:
+    """Return what gives the verdict over failures from here on, of ranks that meet there."""
+    kills = MemoryKills()
 
     def judge(failures: list[Failure]) -> Verdict:
-        killed = _grew(kills, failure.oom_kills())
-        return failure.verdict(failures, size, killed_for_memory=killed)
+        size = rendezvous.roster.size
+        return failure.verdict(failures, size, killed_for_memory=kills.grew())
 
     return judge
 
 
-def _agree_on_directory(gathering: Gathering | None, place: Place) -> Path:
+def _agree_on_directory(gathering: Gathering | Rounds | None, place: Place) -> Path:
     if gathering is None:
         return place(None)
     try:
-        if gathering.roster.index > 0:
-            run_dir = place(gathering.hear("directory"))
-        else:
+        if gathering.leads:
             run_dir = place(None)
             gathering.tell("directory", run_dir.name)
+        else:
+            run_dir = place(gathering.hear("directory"))
     except LockstepError as error:
         gathering.fail(error)
         raise
@@ -235,15 +263,25 @@ def private_directory() -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def say(text: str) -> None:
-    """Tell the user something of the launcher's own."""
-    with contextlib.suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)  # noqa: T201 - the launcher's own words
+def _warms(spec: LaunchSpec, environ: Mapping[str, str], *, is_run: bool) -> bool:
+    """Return whether later workers shall find imported what earlier ones have imported."""
+    # A function's parent is somebody else's interpreter: what it imports is not ours to decide.
+    wanted = environ.get("LOCKSTEP_WARM", "1") != "0"
+    return wanted and is_run and spec.start == "fork" and spec.kind != "function"
 
 
 @contextlib.contextmanager
-def _serving(job: Job) -> Iterator[ForkServer]:
-    server = ForkServer(job)
+def _memory() -> Iterator[Descriptors]:
+    memory = Descriptors.create()
+    try:
+        yield memory
+    finally:
+        memory.close()
+
+
+@contextlib.contextmanager
+def _serving(job: Job, interrupts: Interrupts, *, warm: bool) -> Iterator[ForkServer]:
+    server = ForkServer(job, interrupts.polite, warm=warm)
     try:
         yield server
     finally:
@@ -257,7 +295,3 @@ def _showing(*, tee: bool) -> Iterator[Output]:
         yield output
     finally:
         output.finish()
-
-
-def _grew(before: int | None, after: int | None) -> bool | None:
-    return None if before is None or after is None else after > before

@@ -10,11 +10,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
+from lockstep.checkpoint.memory import Descriptors
 from lockstep.launch import processes, target
 from lockstep.launch.forkserver import Job, Request
 from lockstep.launch.plan import arguments, command
 from lockstep.launch.spec import LaunchSpec
-from lockstep.record import report
+from lockstep.record import report, stacks
+from lockstep.record.report import Report
 
 _PACKAGE = str(Path(__file__).parent)
 
@@ -36,6 +38,7 @@ def run_guarded(body: Callable[[], object], environ: Mapping[str, str], home: st
         environ: the worker's environment.
         home: directory of the user's code.
     """
+    stacks.offer(environ)
     try:
         body()
     except SystemExit as leave:
@@ -74,8 +77,24 @@ def _tell(error: BaseException, environ: Mapping[str, str], home: str | None) ->
     file = environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         report.write(told, Path(file))
+    if told.consequence and _note(told, environ):
+        return told.exit_code
     sys.excepthook(type(error), error, error.__traceback__)
     return told.exit_code
+
+
+def _note(told: Report, environ: Mapping[str, str]) -> bool:
+    """Write another rank's failure, as this one has felt it, to the log alone; return whether it is there.
+
+    The terminal shows the cause, which the launcher tells.
+    """
+    log = Path(environ.get("LOCKSTEP_RUN_DIR", "")) / "logs" / f"rank-{told.rank}.log"
+    try:
+        with log.open("a") as file:
+            file.write(told.traceback)
+    except OSError:
+        return False
+    return True
 
 
 def _run_forked(spec: LaunchSpec, request: Request) -> NoReturn:
@@ -103,4 +122,7 @@ def _end(code: int) -> NoReturn:
 
 def execute(words: tuple[str, ...], env: Mapping[str, str]) -> NoReturn:
     """Become the program `words`, with `env` added to the environment."""
+    memory = Descriptors.find(env)
+    if memory is not None:
+        memory.keep_through_exec()
     os.execve(words[0], words, {**os.environ, **env})  # noqa: S606 - that is what exec means

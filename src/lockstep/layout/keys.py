@@ -20,6 +20,7 @@ FORWARD = (
     "forward"  # loader, epoch, step, replica, pass: what the user's code draws for a microbatch
 )
 BETWEEN = "between"  # loader, epoch, step: what the script draws after a loop over batches
+EPOCH = "epoch"  # epoch: what the script draws between the beginning of an epoch and its first loop
 STREAM = "stream"  # loader, epoch: what an iterable dataset draws
 
 

@@ -47,6 +47,8 @@ class RecordSettings:
         fresh: whether a run that is found there is overwritten.
         progress: whether the main rank shows anything.
         trace: where the trace goes; `None` for no trace.
+        generation: how many times the processes of this run were started before.
+        restarted: whether they were, by this launch.
     """
 
     name: str
@@ -54,6 +56,8 @@ class RecordSettings:
     fresh: bool
     progress: bool
     trace: Path | None
+    generation: int = 0
+    restarted: bool = False
 
 
 class Recorder:
@@ -76,21 +80,35 @@ class Recorder:
         self.directory = self._agree_on_directory(store)
         self._events = Events(self.directory, world.rank)
         self._progress = Progress(shown=world.is_main and settings.progress)
-        self._trace = Trace(settings.trace, world.rank) if settings.trace else None
+        self._trace = self._open_trace()
         self._lengths: dict[int, int | None] = {}
         self._loops: list[bool] = []  # whether each of the loops that we are in trains
         self._generations = self._earlier_generations()
         self._place: Place | None = None
         self._digest: Callable[[], str] | None = None
-        if world.is_main:
+
+    def _open_trace(self) -> Trace | None:
+        place = self._settings.trace
+        return Trace(place, self._world.rank, self._settings.generation) if place else None
+
+    def begin(self, step: int, source: str | None) -> None:
+        """Record that the run begins, or goes on after step number `step` from the state in `source`."""
+        if self._trace is not None:
+            self._trace.begin(step)
+        if source is not None:
+            self._events.add(kind="resume", step=step, source=source)
+        if self._world.is_main:
+            self._generations.append(self._generation(step, source))
             self._write("running")
 
     def _agree_on_directory(self, store: dist.Store) -> Path:
         if self._world.is_main:
             path = directories.create(self._settings.run_dir, self._settings.name)
-            run_file.check(path, self._identity, fresh=self._settings.fresh)
+            settings = self._settings
+            run_file.check(path, self._identity, fresh=settings.fresh, restarted=settings.restarted)
             if self._settings.fresh:
-                shutil.rmtree(path / "events", ignore_errors=True)
+                for part in ("events", "checkpoints"):
+                    shutil.rmtree(path / part, ignore_errors=True)
             store.set("directory", str(path))
         path = Path(store.get("directory").decode())
         if self._world.node_rank == 0 or path.is_dir():
@@ -203,6 +221,15 @@ class Recorder:
             f"lockstep: finished steps={steps} seconds={seconds:.1f} digest={digest}"
         )
 
+    def preempted(self, step: int) -> None:
+        """Record that the run was asked to end after step number `step`, and can go on from there."""
+        if self._world.is_main:
+            self._write("preempted", step=step)
+            self._progress.say(
+                f"lockstep: preempted after step {step}; the run continues with "
+                f"--run-dir {self.shown_directory}"
+            )
+
     def close(self, error: BaseException | None) -> None:
         """Close all files; record an error on the main rank."""
         if self._trace is not None:
@@ -215,7 +242,7 @@ class Recorder:
             if error is None:
                 raise  # otherwise the first error is the one to tell
 
-    def _write(self, status: str, **more: Any) -> None:
+    def _generation(self, step: int, source: str | None) -> dict[str, Any]:
         world = self._world
         generation = {
             "ranks": world.size,
@@ -223,8 +250,9 @@ class Recorder:
             "environment": world.environment,
             "time": round(time.time(), 3),
         }
-        if status == "running":
-            self._generations.append(generation)
+        return generation if source is None else {**generation, "step": step, "source": source}
+
+    def _write(self, status: str, **more: Any) -> None:
         run_file.write(
             self.directory,
             {

@@ -42,7 +42,7 @@ class Report:
         line: line in that file.
         function: function around that line.
         traceback: the whole traceback as text.
-        time: seconds since the epoch.
+        time: when it was, by this machine's `time.monotonic`.
         consequence: whether it tells of another rank's failure rather than of its own.
     """
 
@@ -79,7 +79,7 @@ def describe(error: BaseException, rank: int, home: str | None) -> Report:
         line=line,
         function=function,
         traceback="".join(traceback.format_exception(error)),
-        time=time.time(),
+        time=time.monotonic(),
         consequence=is_consequence(error),
     )
 

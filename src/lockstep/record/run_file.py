@@ -119,8 +119,14 @@ def cannot_write(directory: Path, error: OSError) -> RunDirectoryError:
     )
 
 
-def check(directory: Path, identity: Identity, *, fresh: bool) -> None:
+def check(directory: Path, identity: Identity, *, fresh: bool, restarted: bool = False) -> None:
     """Refuse a directory that holds another run, or one that is finished.
+
+    Args:
+        directory: the run's directory.
+        identity: of the run that is about to begin.
+        fresh: whether what is there may be overwritten.
+        restarted: whether this launch has made the record itself, before its processes were restarted.
 
     Raises:
         RunDirectoryError: naming what differs.
@@ -128,7 +134,7 @@ def check(directory: Path, identity: Identity, *, fresh: bool) -> None:
     recorded = read(directory)
     if recorded is None or fresh:
         return
-    if recorded.get("status") == "finished":
+    if recorded.get("status") == "finished" and not restarted:
         raise RunDirectoryError(
             f"the run in {directory} is finished; expected a new or an unfinished one",
             hint="--fresh overwrites it, --run-dir names another directory",

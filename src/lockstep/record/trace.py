@@ -1,7 +1,8 @@
 """The trace: what every step saw and made, exact to the bit, for two layouts to be compared.
 
-One JSON object per line. `{"kind": "microbatch", …}` holds the bits of a replica's loss and its sample
-ids; `{"kind": "step", …}` the digest of all parameters after an update.
+Every rank has a file for each generation, with one JSON object per line. `{"kind": "microbatch", …}` holds
+the bits of a replica's loss and its sample ids; `{"kind": "step", …}` the digest of all parameters after an
+update; the first line says after which step the generation goes on.
 """
 
 from __future__ import annotations
@@ -22,11 +23,18 @@ class Trace:
     Args:
         directory: where the traces of all ranks go.
         rank: this rank.
+        generation: how many times the processes of the run were started before.
     """
 
-    def __init__(self, directory: Path, rank: int) -> None:
+    def __init__(self, directory: Path, rank: int, generation: int = 0) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self._file = (directory / f"rank-{rank}.jsonl").open("w", encoding="utf-8")
+        path = directory / f"rank-{rank}.{generation}.jsonl"
+        self._file = path.open("w", encoding="utf-8")
+
+    def begin(self, step: int) -> None:
+        """Record after which step this generation goes on: what others saw after it is computed again."""
+        self._write(kind="begin", step=step)
+        self._file.flush()
 
     def microbatch(self, step: int, microbatch: Microbatch, loss: torch.Tensor) -> None:
         """Record a backward pass of step number `step`."""

@@ -7,6 +7,8 @@ on every rank.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -30,6 +32,8 @@ class Buffers:
         self._start: list[torch.Tensor] | None = None
         self._first: list[torch.Tensor] | None = None
         self.dirty = False
+        #: Entered while ranks wait for each other here.
+        self.meeting: AbstractContextManager[None] = nullcontext()
 
     def _tensors(self) -> list[torch.Tensor]:
         # Asked for anew each time: a module may replace a buffer by another tensor.
@@ -68,7 +72,8 @@ class Buffers:
             _copy(self._first, tensors)
         self._start = self._first = None
         if self._group is not None:
-            _broadcast(tensors, self._group)
+            with self.meeting:
+                _broadcast(tensors, self._group)
 
 
 def _copy(source: list[torch.Tensor], target: list[torch.Tensor]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -251,6 +252,10 @@ class HeldModel(abc.ABC):
     def finish_buffers(self) -> None:
         """Let all ranks take replica 0's buffers now."""
         self._buffers.finish()
+
+    def meets_in(self, meeting: AbstractContextManager[None]) -> None:
+        """Let `meeting` be entered where ranks wait for each other's buffers."""
+        self._buffers.meeting = meeting
 
     def close(self) -> None:  # noqa: B027 - most strategies hold nothing
         """Give back what the strategy holds."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import sys
 import time
 from pathlib import Path
 
-from lockstep.errors import RunError
+from lockstep.errors import RunDirectoryError, RunError
+from lockstep.record import run_file
 from lockstep.submit import slurm
 from lockstep.submit.slurm import JobState
 from lockstep.submit.terminal import say, short
@@ -47,6 +49,7 @@ class Follower:
         self._output = output
         self._shown = 0
         self._before: JobState | None = None
+        self._restarts = 0
         self._pause = _ASK[0]
         self._silent_since: float | None = None
 
@@ -108,14 +111,24 @@ class Follower:
         if before is not None and seen == (before.state, before.reason, before.restarts):
             return
         self._pause = _ASK[0]
-        if now.restarts > (0 if before is None else before.restarts):
-            say(f"lockstep: job {self._job} was put back into the queue")
+        # While it completes, its run may still be saving its state.
+        if now.restarts > self._restarts and now.state != "COMPLETING":
+            self._restarts = now.restarts
+            say(f"lockstep: job {self._job} was {self._saved()}put back into the queue")
         if now.waits:
             self._tell_why(now.reason)
         elif now.state == "RUNNING" and (before is None or before.state != "RUNNING"):
             say(f"lockstep: job {self._job} runs on {now.nodes}")
         elif not now.ended and now.state != "COMPLETING":
             say(f"lockstep: job {self._job} is {now.state.lower()}")
+
+    def _saved(self) -> str:
+        """Return what became of its run, as the run itself has written."""
+        with contextlib.suppress(RunDirectoryError):
+            recorded = run_file.read(self._output.parent) or {}
+            if recorded.get("status") == "preempted":
+                return f"preempted, saved after step {recorded.get('step')}, and "
+        return ""
 
     def _tell_why(self, reason: str) -> None:
         if reason in _STUCK:

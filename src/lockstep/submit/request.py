@@ -16,6 +16,7 @@ _OURS = {
     "ntasks": "-n sets the ranks of each node",
     "ntasks-per-node": "-n sets the ranks of each node",
     "output": "--run-dir DIR says where the output goes",
+    "signal": "--save-before SECONDS says when the run is told to save itself",
     "test-only": "--dry-run prints the job script and submits nothing",
     "wait": "without --no-follow, the job's end is waited for",
     "wrap": "name a script of Python",
@@ -43,6 +44,9 @@ class JobRequest:
         ranks: ranks on each node: a number, or `cpu`, `gpu`, `auto`; `None` for one, or for one per GPU.
         cpus_per_rank: cores for each rank.
         gpus_per_node: GPUs of each node: a number, or a kind and a number such as `a100:4`.
+        time_limit: how long the job may run, as sbatch takes it.
+        save_before: seconds before the time limit at which the run is to save its state and to go back
+            into the queue; `None` for what fits the limit.
         options: more options for sbatch, in its own words.
 
     Raises:
@@ -56,6 +60,8 @@ class JobRequest:
     ranks: int | str | None = None
     cpus_per_rank: int | None = None
     gpus_per_node: str | None = None
+    time_limit: str | None = None
+    save_before: int | None = None
     options: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -67,7 +73,8 @@ class JobRequest:
             raise UsageError(
                 f"--gpus-per-node is {self.gpus_per_node!r}; expected a number, or one such as a100:4"
             )
-        for text in (self.name, *self.options):
+        self._check_save_before()
+        for text in (self.name, self.time_limit or "", *self.options):
             if not text.isprintable():
                 raise UsageError(f"{text!r} is not printable, and cannot stand in a job script")
         for option in self.options:
@@ -77,6 +84,23 @@ class JobRequest:
                 f"--cpus-per-task with -n {self.ranks}: the number of ranks is not known yet",
                 hint="give -n a number; cores are asked for as -n times --cpus-per-task",
             )
+
+    def _check_save_before(self) -> None:
+        before, limit = self.save_before, _seconds(self.time_limit or "")
+        if before is not None and not 0 < before < 1 << 16:
+            raise UsageError(f"--save-before is {before}; expected 1 to {(1 << 16) - 1} seconds")
+        if before is not None and limit is not None and before >= limit:
+            raise UsageError(
+                f"--save-before is {before} s with --time {self.time_limit}; expected less than the limit"
+            )
+
+    @property
+    def seconds_to_save(self) -> int:
+        """How long before the end of its time the run is told to save its state."""
+        if self.save_before is not None:
+            return self.save_before
+        limit = _seconds(self.time_limit or "")
+        return max(1, min(_SAVE_SECONDS, limit // 4)) if limit else _SAVE_SECONDS
 
     @property
     def ranks_per_node(self) -> int | None:
@@ -94,6 +118,8 @@ class JobRequest:
         return None if ranks is None else max(1, ranks) * (self.cpus_per_rank or 1)
 
 
+#: How long before its end a job is told that it will end, unless the job is short.
+_SAVE_SECONDS = 90
 _GPUS = re.compile(r"([\w.-]+:)*[1-9][0-9]{0,3}")
 
 
@@ -107,3 +133,16 @@ def _check_option(option: str) -> None:
     name = found[1] or _SHORT.get(found[2], "")
     if name in _OURS:
         raise UsageError(f"--sbatch={option} cannot be combined with this", hint=_OURS[name])
+
+
+def _seconds(limit: str) -> int | None:
+    """Return a time limit of sbatch in seconds; `None` for none, and for one that it will not take."""
+    days, dash, rest = limit.rpartition("-")
+    words = [days or "0", *rest.split(":")]
+    if not all(word.isdecimal() for word in words) or len(words) > 4:
+        return None
+    numbers = [int(word) for word in words]
+    if not dash and len(numbers) < 4:
+        numbers.insert(1, 0)  # without days, a number by itself is minutes
+    scale = (86400, 3600, 60, 1)
+    return sum(number * seconds for number, seconds in zip(numbers, scale, strict=False))

@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import shlex
+import signal
 from pathlib import Path
 
-from lockstep.errors import UsageError
+from lockstep.errors import PREEMPTED, UsageError
 from lockstep.submit.request import JobRequest
 
 #: Seconds that launchers may end after each other before Slurm kills the rest.
 _LAST_SECONDS = 60
+#: What Slurm sends before it takes the nodes away. Not SIGTERM: that is also how a job is cancelled.
+_SIGNAL = signal.SIGUSR1
+_NAME = _SIGNAL.name.removeprefix("SIG")
+_REQUEUE = f"""\
+code=$?
+
+# {PREEMPTED}: preempted, its state is saved. {128 + _SIGNAL}: the signal came before there was any.
+# Back into the queue; the same run goes on. A job that Slurm is ending already is not ours to put there.
+if [ $code -eq {PREEMPTED} ] || [ $code -eq {128 + _SIGNAL} ]; then
+  if [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+  fi
+fi
+exit $code
+"""
 
 
 def job_script(request: JobRequest, *, directory: Path, run_dir: Path, python: str) -> str:
@@ -33,7 +49,7 @@ def job_script(request: JobRequest, *, directory: Path, run_dir: Path, python: s
             "# One launcher on each node starts the ranks of that node.",
             f"{_step(request)} \\",
             f"  {shlex.join(_launcher(request, run_dir, python))}",
-            "",
+            _REQUEUE,
         ]
     )
 
@@ -50,6 +66,7 @@ def _directives(request: JobRequest, directory: Path, run_dir: Path) -> list[str
         ("ntasks-per-node", "1"),
         ("cpus-per-task", _text(request.cpus_per_node)),
         ("gpus-per-node", request.gpus_per_node),
+        ("time", request.time_limit),
         ("chdir", str(directory)),
         ("output", _pattern(run_dir, directory)),
         # A job that is requeued goes on in the same file.
@@ -57,7 +74,9 @@ def _directives(request: JobRequest, directory: Path, run_dir: Path) -> list[str
     ]
     own = [f"--{name}={_quoted(value)}" for name, value in named if value is not None]
     # The user's own words come last: the last one wins.
-    return [*own, "--requeue", *(_quoted_option(option) for option in request.options)]
+    # To the steps of the job, not to its script: that waits for them.
+    own += ["--requeue", f"--signal={_NAME}@{request.seconds_to_save}"]
+    return [*own, *(_quoted_option(option) for option in request.options)]
 
 
 def _step(request: JobRequest) -> str:
@@ -72,7 +91,8 @@ def _step(request: JobRequest) -> str:
 def _launcher(request: JobRequest, run_dir: Path, python: str) -> list[str]:
     ranks = "gpu" if request.ranks is None and request.gpus_per_node else request.ranks
     number = [] if ranks is None else ["-n", str(ranks)]
-    options = [*number, "--run-dir", str(run_dir), *request.run_options]
+    own = ["--run-dir", str(run_dir), "--preempt-signal", _NAME]
+    options = [*number, *own, *request.run_options]
     return [python, "-m", "lockstep", "run", *options, *request.command]
 
 

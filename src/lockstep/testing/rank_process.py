@@ -45,7 +45,7 @@ def run(
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.update(environ)
     try:
-        told = Told(value=function(*args), time=time.time())
+        told = Told(value=function(*args), time=time.monotonic())
     except BaseException as error:
         told = _describe(error)
     connection.send(told)
@@ -58,6 +58,6 @@ def _describe(error: BaseException) -> Told:
     return Told(
         error=f"{type(error).__name__}: {error}",
         trace="".join(traceback.format_exception(error)),
-        time=time.time(),
+        time=time.monotonic(),
         consequence=is_consequence(error),
     )

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
-from lockstep.data.microbatch import Microbatch
+from lockstep.checkpoint.position import LoopPosition, Position
+from lockstep.data.microbatch import Microbatch, Start
 from lockstep.data.randomness import set_key
 from lockstep.errors import StepError
 from lockstep.layout import keys
 from lockstep.strategies.held import HeldModel
+from lockstep.training.track import Track
+
+#: Gives everything its saved state; told whether everything is expected to be there.
+Restore = Callable[[bool], None]
 
 
 class Listener(Protocol):
@@ -54,29 +59,92 @@ class Loop:
         self._models = models
         self._listeners = listeners
         self._active: list[Microbatch] = []
-        self._rounds: defaultdict[int, int] = defaultdict(int)
-        self._stretch = 0
+        self._track = Track()
+        self._loops: list[LoopPosition] = []  # those that we are in
+        self._fresh = False  # whether there was an update since the last point
+        self._restore: Restore | None = None
         self._updated = False
         self._passed: Microbatch | None = None
+        self._has_approached = False
+        self._trains = False  # whether the outermost loop has updated parameters
         self._closed = False
         self.epoch = 0
         self.epochs = 0
         self.steps = 0
+        self.points = 0
+        self.at_point: Callable[[], None] = _nothing
 
     def run_epochs(self, count: int, epoch_ends: Callable[[int], None]) -> Iterator[int]:
-        """Yield the epochs of the run."""
+        """Yield the epochs of the run that are still to be run."""
         self.epochs = count
-        for epoch in range(count):
+        self._approach()
+        for epoch in self._track.phase_begins(count):
             self.epoch = epoch
-            self._begin_stretch()
+            self._track.epoch_begins(epoch)
+            self._arrive()
+            set_key(keys.derive(self._seed, keys.EPOCH, self._track.stretch))
             yield epoch
             epoch_ends(epoch)
+            self._track.epoch_ends()
+            self.point()
+        self._track.phase_ends()
+        self._arrive()
+        set_key(keys.derive(self._seed, keys.EPOCH, self._track.stretch))
 
-    def _begin_stretch(self) -> None:
-        """Give loops from here on other keys than all before: another epoch, or another phase."""
-        if self._rounds:
-            self._stretch += 1
-            self._rounds.clear()
+    # --- points: places between batches and between epochs, where the state is whole -------------
+
+    @property
+    def position(self) -> Position:
+        """Where the run stands at this point."""
+        return self._track.position(self.steps, self.points)
+
+    def resume(self, position: Position, restore: Restore) -> None:
+        """Go on at `position`: pass over what was done before it.
+
+        Args:
+            position: where the run was.
+            restore: gives models and all others their state. It is called as soon as the script comes to
+                its first loop, which may only evaluate, and again, for the whole, at `position`.
+        """
+        self._track.set_out(position)
+        self.steps, self.points = position.steps, position.points
+        self._restore = restore
+
+    def check_arrived(self) -> None:
+        """The script is at its end.
+
+        Raises:
+            CheckpointError: if it has not come to where its state was saved.
+        """
+        self._track.check_arrived()
+
+    def _approach(self) -> None:
+        if self._restore is not None and not self._has_approached:
+            self._has_approached = True
+            self._restore(False)
+
+    def _arrive(self) -> None:
+        position = self._track.arrives()
+        if position is None:
+            return
+        assert self._restore is not None, "there was a position to come to"
+        self._restore(True)
+        self._restore = None
+        self._fresh = False
+        self.steps, self.points = position.steps, position.points
+
+    @property
+    def is_between(self) -> bool:
+        """Whether the script is outside of all loops and epochs: the state is whole here, too."""
+        return not self._loops and self._track.is_outside
+
+    def point(self) -> None:
+        """The state is whole here."""
+        if self._track.is_on_the_way:
+            return
+        self._fresh = False
+        self.points += 1
+        self.at_point()
 
     @property
     def microbatch(self) -> Microbatch | None:
@@ -126,14 +194,22 @@ class Loop:
         """An optimizer has updated its parameters."""
         self._updated = True
 
-    def loop_begins(self, loader: int) -> tuple[int, int]:
-        """Return the epoch and the round of a loop over `loader` that starts now."""
+    def loop_begins(self, loader: int) -> Start:
+        """Return where a loop over `loader` that begins now starts."""
         self.require_meeting_point("iterating over a loader")
-        round_ = self._rounds[loader]
-        self._rounds[loader] += 1
+        self._approach()
+        start = self._track.loop_begins(loader)
+        self._arrive()
+        if not self._loops:
+            self._trains = start.batch > 0 or start.is_over
+        self._loops.append(LoopPosition(loader, start.epoch, start.round, start.batch))
         for listener in self._listeners:
-            listener.loop_begins(loader, self._stretch, round_)
-        return self._stretch, round_
+            listener.loop_begins(loader, start.epoch, start.round)
+        return start
+
+    def batch_begins(self, loader: int, epoch: int, round_: int, step: int) -> None:
+        """The script is about to see a global batch as a whole: what it draws is the batch's own."""
+        set_key(keys.derive(self._seed, keys.BETWEEN, loader, epoch, round_, step, -1))
 
     def needs_stand_ins(self) -> bool:
         """Whether replicas without a sample take part: where gradients or buffers meet."""
@@ -173,13 +249,25 @@ class Loop:
 
     def batch_ends(self) -> None:
         """The script is done with a global batch."""
-        if self._passed is not None and not self._active:
-            self._count_update(self._passed)
+        passed = self._passed
+        if passed is not None and not self._active:
+            self._count_update(passed)
+        if len(self._loops) != 1 or self._active:
+            return  # inside of another loop: its batch is not done
+        loop = self._loops[0]
+        self._loops[0] = loop = replace(loop, batches=loop.batches + 1)
+        if self._fresh:
+            self._track.trained(loop)
+            self._trains = True
+            self.point()
+        elif self._trains:
+            self._track.trained(loop)
 
     def _count_update(self, microbatch: Microbatch) -> None:
         if not self._updated:
             return
         self._updated = False
+        self._fresh = True
         self.steps += 1
         for listener in self._listeners:
             listener.step_ends(self.steps, microbatch)
@@ -189,9 +277,18 @@ class Loop:
         if self._closed:
             return
         set_key(keys.derive(self._seed, keys.BETWEEN, loader, epoch, round_, -1, 0))
+        ended = self._loops.pop()
+        if not self._loops:
+            if self._fresh or self._trains:
+                self._track.trained(replace(ended, complete=True))
+            self._fresh = self._trains = False
         for listener in self._listeners:
             listener.loop_ends(loader, epoch, round_, step, early=early)
 
     def close(self) -> None:
         """The run is over: what loops still say is nobody's affair."""
         self._closed = True
+
+
+def _nothing() -> None:
+    """What happens at a point of a run that keeps no state."""

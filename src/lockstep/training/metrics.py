@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +21,10 @@ Item = torch.Tensor | float | int | bool
 Number = float | int
 
 
+def _alone(_call: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 class Metrics:
     """Sums and means of what a script computes per microbatch.
 
@@ -27,25 +32,37 @@ class Metrics:
         loop: where the run stands, for the samples behind each value.
         replicas: number of replicas in all.
         group: the process group, or `None` for a single rank.
+        meeting: given a call's name, returns what is entered while ranks meet in it.
     """
 
-    def __init__(self, loop: Loop, replicas: int, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        replicas: int,
+        group: dist.ProcessGroup | None,
+        meeting: Callable[[str], AbstractContextManager[None]] = _alone,
+    ) -> None:
         self._loop = loop
         self._replicas = replicas
         self._group = group
+        self._meeting = meeting
 
     def mean(self, items: Iterable[Item | Mapping[str, Item]]) -> Any:
         """Return the mean over all samples; of each entry, where the items are mappings."""
-        sums, samples = self._collect(items, means=True)
-        count = self._reduce(samples)
-        if not count:
-            raise StepError("run.mean saw no samples; expected at least one")
-        return _unwrap({name: self._reduce(values) / count for name, values in sums.items()})
+        own, samples = self._collect(items, means=True)
+        with self._meeting("run.mean"):
+            sums = self._agree_on_names(own)
+            count = self._reduce(samples)
+            if not count:
+                raise StepError("run.mean saw no samples; expected at least one")
+            return _unwrap({name: self._reduce(values) / count for name, values in sums.items()})
 
     def sum(self, items: Iterable[Item | Mapping[str, Item]]) -> Any:
         """Return the sum over all samples; of each entry, where the items are mappings."""
-        sums, _ = self._collect(items, means=False)
-        return _unwrap({name: self._reduce(values) for name, values in sums.items()})
+        own, _ = self._collect(items, means=False)
+        with self._meeting("run.sum"):
+            sums = self._agree_on_names(own)
+            return _unwrap({name: self._reduce(values) for name, values in sums.items()})
 
     def _collect(
         self, items: Iterable[Item | Mapping[str, Item]], *, means: bool
@@ -60,7 +77,7 @@ class Metrics:
             for name, value in named.items():
                 per_replica = sums.setdefault(name, [0] * self._replicas)
                 per_replica[microbatch.replica] += _summed(value, microbatch, mean=means)
-        return self._agree_on_names(sums), samples
+        return sums, samples
 
     def _agree_on_names(self, sums: dict[str, list[Number]]) -> dict[str, list[Number]]:
         """A rank without any microbatch takes part all the same, with zeros."""
@@ -96,7 +113,8 @@ class Metrics:
             places.append(torch.from_numpy(microbatch.indices[:size]))
             turns.append(torch.full((size,), microbatch.step * self._replicas + microbatch.replica))
         own = (torch.cat(places), torch.cat(turns), torch.cat(rows)) if rows else None
-        parts = [part for part in self._all(own) if part is not None]
+        with self._meeting("run.gather"):
+            parts = [part for part in self._all(own) if part is not None]
         if not parts:
             raise StepError("run.gather saw no samples; expected at least one")
         place, turn, values = (torch.cat(column) for column in zip(*parts, strict=True))

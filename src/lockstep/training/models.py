@@ -41,8 +41,10 @@ class Models:
         module.to(session.device)
         if session.settings.precision == "bf16":
             autocast_forward(module, session.device.type, torch.bfloat16)
-        with undisturbed():  # how a model is held must not change what the next one starts from
+        # How a model is held must not change what the next one starts from.
+        with undisturbed(), session.together.meeting("run.model"):
             held = self._hold(module, settings)
+        held.meets_in(session.standing.meeting("the exchange of buffers"))
         session.models.append(held)
         session.has_inexact_models |= breaks_promise(settings)
         return held.wrapped

@@ -91,18 +91,23 @@ def _models_of(optimizer: Optimizer, models: Sequence[HeldModel], index: int) ->
 def gate_scheduler(scheduler: Scheduler, loop: Loop) -> Scheduler:
     """Let `scheduler.step()` act once per global batch inside a loop, and always outside.
 
+    The object gets a class of its own, below the one it had: an attribute would be part of what its
+    `state_dict()` returns.
+
     Raises:
         StepError: if it has no `step`.
     """
-    act = getattr(scheduler, "step", None)
+    own = type(scheduler)
+    act = getattr(own, "step", None)
     if not callable(act):
-        raise StepError(f"{type(scheduler).__name__} has no step(); expected a scheduler")
+        raise StepError(f"{own.__name__} has no step(); expected a scheduler")
 
     @functools.wraps(act)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        return act(*args, **kwargs) if loop.acts_now() else None
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return act(self, *args, **kwargs) if loop.acts_now() else None
 
-    scheduler.step = step  # type: ignore[attr-defined]
+    named = {"step": step, "__module__": own.__module__, "__qualname__": own.__qualname__}
+    scheduler.__class__ = type(own.__name__, (own,), named)
     return scheduler
 
 

@@ -55,6 +55,8 @@ class Run:
         run_dir: directory of the run; by default `runs/NAME/TIME`.
         progress: show a bar or lines on the main rank.
         stop_on_nan: check every loss, and stop at one that is not finite.
+        checkpoint_every: seconds between checkpoints that the script doesn't ask for; 0 for none.
+        keep: how many of the latest checkpoints stay, besides the best.
         init_method: where the ranks meet, where the script knows better than its environment:
             `tcp://host:port`, `file:///shared/path` or `env://`.
         rank: number of this process, given with `world_size` or not at all.
@@ -86,6 +88,8 @@ class Run:
         run_dir: str | Path | None = None,
         progress: bool = True,
         stop_on_nan: bool = False,
+        checkpoint_every: float = 600.0,
+        keep: int = 3,
         init_method: str | None = None,
         rank: int | None = None,
         world_size: int | None = None,
@@ -105,11 +109,15 @@ class Run:
             run_dir=None if run_dir is None else Path(run_dir),
             progress=progress,
             stop_on_nan=stop_on_nan,
+            checkpoint_every=checkpoint_every,
+            keep=keep,
         )
         world = given(init_method, rank, world_size, has_store=store is not None)
         self._session = Session(from_environment(settings), world, store)
         self._models = Models(self._session)
-        self._metrics = Metrics(self._loop, self.replicas, self._session.group)
+        self._metrics = Metrics(
+            self._loop, self.replicas, self._session.group, self._session.together.meeting
+        )
         self._backward = Backward(self._session)
         self._optimizers = 0
         self._loaders = 0
@@ -128,6 +136,7 @@ class Run:
             self._session.close(error)
             return
         try:
+            self._session.script_ends()
             self._session.finish(self.digest())
         except BaseException as late:
             self._session.close(late)
@@ -209,14 +218,20 @@ class Run:
         Raises:
             ModelError: if it holds parameters of no model of the run.
         """
+        state = self._session.state
         self._optimizers += 1
-        return optimizers.gate_optimizer(
-            optimizer, self._loop, self._session.models, self._optimizers
-        )
+        gated = optimizers.gate_optimizer(optimizer, self._loop, state.models, self._optimizers)
+        state.optimizers.append(gated)
+        return gated
 
     def scheduler(self, scheduler: SchedulerT) -> SchedulerT:
-        """Let `scheduler.step()` act once per global batch inside a loop, and always outside."""
-        return optimizers.gate_scheduler(scheduler, self._loop)
+        """Let `scheduler.step()` act once per global batch inside a loop, and always outside.
+
+        From here on it is part of the run's state, as optimizers and models are.
+        """
+        gated = optimizers.gate_scheduler(scheduler, self._loop)
+        self._session.state.schedulers.append(gated)
+        return gated
 
     def register(self, name: str, value: Any) -> Any:
         """Count `value` as state of the run: anything with `state_dict` and `load_state_dict`.
@@ -226,6 +241,20 @@ class Run:
         """
         self._session.register(name, value)
         return value
+
+    def save(self, *, best: float | None = None) -> None:
+        """Save the state of the run to disk, beside the training.
+
+        Inside a loop it is the state when the script is done with this batch, inside an epoch the one
+        when it is done with the epoch: that is where the run can go on. All ranks call it.
+
+        Args:
+            best: how good this state is, larger is better; the best one is kept besides the latest.
+
+        Raises:
+            CheckpointError: if an earlier one could not be written.
+        """
+        self._session.save(None if best is None else float(best))
 
     # --- data ------------------------------------------------------------------------------------
 

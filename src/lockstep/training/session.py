@@ -8,6 +8,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,7 +19,7 @@ from lockstep.data.build import LoaderSettings
 from lockstep.data.loader import Loader
 from lockstep.data.microbatch import Microbatch
 from lockstep.data.randomness import set_key
-from lockstep.errors import DivergenceError, ModelError, PeerError, UsageError
+from lockstep.errors import DivergenceError, LockstepError, ModelError, PeerError, UsageError
 from lockstep.exchange.base import Forest
 from lockstep.exchange.choose import choose_name
 from lockstep.exchange.native import NativeExchange
@@ -28,9 +29,18 @@ from lockstep.record import report
 from lockstep.record.recorder import Recorder, RecordSettings
 from lockstep.record.run_file import Identity, script_and_arguments, versions
 from lockstep.strategies.held import HeldModel
+from lockstep.training.continuation import Continuation
 from lockstep.training.digest import digest
+from lockstep.training.earlier import recall
+from lockstep.training.faults import Faults
+from lockstep.training.keeping import Keeper
 from lockstep.training.loop import Listener, Loop
+from lockstep.training.memory import Memory, find_slot
+from lockstep.training.preemption import Preempted, Signals
 from lockstep.training.settings import Settings
+from lockstep.training.standing import Standing
+from lockstep.training.state import State
+from lockstep.training.together import Together
 from lockstep.training.watch import Watch
 from lockstep.version import __version__
 from lockstep.world import World, mpi
@@ -69,43 +79,85 @@ class Session:
         self._started = time.monotonic()
         self._meeting = meet(world, store)
         self.world = world = self._meeting.world
-        with self._meeting.telling():
-            self.replicas = settings.replicas or world.size
+        self.standing = Standing.begin(find_slot(os.environ, world), os.environ)
+        with self._meeting.telling(), self.standing.meeting("the start of the run"):
+            self._run_dir = self._choose_run_dir(self._meeting.number)
+            # A restart goes on with what this launch has begun, fresh or not.
+            self._fresh = settings.fresh and world.generation == 0
+            self._earlier = recall(self._meeting, self._run_dir, fresh=self._fresh)
+            self.replicas = self._choose_replicas()
             self.block = block(self.replicas, world.size, world.rank)
             self.device = choose_device(settings.devices, world)
             self._set_threads()
             if settings.exact:
                 make_deterministic(self.device)
+            self._identity = self._describe()
+            self._memory = Memory.find(os.environ, world, self._identity, self._meeting.number)
             connection = connect(self._meeting, self.device)
         self.store, self.group, self._owns_group = (
             connection.store,
             connection.group,
             connection.owned,
         )
+        self.together = Together(self.standing, self.group)
         self.forest = Forest.of(self.replicas, world.size, world.rank)
         self.exchange = self._choose_exchange()
-        self.models: list[HeldModel] = []
+        self.state = State()
         self.has_inexact_models = False
-        self._registered: dict[str, Any] = {}
         # Weak, so that a script may make a loader per epoch and let it go.
         self._loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
         self._meetings = 0
         self._backwards = False
-        self._record = Recorder(
-            self._record_settings(self._meeting.number), self._identity(), world, self.store
-        )
+        self._record = Recorder(self._record_settings(), self._identity, world, self.store)
         if settings.run_dir is not None:
             self._directories.add(settings.run_dir)
         self._watch = self._start_watch()
-        listeners: list[Listener] = [self._record]
+        listeners: list[Listener] = [self._record, self.standing]
         if self._watch is not None:
             listeners.append(self._watch)
         self.loop = Loop(settings.seed, self.replicas, self.models, listeners)
         self._record.bind(self.loop, self.digest)
+        self._faults = Faults.of(os.environ, world)
+        with self._meeting.telling():
+            self._keeper = self._keep()
+        self.loop.at_point = self._at_point
+        self._signals = Signals(self._keeper.stop, patient=world.environment == "lockstep")
         set_key(keys.derive(settings.seed, keys.INIT))
 
+    @property
+    def models(self) -> list[HeldModel]:
+        """The models that the run holds."""
+        return self.state.models
+
+    def _choose_replicas(self) -> int:
+        asked, size = self.settings, self.world.size
+        return asked.replicas or self._earlier.replicas or asked.default_replicas or size
+
+    def _keep(self) -> Keeper:
+        continuation = Continuation(
+            meeting=self._meeting,
+            group=self.group,
+            memory=self._memory,
+            record=self._record,
+            state=self.state,
+            loop=self.loop,
+        )
+        is_new = self._earlier.is_new and self.world.generation == 0
+        return continuation.begin(self.settings, asdict(self._identity), is_new=is_new)
+
+    def _at_point(self) -> None:
+        self._faults.after_step(self.loop.steps)
+        self._keeper.at_point()
+
+    def save(self, best: float | None) -> None:
+        """Save the state when the script is done with this batch or epoch; outside of both, now."""
+        self._keeper.ask(best)
+        if self.loop.is_between:
+            self.loop.point()
+
     def _set_threads(self) -> None:
-        self.threads = self.settings.threads or self._agree_on_threads()
+        asked = self.settings.threads or self._earlier.threads
+        self.threads = asked or self._agree_on_threads()
         if torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)
 
@@ -147,21 +199,26 @@ class Session:
         """Where the run keeps its records."""
         return self._record.directory
 
-    def _record_settings(self, number: int) -> RecordSettings:
-        asked = self.settings
-        run_dir = asked.run_dir
+    def _choose_run_dir(self, number: int) -> Path | None:
+        run_dir = self.settings.run_dir
         if run_dir is not None and number > 0 and run_dir in self._directories:
             # The launcher names one directory; further runs of the script go below it.
-            run_dir /= f"{asked.name}-{number + 1}"
+            run_dir /= f"{self.settings.name}-{number + 1}"
+        return run_dir
+
+    def _record_settings(self) -> RecordSettings:
+        asked = self.settings
         return RecordSettings(
             name=asked.name,
-            run_dir=run_dir,
-            fresh=asked.fresh,
+            run_dir=self._run_dir,
+            fresh=self._fresh,
             progress=asked.progress,
             trace=asked.trace,
+            generation=self._earlier.generations,
+            restarted=self.world.generation > 0,
         )
 
-    def _identity(self) -> Identity:
+    def _describe(self) -> Identity:
         script, arguments = script_and_arguments()
         return Identity(
             name=self.settings.name,
@@ -178,15 +235,17 @@ class Session:
     def _start_watch(self) -> Watch | None:
         if self.group is None:
             return None
-        return Watch(self._meeting.store, self.world.rank, self.world.size, self._tell_launcher)
+        watched = self.world.environment == "lockstep"
+        return Watch(self._meeting, self.standing, self._tell_launcher, watched=watched)
 
-    def _tell_launcher(self, error: PeerError) -> None:
+    def _tell_launcher(self, error: LockstepError) -> None:
         path = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if path and self.world.environment == "lockstep":
             report.write(report.describe(error, self.world.rank, home=None), Path(path))
 
     def open(self) -> None:
-        """Say what runs, on the main rank."""
+        """Say what runs, on the main rank, and listen to signals from here on."""
+        self._signals.listen()
         ranks = f"{_counted(self.replicas, 'replica')} on {_counted(self.world.size, 'rank')}"
         exchange = "" if self.group is None else f", exchange {self.exchange}"
         self._record.say(
@@ -204,16 +263,16 @@ class Session:
                     f"{name} is a {type(value).__name__} without {method}(); "
                     "expected an object that can save and load its state"
                 )
-        if name in self._registered:
+        if name in self.state.registered:
             raise ModelError(f"{name} is registered already; expected another name")
-        self._registered[name] = value
+        self.state.registered[name] = value
 
     def digest(self) -> str:
         """Return the digest of all models and registered objects."""
         if self.loop.microbatch is None:
             self.loop.settle()
         states = [model.module.state_dict() for model in self.models]
-        states += [value.state_dict() for value in self._registered.values()]
+        states += [value.state_dict() for value in self.state.registered.values()]
         return digest(states)
 
     def loader_made(self, loader: Loader, dataset: Any, settings: LoaderSettings) -> None:
@@ -235,6 +294,7 @@ class Session:
             self._watch.backward_begins(microbatch, places)
         self._backwards = True
         self._record.before_backward(microbatch, loss)
+        self._faults.before_backward(self.loop.steps + 1)
 
     def log(self, values: dict[str, Any]) -> None:
         """Record values of the current step."""
@@ -256,7 +316,10 @@ class Session:
         mine = f"{prefix}/{self.world.node_rank}/{self.world.local_rank}"
         if not self.world.is_main:
             leader = 0 if self.world.local_rank == 0 else self.world.node_rank
-            self._wait(f"{prefix}/{leader}/0", leader)
+            with self.standing.meeting("run.first"):
+                self._wait(f"{prefix}/{leader}/0", leader)
+        else:
+            self.standing.pass_by("run.first")
         yield
         self.store.set(mine, "done")
 
@@ -271,9 +334,19 @@ class Session:
     def barrier(self) -> None:
         """Wait until all ranks are here."""
         if self.group is not None:
-            dist.barrier(group=self.group)
+            with self.together.meeting("run.barrier"):
+                dist.barrier(group=self.group)
 
     # --- the end ---------------------------------------------------------------------------------
+
+    def script_ends(self) -> None:
+        """The script is done: what it wanted to be saved is on disk when this returns.
+
+        Raises:
+            CheckpointError: if it cannot be written, or the script never came to where it was resumed.
+        """
+        self.loop.check_arrived()
+        self._keeper.finish()
 
     def finish(self, own_digest: str) -> None:
         """Agree with the other ranks on the result, and record it.
@@ -284,7 +357,10 @@ class Session:
         """
         if self._watch is not None:
             self._watch.run_ends()
-        self._agree(own_digest)
+        with self.standing.meeting("the end of the run"):
+            self._agree(own_digest)
+        if self._watch is not None:
+            self._watch.close()  # from here on nobody waits for another rank
         if self._backwards and not self.loop.steps:
             self._record.say(
                 "lockstep: warning: gradients were computed, but no optimizer of the run has stepped; "
@@ -310,10 +386,14 @@ class Session:
 
     def close(self, error: BaseException | None) -> None:
         """Give back everything; after an error nothing that would wait for other ranks."""
-        if error is not None:
+        self._signals.close()
+        failed = error is not None and not isinstance(error, Preempted)
+        if failed and error is not None:
             mpi.fail()
             self._meeting.fail(error)
+        self.standing.closes()
         self.loop.close()
+        self._keeper.close()
         if self._watch is not None:
             self._watch.close()
         for model in self.models:
@@ -321,9 +401,11 @@ class Session:
         for loader in self._loaders:
             loader.close()
         try:
-            self._record.close(error)
+            if isinstance(error, Preempted):
+                self._record.preempted(error.step)
+            self._record.close(error if failed else None)
         finally:
-            if self._owns_group and error is None:
+            if self._owns_group and not failed:
                 self._leave_group()
 
     def _leave_group(self) -> None:

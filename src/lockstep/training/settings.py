@@ -22,6 +22,9 @@ _FALSE = frozenset({"0", "false", "no", "off", ""})
 class Settings:
     """Settings of a run; see `Run` for their meaning.
 
+    Attributes:
+        default_replicas: for scripts that name no number, set where layouts are to agree on one.
+
     Raises:
         UsageError: if a setting makes no sense by itself.
     """
@@ -40,6 +43,9 @@ class Settings:
     progress: bool = True
     stop_on_nan: bool = False
     trace: Path | None = None
+    checkpoint_every: float = 600.0
+    keep: int = 3
+    default_replicas: int | None = None
 
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name:
@@ -52,6 +58,11 @@ class Settings:
         self._check_choice("precision", self.precision, PRECISIONS)
         self._check_count("replicas", self.replicas)
         self._check_count("threads", self.threads)
+        self._check_count("keep", self.keep)
+        if not 0 <= self.checkpoint_every < float("inf"):
+            raise UsageError(
+                f"checkpoint_every is {self.checkpoint_every!r}; expected seconds, or 0 for never"
+            )
 
     @staticmethod
     def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -84,10 +95,17 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "progress": _boolean,
     "stop_on_nan": _boolean,
     "trace": Path,
+    "checkpoint_every": float,
+    "keep": int,
+    "default_replicas": int,
 }
 
 
-_EXPECTED: dict[Callable[[str], Any], str] = {int: "an integer", _boolean: "1 or 0"}
+_EXPECTED: dict[Callable[[str], Any], str] = {
+    int: "an integer",
+    float: "a number",
+    _boolean: "1 or 0",
+}
 
 
 def from_environment(settings: Settings, environ: Mapping[str, str] | None = None) -> Settings:
@@ -102,12 +120,7 @@ def from_environment(settings: Settings, environ: Mapping[str, str] | None = Non
         variable = f"LOCKSTEP_{setting.name.upper()}"
         if setting.name in _PARSERS and variable in environ:
             changes[setting.name] = _parse(setting.name, variable, environ[variable])
-    settings = replace(settings, **changes)
-    if settings.replicas is None and "LOCKSTEP_DEFAULT_REPLICAS" in environ:
-        # Set by `lockstep verify`, so that layouts of a script that names no number agree on one.
-        name = "LOCKSTEP_DEFAULT_REPLICAS"
-        settings = replace(settings, replicas=_parse("replicas", name, environ[name]))
-    return settings
+    return replace(settings, **changes)
 
 
 def _parse(name: str, variable: str, text: str) -> Any:

@@ -1,8 +1,9 @@
-"""The watch over other ranks: a rank that left a loop is named instead of waited for.
+"""The watch over other ranks: a rank that is not coming is named instead of waited for.
 
-A rank that leaves a loop early, ends, or fails says so in the store. A thread of every other rank looks
-there while its own rank makes no progress. Only a thread can: the main one waits inside a collective,
-where Python is not asked. Where ranks disagree the process ends, since nothing else ends that wait.
+A rank that leaves a loop early, ends, or fails says so in the store, and so does one that waits for long.
+A thread of every rank looks there while its own rank makes no progress. Only a thread can: the main one
+waits inside a collective, where Python is not asked. Where ranks disagree the process ends, since nothing
+else ends that wait.
 """
 
 from __future__ import annotations
@@ -12,47 +13,69 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import FrameType
 
 import torch.distributed as dist
 
 from lockstep.data.microbatch import Microbatch
-from lockstep.errors import EarlyExitError, PeerError
+from lockstep.errors import EarlyExitError, LockstepError, PeerError
+from lockstep.record import stacks
+from lockstep.training.pulse import Pulse
+from lockstep.training.standing import Standing
+from lockstep.training.waiting import Waiting, mismatch
+from lockstep.world.meet import Meeting
 
 _LOOK_SECONDS = 1.0
+#: Looks in which two ranks that wait have compared their calls.
+_PATIENT_LOOKS = 3
+#: Ranks that each rank compares itself with: the next ones. If any two differ, so do two in a row.
+_COMPARED = 8
 
 
 class Watch:
-    """Publishes where this rank leaves loops, and looks where the others did.
+    """Publishes where this rank leaves loops and waits, and looks where the others do.
 
     Args:
-        store: a store that all ranks reach.
-        rank: this rank.
-        size: number of ranks.
+        meeting: the ranks, and the store that they reach.
+        standing: where this rank stands.
         fail: told of the disagreement before the process ends.
+        watched: whether a launcher looks for ranks that are gone.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, fail: Callable[[PeerError], None]
+        self,
+        meeting: Meeting,
+        standing: Standing,
+        fail: Callable[[LockstepError], None],
+        *,
+        watched: bool,
     ) -> None:
-        self._store = dist.PrefixStore("watch", store)
-        # A client of its own: the main thread's may be busy waiting.
-        own: dist.Store = store.clone()  # type: ignore[attr-defined]
+        # A client of its own for the thread: the main thread's may be busy waiting.
+        own: dist.Store = meeting.store.clone()  # type: ignore[attr-defined]
+        self._store = dist.PrefixStore("watch", meeting.store)
         self._thread_store = dist.PrefixStore("watch", own)
-        self._failures = own
-        self._rank = rank
-        self._others = [other for other in range(size) if other != rank]
+        self._meeting = replace(meeting, store=own)
+        self._standing = standing
+        self._rank, size = meeting.world.rank, meeting.world.size
+        ahead = range(1, min(size, _COMPARED + 1))
+        self._others = [(self._rank + distance) % size for distance in ahead]
+        self._pulse = None if watched else Pulse(self._thread_store, self._rank, size)
         self._fail = fail
         self._loops = 0
         self._step = 0
         self._meetings = 0
         self._outer: list[tuple[str, int]] = []
         self._loop = ""
-        self._place = ""
-        self._meeting = False
-        self._beat = 0
+        self._in_backward = False
+        self._looks = 0
+        self._moves = 0
+        self._seen: dict[int, Waiting] = {}
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="lockstep-watch", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="lockstep-watch", daemon=True)
         self._thread.start()
+
+    # --- the main thread -------------------------------------------------------------------------
 
     def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
         """A loop over a loader begins."""
@@ -61,62 +84,94 @@ class Watch:
         # Not by count: the main rank alone may loop over a loader for itself.
         self._loop = f"{loader}.{epoch}.{round_}"
         self._step = self._meetings = 0
-        self._beat += 1
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
         """The loop has come to another microbatch."""
         self._step = microbatch.step
-        self._meeting = False
-        self._beat += 1
+        self._in_backward = False
 
     def backward_begins(self, microbatch: Microbatch, models: Sequence[int]) -> None:
         """A backward pass through `models` begins; on a rank's last microbatch it needs all ranks."""
-        self._place = f"{microbatch.place} {' '.join(map(str, models))}"
-        self._meeting = microbatch.last
-        self._beat += 1
+        if microbatch.last:
+            batch = (microbatch.loader, microbatch.epoch, microbatch.round, microbatch.step)
+            self._standing.enter("run.backward", (*batch, microbatch.turn, *models))
+            self._in_backward = True
 
     def backward_ends(self) -> None:
         """The backward pass is over; on a rank's last microbatch all ranks have met in it."""
-        self._meetings += self._meeting
-        self._meeting = False
-        self._beat += 1
+        if self._in_backward:
+            self._standing.leave()
+            self._meetings += 1
+            self._in_backward = False
 
     def step_ends(self, step: int, microbatch: Microbatch) -> None:
         """The parameters have been updated."""
-        self._beat += 1
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
         """A loop over a loader is over."""
-        self._meeting = False
-        self._beat += 1
-        self._store.set(f"{self._loop}/{self._rank}", f"{step} {self._meetings}")
+        self._in_backward = False
+        self._store.set(f"{self._loop}/{self._rank}", f"{step} {self._meetings} {early:d}")
         self._loop, self._meetings = self._outer.pop()
 
     def run_ends(self) -> None:
         """This rank is about to end: it takes part in no further loop."""
-        self._store.set(f"end/{self._rank}", f"{self._loops} 0")
+        self._store.set(f"end/{self._rank}", f"{self._loops} 0 1")
 
-    def _look(self) -> None:
+    # --- the thread ------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
         seen = -1
         while not self._stop.wait(_LOOK_SECONDS):
-            if seen == self._beat:
-                self._hear_failure()
-                if self._meeting:
-                    self._compare()
-            seen = self._beat
+            beat = self._standing.beat
+            self._looks = self._looks + 1 if beat == seen else 0
+            seen = beat
+            try:
+                self._look()
+            except dist.DistError as error:
+                self._lose_store(error)
+
+    def _look(self) -> None:
+        if self._pulse is not None:
+            self._pulse.look()
+        if not self._looks:
+            self._moves = self._thread_store.add("moves", 1)
+            return
+        self._hear_failure()
+        self._hear_moves()
+        if self._pulse is not None and (error := self._pulse.lost()) is not None:
+            self._end(error)
+        if self._in_backward:
+            self._compare_loops()
+        if self._standing.waits:
+            self._compare_calls()
 
     def _hear_failure(self) -> None:
         """This rank stands still: has another one failed, which it may wait for in vain?"""
-        if self._failures.check(["failed"]):
-            self._end(PeerError(self._failures.get("failed").decode()))
+        store = self._meeting.store
+        if store.check(["failed"]):
+            self._end(PeerError(store.get("failed").decode()))
 
-    def _compare(self) -> None:
+    def _hear_moves(self) -> None:
+        """This rank stands still: tell its launcher, which sees its own ranks alone, if others move."""
+        moves = self._thread_store.add("moves", 0)
+        if moves != self._moves:
+            self._standing.others_move()
+        self._moves = moves
+
+    def _lose_store(self, error: dist.DistError) -> None:
+        if self._looks and not self._stop.is_set():
+            what = str(error).partition("\n")[0]
+            self._end(PeerError(f"the store is gone, and with it the rank that hosts it: {what}"))
+
+    def _compare_loops(self) -> None:
         """This rank waits in a backward pass: does another one never come to it?"""
-        self._thread_store.set(f"at/{self._rank}", self._place)
         for other in self._others:
             left = self._read(f"{self._loop}/{other}")
             ended = self._read(f"end/{other}")
-            if left is not None and left[1] <= self._meetings:
+            # A loop that another rank has been through may be one of its own, before another call: then
+            # comparing calls tells more, and has been tried by now.
+            counts = left is not None and (left[2] or self._looks > _PATIENT_LOOKS)
+            if left is not None and counts and left[1] <= self._meetings:
                 self._end_early(
                     f"rank {other} left this loop in batch {left[0]}, "
                     f"rank {self._rank} waits for it in batch {self._step}"
@@ -126,25 +181,35 @@ class Watch:
                     f"rank {other} ended after {ended[0]} loops over loaders, "
                     f"rank {self._rank} waits for it in loop {self._loops}"
                 )
-            self._compare_models(other)
 
-    def _compare_models(self, other: int) -> None:
-        """Two ranks wait for each other in one place: do they wait for the same gradients?"""
-        if not self._thread_store.check([f"at/{other}"]):
-            return
-        place, _, models = self._thread_store.get(f"at/{other}").decode().partition(" ")
-        own_place, _, own_models = self._place.partition(" ")
-        if place == own_place and models != own_models:
-            self._end_early(
-                f"rank {self._rank} computes gradients of the run's models {own_models or 'none'}, "
-                f"rank {other} of {models or 'none'} in the same batch (counted from 0)"
-            )
+    def _compare_calls(self) -> None:
+        """This rank waits: do other ranks that wait, and go on waiting, wait in another call?"""
+        own = Waiting(
+            rank=self._rank,
+            looks=self._looks,
+            place=str(stacks.users(stacks.of(_main_frame()))),
+            recent=tuple(self._standing.recent),
+        )
+        self._thread_store.set(f"at/{self._rank}", own.dump())
+        for other in self._others:
+            key = f"at/{other}"
+            if not self._thread_store.check([key]):
+                continue
+            before, now = self._seen.get(other), Waiting.load(self._thread_store.get(key))
+            self._seen[other] = now
+            # It has been there since this rank's last look, and was there all the time.
+            stays = before is not None and before.now == now.now and before.looks < now.looks
+            if stays and (error := mismatch(own, now)) is not None and self._still_waits(own):
+                self._end(error)
 
-    def _read(self, key: str) -> tuple[int, int] | None:
+    def _still_waits(self, own: Waiting) -> bool:
+        return self._standing.waits and self._standing.recent[-1] == own.now
+
+    def _read(self, key: str) -> tuple[int, int, int] | None:
         if not self._thread_store.check([key]):
             return None
-        first, second = self._thread_store.get(key).split()
-        return int(first), int(second)
+        first, second, third = map(int, self._thread_store.get(key).split())
+        return first, second, third
 
     def _end_early(self, what: str) -> None:
         error = EarlyExitError(
@@ -154,9 +219,13 @@ class Watch:
         )
         self._end(error)
 
-    def _end(self, error: PeerError) -> None:
-        print(f"lockstep: error: {error}\n{_main_stack()}", file=sys.stderr, flush=True)  # noqa: T201
+    def _end(self, error: LockstepError) -> None:
+        if self._stop.is_set():
+            return  # the main thread has gone on, and is closing the run
+        text = "".join(traceback.format_stack(_main_frame()))
+        print(f"lockstep: error: {error}\n{text}", file=sys.stderr, flush=True)  # noqa: T201
         self._fail(error)
+        self._meeting.fail(error)
         os._exit(error.exit_code)
 
     def close(self) -> None:
@@ -165,7 +234,5 @@ class Watch:
         self._thread.join()
 
 
-def _main_stack() -> str:
-    main = threading.main_thread().ident
-    frame = sys._current_frames().get(main or 0)
-    return "".join(traceback.format_stack(frame)) if frame else ""
+def _main_frame() -> FrameType | None:
+    return sys._current_frames().get(threading.main_thread().ident or 0)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from lockstep.verify.traces import Key, Seen, Traces
+from lockstep.verify.traces import Key, LoopKey, Seen, Step, Traces, few
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +15,7 @@ class Difference:
 
     Attributes:
         step: in which step, counted from 1.
-        what: `samples`, `loss`, `parameters` or `length`.
+        what: `samples`, `loss`, `parameters`, `length` or `redone`.
         text: in words, with both values.
     """
 
@@ -28,13 +29,14 @@ def compare(one: Traces, other: Traces, name: str, other_name: str) -> Differenc
 
     Within a step, what was seen comes before what was made: samples, losses, parameters.
     """
-    for step in sorted({*one.steps, *other.steps}):
-        if step not in one.steps or step not in other.steps:
-            short, long = (name, other_name) if step not in one.steps else (other_name, name)
-            return Difference(step, "length", f"step {step} happens on {long}, not on {short}")
+    for number in sorted({*one.steps, *other.steps}):
+        a, b = one.steps.get(number), other.steps.get(number)
+        if a is None or b is None:
+            short, long = (name, other_name) if a is None else (other_name, name)
+            return Difference(number, "length", f"step {number} happens on {long}, not on {short}")
         difference = _compare_seen(
-            step, one.of_step(step), other.of_step(step), name, other_name
-        ) or _compare_made(step, one, other, name, other_name)
+            number, a.microbatches, b.microbatches, name, other_name
+        ) or _compare_made(number, a, b, name, other_name)
         if difference is not None:
             return difference
     return None
@@ -51,9 +53,7 @@ def _compare_seen(
             missing = name if a is None else other_name
             return Difference(step, "samples", f"{place}: no backward pass on {missing}")
         if a.samples != b.samples:
-            text = (
-                f"{place}: samples {_few(a.samples)} on {name}, {_few(b.samples)} on {other_name}"
-            )
+            text = f"{place}: samples {few(a.samples)} on {name}, {few(b.samples)} on {other_name}"
             return Difference(step, "samples", text)
         if a.bits != b.bits:
             text = (
@@ -65,20 +65,19 @@ def _compare_seen(
 
 
 def _compare_made(
-    step: int, one: Traces, other: Traces, name: str, other_name: str
+    number: int, one: Step, other: Step, name: str, other_name: str
 ) -> Difference | None:
-    for traces, layout in ((one, name), (other, other_name)):
-        own = traces.digests.get(step, {})
-        if len(set(own.values())) > 1:
-            text = f"step {step}: the ranks of {layout} hold different parameters"
-            return Difference(step, "parameters", text)
-    a, b = one.digests.get(step), other.digests.get(step)
-    if a is not None and b is not None and {*a.values()} != {*b.values()}:
+    for step, layout in ((one, name), (other, other_name)):
+        if len(set(step.digests.values())) > 1:
+            text = f"step {number}: the ranks of {layout} hold different parameters"
+            return Difference(number, "parameters", text)
+    a, b = one.digests, other.digests
+    if a and b and {*a.values()} != {*b.values()}:
         text = (
-            f"step {step}: equal samples and losses, but the parameters are "
+            f"step {number}: equal samples and losses, but the parameters are "
             f"{_any(a)} on {name}, {_any(b)} on {other_name}"
         )
-        return Difference(step, "parameters", text)
+        return Difference(number, "parameters", text)
     return None
 
 
@@ -86,8 +85,13 @@ def _any(digests: dict[int, str]) -> str:
     return next(iter(digests.values()))[:19]
 
 
-def _few(samples: tuple[int, ...]) -> str:
-    return str(list(samples[:6]))[:-1] + (", …]" if len(samples) > 6 else "]")
+def redone(traces: Traces, name: str) -> Difference | None:
+    """Return the first step that a layout did again after a crash with another result."""
+    if not traces.redone:
+        return None
+    first = min(traces.redone, key=lambda found: found.step)
+    text = f"step {first.step} was computed again after a crash on {name} and differs: {first.text}"
+    return Difference(first.step, "redone", text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +114,21 @@ class Coverage:
         return not self.twice and not self.never
 
 
-def coverage(traces: Traces) -> Coverage:
-    """Count the samples behind all backward passes, loop by loop; second passes are not counted."""
-    seen: dict[tuple[int, int, int], Counter[int]] = {}
-    for (_, loader, epoch, round_, _, turn, _), microbatch in traces.microbatches.items():
-        if turn == 0:
-            seen.setdefault((loader, epoch, round_), Counter()).update(microbatch.samples)
+def coverage(traces: Traces, complete: AbstractSet[LoopKey] = frozenset()) -> Coverage:
+    """Count the samples behind all backward passes, loop by loop; second passes are not counted.
+
+    Args:
+        traces: what a layout saw.
+        complete: loops to be judged besides those of which it says that they were complete.
+    """
+    seen: dict[LoopKey, Counter[int]] = {}
+    for step in traces.steps.values():
+        for (_, loader, epoch, round_, _, turn, _), microbatch in step.microbatches.items():
+            if turn == 0:
+                seen.setdefault((loader, epoch, round_), Counter()).update(microbatch.samples)
     twice, never = [], []
-    loops = [key for key in sorted(seen) if key in traces.complete and key[0] in traces.lengths]
+    whole = traces.complete | complete
+    loops = [key for key in sorted(seen) if key in whole and key[0] in traces.lengths]
     for loader, epoch, round_ in loops:
         counts = seen[loader, epoch, round_]
         twice += [(loader, epoch, sample) for sample, count in counts.items() if count > 1]

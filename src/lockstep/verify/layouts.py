@@ -1,10 +1,56 @@
-"""Which layouts a script is verified on."""
+"""Which layouts a script is verified on, and what is to happen to it there.
+
+A layout is a number of ranks, `2`. It may change on the way, `4>2@30>3@60`: preempted after step 30 and
+continued on 2 ranks, after step 60 on 3. It may be followed by faults, `2,kill@30,term@25`: a rank is
+killed in step 30, the run is preempted after step 25. What ends a launch makes the next one a stage.
+"""
 
 from __future__ import annotations
 
+import itertools
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lockstep.errors import UsageError
+
+_FAULT = re.compile(r"(kill|term)@(\d+)")
+_MOVE = re.compile(r"(\d+)@(\d+)")
+_EXAMPLES = 'for example --layouts 1,2,4 or --layouts 1 "4>2@30" "2,kill@30"'
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One launch of a layout.
+
+    Attributes:
+        ranks: number of ranks.
+        kills: steps in whose backward pass the last rank kills itself.
+        until: step after which it is preempted; `None` where it goes on to the end.
+    """
+
+    ranks: int
+    kills: tuple[int, ...] = ()
+    until: int | None = None
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """What the ranks do to themselves, as they are told."""
+        preempted = () if self.until is None else (f"term@{self.until}",)
+        return (*(f"kill@{step}" for step in self.kills), *preempted)
+
+
+@dataclass(frozen=True, slots=True)
+class Storm:
+    """Kills of random workers at random moments.
+
+    Attributes:
+        kills: how many.
+        seed: what draws the moments.
+    """
+
+    kills: int
+    seed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,35 +59,129 @@ class Layout:
 
     Attributes:
         name: as the user wrote it.
-        ranks: number of ranks.
+        stages: its launches, each in the run directory of the one before.
+        storm: what its only launch has to endure, if anything.
     """
 
     name: str
-    ranks: int
+    stages: tuple[Stage, ...]
+    storm: Storm | None = None
+
+    @property
+    def ranks(self) -> int:
+        """The largest number of ranks that it has."""
+        return max(stage.ranks for stage in self.stages)
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether anything happens to it."""
+        return self.storm is not None or any(stage.faults for stage in self.stages)
+
+    @property
+    def kills(self) -> int:
+        """How many ranks kill themselves."""
+        return sum(len(stage.kills) for stage in self.stages)
 
     def __str__(self) -> str:
+        if self.is_disturbed:
+            return f"layout {self.name}"
         return f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
 
 
-def parse(text: str) -> list[Layout]:
-    """Return the layouts in a list such as `1,2,4`.
+def parse(words: Sequence[str], storm: Storm | None = None) -> list[Layout]:
+    """Return the layouts in words such as `1,2,4` or `2,kill@30`, and one that endures `storm`.
 
     Raises:
-        UsageError: if one of them is no number of ranks, or there are fewer than two.
+        UsageError: if one of them is no layout, or there are fewer than two.
     """
-    layouts = [_parse_one(word.strip()) for word in text.split(",")]
+    layouts = [layout for word in words for layout in _parse_word(word)]
+    if storm is not None:
+        ranks = max(layout.ranks for layout in layouts)
+        layouts.append(Layout(f"{ranks},kills={storm.kills}", (Stage(ranks),), storm))
     if len(layouts) < 2:
         raise UsageError(
-            f"--layouts {text} names one layout; expected at least two to compare",
-            hint="for example --layouts 1,2,4; a layout may be named twice",
+            f"--layouts {words[0]} names one layout; expected at least two to compare",
+            hint=f"{_EXAMPLES}; a layout may be named twice",
         )
     return layouts
 
 
-def _parse_one(word: str) -> Layout:
-    if not word.isdecimal() or int(word) < 1:
+def _parse_word(word: str) -> list[Layout]:
+    items: list[list[str]] = []
+    for item in map(str.strip, word.split(",")):
+        if not _FAULT.fullmatch(item):
+            items.append([item])
+        elif items:
+            items[-1].append(item)
+        else:
+            raise UsageError(
+                f"{item} comes before any layout in {word!r}; expected it after the one it happens to",
+                hint=f'for example "2,{item}"',
+            )
+    return [_parse_layout(layout, faults) for layout, *faults in items]
+
+
+def _parse_layout(text: str, faults: Sequence[str]) -> Layout:
+    first, *words = text.split(">")
+    begun = _ranks(first, text)
+    moves = [_parse_move(word, text) for word in words]
+    if any(after <= before for (_, before), (_, after) in itertools.pairwise(moves)):
         raise UsageError(
-            f"the layout {word!r} is no number of ranks; expected an integer of at least 1",
-            hint="for example --layouts 1,2,4",
+            f"the steps of the layout {text!r} do not rise; expected each after the one before",
+            hint='for example "4>2@30>3@60"',
         )
-    return Layout(word, int(word))
+    terms, kills = _parse_faults(faults)
+    # A run that is preempted without being moved goes on as it was.
+    stays = [([begun, *(ranks for ranks, end in moves if end <= step)][-1], step) for step in terms]
+    ends = sorted([*moves, *stays], key=lambda end: end[1])
+    name = ",".join([text, *faults])
+    return Layout(name, _stages(begun, ends, kills, name))
+
+
+def _stages(
+    begun: int, ends: Sequence[tuple[int, int]], kills: Sequence[int], name: str
+) -> tuple[Stage, ...]:
+    """Cut a run into launches: `ends` are where one is over, with the ranks of the next."""
+    stages, ranks, before = [], begun, 0
+    for following, step in ends:
+        if step == before:
+            raise UsageError(f"the layout {name!r} is to be preempted twice after step {step}")
+        own = tuple(kill for kill in kills if before < kill <= step)
+        stages.append(Stage(ranks, own, step))
+        ranks, before = following, step
+    return (*stages, Stage(ranks, tuple(kill for kill in kills if kill > before)))
+
+
+def _parse_move(move: str, text: str) -> tuple[int, int]:
+    found = _MOVE.fullmatch(move)
+    if found is None:
+        raise UsageError(
+            f"{move!r} in the layout {text!r} is no change of ranks; expected RANKS@STEP",
+            hint='for example "4>2@30": 4 ranks, after step 30 only 2',
+        )
+    return _ranks(found[1], text), _step(found[2], text)
+
+
+def _parse_faults(faults: Sequence[str]) -> tuple[list[int], list[int]]:
+    """Return the steps of terms and of kills, in order."""
+    steps: dict[str, list[int]] = {"term": [], "kill": []}
+    for fault in faults:
+        kind, _, step = fault.partition("@")
+        steps[kind].append(_step(step, fault))
+    return steps["term"], sorted(steps["kill"])
+
+
+def _ranks(word: str, text: str) -> int:
+    if not word.isdecimal() or int(word) < 1:
+        inside = "" if word == text else f" in {text!r}"
+        raise UsageError(
+            f"the layout {word!r}{inside} is no number of ranks; expected an integer of at least 1",
+            hint=_EXAMPLES,
+        )
+    return int(word)
+
+
+def _step(word: str, text: str) -> int:
+    if int(word) < 1:
+        raise UsageError(f"{text!r} names step {word}; expected 1 or a later one")
+    return int(word)

@@ -1,8 +1,9 @@
-"""Running a script on one layout, in a launch of its own."""
+"""Running a script on one layout, in launches of its own."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -10,9 +11,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.errors import PREEMPTED, UsageError
 from lockstep.record import run_file
-from lockstep.verify.layouts import Layout
+from lockstep.verify.layouts import Layout, Stage
+from lockstep.verify.storm import Rage, draw
 from lockstep.verify.traces import Traces, read
+
+#: Restarts that `lockstep run` allows without being told.
+_RESTARTS = 3
+#: Variables that would change what a layout is.
+_OURS = ("LOCKSTEP_FAULTS", "LOCKSTEP_FRESH", "LOCKSTEP_MAX_RESTARTS")
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What every layout runs.
+
+    Attributes:
+        command: the script and its arguments.
+        options: further options of `lockstep run`.
+        replicas: number of replicas for scripts that name none.
+    """
+
+    command: Sequence[str]
+    options: Sequence[str]
+    replicas: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +44,12 @@ class Outcome:
 
     Attributes:
         layout: the layout.
-        exit_code: of the launch.
+        exit_code: of the last launch.
         digest: of the weights at the end; `None` if it did not come to the end of a run.
         steps: how many updates.
-        seconds: of the whole launch.
+        seconds: of all launches.
+        kills: how many workers were killed.
+        generations: how many sets of processes opened the run.
         traces: what every step saw and made.
         complaint: the last lines of the launch, where it failed.
     """
@@ -34,50 +59,103 @@ class Outcome:
     digest: str | None
     steps: int
     seconds: float
+    kills: int
+    generations: int
     traces: Traces
     complaint: str
 
 
-def run(
-    layout: Layout, command: Sequence[str], options: Sequence[str], replicas: int, directory: Path
-) -> Outcome:
+def run(layout: Layout, work: Work, directory: Path, steps: int) -> Outcome:
     """Run a script on `layout`.
 
     Args:
         layout: the layout.
-        command: the script and its arguments.
-        options: further options of `lockstep run`.
-        replicas: number of replicas for scripts that name none.
+        work: what to run.
         directory: a new directory for the run and its trace.
+        steps: how many steps the run does without a fault, if that is known.
+
+    Raises:
+        UsageError: if the run is over before what was to happen to it.
     """
     directory.mkdir(parents=True)
-    run_dir, trace = directory / "run", directory / "trace"
-    words = ["-m", "lockstep", "run", "-n", str(layout.ranks), "--run-dir", str(run_dir)]
+    place = _Place(directory)
+    kills = layout.kills
     started = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, *words, *options, *command],
-        env={
-            **os.environ,
-            "LOCKSTEP_TRACE": str(trace),
-            "LOCKSTEP_PROGRESS": "0",
-            "LOCKSTEP_DEFAULT_REPLICAS": str(replicas),
-        },
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    for stage in layout.stages:
+        launcher = _start(layout, stage, work, place)
+        try:
+            if layout.storm is not None:
+                strikes = draw(layout.storm.kills, layout.storm.seed, steps)
+                kills = Rage(launcher, place.trace, steps).work(strikes)
+            exit_code = launcher.wait()
+        finally:
+            launcher.kill()  # its workers go with it
+            launcher.wait()
+        if exit_code != (0 if stage.until is None else PREEMPTED):
+            break
     seconds = time.monotonic() - started
-    recorded = run_file.read(run_dir) or {}
-    return Outcome(
+    recorded = run_file.read(place.run) or {}
+    outcome = Outcome(
         layout=layout,
-        exit_code=done.returncode,
+        exit_code=exit_code,
         digest=recorded.get("digest"),
         steps=recorded.get("steps", 0),
         seconds=seconds,
-        traces=read(trace),
-        complaint=_complaint(done.stderr) if done.returncode else "",
+        kills=kills,
+        generations=len(recorded.get("generations", [])),
+        traces=read(place.trace),
+        complaint=_complaint(place.errors.read_text(errors="replace")) if exit_code else "",
     )
+    _check_faults(outcome)
+    return outcome
+
+
+class _Place:
+    """Where the launches of a layout leave what they do."""
+
+    def __init__(self, directory: Path) -> None:
+        self.run = directory / "run"
+        self.trace = directory / "trace"
+        self.output = directory / "output.txt"
+        self.errors = directory / "errors.txt"
+
+
+def _start(layout: Layout, stage: Stage, work: Work, place: _Place) -> subprocess.Popen[bytes]:
+    words = ["run", "-n", str(stage.ranks), "--run-dir", str(place.run), *work.options]
+    kills = len(stage.kills) if layout.storm is None else layout.storm.kills
+    if kills > _RESTARTS:
+        words += ["--max-restarts", str(kills)]
+    environ = {name: value for name, value in os.environ.items() if name not in _OURS}
+    environ |= {
+        "LOCKSTEP_TRACE": str(place.trace),
+        "LOCKSTEP_PROGRESS": "0",
+        "LOCKSTEP_DEFAULT_REPLICAS": str(work.replicas),
+    }
+    if stage.faults:
+        environ["LOCKSTEP_FAULTS"] = ",".join(stage.faults)
+    with place.output.open("ab") as output, place.errors.open("ab") as errors:
+        return subprocess.Popen(
+            [sys.executable, "-m", "lockstep", *words, *work.command],
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=errors,
+        )
+
+
+def _check_faults(outcome: Outcome) -> None:
+    """Refuse a layout in which something should have happened that did not.
+
+    A fault that happens ends a generation, so that a run has one more of them than faults.
+    """
+    faults = [fault for stage in outcome.layout.stages for fault in stage.faults]
+    if outcome.exit_code == 0 and outcome.digest is not None and outcome.generations <= len(faults):
+        fault = faults[max(0, outcome.generations - 1)]
+        raise UsageError(
+            f"{outcome.layout}: the run was over before {fault} could happen; "
+            f"it has {outcome.steps} steps",
+            hint="name an earlier step",
+        )
 
 
 def _complaint(text: str) -> str:
@@ -85,3 +163,8 @@ def _complaint(text: str) -> str:
     lines = text.rstrip().splitlines()
     marks = [i for i, line in enumerate(lines) if line.startswith("lockstep: ")]
     return "\n".join(lines[marks[-1] :] if marks else lines[-8:])
+
+
+def directory_name(number: int, layout: Layout) -> str:
+    """Return a name for the directory of the `number`-th layout that a shell takes as it is."""
+    return f"{number}-{re.sub(r'[^0-9a-z]+', '-', layout.name)}"

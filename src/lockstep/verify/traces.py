@@ -1,8 +1,9 @@
-"""Reading the traces of all ranks of a layout back as one."""
+"""Reading the traces of all ranks and generations of a layout back as one."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,8 @@ Key = tuple[int, int, int, int, int, int, int]
 
 #: Which loop over a loader: loader, epoch, round.
 LoopKey = tuple[int, int, int]
+
+_NAME = re.compile(r"rank-(\d+)\.(\d+)\.jsonl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,39 +28,87 @@ class Seen:
 
 
 @dataclass(slots=True)
-class Traces:
-    """What all ranks of a layout saw and made.
+class Step:
+    """What one step saw and made.
 
     Attributes:
         microbatches: what each replica saw.
-        digests: parameters after each step, by rank.
-        lengths: number of samples of each loader that shows every sample once.
-        complete: loops that went to the end of their data.
+        digests: the parameters after it, by rank.
     """
 
     microbatches: dict[Key, Seen] = field(default_factory=dict)
-    digests: dict[int, dict[int, str]] = field(default_factory=dict)
+    digests: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Redone:
+    """A step that was computed again after a crash, with another result.
+
+    Attributes:
+        step: which one, counted from 1.
+        text: what differs, with both values.
+    """
+
+    step: int
+    text: str
+
+
+@dataclass(slots=True)
+class Traces:
+    """What all ranks of a layout saw and made, as far as it counts.
+
+    A generation that begins from a state of step S does anew what earlier ones did after S: what they
+    left of it does not count, but has to be the same.
+
+    Attributes:
+        steps: what each step saw and made, by its number.
+        lengths: number of samples of each loader that shows every sample once.
+        complete: loops that went to the end of their data.
+        redone: steps that were done anew, and differ.
+    """
+
+    steps: dict[int, Step] = field(default_factory=dict)
     lengths: dict[int, int] = field(default_factory=dict)
     complete: set[LoopKey] = field(default_factory=set)
-
-    @property
-    def steps(self) -> list[int]:
-        """Steps in which something was seen, in order."""
-        return sorted({key[0] for key in self.microbatches} | set(self.digests))
-
-    def of_step(self, step: int) -> dict[Key, Seen]:
-        """Return what was seen in one step."""
-        return {key: seen for key, seen in self.microbatches.items() if key[0] == step}
+    redone: list[Redone] = field(default_factory=list)
 
 
 def read(directory: Path) -> Traces:
     """Return the traces in `directory`; empty where a layout wrote none."""
     traces = Traces()
-    for path in sorted(directory.glob("rank-*.jsonl")):
-        rank = int(path.stem.removeprefix("rank-"))
-        for entry in _entries(path):
-            _take(traces, rank, entry)
+    dropped: dict[int, Step] = {}
+    for _, files in sorted(generations(directory).items()):
+        begin, own = _read_generation(files, traces)
+        for number in [number for number in traces.steps if number > begin]:
+            _merge(dropped, number, traces.steps.pop(number))
+        for number in sorted(own):
+            if number in dropped:
+                traces.redone += _differences(number, dropped[number], own[number])
+            _merge(traces.steps, number, own[number])
     return traces
+
+
+def generations(directory: Path) -> dict[int, dict[int, Path]]:
+    """Return the files of each generation, by rank."""
+    found: dict[int, dict[int, Path]] = {}
+    for path in directory.glob("rank-*.jsonl"):
+        if name := _NAME.fullmatch(path.name):
+            found.setdefault(int(name[2]), {})[int(name[1])] = path
+    return found
+
+
+def _read_generation(files: dict[int, Path], traces: Traces) -> tuple[float, dict[int, Step]]:
+    """Return the step that a generation began from, and what it did; take note of its loops."""
+    # One that was killed before it wrote a line has done nothing.
+    begin = float("inf")
+    steps: dict[int, Step] = {}
+    for rank in sorted(files):
+        for entry in _entries(files[rank]):
+            if entry["kind"] == "begin":
+                begin = min(begin, entry["step"])
+            else:
+                _take(traces, steps, rank, entry)
+    return begin, steps
 
 
 def _entries(path: Path) -> Iterator[dict[str, Any]]:
@@ -68,15 +119,43 @@ def _entries(path: Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
 
 
-def _take(traces: Traces, rank: int, entry: dict[str, Any]) -> None:
+def _take(traces: Traces, steps: dict[int, Step], rank: int, entry: dict[str, Any]) -> None:
     kind = entry["kind"]
     if kind == "microbatch":
         names = ("step", "loader", "epoch", "round", "batch", "turn", "replica")
         key: Any = tuple(entry[name] for name in names)
-        traces.microbatches[key] = Seen(entry["loss"], entry["value"], tuple(entry["samples"]))
+        step = steps.setdefault(entry["step"], Step())
+        step.microbatches[key] = Seen(entry["loss"], entry["value"], tuple(entry["samples"]))
     elif kind == "step":
-        traces.digests.setdefault(entry["step"], {})[rank] = entry["digest"]
+        steps.setdefault(entry["step"], Step()).digests[rank] = entry["digest"]
     elif kind == "loader" and entry["exhaustive"] and entry["length"] is not None:
         traces.lengths[entry["loader"]] = entry["length"]
     elif kind == "loop" and entry["complete"]:
         traces.complete.add((entry["loader"], entry["epoch"], entry["round"]))
+
+
+def _merge(steps: dict[int, Step], number: int, new: Step) -> None:
+    step = steps.setdefault(number, Step())
+    step.microbatches.update(new.microbatches)
+    step.digests.update(new.digests)
+
+
+def _differences(number: int, first: Step, again: Step) -> Iterator[Redone]:
+    """Compare what two generations did in one step, as far as both came: either may have been killed."""
+    for key in sorted(first.microbatches.keys() & again.microbatches.keys()):
+        one, other = first.microbatches[key], again.microbatches[key]
+        if one.samples != other.samples:
+            what = f"samples {few(one.samples)}, then {few(other.samples)}"
+            yield Redone(number, f"replica {key[-1]} saw {what}")
+        elif one.bits != other.bits:
+            what = f"{one.value!r} ({one.bits}), then {other.value!r} ({other.bits})"
+            yield Redone(number, f"the loss of replica {key[-1]} was {what}")
+    before, after = set(first.digests.values()), set(again.digests.values())
+    if before and after and before != after:
+        what = f"{min(before)[:19]}, then {min(after)[:19]}"
+        yield Redone(number, f"the parameters after it were {what}")
+
+
+def few(samples: tuple[int, ...]) -> str:
+    """Return the first of some samples, in words."""
+    return str(list(samples[:6]))[:-1] + (", …]" if len(samples) > 6 else "]")

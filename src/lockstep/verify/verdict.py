@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import RunError, UsageError
-from lockstep.verify.comparison import Coverage, Difference, compare, coverage
+from lockstep.verify.comparison import Coverage, Difference, compare, coverage, redone
 from lockstep.verify.layouts import Layout
-from lockstep.verify.running import Outcome, run
+from lockstep.verify.running import Outcome, Work, directory_name, run
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +19,8 @@ class Verdict:
 
     Attributes:
         outcomes: one per layout.
-        difference: the first one found, against the first layout.
-        coverage: of the first layout.
+        difference: the first one found, against the first layout or between two generations of one.
+        coverage: of the first layout in which it is not exact, or of the first.
     """
 
     outcomes: Sequence[Outcome]
@@ -48,6 +48,8 @@ class Verdict:
                     "digest": outcome.digest,
                     "steps": outcome.steps,
                     "seconds": round(outcome.seconds, 3),
+                    "kills": outcome.kills,
+                    "generations": outcome.generations,
                 }
                 for outcome in self.outcomes
             ],
@@ -70,10 +72,17 @@ def outcomes(
         RunError: if the script fails on a layout in another way than by diverging.
         UsageError: if it makes no run.
     """
-    replicas = max(layout.ranks for layout in layouts)
+    work = Work(command, options, replicas=max(layout.ranks for layout in layouts))
+    steps = 0
     for number, layout in enumerate(layouts):
-        outcome = run(layout, command, options, replicas, directory / f"{number}-{layout.name}")
+        if layout.storm is not None and not steps:
+            raise UsageError(
+                f"the script makes no steps on {layouts[0]}; expected some in which to kill ranks",
+                hint="pass the optimizer through run.optimizer(…)",
+            )
+        outcome = run(layout, work, directory / directory_name(number, layout), steps)
         _check(outcome)
+        steps = steps or outcome.steps
         yield outcome
 
 
@@ -90,12 +99,21 @@ def _check(outcome: Outcome) -> None:
 
 
 def judge(outcomes: Sequence[Outcome]) -> Verdict:
-    """Compare every layout with the first one."""
+    """Compare every layout with the first one, and what a layout did twice with itself."""
     first, *others = outcomes
-    differences = (
+    differences = [redone(outcome.traces, str(outcome.layout)) for outcome in outcomes]
+    differences += [
         compare(first.traces, other.traces, str(first.layout), str(other.layout))
         for other in others
-    )
+    ]
     found = [difference for difference in differences if difference is not None]
     earliest = min(found, key=lambda difference: difference.step) if found else None
-    return Verdict(outcomes, earliest, coverage(first.traces))
+    return Verdict(outcomes, earliest, _coverage(outcomes))
+
+
+def _coverage(outcomes: Sequence[Outcome]) -> Coverage:
+    whole = outcomes[0].traces.complete
+    own = coverage(outcomes[0].traces)
+    # A layout whose ranks diverged stopped on the way: it has not come to the samples that it lacks.
+    others = (coverage(one.traces, whole) for one in outcomes[1:] if one.digest is not None)
+    return next((one for one in (own, *others) if not one.is_exact), own)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from lockstep.data.build import LoaderSettings, build
 from lockstep.data.loader import Loader
-from lockstep.data.microbatch import Microbatch
+from lockstep.data.microbatch import Microbatch, Start
 from lockstep.data.sources import Workers
 from lockstep.layout.replicas import block
 
@@ -25,12 +26,17 @@ class Journal:
         self.left: list[bool] = []
         self.passes: list[tuple[int, int, int]] = []
         self.batches = 0
+        self.shown: list[int] = []
+        self.start = Start(epoch=0, round=0)
         self._rounds = 0
 
-    def loop_begins(self, loader: int) -> tuple[int, int]:
+    def loop_begins(self, loader: int) -> Start:
         self.lines.append(("loop", loader))
         self._rounds += 1
-        return 0, self._rounds - 1
+        return replace(self.start, round=self._rounds - 1)
+
+    def batch_begins(self, loader: int, epoch: int, round_: int, step: int) -> None:
+        self.shown.append(step)
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
         self.began.append(microbatch)
@@ -213,3 +219,23 @@ def test_an_error_of_the_dataset_comes_through(workers: int) -> None:
     gc.collect()  # the workers end with the loader
     assert seen == [[0, 1], [2, 3]]
     assert "sample 5" in error
+
+
+def test_a_loop_that_goes_on_begins_where_it_was() -> None:
+    journal = Journal()
+    journal.start = Start(epoch=0, round=0, batch=1)
+    one = loader(journal)
+    assert [data.tolist() for (data,) in one] == [[4, 5], [6, 7], [8], [9]]
+    assert journal.lines[-1] == ("over", 3, 0, 0, 3, False)
+    journal.start = Start(epoch=0, round=0, batch=1, is_over=True)
+    assert list(one) == []
+    assert journal.lines[-1] == ("over", 3, 0, 1, 1, True)
+
+
+def test_whole_batches_are_announced() -> None:
+    journal = Journal()
+    one = loader(journal)
+    assert len(list(one)) == 6
+    assert journal.shown == []
+    assert len(list(one.batches())) == 3
+    assert journal.shown == [0, 1, 2]

@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from lockstep.data.build import LoaderSettings, build
 from lockstep.data.loader import Loader
+from lockstep.data.microbatch import Start
 from lockstep.data.move import to_device
 
 META = torch.device("meta")
@@ -66,8 +67,10 @@ def test_a_packed_sequence_keeps_its_sizes_on_the_host() -> None:
 
 
 class Quiet:
-    def loop_begins(self, loader: int) -> tuple[int, int]:
-        return 0, 0
+    def loop_begins(self, loader: int) -> Start:
+        return Start(epoch=0, round=0)
+
+    def batch_begins(self, *numbers: int) -> None: ...
 
     def microbatch_begins(self, microbatch: Any) -> None: ...
 

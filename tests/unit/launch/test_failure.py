@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,90 @@ def test_the_kernels_word_on_memory(workers):
         "out of memory, says the kernel" in judge(workers, left(1, -9), killed_for_memory=True).text
     )
     assert "counted no kill for memory" in judge(workers, left(1, -9), killed_for_memory=False).text
+
+
+def test_an_exception_while_the_kernel_killed_for_memory(workers):
+    """A DataLoader's worker was killed, and the rank that it worked for tells of it."""
+    tell(workers[0], RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), 1.0)
+    text = judge(workers, left(0, 1), killed_for_memory=True).text
+    assert "the kernel has killed a process of this control group for memory meanwhile" in text
+    assert "the kernel has killed" not in judge(workers, left(0, 1), killed_for_memory=False).text
+
+
+def test_the_short_form_is_one_line(workers):
+    assert judge(workers, left(1, -9)).brief == "rank 1 was killed by signal 9 (SIGKILL)"
+    out_of_memory = judge(workers, left(1, -9), killed_for_memory=True).brief
+    assert out_of_memory == "rank 1 was killed by the kernel: out of memory"
+    assert judge(workers, left(1, 5)).brief == "rank 1 ended with exit code 5"
+    tell(workers[1], ValueError("one\ntwo"), 1.0)
+    brief = judge(workers, left(1, 1)).brief
+    assert brief.startswith("rank 1 failed: ValueError: one (")
+    assert "test_failure.py:" in brief
+    assert "\n" not in brief
+
+
+def test_a_verdict_of_others_has_its_first_line_as_short_form():
+    text = "lockstep: node 1 was lost: no sign\n  hint: x"
+    one = failure.Verdict(text=text, exit_code=1, rank=-1, traceback=None)
+    assert one.brief == "node 1 was lost: no sign"
+
+
+def test_moments_are_no_clock_of_the_wall(workers):
+    """A clock that is set back between two failures must not make the second one the cause."""
+    told = report.describe(raised(ValueError("x")), 0, None)
+    assert abs(told.time - time.monotonic()) < 60
+    assert abs(failure.wall(told.time) - time.time()) < 60
+
+
+V2 = {"user.slice/job/memory.events": "low 0\noom 3\noom_kill 2\n"}
+V1 = {"memory/user.slice/job/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 5\n"}
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "kills"),
+    [
+        ("0::/user.slice/job\n", V2, 2),
+        ("0::/user.slice/job/leaf\n", V2, 2),
+        ("0::/\n", {"memory.events": "oom_kill 4\n"}, 4),
+        ("4:memory:/user.slice/job\n", V1, 5),
+        ("4:memory:/user.slice/job\n0::/user.slice/job\n", V1 | V2, 5),
+        ("5:cpu,memory:/user.slice/job\n", V1, 5),
+        (
+            "4:memory:/docker/only-the-host-has-it\n",
+            {"memory/memory.oom_control": "oom_kill 1\n"},
+            1,
+        ),
+        ("4:memory:/user.slice/job\n", {}, None),
+        ("3:cpu:/x\n", V1, None),
+        ("0::/user.slice/job\n", {"user.slice/job/memory.events": "oom 1\n"}, None),
+    ],
+    ids=[
+        "v2",
+        "v2, no controller here",
+        "v2, container",
+        "v1",
+        "both",
+        "v1, together",
+        "v1, container",
+        "nothing",
+        "no memory",
+        "an old kernel",
+    ],
+)
+def test_what_control_groups_count(tmp_path, groups, files, kills):
+    root = tmp_path / "cgroup"
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    (tmp_path / "groups").write_text(groups)
+    assert failure.oom_kills(tmp_path / "groups", root) == kills
+
+
+def test_kills_count_from_one_failure_to_the_next(monkeypatch):
+    counts = iter([3, 3, 4, 4, None])
+    monkeypatch.setattr(failure, "oom_kills", lambda: next(counts))
+    kills = failure.MemoryKills()
+    assert [kills.grew() for _ in range(4)] == [False, True, False, None]
 
 
 def test_a_report_that_cannot_be_written_is_dropped(workers, tmp_path):

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from lockstep.errors import LockstepError, RunDirectoryError, UsageError, WorldError
-from lockstep.launch import gathering
+from lockstep.launch import entrance, gathering
 from lockstep.launch.gathering import Gathering, gather
 from lockstep.launch.nodes import Nodes, Party, party
 from lockstep.launch.roster import Launcher, Roster
@@ -319,11 +319,11 @@ def test_launcher_0_is_stopped_while_others_wait(launch_id: str, impatient: None
 
 
 def test_one_launcher_of_a_host_holds_the_lock(launch_id: str) -> None:
-    with gathering._host_lock(launch_id) as first, gathering._host_lock(launch_id) as second:
+    with entrance.host_lock(launch_id) as first, entrance.host_lock(launch_id) as second:
         assert (first, second) == (True, False)
-        with gathering._host_lock(f"{launch_id} other") as other:
+        with entrance.host_lock(f"{launch_id} other") as other:
             assert other
-    with gathering._host_lock(launch_id) as again:
+    with entrance.host_lock(launch_id) as again:
         assert again
 
 
@@ -331,10 +331,10 @@ def test_one_launcher_of_a_host_holds_the_lock(launch_id: str) -> None:
 def test_what_fails_under_the_lock_is_not_the_locks(held: bool, launch_id: str) -> None:
     with contextlib.ExitStack() as stack:
         if held:
-            stack.enter_context(gathering._host_lock(launch_id))
+            stack.enter_context(entrance.host_lock(launch_id))
         with (
             pytest.raises(OSError, match="no space"),
-            gathering._host_lock(launch_id),
+            entrance.host_lock(launch_id),
         ):
             raise OSError(errno.ENOSPC, "no space")
 
@@ -345,7 +345,7 @@ def test_what_fails_under_the_lock_is_not_the_locks(held: bool, launch_id: str) 
 )
 def test_whether_an_endpoint_is_here(address: str, here: bool) -> None:
     one = Party(name="x", count=2, address=address, source="--rdzv-endpoint")
-    assert gathering._is_here(one) == here
+    assert entrance.is_here(one) == here
 
 
 # After gathering.

@@ -176,6 +176,10 @@ def test_launches_have_names() -> None:
     ("nodes", "said"),
     [
         ({"count": 0}, "--nnodes is 0; expected at least 1"),
+        ({"count": 2, "least": 3}, "--nnodes is 3:2; expected MIN:MAX with 1 <= MIN <= MAX"),
+        ({"count": 2, "least": 0}, "--nnodes is 0:2; expected MIN:MAX"),
+        ({"last_call": 0.0}, "--last-call is 0.0; expected more than 0"),
+        ({"count": 2, "least": 1}, "--nnodes is 1:2, but nothing says where the nodes meet"),
         ({"count": -2}, "--nnodes is -2; expected at least 1"),
         ({"count": 2, "rank": 2}, "--node-rank is 2 with --nnodes 2; expected 0 to 1"),
         ({"count": 2, "rank": -1}, "--node-rank is -1 with --nnodes 2"),
@@ -207,15 +211,37 @@ def test_flags_that_cannot_work(nodes: dict[str, Any], said: str) -> None:
     assert said in caught.value.message
 
 
-@pytest.mark.parametrize(("text", "count"), [("1", 1), ("16", 16), ("0", 0)])
-def test_counts(text: str, count: int) -> None:
-    assert parse_count(text) == count
+@pytest.mark.parametrize(
+    ("text", "counts"),
+    [("1", (None, 1)), ("16", (None, 16)), ("0", (None, 0)), ("1:2", (1, 2)), ("3:3", (3, 3))],
+)
+def test_counts(text: str, counts: tuple[int | None, int]) -> None:
+    assert parse_count(text) == counts
 
 
-@pytest.mark.parametrize("text", ["", "two", "-1", "1.5", "1:2", " 1", "²", "0x2"])
+@pytest.mark.parametrize(
+    "text", ["", "two", "-1", "1.5", " 1", "²", "0x2", ":", "1:", ":2", "1:2:3", "1:two", "1: 2"]
+)
 def test_counts_that_are_none(text: str) -> None:
-    with pytest.raises(UsageError, match="expected a number of nodes"):
+    with pytest.raises(UsageError, match="expected a number of nodes, or MIN:MAX"):
         parse_count(text)
+
+
+def test_nodes_that_may_come_and_go() -> None:
+    one = party(Nodes(least=1, count=3, endpoint="node0"), WORK, {})
+    assert one is not None
+    assert (one.least, one.count) == (1, 3)
+    numbered = party(Nodes(least=1, count=3, rank=2, main_address="node0"), WORK, {})
+    assert numbered is not None
+    assert (numbered.least, numbered.index) == (1, 2)
+    fixed = party(Nodes(count=3, endpoint="node0"), WORK, {})
+    assert fixed is not None
+    assert fixed.name != one.name == numbered.name
+
+
+def test_tasks_of_a_scheduler_do_not_come_and_go() -> None:
+    with pytest.raises(UsageError, match="slurm started 4 launchers, and ends all of them"):
+        find(recorded.STEP_RANK_2, least=1, count=4)
 
 
 # By the environment.

@@ -141,7 +141,7 @@ def test_a_trace_holds_bits_samples_and_digests(tmp_path: Path) -> None:
         trace.microbatch(4, microbatch(size=0, indices=np.array([5]), turn=1), torch.tensor([0.1]))
         trace.step(4, "sha256:abc")
         trace.loop(1, 2, 0, complete=True)
-    loader, first, stand_in, step, loop = lines(tmp_path / "trace" / "rank-2.jsonl")
+    loader, first, stand_in, step, loop = lines(tmp_path / "trace" / "rank-2.0.jsonl")
     assert loader == {"kind": "loader", "loader": 1, "length": 10, "exhaustive": True}
     assert (first["kind"], first["step"], first["batch"], first["replica"]) == (
         "microbatch",
@@ -180,7 +180,7 @@ def test_a_runs_trace_does_not_depend_on_when_it_is_read(
                 optimizer.step()
                 optimizer.zero_grad()
             digest = run.digest()
-        found = lines(tmp_path / f"trace-{number}" / "rank-0.jsonl")
+        found = lines(tmp_path / f"trace-{number}" / "rank-0.0.jsonl")
         assert [line["digest"] for line in found if line["kind"] == "step"][-1] == digest
         return found
 

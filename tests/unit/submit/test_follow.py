@@ -76,6 +76,33 @@ def test_a_job_from_its_start_to_its_end(states, output, capsys):
 
 
 @pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ('{"status": "preempted", "step": 7}', "preempted, saved after step 7, and put back"),
+        ('{"status": "running"}', "put back"),
+        ("half a rec", "put back"),
+    ],
+)
+def test_a_job_that_was_preempted(states, output, capsys, record, said):
+    (output.parent / "run.json").write_text(record)
+    states(
+        [
+            JobState(state="COMPLETING", nodes="n1", restarts=1),
+            JobState(state="PENDING", restarts=1),
+            JobState(state="RUNNING", nodes="n1", restarts=1),
+            JobState(state="COMPLETED", nodes="n1", restarts=1),
+        ]
+    )
+    assert follow.Follower("12", output).follow() == 0
+    assert capsys.readouterr().err == (
+        f"lockstep: job 12 was {said} into the queue\n"
+        "lockstep: job 12 waits\n"
+        "lockstep: job 12 runs on n1\n"
+        "lockstep: job 12 is done\n"
+    )
+
+
+@pytest.mark.parametrize(
     ("end", "code", "said"),
     [
         (

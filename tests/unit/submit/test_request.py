@@ -52,9 +52,41 @@ def test_ranks_and_cores_of_a_node(changes, ranks, cpus):
         ({"options": ("-o", "--qos=high")}, "--sbatch=-o cannot"),
         ({"options": ("--output=x",)}, "hint: --run-dir DIR"),
         ({"options": ("--wrap=ls",)}, "hint: name a script of Python"),
+        ({"options": ("--signal=B:TERM",)}, "hint: --save-before SECONDS"),
+        ({"save_before": 0}, "--save-before is 0; expected 1 to 65535 seconds"),
+        ({"save_before": 70000}, "--save-before is 70000"),
+        (
+            {"save_before": 60, "time_limit": "1"},
+            "--save-before is 60 s with --time 1; expected less",
+        ),
+        ({"time_limit": "1\n"}, "is not printable"),
     ],
 )
 def test_what_cannot_work(changes, said):
     with pytest.raises(UsageError) as caught:
         request(**changes)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [
+        (None, 90),
+        ("30", 90),
+        ("5", 75),
+        ("2", 30),
+        ("1:20", 20),
+        ("0:02", 1),
+        ("0:01:00", 15),
+        ("1-0", 90),
+        ("0-0:4", 60),
+        ("0-0:0:40", 10),
+        ("soon", 90),
+        ("1:2:3:4", 90),
+        ("UNLIMITED", 90),
+        ("0", 90),  # none
+    ],
+)
+def test_seconds_in_which_a_run_can_save_itself(limit, seconds):
+    assert request(time_limit=limit).seconds_to_save == seconds
+    assert request(time_limit="2", save_before=110).seconds_to_save == 110

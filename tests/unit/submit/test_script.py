@@ -26,7 +26,8 @@ def test_the_whole_script():
         nodes=2,
         gpus_per_node="a100:4",
         cpus_per_rank=8,
-        options=("--partition=gpu", "--time=2:00:00", "--exclusive"),
+        time_limit="2:00:00",
+        options=("--partition=gpu", "--exclusive"),
     )
     assert text(request) == (
         "#!/bin/bash\n"
@@ -36,19 +37,31 @@ def test_the_whole_script():
         "#SBATCH --ntasks-per-node=1\n"
         "#SBATCH --cpus-per-task=32\n"
         "#SBATCH --gpus-per-node=a100:4\n"
+        "#SBATCH --time=2:00:00\n"
         "#SBATCH --chdir=/home/ada/project\n"
         "#SBATCH --output=runs/t/1/slurm-%j.out\n"
         "#SBATCH --open-mode=append\n"
         "#SBATCH --requeue\n"
+        "#SBATCH --signal=USR1@90\n"
         "#SBATCH --partition=gpu\n"
-        "#SBATCH --time=2:00:00\n"
         "#SBATCH --exclusive\n"
         "\n"
         "# One launcher on each node starts the ranks of that node.\n"
         "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=32"
         " --kill-on-bad-exit=0 --wait=60 \\\n"
         "  /opt/venv/bin/python -m lockstep run -n gpu --run-dir /home/ada/project/runs/t/1"
-        " --replicas 16 train.py --lr 0.1\n"
+        " --preempt-signal USR1 --replicas 16 train.py --lr 0.1\n"
+        "code=$?\n"
+        "\n"
+        "# 75: preempted, its state is saved. 138: the signal came before there was any.\n"
+        "# Back into the queue; the same run goes on. A job that Slurm is ending already is not ours"
+        " to put there.\n"
+        "if [ $code -eq 75 ] || [ $code -eq 138 ]; then\n"
+        '  if [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then\n'
+        '    scontrol requeue "$SLURM_JOB_ID"\n'
+        "  fi\n"
+        "fi\n"
+        "exit $code\n"
     )
 
 
@@ -69,16 +82,37 @@ def test_the_launchers_words_reach_it_unbroken(tmp_path):
     )
     seen = done.stdout.decode().split("\0")[:-1]
     launcher = seen[seen.index("/opt/venv/bin/python") :]
-    assert launcher[1:8] == [
-        "-m",
-        "lockstep",
-        "run",
-        "-n",
-        "3",
-        "--run-dir",
-        "/home/ada/project/a b",
-    ]
-    assert launcher[8:] == list(words)
+    assert launcher[1:6] == ["-m", "lockstep", "run", "-n", "3"]
+    assert launcher[6:10] == ["--run-dir", "/home/ada/project/a b", "--preempt-signal", "USR1"]
+    assert launcher[10:] == list(words)
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "requeued"),
+    [
+        (75, "RUNNING", True),
+        (138, "RUNNING", True),
+        (75, "COMPLETING", False),
+        (1, "RUNNING", False),
+    ],
+)
+def test_what_is_put_back_into_the_queue(tmp_path, code, state, requeued):
+    script = text(JobRequest(name="t", command=("t.py",)))
+    programs = {
+        "srun": f"exit {code}",
+        "squeue": f'echo "$@" >> {tmp_path}/asked; echo {state}',
+        "scontrol": f'echo "$@" > {tmp_path}/told',
+    }
+    for name, body in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    environ = {"PATH": str(tmp_path), "SLURM_JOB_ID": "12"}
+    done = subprocess.run(["/bin/bash", "-c", script], env=environ, check=False)
+    assert done.returncode == code
+    assert (tmp_path / "told").exists() is requeued
+    if requeued:
+        assert (tmp_path / "told").read_text() == "requeue 12\n"
+        assert "--jobs=12" in (tmp_path / "asked").read_text()
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,8 @@ from lockstep.training.settings import Settings, from_environment
         ("LOCKSTEP_PROGRESS", "off", "progress", False),
         ("LOCKSTEP_STOP_ON_NAN", "TRUE", "stop_on_nan", True),
         ("LOCKSTEP_TRACE", "t", "trace", Path("t")),
+        ("LOCKSTEP_CHECKPOINT_EVERY", "0.5", "checkpoint_every", 0.5),
+        ("LOCKSTEP_KEEP", "7", "keep", 7),
     ],
 )
 def test_a_variable_wins_over_the_script(variable, text, name, expected) -> None:
@@ -40,12 +42,11 @@ def test_the_name_is_the_scripts_own() -> None:
     assert from_environment(Settings(name="run"), {"LOCKSTEP_NAME": "other"}).name == "run"
 
 
-def test_default_replicas_give_way_to_any_number_that_is_named() -> None:
+def test_default_replicas_are_no_number_that_somebody_named() -> None:
     default = {"LOCKSTEP_DEFAULT_REPLICAS": "4"}
-    assert from_environment(Settings(name="run"), default).replicas == 4
-    assert from_environment(Settings(name="run", replicas=2), default).replicas == 2
-    both = {**default, "LOCKSTEP_REPLICAS": "3"}
-    assert from_environment(Settings(name="run"), both).replicas == 3
+    settings = from_environment(Settings(name="run", replicas=2), default)
+    assert (settings.replicas, settings.default_replicas) == (2, 4)
+    assert from_environment(Settings(name="run"), default).replicas is None
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,7 @@ def test_default_replicas_give_way_to_any_number_that_is_named() -> None:
         ("LOCKSTEP_DEFAULT_REPLICAS", "x"),
         ("LOCKSTEP_EXACT", "maybe"),
         ("LOCKSTEP_THREADS", ""),
+        ("LOCKSTEP_CHECKPOINT_EVERY", "often"),
     ],
 )
 def test_a_variable_that_cannot_be_read_is_named(variable: str, text: str) -> None:

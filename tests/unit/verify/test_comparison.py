@@ -1,12 +1,12 @@
 from lockstep.verify.comparison import compare, coverage
-from lockstep.verify.traces import Seen, Traces
+from lockstep.verify.traces import Seen, Step, Traces
 
 
 def traces(losses: dict[int, str], *, samples: tuple[int, ...] = (0, 1)) -> Traces:
     found = Traces(lengths={0: 2}, complete={(0, 0, 0)})
     for step, bits in losses.items():
-        found.microbatches[step, 0, 0, 0, step - 1, 0, 0] = Seen(bits, 1.0, samples)
-        found.digests[step] = {0: f"digest {bits}"}
+        key = (step, 0, 0, 0, step - 1, 0, 0)
+        found.steps[step] = Step({key: Seen(bits, 1.0, samples)}, {0: f"digest {bits}"})
     return found
 
 
@@ -30,7 +30,7 @@ def test_samples_come_before_losses() -> None:
 
 def test_parameters_come_last() -> None:
     other = traces({1: "a"})
-    other.digests[1] = {0: "another"}
+    other.steps[1].digests[0] = "another"
     difference = compare(traces({1: "a"}), other, "1 rank", "2 ranks")
     assert difference is not None
     assert difference.what == "parameters"

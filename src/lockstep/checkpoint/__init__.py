@@ -1,0 +1,1 @@
+"""State that is never lost: snapshots in host memory, checkpoints on disk, and the way back."""

@@ -1,0 +1,257 @@
+"""Checkpoints on disk: written by all ranks while training goes on, whole or not at all.
+
+training thread: save() ── copies this rank's tensors ──> goes on
+own thread:                └─ writes, checks, renames (saving.py), removes old ones (retention.py)
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from math import isnan
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lockstep.checkpoint import dcp, drafts, found, manifest, retention
+from lockstep.checkpoint.background import Background
+from lockstep.checkpoint.company import Company
+from lockstep.checkpoint.found import Found, Warn
+from lockstep.checkpoint.manifest import TensorSpec
+from lockstep.checkpoint.reasons import explained, not_written
+from lockstep.checkpoint.saving import Content, Saving, Table
+from lockstep.checkpoint.staging import Buffers, share_out
+from lockstep.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+#: How long `close` waits for the disk.
+_CLOSE_SECONDS = 5.0
+
+
+def warn_on_stderr(message: str) -> None:
+    """Write a warning where users look for them."""
+    sys.stderr.write(f"{message}\n")
+
+
+class Checkpoints:
+    """The checkpoints of a run, as one of its ranks sees them.
+
+    Args:
+        directory: where they are; it is made with the first one.
+        identity: of the run; JSON. A checkpoint of another run is not continued from.
+        rank: this rank.
+        size: number of ranks.
+        store: a store that these objects of all ranks have for themselves (a `PrefixStore`); `None`
+            for one rank.
+        keep: how many of the latest checkpoints stay, besides the best one.
+        warn: told of checkpoints that are skipped.
+        patience: seconds without news after which a rank is missing.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        identity: Mapping[str, Any],
+        *,
+        rank: int,
+        size: int,
+        store: dist.Store | None,
+        keep: int,
+        warn: Warn = warn_on_stderr,
+        patience: float = 300.0,
+    ) -> None:
+        assert keep >= 1, "the newest checkpoint stays"
+        assert (store is None) == (size == 1), "several ranks need a store, one has none"
+        self._directory = directory
+        self._identity = json.loads(json.dumps(identity))
+        self._rank = rank
+        self._keep = keep
+        self._warn = warn
+        self._company = Company(store, rank=rank, size=size, patience=patience)
+        self._background = Background("lockstep-checkpoint")
+        self._buffers = Buffers()
+        self._token: drafts.Token | None = None
+        self._table: Table | None = None
+        self._specs: dict[str, TensorSpec] = {}
+        self._shares: list[list[str]] = []
+        self._serial = 0
+        self._step: int | None = None
+        self._bad: set[int] = set()
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+        """Get ready for `save` of such tensors, in the background; all ranks call it, or none.
+
+        The first `save` then takes no longer than later ones.
+        """
+        specs = {name: dcp.spec_of(tensor) for name, tensor in tensors.items()}
+        pinned = [name for name, tensor in tensors.items() if tensor.is_cuda]
+
+        def get_ready() -> None:
+            own = self._own_share(specs)
+            self._buffers.prepare({name: specs[name] for name in own}, pinned)
+            dcp.load_dcp()
+
+        self._background.submit(get_ready)
+
+    def save(
+        self, step: int, tensors: Mapping[str, Tensor], text: str, *, best: float | None
+    ) -> None:
+        """Save the state after `step`: copy it, and let it be written while training goes on.
+
+        All ranks call it with the same state. An earlier checkpoint that is still being written is
+        waited for. A step that was saved before is not saved again; but `best` is noted.
+
+        Args:
+            step: updates that the run has done.
+            tensors: all tensors of the state, on any device.
+            text: the rest of the state.
+            best: how good this state is, larger is better; the best one is kept.
+
+        Raises:
+            CheckpointError: if this or an earlier checkpoint could not be written.
+        """
+        # Whatever is NaN is not the best of anything.
+        best = None if best is None or isnan(best) else float(best)
+        if step == self._step:
+            if best is not None and self._rank == 0:
+                self._background.submit(lambda: self._note(step, best))
+            return
+        self.wait()
+        content = self._stage(step, tensors, text, best)
+        assert self._table is not None
+        self._serial, self._step = self._serial + 1, step
+        saving = Saving(self._company, self._table, self._serial, content)
+
+        def write() -> None:
+            saving.run()
+            self._retain(step)
+
+        self._background.submit(write)
+
+    def wait(self) -> None:
+        """Wait until all that was saved is on disk.
+
+        Raises:
+            CheckpointError: if something could not be written.
+        """
+        try:
+            self._background.wait()
+        except BaseException:
+            self._step = None
+            raise
+
+    def close(self) -> None:
+        """Drop what is not written yet; no other rank is waited for."""
+        self._company.drop()
+        self._background.close(_CLOSE_SECONDS)
+        if self._token is not None:
+            self._token.close()
+            self._token = None
+
+    def newest(self) -> Found | None:
+        """Return the newest checkpoint that is what was written, or `None` where there is none.
+
+        Those that are damaged, half removed or of a newer format are skipped, with a warning.
+
+        Raises:
+            RunDirectoryError: if it is of another run.
+            CheckpointError: if the directory cannot be read.
+        """
+        newest = found.newest(self._directory, self._identity, self._warn)
+        last = -1 if newest is None else newest.step
+        self._bad = {step for step in found.paths(self._directory) if step > last}
+        return newest
+
+    def read(self, checkpoint: Found) -> tuple[dict[str, Tensor], str]:
+        """Return the tensors of a checkpoint, on the CPU, and its text.
+
+        Raises:
+            CheckpointError: if it cannot be read.
+        """
+        return read(checkpoint), checkpoint.text
+
+    def clear(self) -> None:
+        """Remove all checkpoints of the directory, of whatever run: the main rank, for a new beginning.
+
+        Raises:
+            CheckpointError: if the directory cannot be read.
+        """
+        for path in found.paths(self._directory).values():
+            retention.remove(path)
+
+    def _own_share(self, specs: Mapping[str, TensorSpec]) -> list[str]:
+        """Return the names of the tensors that this rank writes; agrees with the others before."""
+        if self._table is None:
+            self._table = self._meet()
+        if specs != self._specs:
+            self._specs = dict(specs)
+            self._shares = share_out(specs, len(self._table.writers))
+        writers = self._table.writers
+        return self._shares[writers.index(self._rank)] if self._rank in writers else []
+
+    def _meet(self) -> Table:
+        def make() -> str:
+            self._token = drafts.Token(self._directory)
+            drafts.remove_dead(self._directory, self._token.name)
+            return self._token.name
+
+        def sees(token: str) -> bool:
+            return drafts.lock_file(self._directory, token).exists()
+
+        try:
+            token, writers = self._company.meet(make, sees)
+        except (CheckpointError, OSError) as error:
+            raise not_written(self._directory, explained(error)) from error
+        return Table(directory=self._directory, token=token, writers=writers)
+
+    def _stage(
+        self, step: int, tensors: Mapping[str, Tensor], text: str, best: float | None
+    ) -> Content:
+        specs = {name: dcp.spec_of(tensor) for name, tensor in tensors.items()}
+        own = self._own_share(specs)
+        return Content(
+            identity=self._identity,
+            step=step,
+            best=best,
+            text=text,
+            specs=self._specs,
+            shares=self._shares,
+            tensors=self._buffers.copy({name: tensors[name].detach() for name in own}),
+        )
+
+    def _note(self, step: int, best: float) -> None:
+        path = found.place(self._directory, step)
+        try:
+            manifest.note_best(path, best)
+        except (CheckpointError, OSError) as error:
+            raise not_written(path, explained(error)) from error
+        self._retain(step)
+
+    def _retain(self, step: int) -> None:
+        if self._rank != 0 or not found.place(self._directory, step).exists():
+            return
+        self._bad.discard(step)
+        try:
+            retention.apply(
+                self._directory, self._identity, keep=self._keep, newest=step, bad=self._bad
+            )
+        except CheckpointError as error:
+            self._warn(f"lockstep: warning: old checkpoints are not removed: {error.message}")
+
+
+def read(checkpoint: Found) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint, on the CPU.
+
+    Raises:
+        CheckpointError: if it cannot be read.
+    """
+    try:
+        return dcp.read(checkpoint.path, checkpoint.manifest)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"the checkpoint {checkpoint.path} cannot be read: {error.message}", hint=error.hint
+        ) from error

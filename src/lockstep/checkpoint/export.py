@@ -1,0 +1,116 @@
+"""From a run directory to a file of plain weights, without the run's script."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from lockstep.checkpoint import found
+from lockstep.checkpoint.disk import read, warn_on_stderr
+from lockstep.checkpoint.found import Found
+from lockstep.checkpoint.plain import check_suffix, write_weights
+from lockstep.errors import CheckpointError, UsageError
+
+#: The file in the run directory, where nobody names one.
+DEFAULT = "model.pt"
+#: What the tensors of the K-th model are called in a checkpoint.
+_MODEL = re.compile(r"models\.(\d+)\.(.+)")
+
+
+def export(
+    run_dir: Path,
+    output: Path | None = None,
+    *,
+    step: int | None = None,
+    best: bool = False,
+    model: int | None = None,
+    force: bool = False,
+) -> tuple[Path, Found]:
+    """Write the weights of a model of a run; return the file, and the checkpoint that they are from.
+
+    Args:
+        run_dir: directory of the run.
+        output: the file, by default `model.pt` in the run directory.
+        step: take the checkpoint of this step.
+        best: take the best checkpoint; without both, the newest.
+        model: which of several models, from 0.
+        force: overwrite the file.
+
+    Raises:
+        UsageError: if something that was asked for is not there, or the file is.
+        CheckpointError: if the checkpoint cannot be read, or the file not be written.
+    """
+    target = output or run_dir / DEFAULT
+    check_suffix(target)
+    if target.exists() and not force:
+        raise UsageError(f"{target} exists", hint="--force overwrites it, -o names another file")
+    chosen = choose(run_dir, step=step, best=best)
+    names = _names(chosen, model)
+    tensors = read(chosen)
+    write_weights(target, {own: tensors[name] for name, own in names.items()})
+    return target, chosen
+
+
+def choose(run_dir: Path, *, step: int | None = None, best: bool = False) -> Found:
+    """Return a checkpoint of a run, with files that are what was written.
+
+    Args:
+        run_dir: directory of the run.
+        step: the one of this step.
+        best: the best one; without both, the newest that verifies.
+
+    Raises:
+        UsageError: if there is no such run, or no such checkpoint.
+        CheckpointError: if the one that was asked for, or all of them, are damaged.
+    """
+    directory = run_dir / found.DIRECTORY
+    there = found.paths(directory)
+    if not there:
+        if not (run_dir / "run.json").exists():
+            raise UsageError(f"there is no run in {run_dir}; expected the directory of a run")
+        raise UsageError(
+            f"the run in {run_dir} has no checkpoint yet", hint="run.save() in its script makes one"
+        )
+    if best:
+        step = found.best(directory)
+        if step is None:
+            raise UsageError(
+                f"no checkpoint in {directory} says how good it is",
+                hint="run.save(best=...) does; without --best, the newest one is taken",
+            )
+    if step is not None:
+        return _chosen(there, step)
+    newest = found.newest(directory, None, warn_on_stderr)
+    if newest is None:
+        raise CheckpointError(f"no checkpoint in {directory} is what was written")
+    return newest
+
+
+def _chosen(there: dict[int, Path], step: int) -> Found:
+    steps = ", ".join(map(str, sorted(there)))
+    if step not in there:
+        raise UsageError(f"there is no checkpoint of step {step}; expected one of {steps}")
+    try:
+        return found.look(there[step])
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"the checkpoint {there[step]} cannot be used: {error.message}",
+            hint=error.hint or f"--step takes another one, of {steps}",
+        ) from error
+
+
+def _names(chosen: Found, model: int | None) -> dict[str, str]:
+    """Return the names of a model's tensors in the checkpoint, and in its own `state_dict`."""
+    models: dict[int, dict[str, str]] = {}
+    for name in chosen.manifest.tensors:
+        if match := _MODEL.fullmatch(name):
+            models.setdefault(int(match[1]), {})[name] = match[2]
+    numbers = ", ".join(map(str, sorted(models)))
+    if not models:
+        raise UsageError(f"the checkpoint {chosen.path} holds no model")
+    if model is None and len(models) > 1:
+        raise UsageError(f"the run has models {numbers}", hint="--model says which one")
+    wanted = min(models) if model is None else model
+    if wanted not in models:
+        raise UsageError(f"there is no model {wanted}; expected one of {numbers}")
+    return models[wanted]

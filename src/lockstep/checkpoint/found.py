@@ -1,0 +1,150 @@
+"""The checkpoints of a directory: which there are, and which of them are what was written.
+
+Does not import torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint import manifest
+from lockstep.checkpoint.manifest import Manifest
+from lockstep.errors import CheckpointError, RunDirectoryError
+
+#: Where in a run directory checkpoints are.
+DIRECTORY = "checkpoints"
+_PATTERN = re.compile(r"step-(\d{8,})")
+
+Warn = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A checkpoint whose files are what was written.
+
+    Attributes:
+        path: its directory.
+        manifest: what it holds.
+    """
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def step(self) -> int:
+        """Updates that the run had done."""
+        return self.manifest.step
+
+    @property
+    def best(self) -> float | None:
+        """How good this state is, as the run said; larger is better."""
+        return self.manifest.best
+
+    @property
+    def text(self) -> str:
+        """The rest of the state, for whoever saved it."""
+        return self.manifest.text
+
+
+def place(directory: Path, step: int) -> Path:
+    """Return where the checkpoint of a step is."""
+    return directory / f"step-{step:08d}"
+
+
+def paths(directory: Path) -> dict[int, Path]:
+    """Return where checkpoints are, whole or not, by step: the newest first.
+
+    Raises:
+        CheckpointError: if the directory cannot be read.
+    """
+    try:
+        names = [entry.name for entry in directory.iterdir()]
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoints in {directory} cannot be read: {error.strerror or error}",
+            hint="--run-dir names another place",
+        ) from error
+    matches = [match for name in names if (match := _PATTERN.fullmatch(name))]
+    found = {int(match[1]): directory / match[0] for match in matches}
+    return dict(sorted(found.items(), reverse=True))
+
+
+def look(path: Path) -> Found:
+    """Return the checkpoint at `path`, once all of its files have been compared with its manifest.
+
+    Raises:
+        CheckpointError: saying what is wrong with it.
+    """
+    try:
+        found = Found(path, manifest.read(path))
+        found.manifest.verify(path)
+    except OSError as error:
+        raise CheckpointError(f"it cannot be read: {error.strerror or error}") from error
+    return found
+
+
+def newest(directory: Path, identity: Mapping[str, Any] | None, warn: Warn) -> Found | None:
+    """Return the newest checkpoint that verifies, or `None` where none does.
+
+    Args:
+        directory: where checkpoints are.
+        identity: of the run that will continue from it; `None` takes any.
+        warn: told of each checkpoint that is skipped.
+
+    Raises:
+        RunDirectoryError: if the checkpoint is of another run; naming both values.
+        CheckpointError: if the directory cannot be read.
+    """
+    there = paths(directory)
+    for path in there.values():
+        try:
+            if identity is not None:
+                check_identity(path, identity)
+            return look(path)
+        except CheckpointError as error:
+            hint = f"; {error.hint}" if error.hint else ""
+            warn(f"lockstep: warning: the checkpoint {path} is skipped: {error.message}{hint}")
+    if there:
+        warn(f"lockstep: warning: no checkpoint of the {len(there)} in {directory} can be used")
+    return None
+
+
+def best(directory: Path) -> int | None:
+    """Return the step of the best checkpoint, by what the manifests say; `None` if none says it.
+
+    Raises:
+        CheckpointError: if the directory cannot be read.
+    """
+    rated: list[tuple[float, int]] = []
+    for step, path in paths(directory).items():
+        # One that cannot be read is not the best.
+        with contextlib.suppress(OSError, CheckpointError):
+            value = manifest.read(path).best
+            if value is not None:
+                rated.append((value, step))
+    return max(rated)[1] if rated else None
+
+
+def check_identity(path: Path, identity: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint of another run.
+
+    Raises:
+        RunDirectoryError: naming what differs.
+        CheckpointError: if its manifest cannot be read.
+    """
+    try:
+        differences = manifest.read(path).differences(identity)
+    except OSError as error:
+        raise CheckpointError(f"it cannot be read: {error.strerror or error}") from error
+    if differences:
+        raise RunDirectoryError(
+            f"the checkpoint {path} is of another run: " + "; ".join(differences),
+            hint="--fresh begins anew there, --run-dir names another directory",
+        )

@@ -1,0 +1,349 @@
+"""Memory that outlives the workers: a board of who stands where, and two halves for snapshots.
+
+The launcher makes it before it forks the fork server; workers inherit descriptors. It is anonymous
+(memfd): no other user sees it, limits on /dev/shm don't matter, and it goes with the last process that
+has it, however that ends. Does not import torch: the launcher looks here too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+#: Where a worker finds the descriptors: of the board, and of both halves.
+VARIABLE = "LOCKSTEP_MEMORY"
+#: The most ranks that one launcher may have.
+SLOTS = 1024
+#: Where ranks meet, by `Slot.waiting`: 0 is nowhere, 1 any other place, the last one after the run.
+MEETINGS = (
+    "",
+    "a meeting of all ranks",
+    "the start of the run",
+    "run.model",
+    "run.backward",
+    "the exchange of buffers",
+    "run.mean",
+    "run.sum",
+    "run.gather",
+    "run.barrier",
+    "run.first",
+    "run.save",
+    "the end of the run",
+    "(after the run)",
+)
+AFTER_RUN = len(MEETINGS) - 1
+
+_WORD = 8
+_SLOT_WORDS = 8
+_BOARD_BYTES = _WORD * _SLOT_WORDS * (SLOTS + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptors:
+    """Descriptors of the memory in this process."""
+
+    board: int
+    halves: tuple[int, int]
+
+    @staticmethod
+    def create() -> Descriptors:
+        """Make the memory; it is private to this user and empty."""
+        names = ("board", "snapshot-a", "snapshot-b")
+        board, *halves = (os.memfd_create(f"lockstep-{name}", os.MFD_CLOEXEC) for name in names)
+        os.ftruncate(board, _BOARD_BYTES)
+        return Descriptors(board, (halves[0], halves[1]))
+
+    @staticmethod
+    def find(environ: Mapping[str, str]) -> Descriptors | None:
+        """Return what the launcher has passed on; `None` where it has not, or another process has them."""
+        try:
+            board, first, second = map(int, environ[VARIABLE].split(","))
+            if os.fstat(board).st_size != _BOARD_BYTES:
+                return None
+        except (KeyError, ValueError, OSError):
+            return None
+        return Descriptors(board, (first, second))
+
+    @property
+    def all(self) -> tuple[int, int, int]:
+        """All three, in the order of the variable."""
+        return (self.board, *self.halves)
+
+    def variable(self) -> str:
+        """Return the value of `VARIABLE` that a worker needs."""
+        return ",".join(map(str, self.all))
+
+    def keep_through_exec(self) -> None:
+        """Let a program that this process becomes inherit them."""
+        for descriptor in self.all:
+            os.set_inheritable(descriptor, True)
+
+    def close(self) -> None:
+        """Close them in this process."""
+        for descriptor in self.all:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+
+class Slot:
+    """Where one rank stands. Written by the rank, read by its launcher.
+
+    All numbers only grow within a generation, and are the same on all ranks where they stand together,
+    except `beat`.
+    """
+
+    __slots__ = ("_first", "_words")
+
+    def __init__(self, words: memoryview, index: int) -> None:
+        self._words = words
+        self._first = (index + 1) * _SLOT_WORDS
+
+    @property
+    def pid(self) -> int:
+        """Process id of a rank that has opened a run in this generation; 0 before."""
+        return self._words[self._first]
+
+    @pid.setter
+    def pid(self, value: int) -> None:
+        self._words[self._first] = value
+
+    @property
+    def beat(self) -> int:
+        """Grows with everything that happens on the rank: a sign of life."""
+        return self._words[self._first + 1]
+
+    @beat.setter
+    def beat(self, value: int) -> None:
+        self._words[self._first + 1] = value
+
+    @property
+    def entered(self) -> int:
+        """How many times the rank has come to a place where all ranks meet."""
+        return self._words[self._first + 2]
+
+    @entered.setter
+    def entered(self, value: int) -> None:
+        self._words[self._first + 2] = value
+
+    @property
+    def waiting(self) -> int:
+        """At which of `MEETINGS` the rank is; 0 while it is at none."""
+        return self._words[self._first + 3]
+
+    @waiting.setter
+    def waiting(self, value: int) -> None:
+        self._words[self._first + 3] = value
+
+    @property
+    def step(self) -> int:
+        """Steps that the run has done."""
+        return self._words[self._first + 4]
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._words[self._first + 4] = value
+
+    @property
+    def run(self) -> int:
+        """Number of the run in its process, from 0."""
+        return self._words[self._first + 5]
+
+    @run.setter
+    def run(self, value: int) -> None:
+        self._words[self._first + 5] = value
+
+
+class Board:
+    """Where the ranks of one launcher stand.
+
+    Args:
+        descriptor: the board's memory.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._memory = mmap.mmap(descriptor, _BOARD_BYTES)
+        self._words = memoryview(self._memory).cast("Q")
+
+    def slot(self, index: int) -> Slot:
+        """Return the slot of the `index`-th rank of this launcher."""
+        return Slot(self._words, index)
+
+    @property
+    def snapshots(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """After which points snapshots are due, and their numbers: the first rank decides, others follow.
+
+        Two of them, since a rank may look for one when the first rank has taken it, and plans the next.
+        """
+        words = self._words
+        return (words[4], words[5]), (words[6], words[7])
+
+    def plan_snapshot(self, point: int, number: int) -> None:
+        """Say when snapshot `number` is due; the one before it stays."""
+        word = 4 + 2 * (number % 2)
+        self._words[word] = 0
+        self._words[word + 1] = number
+        self._words[word] = point
+
+    @property
+    def asked(self) -> int:
+        """What some rank asks all others for: a number of the training's; 0 for nothing."""
+        return self._words[1]
+
+    @asked.setter
+    def asked(self, what: int) -> None:
+        self._words[1] = what
+
+    @property
+    def agreed(self) -> tuple[int, int]:
+        """After which step all ranks do something together, and what: the first rank decides."""
+        return self._words[2], self._words[3]
+
+    @agreed.setter
+    def agreed(self, step_and_what: tuple[int, int]) -> None:
+        step, what = step_and_what
+        self._words[3] = what  # the step comes last: it is what others wait for
+        self._words[2] = step
+
+    def begin_run(self) -> None:
+        """Begin a run: what an earlier one of the same processes has agreed on is past."""
+        for word in range(_SLOT_WORDS):
+            self._words[word] = 0
+
+    def clear(self) -> None:
+        """Begin a generation: nobody stands anywhere."""
+        self._memory[:] = bytes(_BOARD_BYTES)
+
+
+#: A half: header, marks of the parts, then a text and the elements.
+_MAGIC = 0x6C6F636B73746570
+_MARKS = 512  # word at which they begin
+_TEXT = _WORD * (_MARKS + SLOTS)
+_ALIGNMENT = 4096
+_TEXT_STEP = 1 << 16
+_MAGIC_WORD, _PARTS_WORD, _TEXT_WORD, _DATA_WORD = range(4)
+_TAG = slice(64, 96)
+
+
+class Half:
+    """One of the two memories for snapshots, as this process sees it.
+
+    Each rank of a launcher writes a part of the elements and then its mark, the snapshot's number. A half
+    is whole where all marks are equal. Numbers grow from snapshot to snapshot; even ones go to the first
+    half, odd ones to the second.
+
+    Args:
+        descriptor: its memory.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._memory: mmap.mmap | None = None
+        self._words: memoryview | None = None
+        self.refresh()
+
+    def refresh(self) -> None:
+        """See the memory as large as it has become."""
+        size = os.fstat(self._descriptor).st_size
+        if size and (self._memory is None or len(self._memory) < size):
+            self._memory = mmap.mmap(self._descriptor, size)
+            self._words = memoryview(self._memory).cast("Q")
+
+    def reserve(self, text: int, data: int) -> None:
+        """Make it large enough; it never shrinks, so that all ranks may do this at once."""
+        wanted = data_offset(text) + _aligned(data)
+        if os.fstat(self._descriptor).st_size < wanted:
+            os.ftruncate(self._descriptor, wanted)
+        self.refresh()
+
+    @property
+    def memory(self) -> mmap.mmap:
+        """All of it."""
+        assert self._memory is not None, "reserve() comes first"
+        return self._memory
+
+    @property
+    def number(self) -> int:
+        """Number of the snapshot in it, or 0 where it is not whole."""
+        words = self._words
+        if words is None or words[_MAGIC_WORD] != _MAGIC:
+            return 0
+        marks = words[_MARKS : _MARKS + words[_PARTS_WORD]].tolist()
+        return marks[0] if marks and min(marks) == max(marks) else 0
+
+    @property
+    def highest(self) -> int:
+        """The highest mark that any rank has left in it."""
+        return 0 if self._words is None else max(self._words[_MARKS : _MARKS + SLOTS].tolist())
+
+    @property
+    def tag(self) -> bytes:
+        """Of which run the snapshot is: 32 bytes."""
+        return bytes(self.memory[_TAG])
+
+    @property
+    def text(self) -> bytes:
+        """The text in it."""
+        length = memoryview(self.memory).cast("Q")[_TEXT_WORD]
+        return bytes(self.memory[_TEXT : _TEXT + length])
+
+    @property
+    def data(self) -> memoryview:
+        """The elements in it."""
+        words = memoryview(self.memory).cast("Q")
+        start = data_offset(words[_TEXT_WORD])
+        return memoryview(self.memory)[start : start + words[_DATA_WORD]]
+
+    def begin(self, part: int) -> None:
+        """Rank `part` of this launcher is about to write: the half is not whole any more."""
+        assert self._words is not None
+        self._words[_MARKS + part] = 0
+
+    def describe(self, tag: bytes, text: bytes, data: int, parts: int) -> None:
+        """Write the header and the text: the first rank of the launcher does it, and no other."""
+        assert self._words is not None
+        self._words[_MAGIC_WORD] = 0
+        self._words[_PARTS_WORD] = parts
+        self._words[_TEXT_WORD] = len(text)
+        self._words[_DATA_WORD] = data
+        self.memory[_TAG] = tag
+        self.memory[_TEXT : _TEXT + len(text)] = text
+        self._words[_MAGIC_WORD] = _MAGIC
+
+    def commit(self, part: int, number: int) -> None:
+        """Rank `part` has written its part of snapshot `number`."""
+        assert self._words is not None
+        self._words[_MARKS + part] = number
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def data_offset(text: int) -> int:
+    """Return where the elements begin in a half with so many bytes of text."""
+    # Rounded up, so that a text that grows by a few digits moves nothing.
+    return _aligned(_TEXT + -(-text // _TEXT_STEP) * _TEXT_STEP)
+
+
+def newest(halves: Sequence[Half]) -> Half | None:
+    """Return the half with the newest whole snapshot, or `None` where none is whole."""
+    for half in halves:
+        half.refresh()
+    whole = [half for half in halves if half.number > 0]
+    return max(whole, key=lambda half: half.number) if whole else None
+
+
+def next_number(halves: Sequence[Half]) -> int:
+    """Return a number above all marks that does not go where the newest whole snapshot is."""
+    keep = newest(halves)
+    number = max(half.highest for half in halves) + 1
+    return number + (keep is not None and halves[number % 2] is keep)
+
+
+def progress(descriptors: Descriptors) -> tuple[bytes, int]:
+    """Return the newest snapshot's run, as its tag, and its number; empty and 0 without one."""
+    half = newest([Half(descriptor) for descriptor in descriptors.halves])
+    return (b"", 0) if half is None else (half.tag, half.number)

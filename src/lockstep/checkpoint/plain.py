@@ -1,0 +1,199 @@
+"""Plain weights: the `state_dict` that any PyTorch program reads and writes, without a run around it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import CheckpointError, ModelError, UsageError
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+_TORCH = (".pt", ".pth", ".bin")
+_SAFETENSORS = ".safetensors"
+SUFFIXES = (*_TORCH, _SAFETENSORS)
+#: Where programs put the weights in a larger file.
+_WRAPPERS = ("state_dict", "model_state_dict", "model")
+#: What DataParallel and DistributedDataParallel put before every name.
+_PREFIX = "module."
+#: How many differences a message lists.
+_LISTED = 5
+
+
+def check_suffix(path: Path) -> None:
+    """Refuse a file whose suffix says nothing, and safetensors where it isn't installed.
+
+    Raises:
+        UsageError: naming what is expected.
+    """
+    if path.suffix not in SUFFIXES:
+        raise UsageError(f"{path} has the suffix {path.suffix!r}; expected {', '.join(SUFFIXES)}")
+    if path.suffix == _SAFETENSORS:
+        _safetensors()
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Return the tensors in a file of weights, on the CPU, without `module.` before each name.
+
+    Of a file of torch, it may be a `state_dict`, or a dictionary with one as `state_dict`,
+    `model_state_dict` or `model`. Nothing but tensors and plain values is unpickled.
+
+    Args:
+        path: a file ending in `.pt`, `.pth`, `.bin` or `.safetensors`.
+
+    Raises:
+        UsageError: if the suffix is another.
+        CheckpointError: if it cannot be read, or holds no weights.
+    """
+    check_suffix(path)
+    if not path.is_file():
+        raise CheckpointError(f"the weights {path} are not there; expected a file")
+    loaded = _read_safetensors(path) if path.suffix == _SAFETENSORS else _read_torch(path)
+    return _without_prefix(_unwrapped(path, loaded))
+
+
+def write_weights(path: Path, state: Mapping[str, Tensor]) -> None:
+    """Write tensors to a file, which is there as a whole or not at all.
+
+    Args:
+        path: a file ending in `.pt`, `.pth`, `.bin` or `.safetensors`.
+        state: tensors by name.
+
+    Raises:
+        UsageError: if the suffix is another.
+        CheckpointError: if it cannot be written.
+    """
+    check_suffix(path)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    tensors = {name: tensor.detach().cpu() for name, tensor in state.items()}
+    try:
+        with draft.open("wb") as file:
+            _write(file, tensors, safe=path.suffix == _SAFETENSORS)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except (OSError, RuntimeError) as error:
+        cause = error if isinstance(error, OSError) else error.__context__
+        reason = cause.strerror if isinstance(cause, OSError) else None
+        raise CheckpointError(f"{path} cannot be written: {reason or error}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+
+
+def load_into(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Copy weights into a module that has exactly these names and shapes.
+
+    Raises:
+        ModelError: naming what is missing, unexpected, or of another shape; nothing is copied then.
+    """
+    own = module.state_dict()
+    own = {name: value for name, value in own.items() if isinstance(value, Tensor)}
+    problems = [
+        *_listed("missing", [name for name in own if name not in weights]),
+        *_listed("unexpected", [name for name in weights if name not in own]),
+        *_listed("of another shape", list(_shapes(own, weights))),
+    ]
+    if problems:
+        raise ModelError(
+            f"the weights don't fit {type(module).__name__}: " + "; ".join(problems),
+            hint="the file is of another model, or of another version of it",
+        )
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(weights[name])
+
+
+def _shapes(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> list[str]:
+    return [
+        f"{name} ({tuple(weights[name].shape)}, expected {tuple(tensor.shape)})"
+        for name, tensor in own.items()
+        if name in weights and weights[name].shape != tensor.shape
+    ]
+
+
+def _listed(what: str, names: list[str]) -> list[str]:
+    if not names:
+        return []
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return [f"{what}: {', '.join(names[:_LISTED])}{more}"]
+
+
+def _write(file: Any, tensors: dict[str, Tensor], *, safe: bool) -> None:
+    if not safe:
+        torch.save(tensors, file)
+        return
+    # This format knows neither strides nor tensors that share memory.
+    apart = {
+        name: tensor.clone(memory_format=torch.contiguous_format)
+        for name, tensor in tensors.items()
+    }
+    file.write(_safetensors().save(apart, metadata={"format": "pt"}))
+
+
+def _read_torch(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} is no file of weights alone: {str(error).splitlines()[0]}",
+            hint="save a state_dict; objects of Python are not read, since they could be programs",
+        ) from error
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise _cannot_read(path, error) from error
+
+
+def _read_safetensors(path: Path) -> Any:
+    import safetensors
+
+    module = _safetensors()
+    try:
+        return module.load_file(path)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise _cannot_read(path, error) from error
+
+
+def _cannot_read(path: Path, error: Exception) -> CheckpointError:
+    reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+    return CheckpointError(f"the weights {path} cannot be read: {reason}")
+
+
+def _unwrapped(path: Path, loaded: Any) -> dict[str, Tensor]:
+    while isinstance(loaded, Mapping) and (
+        inner := next((key for key in _WRAPPERS if isinstance(loaded.get(key), Mapping)), None)
+    ):
+        loaded = loaded[inner]
+    if isinstance(loaded, Mapping) and all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in loaded.items()
+    ):
+        return dict(loaded)
+    raise CheckpointError(
+        f"{path} holds no weights; expected tensors by name, alone or as {', '.join(_WRAPPERS)}",
+        hint="save model.state_dict()",
+    )
+
+
+def _without_prefix(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    if not state or not all(name.startswith(_PREFIX) for name in state):
+        return state
+    return {name.removeprefix(_PREFIX): tensor for name, tensor in state.items()}
+
+
+def _safetensors() -> ModuleType:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise UsageError(
+            f"safetensors cannot be imported: {error}",
+            hint="pip install 'torch-lockstep[safetensors]', or a file that ends in .pt",
+        ) from error
+    return safetensors.torch

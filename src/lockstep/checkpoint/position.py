@@ -1,0 +1,74 @@
+"""Where a run stands, in numbers that mean the same on every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class LoopPosition:
+    """How far a loop over a loader has come that updates parameters.
+
+    Attributes:
+        loader: number of the loader.
+        stretch: which stretch of the run it belongs to.
+        round: how many loops over this loader the stretch has seen before.
+        batches: how many global batches it is done with.
+        complete: whether it is over, by `break` for instance.
+    """
+
+    loader: int
+    stretch: int
+    round: int
+    batches: int = 0
+    complete: bool = False
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """Which loop it is."""
+        return (self.loader, self.stretch, self.round)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """Where a run stands between two batches, or between two epochs.
+
+    Attributes:
+        steps: how many updates have happened.
+        points: how many such places the run has passed.
+        phase: how many times `run.epochs` was gone through before.
+        epoch: number of the epoch in this phase; `None` outside of epochs.
+        stretch: the stretch, which is part of the keys of loops.
+        rounds: how many loops over each loader this stretch has seen: pairs of loader and count.
+        phases: for each phase that is over, the stretch that came after it.
+        loops: loops that updated parameters: those outside of epochs, and those of this epoch.
+    """
+
+    steps: int = 0
+    points: int = 0
+    phase: int = 0
+    epoch: int | None = None
+    stretch: int = 0
+    rounds: tuple[tuple[int, int], ...] = ()
+    phases: tuple[int, ...] = ()
+    loops: tuple[LoopPosition, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        return asdict(self)
+
+    @staticmethod
+    def parse(told: Mapping[str, Any]) -> Position:
+        """Read what `as_json` has made."""
+        return Position(
+            steps=int(told["steps"]),
+            points=int(told["points"]),
+            phase=int(told["phase"]),
+            epoch=told["epoch"],
+            stretch=int(told["stretch"]),
+            rounds=tuple((int(loader), int(count)) for loader, count in told["rounds"]),
+            phases=tuple(int(stretch) for stretch in told["phases"]),
+            loops=tuple(LoopPosition(**one) for one in told["loops"]),
+        )

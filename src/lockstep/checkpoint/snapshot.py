@@ -1,0 +1,230 @@
+"""Snapshots: the run's state in memory that outlives the workers.
+
+Every rank of a launcher holds the same state, so each copies a part of it. A rank that is killed in the
+middle leaves that half of the memory without its mark; the other half still holds the snapshot before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from lockstep.checkpoint.memory import Descriptors, Half, data_offset, newest, next_number
+
+_ALIGNMENT = 64
+#: Memory that is taken at once; more takes seconds, and is taken beside the training.
+_AT_ONCE = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a tensor lies in the data of a half."""
+
+    offset: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+    @property
+    def size(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where tensors lie in the data of a half.
+
+    Attributes:
+        places: by name.
+        size: bytes in all.
+    """
+
+    places: dict[str, _Place]
+    size: int
+
+    @staticmethod
+    def of(tensors: Mapping[str, torch.Tensor]) -> Layout:
+        """Return the layout of `tensors`, in their order."""
+        places, offset = {}, 0
+        for name, tensor in tensors.items():
+            places[name] = _Place(offset, tensor.dtype, tensor.shape)
+            offset += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        return Layout(places, offset)
+
+    def as_json(self) -> list[list[object]]:
+        """Return it as JSON has it."""
+        return [
+            [name, place.offset, str(place.dtype).removeprefix("torch."), list(place.shape)]
+            for name, place in self.places.items()
+        ]
+
+    @staticmethod
+    def parse(told: list[list[object]], size: int) -> Layout:
+        """Read what `as_json` has made."""
+        places = {}
+        for name, offset, dtype, shape in told:
+            assert isinstance(offset, int)
+            assert isinstance(shape, list)
+            places[str(name)] = _Place(offset, getattr(torch, str(dtype)), torch.Size(shape))
+        return Layout(places, size)
+
+    def view(self, memory: memoryview, name: str) -> torch.Tensor:
+        """Return the tensor of that name in `memory`."""
+        place = self.places[name]
+        if place.size == 0:
+            return torch.empty(place.shape, dtype=place.dtype)
+        flat = torch.frombuffer(
+            memory, dtype=place.dtype, count=place.shape.numel(), offset=place.offset
+        )
+        return flat.view(place.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A snapshot as it lies in memory.
+
+    Attributes:
+        text: what it says besides tensors.
+        tensors: by name; views of the memory, which the next snapshots overwrite.
+    """
+
+    text: str
+    tensors: dict[str, torch.Tensor]
+
+
+class Snapshots:
+    """The memory for snapshots, as one rank sees it.
+
+    Make it before the ranks meet: what the generation before has left is looked at here.
+
+    Args:
+        descriptors: the memory.
+        tag: 32 bytes that name the run.
+        part: number of this rank among those of its launcher.
+        parts: how many they are.
+
+    Attributes:
+        parts: how many ranks the launcher has.
+        number: of the first snapshot that this generation takes.
+    """
+
+    def __init__(self, descriptors: Descriptors, *, tag: bytes, part: int, parts: int) -> None:
+        self._descriptors = descriptors
+        self._halves = [Half(descriptor) for descriptor in descriptors.halves]
+        self._tag, self._part, self.parts = tag, part, parts
+        self.number = next_number(self._halves)
+        self._layouts: list[tuple[Layout, int] | None] = [None, None]
+        self._copies: list[list[tuple[str, torch.Tensor, slice | None]]] = [[], []]
+        self._found = self._read()
+
+    def _read(self) -> Snapshot | None:
+        half = newest(self._halves)
+        if half is None or half.tag != self._tag:
+            return None
+        head = json.loads(half.text)
+        data = half.data
+        layout = Layout.parse(head["layout"], len(data))
+        return Snapshot(head["text"], {name: layout.view(data, name) for name in layout.places})
+
+    @property
+    def found(self) -> Snapshot | None:
+        """The newest snapshot of this run that the generation before has left."""
+        return self._found
+
+    def forget(self) -> None:
+        """Let go of what was found: from here on it may be overwritten."""
+        self._found = None
+
+    def is_ready(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Return whether there is memory for `tensors`."""
+        size = Layout.of(tensors).size
+        return all(os.fstat(descriptor).st_size > size for descriptor in self._descriptors.halves)
+
+    def prepare(self, text: str, tensors: Mapping[str, torch.Tensor]) -> threading.Thread | None:
+        """Take memory for `tensors`; return the thread that does it where it takes long."""
+        layout = Layout.of(tensors)
+        # Twice the text: it grows with the numbers in it.
+        sizes = (2 * len(self._head(text, layout)), layout.size)
+
+        def take() -> None:
+            for half, descriptor in zip(self._halves, self._descriptors.halves, strict=True):
+                half.reserve(*sizes)
+                # The first write to each page would be slow; the kernel does it without our lock.
+                os.posix_fallocate(descriptor, 0, os.fstat(descriptor).st_size)
+
+        if layout.size <= _AT_ONCE:
+            take()
+            return None
+        thread = threading.Thread(target=take, name="lockstep-memory", daemon=True)
+        thread.start()
+        return thread
+
+    def _head(self, text: str, layout: Layout) -> bytes:
+        return json.dumps({"text": text, "layout": layout.as_json()}).encode()
+
+    def write(self, number: int, text: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy this rank's part of `tensors`; every rank of the launcher does so at the same point."""
+        which = number % 2
+        half, other = self._halves[which], self._halves[1 - which]
+        other.refresh()
+        half.refresh()
+        if half.number and not other.number:
+            return  # the only whole one stays
+        layout = Layout.of(tensors)
+        head = self._head(text, layout)
+        half.reserve(len(head), layout.size)
+        half.begin(self._part)
+        if self._part == 0:
+            half.describe(self._tag, head, layout.size, self.parts)
+        self._copy(which, (layout, data_offset(len(head))), half, tensors)
+        half.commit(self._part, number)
+
+    def _copy(
+        self,
+        which: int,
+        place: tuple[Layout, int],
+        half: Half,
+        tensors: Mapping[str, torch.Tensor],
+    ) -> None:
+        if self._layouts[which] != place:
+            self._layouts[which] = place
+            layout, offset = place
+            data = memoryview(half.memory)[offset : offset + layout.size]
+            self._copies[which] = self._targets(layout, data, tensors)
+        targets, sources = [], []
+        for name, target, part in self._copies[which]:
+            tensor = tensors[name]
+            targets.append(target)
+            sources.append(tensor if part is None else tensor.reshape(-1)[part])
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        if any(source.is_cuda for source in sources):
+            torch.cuda.synchronize()
+
+    def _targets(
+        self, layout: Layout, data: memoryview, tensors: Mapping[str, torch.Tensor]
+    ) -> list[tuple[str, torch.Tensor, slice | None]]:
+        """Return what this rank copies: whole tensors, or slices of those that go beyond its part."""
+        first = layout.size * self._part // self.parts
+        stop = layout.size * (self._part + 1) // self.parts
+        copies: list[tuple[str, torch.Tensor, slice | None]] = []
+        for name, place in layout.places.items():
+            target = layout.view(data, name)
+            inside = first <= place.offset < stop
+            if not tensors[name].is_contiguous() or place.size < _AT_ONCE // 64:
+                if inside:
+                    copies.append((name, target, None))
+                continue
+            width = place.dtype.itemsize
+            # Elements that begin in this rank's part.
+            lo = max(0, -(-(first - place.offset) // width))
+            hi = min(place.shape.numel(), -(-(stop - place.offset) // width))
+            if lo < hi:
+                whole = (lo, hi) == (0, place.shape.numel())
+                part = None if whole else slice(lo, hi)
+                copies.append((name, target if whole else target.reshape(-1)[lo:hi], part))
+        return copies

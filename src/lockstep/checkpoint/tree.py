@@ -1,0 +1,140 @@
+"""State as a tree: nested containers become JSON text, and the tensors in them a flat mapping.
+
+What `state_dict()` returns is made of containers, numbers and tensors. Nothing else is taken, so that
+nothing has to be unpickled when it is read back.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.errors import CheckpointError
+
+#: Values that JSON has no word for: type, name, and how they are written.
+_LEAVES: tuple[tuple[type, str, Callable[[Any], Any]], ...] = (
+    (np.number, "scalar", lambda value: [value.dtype.str, value.item()]),
+    (np.bool_, "scalar", lambda value: [value.dtype.str, value.item()]),
+    (bytes, "bytes", lambda value: base64.b64encode(value).decode()),
+    (complex, "complex", lambda value: [value.real, value.imag]),
+    (torch.dtype, "dtype", lambda value: str(value).removeprefix("torch.")),
+    (torch.device, "device", str),
+)
+#: Containers that JSON has no word for: type, name, and how its elements are listed.
+_LISTS: dict[type, str] = {
+    tuple: "tuple",
+    deque: "deque",
+    torch.Size: "size",
+    frozenset: "frozenset",
+}
+_SETS: dict[type, str] = {set: "set", frozenset: "frozenset"}
+_MAPPINGS: dict[type, str] = {
+    dict: "dict",
+    OrderedDict: "ordered",
+    Counter: "counter",
+    defaultdict: "dict",  # its factory is code, which state must not bring along
+}
+_MAKERS: dict[str, Callable[[Any], Any]] = {
+    "tuple": tuple,
+    "deque": deque,
+    "size": torch.Size,
+    "set": set,
+    "frozenset": frozenset,
+    "dict": dict,
+    "ordered": OrderedDict,
+    "counter": lambda pairs: Counter(dict(pairs)),
+    "bytes": base64.b64decode,
+    "complex": lambda parts: complex(*parts),
+    "dtype": lambda name: getattr(torch, name),
+    "device": torch.device,
+}
+
+
+def flatten(state: Mapping[str, Any]) -> tuple[str, dict[str, torch.Tensor]]:
+    """Return `state` as JSON text, and its tensors by name; they share memory with those in `state`.
+
+    Raises:
+        CheckpointError: if it holds something that is neither container, number, text nor tensor.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    tree = {name: _Flattener(tensors).encode(value, name) for name, value in state.items()}
+    return json.dumps(tree), tensors
+
+
+def rebuild(text: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return the state that `flatten` has taken apart; it shares memory with `tensors`."""
+    return {name: _decode(value, tensors) for name, value in json.loads(text).items()}
+
+
+class _Flattener:
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def encode(self, value: Any, path: str) -> Any:
+        if isinstance(value, torch.Tensor):
+            return {"tensor": self._keep(value.detach(), path)}
+        kind = type(value)
+        if kind in _MAPPINGS:
+            return self._encode_mapping(value, path, _MAPPINGS[kind])
+        if kind is list:
+            return [self.encode(item, f"{path}.{i}") for i, item in enumerate(value)]
+        if kind in _SETS:
+            value = sorted(value, key=repr)
+            return {_SETS[kind]: [self.encode(item, path) for item in value]}
+        if kind in _LISTS:
+            return {_LISTS[kind]: [self.encode(x, f"{path}.{i}") for i, x in enumerate(value)]}
+        return self._encode_leaf(value, path)
+
+    def _encode_mapping(self, value: Mapping[Any, Any], path: str, kind: str) -> Any:
+        pairs = [
+            [self.encode(key, path), self.encode(item, f"{path}.{key}")]
+            for key, item in value.items()
+        ]
+        return {kind: pairs}
+
+    def _encode_leaf(self, value: Any, path: str) -> Any:
+        if value is None or type(value) in (bool, int, float, str):
+            return value
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+            return {"array": self._keep(torch.from_numpy(np.ascontiguousarray(value)), path)}
+        for kind, name, encode in _LEAVES:
+            if isinstance(value, kind):
+                return {name: encode(value)}
+        raise CheckpointError(
+            f"the state {path} is a {type(value).__name__}; expected tensors, numbers, text, None, or "
+            "containers of them",
+            hint="let its state_dict() return what those say, and load_state_dict() make it again",
+        )
+
+    def _keep(self, tensor: torch.Tensor, path: str) -> str:
+        name, number = path, 1
+        while name in self._tensors:  # keys may have dots in them, too
+            number += 1
+            name = f"{path}#{number}"
+        self._tensors[name] = tensor
+        return name
+
+
+def _decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "array":
+        return tensors[content].cpu().numpy().copy()
+    if kind == "scalar":
+        return np.dtype(content[0]).type(content[1])
+    if isinstance(content, list):
+        content = [_decode(item, tensors) for item in content]
+    if kind in _MAPPINGS.values():
+        content = [(key, item) for key, item in content]
+    return _MAKERS[kind](content)

@@ -1,0 +1,60 @@
+"""`lockstep export`: the plain weights of a run, from one of its checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from lockstep.errors import UsageError
+
+_EPILOG = """\
+The file is a state_dict, for torch.load or safetensors, without `module.` before the names. Exit codes:
+0 written, 1 the checkpoint cannot be read or the file not be written, 2 usage.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add this verb to the command line."""
+    parser = subparsers.add_parser(
+        "export",
+        help="write the weights of a run to a plain file",
+        usage="lockstep export [options] RUN_DIR",
+        epilog=_EPILOG,
+        allow_abbrev=False,
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the directory of the run")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="ends in .pt, .pth, .bin or .safetensors (default: RUN_DIR/model.pt)",
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--step", type=int, metavar="N", help="the checkpoint of step N (default: the newest)"
+    )
+    which.add_argument("--best", action="store_true", help="the best one, as run.save(best=) said")
+    parser.add_argument(
+        "--model", type=int, metavar="K", help="which of several models, from 0 in order"
+    )
+    parser.add_argument("--force", action="store_true", help="overwrite FILE")
+    parser.set_defaults(handler=handle)
+
+
+def handle(options: argparse.Namespace) -> int:
+    """Write what `options` say; return the exit code."""
+    if not options.run_dir.is_dir():
+        raise UsageError(f"there is no directory {options.run_dir}; expected that of a run")
+    from lockstep.checkpoint.export import export
+
+    file, checkpoint = export(
+        options.run_dir,
+        options.output,
+        step=options.step,
+        best=options.best,
+        model=options.model,
+        force=options.force,
+    )
+    print(f"{file}: step {checkpoint.step}")
+    return 0

@@ -1,0 +1,81 @@
+"""The source of a script or a module: read and parsed, and nothing of it imported or run."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+import warnings
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+from lockstep.launch.spec import LaunchSpec
+
+
+def parse(spec: LaunchSpec) -> ast.Module:
+    """Return the tree of what `spec` runs; an empty one where it cannot be found or parsed."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the worker compiles it again, and warns
+            return ast.parse(_read(spec) or b"")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ast.Module(body=[], type_ignores=[])
+
+
+def imports(spec: LaunchSpec, package: str) -> bool:
+    """Return whether the source of `spec` imports `package`, or something in it."""
+    return any(name.partition(".")[0] == package for name in _imported(parse(spec)))
+
+
+def _imported(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module
+
+
+def _read(spec: LaunchSpec) -> bytes | None:
+    if spec.kind == "function":
+        return None
+    try:
+        file = Path(spec.target) if spec.kind == "script" else _module_file(spec.target)
+        return None if file is None else file.read_bytes()
+    except (OSError, ImportError, ValueError):
+        return None
+
+
+def _module_file(name: str) -> Path | None:
+    """Return the file that `python -m name` runs, without importing the packages that hold it."""
+    *parents, last = name.split(".")
+    place: list[str] | None = None
+    for parent in parents:
+        place = _places(_find(parent, place))
+    found = _find(last, place)
+    if found is not None and found.submodule_search_locations is not None:
+        found = _find("__main__", _places(found))
+    return Path(found.origin) if found is not None and found.has_location and found.origin else None
+
+
+def _places(found: ModuleSpec | None) -> list[str]:
+    return list((found and found.submodule_search_locations) or ())
+
+
+def _find(part: str, places: list[str] | None) -> ModuleSpec | None:
+    """Find one part of a dotted name in `places`; the first part where Python would look for it.
+
+    The part alone is asked for, even inside a package: a dotted name would need its parents imported.
+    """
+    if places is not None:
+        return PathFinder.find_spec(part, places)
+    return PathFinder.find_spec(part, list(_search_path())) or importlib.util.find_spec(part)
+
+
+def _search_path() -> Iterator[str]:
+    """Yield the worker's `sys.path`: its working directory stands where ours has the launcher's."""
+    if sys.flags.safe_path:
+        yield from sys.path
+    else:
+        yield str(Path.cwd())
+        yield from sys.path[1:]

@@ -1,0 +1,55 @@
+"""Where the ranks of this launcher stand, as they have written it into the memory they share with it."""
+
+from __future__ import annotations
+
+from lockstep.checkpoint.memory import SLOTS, VARIABLE, Board, Descriptors, Slot, progress
+
+
+class Standing:
+    """What the launcher sees of its ranks' runs.
+
+    Args:
+        memory: made before the fork server, which hands it to the workers.
+        ranks: how many ranks this launcher starts.
+    """
+
+    def __init__(self, memory: Descriptors, ranks: int) -> None:
+        self._memory = memory
+        self._ranks = ranks
+        self._board = Board(memory.board)
+        self.slots: tuple[Slot, ...] = tuple(
+            self._board.slot(index) for index in range(min(ranks, SLOTS))
+        )
+        self._opened = False
+
+    def begin(self) -> None:
+        """Begin a generation, after the last worker of the one before has ended."""
+        self._opened = self.opened
+        self._board.clear()
+
+    @property
+    def pids(self) -> set[int]:
+        """Process ids of the ranks of this generation that have opened a run."""
+        return {slot.pid for slot in self.slots} - {0}
+
+    @property
+    def opened(self) -> bool:
+        """Whether any rank of any generation has opened a run."""
+        return self._opened or bool(self.pids)
+
+    @property
+    def step(self) -> int:
+        """Steps that the run has done."""
+        return max(slot.step for slot in self.slots)
+
+    @property
+    def progress(self) -> tuple[bytes, int]:
+        """The newest snapshot: its run and its number."""
+        return progress(self._memory)
+
+    def variables(self, index: int) -> dict[str, str]:
+        """Return the variables by which the `index`-th rank of this launcher finds the memory."""
+        return {
+            VARIABLE: self._memory.variable(),
+            "LOCKSTEP_SLOT": f"{index}/{self._ranks}",
+        }

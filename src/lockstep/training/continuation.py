@@ -1,0 +1,107 @@
+"""How a run goes on from what it has been: the state that is found, and what keeps it from there on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from lockstep.checkpoint.disk import Checkpoints
+from lockstep.checkpoint.found import DIRECTORY
+from lockstep.record.recorder import Recorder
+from lockstep.training.agreement import Agreement, Alone, OnBoard, ThroughStore
+from lockstep.training.keeping import Keeper
+from lockstep.training.loop import Loop
+from lockstep.training.memory import Memory
+from lockstep.training.resume import Search
+from lockstep.training.settings import Settings
+from lockstep.training.state import State
+from lockstep.world.meet import Meeting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Continuation:
+    """What a run needs to find its state and to keep it.
+
+    Attributes:
+        meeting: with the other ranks.
+        group: the process group; `None` on a single rank.
+        memory: of the launcher, if there is one.
+        record: of the run.
+        state: what the run has been told of.
+        loop: where the run stands.
+    """
+
+    meeting: Meeting
+    group: dist.ProcessGroup | None
+    memory: Memory | None
+    record: Recorder
+    state: State
+    loop: Loop
+
+    def begin(self, settings: Settings, identity: Mapping[str, Any], *, is_new: bool) -> Keeper:
+        """Let the run begin, or go on from its newest state; return what keeps it.
+
+        Args:
+            settings: what the run is asked to do.
+            identity: what the run is; JSON.
+            is_new: whether there cannot be any state of it.
+
+        Raises:
+            RunDirectoryError: if the directory has a checkpoint of another run.
+            CheckpointError: if the disk cannot be read.
+        """
+        disk = self._disk(settings, identity)
+        self._go_on(disk, is_new=is_new)
+        return Keeper(
+            self.state,
+            self.loop,
+            self._agreement(),
+            None if self.memory is None else self.memory.rhythm,
+            disk,
+            every=settings.checkpoint_every if self.meeting.world.is_main else 0.0,
+            say=self.record.say,
+        )
+
+    def _disk(self, settings: Settings, identity: Mapping[str, Any]) -> Checkpoints:
+        world = self.meeting.world
+        return Checkpoints(
+            self.record.directory / DIRECTORY,
+            identity,
+            rank=world.rank,
+            size=world.size,
+            store=self._store_of("checkpoints"),
+            keep=settings.keep,
+            warn=self._warn,
+        )
+
+    def _warn(self, text: str) -> None:
+        self.record.say(f"lockstep: warning: {text}")
+
+    def _go_on(self, disk: Checkpoints, *, is_new: bool) -> None:
+        snapshots = None if self.memory is None else self.memory.snapshots
+        saved = None if is_new else Search(self.meeting, self.group, snapshots, disk).find()
+        if snapshots is not None:
+            snapshots.forget()
+        if saved is None:
+            self.record.begin(0, None)
+            return
+        position = saved.position
+        self.record.begin(position.steps, saved.source)
+        self.loop.resume(position, lambda whole: saved.restore(self.state, whole=whole))
+
+    def _agreement(self) -> Agreement:
+        memory, world = self.memory, self.meeting.world
+        if memory is not None and memory.snapshots.parts == world.size:
+            return OnBoard(memory.board, leads=world.is_main)
+        store = self._store_of("agreement")
+        return Alone() if store is None else ThroughStore(store, world.rank, world.size)
+
+    def _store_of(self, purpose: str) -> dist.Store | None:
+        """Return a client of the store for another thread; the main one's may be busy waiting."""
+        if self.meeting.world.size == 1:
+            return None
+        own: dist.Store = self.meeting.store.clone()  # type: ignore[attr-defined]
+        return dist.PrefixStore(purpose, own)

@@ -1,0 +1,64 @@
+"""Faults that a rank injects into itself, for tests and for `lockstep verify`: real kills, real signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lockstep.errors import UsageError
+from lockstep.world.model import World
+
+#: Such as `kill@30,term@60`.
+VARIABLE = "LOCKSTEP_FAULTS"
+_KINDS = ("kill", "term")
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """At which steps this rank, in this generation, is to be killed or asked to end.
+
+    Attributes:
+        kill: in the backward pass of which step; 0 for none.
+        term: after which steps.
+    """
+
+    kill: int = 0
+    term: frozenset[int] = frozenset()
+
+    @staticmethod
+    def of(environ: Mapping[str, str], world: World) -> Faults:
+        """Return the faults that are this rank's.
+
+        Each kill is the last rank's and happens once: the first in the first generation, the second in
+        the next. A rank is asked to end in the first generation only, and it is rank 0.
+
+        Raises:
+            UsageError: if the variable makes no sense.
+        """
+        text = environ.get(VARIABLE, "")
+        pairs = [_parse(word, text) for word in text.split(",") if word]
+        kills = [step for kind, step in pairs if kind == "kill"]
+        terms = frozenset(step for kind, step in pairs if kind == "term")
+        is_last = world.rank == world.size - 1
+        due = kills[world.generation] if is_last and world.generation < len(kills) else 0
+        asked = world.is_main and world.generation == 0
+        return Faults(due, terms if asked else frozenset())
+
+    def before_backward(self, step: int) -> None:
+        """The gradients of step number `step` are about to be computed."""
+        if step == self.kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def after_step(self, step: int) -> None:
+        """Step number `step` is done."""
+        if step in self.term:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _parse(word: str, text: str) -> tuple[str, int]:
+    kind, _, step = word.partition("@")
+    if kind not in _KINDS or not step.isdecimal() or int(step) < 1:
+        raise UsageError(f"{VARIABLE} is {text!r}; expected words such as kill@30 or term@25")
+    return kind, int(step)

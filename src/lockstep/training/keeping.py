@@ -1,0 +1,133 @@
+"""Keeping the state of a run: snapshots in memory, checkpoints on disk, and an end on request."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from lockstep.checkpoint import tree
+from lockstep.checkpoint.disk import Checkpoints
+from lockstep.checkpoint.rhythm import Rhythm
+from lockstep.training.agreement import Agreement
+from lockstep.training.loop import Loop
+from lockstep.training.preemption import Preempted
+from lockstep.training.state import State
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What the script has asked to be saved: the state at the next point."""
+
+    best: float | None = None
+
+
+class Keeper:
+    """Looks at every point of a run whether its state is to be kept.
+
+    Args:
+        state: what the run has been told of.
+        loop: where the run stands.
+        agreement: with the other ranks.
+        rhythm: of snapshots; `None` without a launcher whose memory outlives this process.
+        checkpoints: on disk.
+        every: seconds between checkpoints that nobody asks for; 0 for none. The main rank's matter.
+        say: tells the user something, on the main rank.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        loop: Loop,
+        agreement: Agreement,
+        rhythm: Rhythm | None,
+        checkpoints: Checkpoints,
+        *,
+        every: float,
+        say: Callable[[str], None],
+    ) -> None:
+        self._state, self._loop = state, loop
+        self._agreement, self._rhythm, self._checkpoints = agreement, rhythm, checkpoints
+        self._every, self._say = every, say
+        self._saved = time.monotonic()
+        self._asked: _Asked | None = None
+        self._has_looked = False
+
+    def ask(self, best: float | None) -> None:
+        """Save the state at the next point: when the script is done with this batch, or this epoch."""
+        if self._asked is None:
+            self._asked = _Asked(best)
+        elif best is not None:
+            self._asked.best = best
+
+    def stop(self) -> None:
+        """End the run, its state saved, at the next step that all ranks agree on."""
+        self._agreement.ask("stop")
+
+    def at_point(self) -> None:
+        """The state is whole: keep it, where that is due.
+
+        Raises:
+            Preempted: if the run is asked to end; its state is on disk then.
+            CheckpointError: if it cannot be written.
+        """
+        loop, rhythm = self._loop, self._rhythm
+        if self._every and time.monotonic() - self._saved > self._every:
+            self._saved = time.monotonic()
+            self._agreement.ask("save")
+        wish = self._agreement.at_point(loop.steps)
+        due = rhythm is not None and rhythm.is_due(loop.points)
+        saves = self._asked is not None or wish is not None
+        if saves or due or (rhythm is not None and rhythm.needs_memory):
+            text, tensors = self._capture()
+            if rhythm is not None:
+                self._remember(rhythm, text, tensors, due=due)
+            if saves:
+                self._save(text, tensors)
+        if wish == "stop":
+            self._checkpoints.wait()
+            raise Preempted(loop.steps)
+
+    def _remember(
+        self, rhythm: Rhythm, text: str, tensors: dict[str, torch.Tensor], *, due: bool
+    ) -> None:
+        if due:
+            rhythm.take(self._loop.points, text, tensors)
+        elif rhythm.needs_memory:
+            rhythm.prepare(self._loop.points, text, tensors)
+
+    def _save(self, text: str, tensors: dict[str, torch.Tensor]) -> None:
+        asked, self._asked = self._asked, None
+        self._saved = time.monotonic()
+        best = None if asked is None else asked.best
+        self._checkpoints.save(self._loop.steps, tensors, text, best=best)
+
+    def _capture(self) -> tuple[str, dict[str, torch.Tensor]]:
+        if not self._has_looked:
+            self._has_looked = True
+            self._warn()
+        state, tensors = tree.flatten(self._state.gather())
+        position = self._loop.position.as_json()
+        return json.dumps({"position": position, "state": state}), tensors
+
+    def _warn(self) -> None:
+        name = self._state.forgotten_scheduler()
+        if name is not None:
+            self._say(
+                f"lockstep: warning: a learning rate scheduler of {name} is not part of what is saved; "
+                "pass it through run.scheduler(…)"
+            )
+
+    def finish(self) -> None:
+        """The script is done: what it has asked for is on disk when this returns."""
+        if self._asked is not None:
+            self._save(*self._capture())
+        self._checkpoints.wait()
+
+    def close(self) -> None:
+        """Stop, without waiting for anything."""
+        self._agreement.close()
+        self._checkpoints.close()

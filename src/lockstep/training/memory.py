@@ -1,0 +1,78 @@
+"""What this rank has of the launcher's memory: its slot on the board, and the snapshots."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from lockstep.checkpoint.memory import SLOTS, Board, Descriptors, Slot
+from lockstep.checkpoint.rhythm import Rhythm
+from lockstep.checkpoint.snapshot import Snapshots
+from lockstep.record.run_file import Identity
+from lockstep.world.model import World
+
+#: Which of its launcher's ranks a worker is, and how many they are: `index/count`.
+SLOT_VARIABLE = "LOCKSTEP_SLOT"
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The launcher's memory, as one of its ranks sees it.
+
+    Attributes:
+        board: what the ranks of the launcher see of each other.
+        slot: where this rank says where it stands.
+        snapshots: the state of the run.
+        rhythm: when snapshots are taken.
+    """
+
+    board: Board
+    slot: Slot
+    snapshots: Snapshots
+    rhythm: Rhythm
+
+    @staticmethod
+    def find(
+        environ: Mapping[str, str], world: World, identity: Identity, run: int
+    ) -> Memory | None:
+        """Return the memory that the launcher has made; `None` without one, as under `torchrun`.
+
+        Args:
+            environ: the environment of this process.
+            world: who this process is.
+            identity: of the run.
+            run: how many runs this process has made before.
+        """
+        descriptors = Descriptors.find(environ) if world.environment == "lockstep" else None
+        index, count = _place(environ.get(SLOT_VARIABLE, ""), world)
+        if descriptors is None or index >= SLOTS:
+            return None
+        board = Board(descriptors.board)
+        slot = board.slot(index)
+        # An earlier run of this process has left its own numbers here.
+        if index == 0 and run > 0:
+            board.begin_run()
+        slot.run, slot.step, slot.pid = run, 0, os.getpid()
+        told = json.dumps([asdict(identity), run], sort_keys=True).encode()
+        tag = hashlib.sha256(told).digest()
+        snapshots = Snapshots(descriptors, tag=tag, part=index, parts=count)
+        return Memory(board, slot, snapshots, Rhythm(snapshots, board, leads=index == 0))
+
+
+def find_slot(environ: Mapping[str, str], world: World) -> Slot | None:
+    """Return where this rank says where it stands; `None` without a launcher's memory."""
+    descriptors = Descriptors.find(environ) if world.environment == "lockstep" else None
+    index, _ = _place(environ.get(SLOT_VARIABLE, ""), world)
+    if descriptors is None or index >= SLOTS:
+        return None
+    return Board(descriptors.board).slot(index)
+
+
+def _place(text: str, world: World) -> tuple[int, int]:
+    index, _, count = text.partition("/")
+    if index.isdecimal() and count.isdecimal():
+        return int(index), int(count)
+    return world.local_rank, world.local_size

@@ -1,0 +1,83 @@
+"""Being asked to end: a signal is noted, and the run ends after a step that all agree on, saved."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from types import FrameType
+
+from lockstep.errors import PREEMPTED, UsageError
+
+VARIABLE = "LOCKSTEP_PREEMPT_SIGNAL"
+
+
+class Preempted(SystemExit):
+    """The run was asked to end, and has saved its state.
+
+    Attributes:
+        step: the step after which it ended.
+    """
+
+    def __init__(self, step: int) -> None:
+        super().__init__(PREEMPTED)
+        self.step = step
+
+
+def chosen_signals(environ: Mapping[str, str]) -> list[signal.Signals]:
+    """Return the signals that ask a run to end: SIGTERM, and the one that the user has chosen.
+
+    Raises:
+        UsageError: if the variable names none.
+    """
+    name = environ.get(VARIABLE, "")
+    if not name:
+        return [signal.SIGTERM]
+    try:
+        chosen = signal.Signals[f"SIG{name.upper().removeprefix('SIG')}"]
+    except KeyError:
+        raise UsageError(
+            f"{VARIABLE} is {name!r}; expected the name of a signal, such as USR1"
+        ) from None
+    return [signal.SIGTERM, *([chosen] if chosen != signal.SIGTERM else [])]
+
+
+class Signals:
+    """Handlers of this process while a run is open: the first signal asks, the second ends at once.
+
+    Where the script has handlers of its own, or runs in another thread, there are none of ours.
+
+    Args:
+        ask: called when the first signal comes.
+        patient: whether further signals change nothing: a launcher passes them on, and knows when to end.
+    """
+
+    def __init__(self, ask: Callable[[], None], *, patient: bool) -> None:
+        self._ask, self._patient = ask, patient
+        self._count = 0
+        self._handled: list[signal.Signals] = []
+
+    def listen(self) -> None:
+        """Begin to handle signals."""
+        wanted = chosen_signals(os.environ)
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for signum in wanted:
+            if signal.getsignal(signum) is signal.SIG_DFL:
+                signal.signal(signum, self._receive)
+                self._handled.append(signum)
+
+    def _receive(self, signum: int, _frame: FrameType | None) -> None:
+        self._count += 1
+        if self._count == 1:
+            self._ask()
+        if self._count == 1 or self._patient:
+            return
+        signal.signal(signum, signal.SIG_DFL)
+        os.kill(os.getpid(), signum)
+
+    def close(self) -> None:
+        """Let signals do again what they do by default."""
+        while self._handled:
+            signal.signal(self._handled.pop(), signal.SIG_DFL)

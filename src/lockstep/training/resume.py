@@ -1,0 +1,172 @@
+"""Finding the state that a run continues from: the newest that any rank holds, and every rank gets it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.checkpoint import found as checkpoints
+from lockstep.checkpoint import tree
+from lockstep.checkpoint.disk import Checkpoints
+from lockstep.checkpoint.position import Position
+from lockstep.checkpoint.snapshot import Snapshots
+from lockstep.errors import CheckpointError
+from lockstep.training.state import State
+from lockstep.world.meet import Meeting
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A state that was saved.
+
+    Attributes:
+        text: its position and its numbers, JSON.
+        tensors: by name; not to be changed.
+        source: where it was, in words.
+    """
+
+    text: str
+    tensors: dict[str, torch.Tensor]
+    source: str
+
+    @property
+    def position(self) -> Position:
+        """Where the run was."""
+        return Position.parse(json.loads(self.text)["position"])
+
+    def restore(self, state: State, *, whole: bool) -> None:
+        """Give everything in `state` what was saved of it."""
+        # Copies: optimizers keep the very tensors that they are given.
+        copies = {name: tensor.clone() for name, tensor in self.tensors.items()}
+        values = tree.rebuild(json.loads(self.text)["state"], copies)
+        state.load(values, whole=whole)
+
+
+class Search:
+    """Looks for the state of a run in memory and on disk, together with the other ranks.
+
+    Args:
+        meeting: with the other ranks.
+        group: the process group; `None` for a single rank.
+        snapshots: the memory that this rank sees, if any.
+        disk: the checkpoints of the run.
+    """
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        group: dist.ProcessGroup | None,
+        snapshots: Snapshots | None,
+        disk: Checkpoints,
+    ) -> None:
+        self._meeting, self._group, self._disk = meeting, group, disk
+        self._rank, self._size = meeting.world.rank, meeting.world.size
+        self._memory = _in_memory(snapshots)
+
+    def find(self) -> Saved | None:
+        """Return the newest state, the same on all ranks; `None` where the run begins.
+
+        Raises:
+            RunDirectoryError: if a checkpoint in the directory is of another run.
+            CheckpointError: if the disk cannot be read.
+        """
+        if self._size == 1:
+            return self._memory or self._read(self._newest_on_disk())
+        points = self._tell_all("memory", str(_points(self._memory)))
+        newest = max(int(point) for point in points)
+        own = self._memory
+        if newest >= 0:
+            own = own if _points(own) == newest else None
+        else:
+            path = self._agree_on_path()
+            if not path:
+                return None
+            own = self._read_where_shared(Path(path))
+        return self._spread(own)
+
+    def _newest_on_disk(self) -> Path | None:
+        found = self._disk.newest()
+        return None if found is None else found.path
+
+    def _agree_on_path(self) -> str:
+        store = self._meeting.store
+        if self._rank == 0:
+            store.set("resume/path", str(self._newest_on_disk() or ""))
+        self._meeting.wait(["resume/path"], "find their state")
+        return store.get("resume/path").decode()
+
+    def _read(self, path: Path | None) -> Saved | None:
+        if path is None:
+            return None
+        tensors, text = self._disk.read(checkpoints.look(path))
+        return Saved(text, tensors, str(path))
+
+    def _read_where_shared(self, path: Path) -> Saved | None:
+        """Return the checkpoint, or `None` on a node that does not share the main rank's disk."""
+        if self._rank == 0:
+            return self._read(path)
+        with contextlib.suppress(CheckpointError):
+            return self._read(path)
+        return None
+
+    def _tell_all(self, what: str, value: str) -> list[str]:
+        store = self._meeting.store
+        keys = [f"resume/{what}/{rank}" for rank in range(self._size)]
+        store.set(keys[self._rank], value)
+        self._meeting.wait(keys, "find their state")
+        return [store.get(key).decode() for key in keys]
+
+    def _spread(self, own: Saved | None) -> Saved:
+        """Let ranks that hold the state send it to those that don't."""
+        have = [word == "1" for word in self._tell_all("have", "0" if own is None else "1")]
+        if all(have):
+            assert own is not None
+            return own
+        return self._broadcast(own, have.index(True))
+
+    def _broadcast(self, own: Saved | None, source: int) -> Saved:
+        store, is_source = self._meeting.store, self._rank == source
+        if is_source:
+            assert own is not None
+            shapes = [[n, _name(t), list(t.shape)] for n, t in own.tensors.items()]
+            store.set("resume/head", json.dumps({"text": own.text, "tensors": shapes}))
+        self._meeting.wait(["resume/head"], "find their state")
+        head: dict[str, Any] = json.loads(store.get("resume/head"))
+        tensors = dict(self._send(own if is_source else None, head["tensors"], source))
+        return Saved(head["text"], tensors, f"rank {source}")
+
+    def _send(
+        self, own: Saved | None, shapes: list[Any], source: int
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, dtype, shape in shapes:
+            if own is not None:
+                tensor = own.tensors[name].contiguous()
+            else:
+                tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+            # As bytes: not all types can be broadcast.
+            dist.broadcast(_bytes(tensor), src=source, group=self._group)
+            yield name, tensor
+
+
+def _in_memory(snapshots: Snapshots | None) -> Saved | None:
+    found = None if snapshots is None else snapshots.found
+    return None if found is None else Saved(found.text, found.tensors, "memory")
+
+
+def _points(saved: Saved | None) -> int:
+    return -1 if saved is None else saved.position.points
+
+
+def _name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)

@@ -1,0 +1,91 @@
+"""The state of a run: what is saved, and must come back for it to go on as if nothing had been."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+from lockstep.errors import CheckpointError
+from lockstep.strategies.held import HeldModel
+
+
+class State:
+    """Everything that a run has been told of.
+
+    Attributes:
+        models: the models that the run holds.
+        optimizers: those passed through `run.optimizer`.
+        schedulers: those passed through `run.scheduler`.
+        registered: what `run.register` was given, by name.
+    """
+
+    def __init__(self) -> None:
+        self.models: list[HeldModel] = []
+        self.optimizers: list[Optimizer] = []
+        self.schedulers: list[Any] = []
+        self.registered: dict[str, Any] = {}
+
+    def gather(self) -> dict[str, Any]:
+        """Return the state of all; tensors are the ones in use."""
+        return {
+            "models": _numbered([model.module.state_dict() for model in self.models]),
+            "optimizers": _numbered([one.state_dict() for one in self.optimizers]),
+            "schedulers": _numbered([one.state_dict() for one in self.schedulers]),
+            "registered": {name: one.state_dict() for name, one in self.registered.items()},
+        }
+
+    def load(self, state: Mapping[str, Any], *, whole: bool) -> None:
+        """Give everything the state that `gather` has returned.
+
+        Args:
+            state: nothing else holds its tensors.
+            whole: whether everything is expected to be there; before, a script may still make some.
+
+        Raises:
+            CheckpointError: if the script has made other things than the state has.
+        """
+        modules = [model.module for model in self.models]
+        _load("model", _numbered(modules), state["models"], whole=whole)
+        _load("optimizer", _numbered(self.optimizers), state["optimizers"], whole=whole)
+        for optimizer in self.optimizers:
+            # It has stepped, in an earlier process; torch's schedulers warn where it has not.
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+        _load("scheduler", _numbered(self.schedulers), state["schedulers"], whole=whole)
+        _load("registered object", self.registered, state["registered"], whole=whole)
+
+    def forgotten_scheduler(self) -> str | None:
+        """Return the optimizer that has a learning rate scheduler the run has not been told of."""
+        known = {id(getattr(scheduler, "optimizer", None)) for scheduler in self.schedulers}
+        for optimizer in self.optimizers:
+            # Set by torch.optim.lr_scheduler on the optimizer that it counts the steps of.
+            if (
+                getattr(optimizer.step, "_wrapped_by_lr_sched", False)
+                and id(optimizer) not in known
+            ):
+                return type(optimizer).__name__
+        return None
+
+
+def _numbered(values: Sequence[Any]) -> dict[str, Any]:
+    return {str(number): value for number, value in enumerate(values)}
+
+
+def _load(what: str, there: Mapping[str, Any], saved: Mapping[str, Any], *, whole: bool) -> None:
+    if whole and there.keys() != saved.keys():
+        raise CheckpointError(
+            f"the state has {len(saved)} {what}(s) ({', '.join(saved) or 'none'}), the script has made "
+            f"{len(there)} ({', '.join(there) or 'none'})",
+            hint="a run continues with the script that it began with; --fresh begins anew",
+        )
+    for name, value in there.items():
+        if name not in saved:
+            continue
+        try:
+            value.load_state_dict(saved[name])
+        except (RuntimeError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{what} {name} ({type(value).__name__}) does not take its saved state: {error}",
+                hint="a run continues with the script that it began with; --fresh begins anew",
+            ) from error

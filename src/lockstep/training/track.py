@@ -1,0 +1,170 @@
+"""The way of a run through phases, epochs and loops: where it is, and how it gets back there.
+
+A script that is started again runs from its top. What it did before the position is passed over: phases
+and epochs that are done, loops that have updated parameters. Loops that only evaluated run again, since
+the script may want their values.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+from lockstep.checkpoint.position import LoopPosition, Position
+from lockstep.data.microbatch import Start
+from lockstep.errors import CheckpointError
+
+
+class Track:
+    """Counts phases, epochs and loops, and passes over what is done.
+
+    Attributes:
+        stretch: number of the stretch: another one for every epoch and every phase, part of all keys.
+    """
+
+    def __init__(self) -> None:
+        self.stretch = 0
+        self._rounds: defaultdict[int, int] = defaultdict(int)
+        self._phases: list[int] = []
+        self._epoch: int | None = None
+        self._outside: list[LoopPosition] = []
+        self._inside: list[LoopPosition] = []
+        self._target: Position | None = None
+        self._passed = 0
+
+    # --- where it is -----------------------------------------------------------------------------
+
+    def position(self, steps: int, points: int) -> Position:
+        """Return where the run stands, with the counts of updates and points."""
+        return Position(
+            steps=steps,
+            points=points,
+            phase=len(self._phases),
+            epoch=self._epoch,
+            stretch=self.stretch,
+            rounds=tuple(sorted(self._rounds.items())),
+            phases=tuple(self._phases),
+            loops=(*self._outside, *self._inside),
+        )
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether the run is outside of epochs."""
+        return self._epoch is None
+
+    @property
+    def _loops(self) -> list[LoopPosition]:
+        return self._outside if self._epoch is None else self._inside
+
+    def _begin_stretch(self) -> None:
+        if self._rounds:
+            self.stretch += 1
+            self._rounds.clear()
+
+    # --- what happens ----------------------------------------------------------------------------
+
+    def phase_begins(self, count: int) -> range:
+        """Return the epochs of a phase of `count` that are still to be run."""
+        target, phase = self._target, len(self._phases)
+        if target is None:
+            return range(count)
+        if phase < target.phase:
+            self.stretch = target.phases[phase]
+            self._rounds.clear()
+            return range(0)
+        if target.epoch is None:
+            raise _elsewhere(f"outside of epochs, before phase {phase} of them")
+        return range(min(target.epoch, count), count)
+
+    def epoch_begins(self, epoch: int) -> None:
+        """An epoch begins."""
+        self._begin_stretch()
+        self._epoch = epoch
+        if self._target is not None:
+            self.stretch = self._target.stretch
+
+    def epoch_ends(self) -> None:
+        """The script is done with an epoch: from here on it stands before the next one."""
+        if self._target is not None:
+            raise _elsewhere(f"in epoch {self._epoch}")
+        assert self._epoch is not None
+        self._inside.clear()
+        self._begin_stretch()
+        self._epoch += 1
+
+    def phase_ends(self) -> None:
+        """All epochs of a phase are done."""
+        target = self._target
+        if target is not None and len(self._phases) == target.phase and target.epoch is not None:
+            self.stretch, self._passed = target.stretch, len(target.loops)
+            self._rounds.clear()
+        self._begin_stretch()
+        self._phases.append(self.stretch)
+        self._epoch = None
+
+    def loop_begins(self, loader: int) -> Start:
+        """Return where a loop over `loader` that begins now starts."""
+        round_ = self._rounds[loader]
+        self._rounds[loader] += 1
+        start = Start(epoch=self.stretch, round=round_)
+        done = self._done(loader, round_)
+        if done is None:
+            return start
+        self._passed += 1
+        self._loops.append(done)
+        return replace(start, batch=done.batches, is_over=done.complete)
+
+    def _done(self, loader: int, round_: int) -> LoopPosition | None:
+        loops = () if self._target is None else self._target.loops
+        key = (loader, self.stretch, round_)
+        return next((loop for loop in loops if loop.key == key), None)
+
+    def trained(self, loop: LoopPosition) -> None:
+        """A loop that has updated parameters stands at `loop`."""
+        loops = self._loops
+        if loops and loops[-1].key == loop.key:
+            loops[-1] = loop
+        else:
+            loops.append(loop)
+
+    # --- the way back ----------------------------------------------------------------------------
+
+    def set_out(self, target: Position) -> None:
+        """The run was at `target` before: from here on, pass over what was done until then."""
+        self._target = target
+
+    @property
+    def is_on_the_way(self) -> bool:
+        """Whether the target has not been reached yet."""
+        return self._target is not None
+
+    def check_arrived(self) -> None:
+        """The script is at its end.
+
+        Raises:
+            CheckpointError: if it has not come to its target.
+        """
+        if self._target is not None:
+            raise _elsewhere("at its end")
+
+    def arrives(self) -> Position | None:
+        """Return the target if the run has just reached it: from here on nothing is passed over."""
+        target = self._target
+        if target is None or self._passed < len(target.loops):
+            return None
+        here = (len(self._phases), self._epoch)
+        beyond = (target.phase + 1, None)  # an epoch after the last one: the phase is over
+        if here != (target.phase, target.epoch) and (here != beyond or target.epoch is None):
+            return None
+        self._target = None
+        self._rounds.clear()
+        self._rounds.update(target.rounds)
+        return target
+
+
+def _elsewhere(where: str) -> CheckpointError:
+    return CheckpointError(
+        f"the script does not come to where its state was saved: it is {where} without a loop that was "
+        "there before",
+        hint="a run continues with the script and the data it began with; --fresh begins anew",
+    )

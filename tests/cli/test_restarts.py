@@ -1,0 +1,184 @@
+"""Workers that die, and the generations after them: real processes, real kills."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+#: What a script of these tests knows; it opens its run by hand, so that torch need not be imported.
+HEAD = """
+import os, signal, sys, time
+from lockstep.checkpoint.memory import Board, Descriptors, Half
+generation, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
+memory = Descriptors.find(os.environ)
+slot = Board(memory.board).slot(int(os.environ["LOCKSTEP_SLOT"].split("/")[0]))
+assert slot.pid == 0, "the board is of an earlier generation"
+slot.pid = os.getpid()
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+KILLED_TWICE = (
+    HEAD
+    + """
+import subprocess, torch, torch.distributed as dist
+print("begin", generation, flush=True)
+dist.init_process_group("gloo")
+x = torch.ones(1)
+dist.all_reduce(x)
+if rank == 0 and generation < 2:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    with open(f"child-{generation}", "w") as file:
+        file.write(str(child.pid))
+dist.barrier()
+if rank == 1 and generation < 2:
+    die()
+dist.barrier()
+print("end", generation, x.item(), flush=True)
+dist.destroy_process_group()
+"""
+)
+
+
+@pytest.mark.ranks(2)
+def test_killed_rank_costs_a_generation_each_time(lockstep):
+    done = lockstep("run", "-n", "2", "--run-dir", "r", lockstep.script(KILLED_TWICE))
+    assert (done.code, done.out) == (0, "begin 0\nbegin 1\nbegin 2\nend 2 2.0\n")
+    # One line each: what other ranks felt of it is in the log.
+    killed = "lockstep: rank 1 was killed by signal 9 (SIGKILL); restart {}\n"
+    assert done.err == killed.format(1) + killed.format(2)
+    logs = [(lockstep.directory / f"r/logs/rank-{k}.log").read_text() for k in (0, 1)]
+    assert all(log.count("begin") == 3 for log in logs)
+    children = lockstep.wait_for("child-0", "child-1")
+    assert all(lockstep.gone(int(pid), 1) for pid in children)
+
+
+@pytest.mark.ranks(2)
+def test_memory_goes_through_exec(lockstep):
+    script = lockstep.script(HEAD + "if rank == 1 and generation == 0: die()\ntime.sleep(0.2)\n")
+    done = lockstep("run", "-n", "2", "--start", "exec", script)
+    assert (done.code, done.err.count("; restart ")) == (0, 1)
+
+
+@pytest.mark.ranks(1)
+def test_exception_of_the_script_ends_the_run(lockstep):
+    done = lockstep("run", lockstep.script(HEAD + "raise ValueError('again and again')"))
+    assert (done.code, "restart" in done.err) == (1, False)
+    assert "ValueError: again and again" in done.err
+
+
+@pytest.mark.ranks(1)
+def test_failures_without_progress_are_counted(lockstep):
+    done = lockstep("run", lockstep.script(HEAD + "raise OSError(28, 'No space left on device')"))
+    assert done.code == 1
+    told = [line for line in done.err.splitlines() if line.startswith("lockstep: ")]
+    assert [line.rpartition("; ")[2] for line in told[:-1]] == [f"restart {k}" for k in (1, 2, 3)]
+    assert told[-1].endswith("OSError: [Errno 28] No space left on device")
+    assert "  log: runs/" in done.err
+
+
+@pytest.mark.ranks(1)
+def test_failures_with_progress_are_not(lockstep):
+    script = lockstep.script(
+        HEAD
+        + """
+half = Half(memory.halves[generation % 2])
+half.reserve(2, 8)
+half.begin(0)
+half.describe(bytes(32), b"{}", 8, 1)
+half.commit(0, generation + 1)
+if generation < 6: die()
+"""
+    )
+    done = lockstep("run", "--max-restarts", "1", script)
+    assert (done.code, done.err.count("from the newest snapshot")) == (0, 6)
+
+
+@pytest.mark.ranks(1)
+def test_any_failure_is_survived_where_the_user_says_so(lockstep):
+    script = lockstep.script(
+        "import os\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': raise ValueError('once')\n"
+        "print(os.environ['TORCHELASTIC_MAX_RESTARTS'])"
+    )
+    done = lockstep("run", "--max_restarts", "1", script)
+    assert (done.code, done.out) == (0, "1\n")
+    assert "lockstep: rank 0 failed: ValueError: once (train.py:2); restart 1" in done.err
+
+
+@pytest.mark.ranks(2)
+def test_launcher_killed_after_a_restart_leaves_no_process(lockstep):
+    script = lockstep.script(
+        HEAD
+        + """
+if generation == 0 and rank == 1: die()
+if generation == 1:
+    with open(f"draft-{rank}", "w") as file:
+        file.write(f"{os.getpid()} {os.getppid()}")
+    os.rename(f"draft-{rank}", f"pid-{rank}")
+time.sleep(100)
+"""
+    )
+    process = lockstep.start("run", "-n", "2", script)
+    pids = " ".join(lockstep.wait_for("pid-0", "pid-1")).split()
+    process.kill()
+    lockstep.finish(process, 10)
+    assert all(lockstep.gone(int(pid), 3) for pid in pids)
+
+
+@pytest.mark.ranks(2)
+def test_function_survives_a_kill(lockstep):
+    script = lockstep.script(
+        "import lockstep\ndef main():\n"
+        + "".join(f"    {line}\n" for line in HEAD.strip().splitlines())
+        + "    if rank == 1 and generation == 0: die()\n    time.sleep(0.2)\n    return generation, rank\n"
+        "if __name__ == '__main__':\n    print(lockstep.launch(main, n=2))\n"
+    )
+    done = lockstep.python(script)
+    assert (done.code, done.out) == (0, "[(1, 0), (1, 1)]\n"), done.err
+
+
+#: Each generation lasts until its successor may be warm, and says what it was born with.
+WARM = (
+    "import sys; before = set(sys.modules)\nimport lockstep\n"
+    + HEAD
+    + """
+import colorsys, helpers
+print(*sorted({"colorsys", "helpers"} & before), os.getpriority(os.PRIO_PROCESS, 0), flush=True)
+assert "helpers" not in before
+if "colorsys" not in before:
+    slot.step = 1
+    time.sleep(0.6)
+    die()
+slot.step = 1
+time.sleep(0.6)
+if not os.path.exists("told"):
+    with open("told", "w") as file:
+        file.write(str(os.getppid()))
+    time.sleep(100)
+"""
+)
+
+
+@pytest.mark.ranks(1)
+def test_later_workers_need_not_import_again(lockstep):
+    lockstep.script("", "helpers.py")
+    process = lockstep.start("run", "--max-restarts", "20", lockstep.script(WARM))
+    # Who serves them now is as mortal as the first server was.
+    server = int(lockstep.wait_for("told")[0])
+    os.kill(
+        server, signal.SIGTERM
+    )  # meant for the launcher, as Slurm signals all processes of a step
+    os.kill(server, signal.SIGKILL)
+    done = lockstep.finish(process, 20)
+    assert (done.code, done.out.splitlines()[-1]) == (1, "colorsys 0")
+    assert "lockstep: error: the fork server ended" in done.err
+
+
+@pytest.mark.ranks(1)
+def test_warmth_can_be_switched_off(lockstep):
+    lockstep.script("", "helpers.py")
+    script = lockstep.script(WARM)
+    done = lockstep("run", "--max-restarts", "1", script, env={"LOCKSTEP_WARM": "0"})
+    assert (done.code, done.out) == (1, "0\n0\n")

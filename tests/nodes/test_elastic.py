@@ -1,0 +1,175 @@
+"""Launches that go on when a worker, a cable or a node is gone (A6, A8, B3, B4, B7)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hosts import Host, Hosts, Switch
+
+pytestmark = pytest.mark.ranks(3)
+
+#: Notes who is in each generation, and goes on until it is told to stop.
+SCRIPT = """
+import json, os, time
+from pathlib import Path
+import torch, torch.distributed as dist
+
+rank, generation = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+assert total == dist.get_world_size()
+note = {
+    "generation": int(generation), "rank": rank, "pid": os.getpid(), "host": os.uname().nodename,
+    "replicas": os.environ.get("LOCKSTEP_DEFAULT_REPLICAS"), "size": int(total),
+}
+draft = Path(f"notes/.{generation}-{rank}")
+draft.write_text(json.dumps(note))
+draft.rename(f"notes/{generation}-{rank}")
+for step in range(100_000):
+    told = torch.tensor([int(rank == 0 and Path("stop").exists())])
+    dist.all_reduce(told)
+    if told:
+        break
+    if rank == 0:
+        Path("step").write_text(f"{step}")
+    time.sleep(0.02)
+"""
+
+
+@dataclass
+class Site:
+    """Hosts that share a directory, and the nodes that run there."""
+
+    directory: Path
+    hosts: dict[str, Host]
+    switch: Switch
+
+    def start(self, name: str, *flags: str) -> subprocess.Popen[str]:
+        """Start a node on a host."""
+        words = ("run", "--max-restarts", "3", *flags, "train.py")
+        return self.hosts[name].start(
+            *(sys.executable, "-m", "lockstep", *words),
+            cwd=self.directory,
+            env={"OMP_NUM_THREADS": "1"},
+        )
+
+    def await_world(self, names: str) -> list[dict[str, Any]]:
+        """Wait until the newest generation has its ranks on these hosts; return what they note."""
+        newest: list[dict[str, Any]] = []
+
+        def is_there() -> bool:
+            files = [one for one in (self.directory / "notes").iterdir() if one.name[0] != "."]
+            notes = [json.loads(file.read_text()) for file in files]
+            last = max((note["generation"] for note in notes), default=0)
+            newest[:] = [note for note in notes if note["generation"] == last]
+            return sorted(note["host"] for note in newest) == sorted(names)
+
+        wait_until(is_there, f"{names} did not come to a generation")
+        assert {note["size"] for note in newest} == {len(names)}
+        assert sorted(note["rank"] for note in newest) == list(range(len(names)))
+        return sorted(newest, key=lambda note: str(note["host"]))
+
+    def kill(self, name: str, process: subprocess.Popen[str]) -> None:
+        """Kill a node: all that runs there, at once."""
+        inside = subprocess.run(
+            ["ip", "netns", "pids", self.hosts[name].namespace],  # noqa: S607
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        for pid in inside.stdout.split():
+            os.kill(int(pid), signal.SIGKILL)
+        process.communicate(timeout=10)
+
+    @property
+    def step(self) -> int:
+        """What the first rank has come to."""
+        return int((self.directory / "step").read_text() or 0)
+
+
+@pytest.fixture
+def site(hosts: Hosts, tmp_path: Path) -> Site:
+    """Three hosts on one switch."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    for name in ("notes", "meeting"):
+        (tmp_path / name).mkdir()
+    made = {name: hosts.host(name) for name in "abc"}
+    switch = hosts.switch()
+    hosts.plug_all(switch, list(made.values()))
+    return Site(tmp_path, made, switch)
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = 30) -> None:
+    """Wait until something holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def test_a_killed_worker_a_cable_out_for_ten_seconds_and_for_ever(hosts: Hosts, site: Site) -> None:
+    flags = ("--nnodes", "2", "--master-addr", "a", "--node-rank")
+    started = [site.start(name, *flags, f"{rank}") for rank, name in enumerate("ab")]
+    before = site.await_world("ab")
+    os.kill(before[1]["pid"], signal.SIGKILL)
+    wait_until(lambda: site.await_world("ab") != before, "no second generation")
+    after = site.await_world("ab")
+    assert [note["generation"] for note in after] == [1, 1], (
+        "ranks of both nodes were started again"
+    )
+
+    site.switch.cut(site.hosts["b"])
+    time.sleep(10)
+    site.switch.mend(site.hosts["b"])
+    step = site.step
+    wait_until(lambda: site.step > step + 1, "it does not go on", 30)
+    assert site.await_world("ab") == after, "nothing was started again"
+
+    site.switch.cut(site.hosts["b"])
+    cut = time.monotonic()
+    done = hosts.finish(started, code=1)
+    assert time.monotonic() - cut < 30
+    assert "node 1 (b) was lost" in done[0].err
+    assert "node 0 (a) was lost" in done[1].err
+    assert all("restart 1" in one.err for one in done)
+
+
+def test_nodes_come_and_go_and_the_first_is_lost_for_good(hosts: Hosts, site: Site) -> None:
+    meeting = f"file://{site.directory}/meeting"
+    flags = ("--nnodes", "1:3", "--last-call", "4", "--rdzv-endpoint", meeting)
+    first = site.start("a", *flags)
+    wait_until(lambda: any((site.directory / "meeting").iterdir()), "it does not come")
+    nodes = {"a": first, "b": site.start("b", *flags)}
+    notes = site.await_world("ab")
+    assert [note["rank"] for note in notes] == [0, 1]
+    assert {note["replicas"] for note in notes} == {"3"}, "as many as there may ever be ranks"
+
+    nodes["c"] = site.start("c", *flags)
+    site.await_world("abc")
+    site.kill("b", nodes["b"])
+    site.await_world("ac")
+    site.kill("a", nodes["a"])
+    assert site.await_world("c")[0]["rank"] == 0
+
+    nodes["b"] = site.start("b", *flags)
+    site.await_world("bc")
+    nodes["b"].send_signal(signal.SIGTERM)
+    site.await_world("c")
+    (site.directory / "stop").touch()
+    (left,) = hosts.finish([nodes["b"]], code=128 + signal.SIGTERM)
+    (stayed,) = hosts.finish([nodes["c"]])
+    assert "stopped by SIGTERM" in left.err
+    assert "b comes" in stayed.err
+    assert list((site.directory / "meeting").iterdir()) == [], "nothing stays"

@@ -1,0 +1,137 @@
+"""A run that goes on from any of its points ends as if nothing had been."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import lockstep
+from lockstep.training.keeping import Keeper
+from lockstep.training.resume import Saved, Search
+
+
+def data(count: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, 3, (count,), generator=generator)
+    return TensorDataset(torch.randn(count, 4, generator=generator), labels)
+
+
+def net() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3)
+    )
+
+
+def plain(run: lockstep.Run) -> None:
+    """Epochs of training, evaluation, and a scheduler that steps once for each."""
+    model = run.model(net())
+    optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+    scheduler = run.scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+    train, test = (
+        run.loader(data(20), batch_size=8, shuffle=True),
+        run.loader(data(9), batch_size=4),
+    )
+    for _ in run.epochs(3):
+        model.train()
+        for x, y in train:
+            run.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            run.mean(F.cross_entropy(model(x), y) for x, y in test)
+        scheduler.step()
+
+
+class Mean:
+    """A mean of the model's weights over time, as users write them."""
+
+    def __init__(self) -> None:
+        self.value = torch.zeros(())
+        self.count = 0
+
+    def update(self, model: nn.Module) -> None:
+        self.count += 1
+        self.value += (sum(p.detach().sum() for p in model.parameters()) - self.value) / self.count
+
+    def state_dict(self) -> dict[str, object]:
+        return {"value": self.value, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        self.value, self.count = state["value"], state["count"]
+
+
+def winding(run: lockstep.Run) -> None:
+    """Training before, between and after two phases of epochs, a `break`, random numbers in between."""
+    model = run.model(net())
+    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
+    mean = run.register("mean", Mean())
+    first, second = (run.loader(data(count), batch_size=4, shuffle=True) for count in (12, 16))
+
+    def batch(x: torch.Tensor, y: torch.Tensor) -> None:
+        run.backward(F.cross_entropy(model(x) + torch.randn(3), y))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for x, y in first:
+        batch(x, y)
+    for _ in run.epochs(2):
+        with torch.no_grad():
+            run.mean(F.cross_entropy(model(x), y) for x, y in second)
+        noise = torch.randn(4)
+        for x, y in first:
+            batch(x + noise, y)
+        for whole in run.batches(second):
+            for x, y in whole:
+                batch(x, y)
+            if run.step % 3 == 0:
+                break
+        mean.update(model)
+    for x, y in second:
+        batch(x, y)
+    for _ in run.epochs(2):
+        for whole in run.batches(first):
+            shift = torch.randn(4)
+            for x, y in whole:
+                batch(x + shift, y)
+            for x, y in whole:
+                batch(x - shift, y)
+            mean.update(model)
+            with torch.no_grad():
+                run.mean(F.cross_entropy(model(x), y) for x, y in second)
+    for x, y in first:
+        batch(x, y)
+
+
+def train(script: Callable[[lockstep.Run], None], directory: Path, number: int) -> tuple[str, int]:
+    with lockstep.Run("run", replicas=2, run_dir=directory / f"{number}", progress=False) as run:
+        script(run)
+    return run.digest(), run.step
+
+
+@pytest.mark.parametrize("script", [plain, winding])
+def test_from_every_point(script, tmp_path, monkeypatch, capsys):
+    points: list[Saved] = []
+
+    def keep(keeper: Keeper) -> None:
+        text, tensors = keeper._capture()
+        points.append(Saved(text, {n: t.clone() for n, t in tensors.items()}, "test"))
+
+    monkeypatch.setattr(Keeper, "at_point", keep)
+    whole = train(script, tmp_path, 0)
+    recorded, points = points, []
+    assert len(recorded) > 10
+    monkeypatch.setattr("lockstep.training.earlier.Earlier.is_new", False)
+    for number, saved in enumerate(recorded, 1):
+        monkeypatch.setattr(Search, "find", lambda _, saved=saved: saved)
+        assert train(script, tmp_path, number) == whole, saved.position
+        # From there on it passes the same points.
+        rest = recorded[number:]
+        assert [one.position for one in points] == [one.position for one in rest]
+        points.clear()

@@ -1,0 +1,110 @@
+"""The watch over other ranks, without other processes: what a rank that stands still finds in the store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch.distributed as dist
+
+from lockstep.checkpoint.memory import Slot
+from lockstep.errors import LockstepError
+from lockstep.training import watch
+from lockstep.training.standing import Standing
+from lockstep.training.watch import Watch
+from lockstep.world.meet import Meeting
+from lockstep.world.model import World
+
+
+class Rank:
+    """One rank of two, with its watch."""
+
+    def __init__(self, rank: int, store: dist.Store) -> None:
+        world = World(
+            rank=rank,
+            size=2,
+            local_rank=rank,
+            local_size=2,
+            address="127.0.0.1",
+            port=1,
+            environment="lockstep",
+            reason="a test",
+        )
+        self.slot = Slot(memoryview(bytearray(1 << 10)).cast("Q"), 0)
+        self.standing = Standing(self.slot)
+        self.told: list[LockstepError] = []
+        meeting = Meeting(world=world, store=store, number=0, ours=True)
+        self.watch = Watch(meeting, self.standing, self.told.append, watched=True)
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Rank]]:
+    monkeypatch.setattr(watch, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(watch.os, "_exit", lambda _code: None)
+    store = dist.HashStore()
+    both = [Rank(rank, store) for rank in range(2)]
+    yield both
+    for rank in both:
+        rank.watch.close()
+
+
+def until(condition: Callable[[], object]) -> bool:
+    deadline = time.monotonic() + 5
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return bool(condition())
+
+
+def test_ranks_that_wait_in_one_call_wait(ranks: list[Rank]) -> None:
+    for rank in ranks:
+        rank.standing.enter("run.barrier")
+    time.sleep(0.3)
+    assert [rank.told for rank in ranks] == [[], []]
+
+
+def test_ranks_that_wait_in_two_calls_are_told(ranks: list[Rank], capfd) -> None:
+    ranks[0].standing.enter("run.barrier")
+    ranks[1].standing.enter("run.mean")
+    assert until(lambda: ranks[0].told or ranks[1].told)
+    error = (ranks[0].told or ranks[1].told)[0]
+    assert "run.barrier" in error.message
+    assert "run.mean" in error.message
+    assert until(lambda: ranks[0].told and ranks[1].told), "the other one hears of it"
+    assert "lockstep: error: " in capfd.readouterr().err
+
+
+def test_a_rank_that_went_on_is_not_compared(ranks: list[Rank]) -> None:
+    ranks[0].standing.enter("run.barrier")
+    time.sleep(0.1)
+    ranks[0].standing.leave()
+    ranks[0].standing.moves()
+    ranks[1].standing.enter("run.mean")
+    time.sleep(0.3)
+    assert [rank.told for rank in ranks] == [[], []]
+
+
+def test_a_rank_that_waits_gives_a_sign_while_another_moves(ranks: list[Rank]) -> None:
+    ranks[0].standing.enter("run.barrier")
+    beat = ranks[0].slot.beat
+
+    def moved() -> bool:
+        ranks[1].standing.moves()
+        return ranks[0].slot.beat > beat + 3
+
+    assert until(moved)
+    time.sleep(0.1)
+    still = ranks[0].slot.beat
+    time.sleep(0.2)
+    assert ranks[0].slot.beat == still, "nobody moves"
+
+
+def test_a_store_that_is_gone_ends_who_waits(ranks: list[Rank], capfd) -> None:
+    class Gone:
+        def __getattr__(self, name: str) -> object:
+            raise dist.DistNetworkError("no connection")
+
+    ranks[0].watch._thread_store = Gone()  # type: ignore[assignment]
+    assert until(lambda: ranks[0].told)
+    assert "the store is gone, and with it the rank that hosts it" in ranks[0].told[0].message
+    capfd.readouterr()
