@@ -61,12 +61,12 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     return _without_prefix(_unwrapped(path, loaded))
 
 
-def write_weights(path: Path, state: Mapping[str, Tensor]) -> None:
-    """Write tensors to a file, which is there as a whole or not at all.
+def write_weights(path: Path, state: Mapping[str, Any]) -> None:
+    """Write a `state_dict` to a file, which is there as a whole or not at all.
 
     Args:
         path: a file ending in `.pt`, `.pth`, `.bin` or `.safetensors`.
-        state: tensors by name.
+        state: tensors by name; what else it holds goes to files of torch only.
 
     Raises:
         UsageError: if the suffix is another.
@@ -74,7 +74,10 @@ def write_weights(path: Path, state: Mapping[str, Tensor]) -> None:
     """
     check_suffix(path)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    tensors = {name: tensor.detach().cpu() for name, tensor in state.items()}
+    tensors = {
+        name: value.detach().cpu() if isinstance(value, Tensor) else value
+        for name, value in state.items()
+    }
     try:
         with draft.open("wb") as file:
             _write(file, tensors, safe=path.suffix == _SAFETENSORS)
@@ -128,7 +131,7 @@ def _listed(what: str, names: list[str]) -> list[str]:
     return [f"{what}: {', '.join(names[:_LISTED])}{more}"]
 
 
-def _write(file: Any, tensors: dict[str, Tensor], *, safe: bool) -> None:
+def _write(file: Any, tensors: dict[str, Any], *, safe: bool) -> None:
     if not safe:
         torch.save(tensors, file)
         return
@@ -136,6 +139,7 @@ def _write(file: Any, tensors: dict[str, Tensor], *, safe: bool) -> None:
     apart = {
         name: tensor.clone(memory_format=torch.contiguous_format)
         for name, tensor in tensors.items()
+        if isinstance(tensor, Tensor)
     }
     file.write(_safetensors().save(apart, metadata={"format": "pt"}))
 

@@ -156,7 +156,7 @@ def make_plan(
     meeting = meeting or Meeting()
     n = count_ranks(spec, machine, environ)
     size = meeting.size or n
-    _check_replicas(spec, environ, size)
+    check_replicas(spec, environ, size)
     shared = _shared_environment(spec, machine, environ, meeting, run_dir, n)
     here = range(meeting.first_local_rank, meeting.first_local_rank + n)
     places = seats(spec, machine, environ, here, own=meeting.own_gpus)
@@ -242,7 +242,12 @@ def _check_capacity(n: int, machine: Machine, *, on_gpu: bool) -> None:
         )
 
 
-def _check_replicas(spec: LaunchSpec, environ: Mapping[str, str], size: int) -> None:
+def check_replicas(spec: LaunchSpec, environ: Mapping[str, str], size: int) -> None:
+    """Refuse fewer replicas than ranks.
+
+    Raises:
+        UsageError: if `size` ranks are more than the replicas that were asked for.
+    """
     text = str(spec.replicas) if spec.replicas is not None else environ.get("LOCKSTEP_REPLICAS")
     if text is None:
         return

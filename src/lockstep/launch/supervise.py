@@ -28,7 +28,7 @@ from lockstep.launch.nodes import Party
 from lockstep.launch.nodes import party as find_party
 from lockstep.launch.old_scripts import kept_port
 from lockstep.launch.output import Output, say
-from lockstep.launch.plan import Meeting, Plan, count_ranks, make_plan
+from lockstep.launch.plan import Meeting, Plan, check_replicas, count_ranks, make_plan
 from lockstep.launch.restarts import Restarts
 from lockstep.launch.roster import Launcher
 from lockstep.launch.spec import LaunchSpec
@@ -188,6 +188,8 @@ def _gathered(
             seconds=seconds,
             last_call=nodes.last_call or LAST_CALL_SECONDS,
         )
+        # Now, and not when a node comes that is one too many.
+        check_replicas(spec, environ, terms.most * own.ranks)
         meeting = Rounds(party, own, terms, interface=interface, check=check, say=say)
     with contextlib.closing(meeting):
         if party.least is None and meeting.roster.index == 0:

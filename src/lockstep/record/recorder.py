@@ -86,6 +86,12 @@ class Recorder:
         self._generations = self._earlier_generations()
         self._place: Place | None = None
         self._digest: Callable[[], str] | None = None
+        self._origin = ""
+
+    @property
+    def origin(self) -> str:
+        """From where the run goes on, in words; empty for a new one."""
+        return self._origin
 
     def _open_trace(self) -> Trace | None:
         place = self._settings.trace
@@ -97,6 +103,7 @@ class Recorder:
             self._trace.begin(step)
         if source is not None:
             self._events.add(kind="resume", step=step, source=source)
+            self._origin = f", goes on after step {step} ({_short(source)})"
         if self._world.is_main:
             self._generations.append(self._generation(step, source))
             self._write("running")
@@ -262,6 +269,11 @@ class Recorder:
                 "generations": self._generations,
             },
         )
+
+
+def _short(source: str) -> str:
+    """Return a source as users know it: a checkpoint by its name."""
+    return Path(source).name if "/" in source else source
 
 
 def _length(loader: Loader) -> int | None:

@@ -17,6 +17,7 @@ from lockstep.training.loop import Loop
 from lockstep.training.memory import Memory
 from lockstep.training.resume import Search
 from lockstep.training.settings import Settings
+from lockstep.training.standing import Standing
 from lockstep.training.state import State
 from lockstep.world.meet import Meeting
 
@@ -32,6 +33,7 @@ class Continuation:
         record: of the run.
         state: what the run has been told of.
         loop: where the run stands.
+        standing: where this rank stands.
     """
 
     meeting: Meeting
@@ -40,6 +42,7 @@ class Continuation:
     record: Recorder
     state: State
     loop: Loop
+    standing: Standing
 
     def begin(self, settings: Settings, identity: Mapping[str, Any], *, is_new: bool) -> Keeper:
         """Let the run begin, or go on from its newest state; return what keeps it.
@@ -61,6 +64,7 @@ class Continuation:
             self._agreement(),
             None if self.memory is None else self.memory.rhythm,
             disk,
+            self.standing,
             every=settings.checkpoint_every if self.meeting.world.is_main else 0.0,
             say=self.record.say,
         )
@@ -74,11 +78,8 @@ class Continuation:
             size=world.size,
             store=self._store_of("checkpoints"),
             keep=settings.keep,
-            warn=self._warn,
+            warn=self.record.say,
         )
-
-    def _warn(self, text: str) -> None:
-        self.record.say(f"lockstep: warning: {text}")
 
     def _go_on(self, disk: Checkpoints, *, is_new: bool) -> None:
         snapshots = None if self.memory is None else self.memory.snapshots

@@ -32,7 +32,7 @@ class Faults:
         """Return the faults that are this rank's.
 
         Each kill is the last rank's and happens once: the first in the first generation, the second in
-        the next. A rank is asked to end in the first generation only, and it is rank 0.
+        the next. Rank 0 is asked to end, in any generation that does the step.
 
         Raises:
             UsageError: if the variable makes no sense.
@@ -43,8 +43,7 @@ class Faults:
         terms = frozenset(step for kind, step in pairs if kind == "term")
         is_last = world.rank == world.size - 1
         due = kills[world.generation] if is_last and world.generation < len(kills) else 0
-        asked = world.is_main and world.generation == 0
-        return Faults(due, terms if asked else frozenset())
+        return Faults(due, terms if world.is_main else frozenset())
 
     def before_backward(self, step: int) -> None:
         """The gradients of step number `step` are about to be computed."""

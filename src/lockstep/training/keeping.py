@@ -15,7 +15,12 @@ from lockstep.checkpoint.rhythm import Rhythm
 from lockstep.training.agreement import Agreement
 from lockstep.training.loop import Loop
 from lockstep.training.preemption import Preempted
+from lockstep.training.standing import Standing
 from lockstep.training.state import State
+
+#: At which point memory for checkpoints is taken, and what writes them imported: in the background, but
+#: not for runs that are over at once.
+_PREPARED_AT = 50
 
 
 @dataclass(slots=True)
@@ -34,6 +39,7 @@ class Keeper:
         agreement: with the other ranks.
         rhythm: of snapshots; `None` without a launcher whose memory outlives this process.
         checkpoints: on disk.
+        standing: where this rank says that it waits for the others.
         every: seconds between checkpoints that nobody asks for; 0 for none. The main rank's matter.
         say: tells the user something, on the main rank.
     """
@@ -45,16 +51,18 @@ class Keeper:
         agreement: Agreement,
         rhythm: Rhythm | None,
         checkpoints: Checkpoints,
+        standing: Standing,
         *,
         every: float,
         say: Callable[[str], None],
     ) -> None:
         self._state, self._loop = state, loop
         self._agreement, self._rhythm, self._checkpoints = agreement, rhythm, checkpoints
-        self._every, self._say = every, say
+        self._standing, self._every, self._say = standing, every, say
         self._saved = time.monotonic()
         self._asked: _Asked | None = None
         self._has_looked = False
+        self._points = 0
 
     def ask(self, best: float | None) -> None:
         """Save the state at the next point: when the script is done with this batch, or this epoch."""
@@ -81,6 +89,9 @@ class Keeper:
         wish = self._agreement.at_point(loop.steps)
         due = rhythm is not None and rhythm.is_due(loop.points)
         saves = self._asked is not None or wish is not None
+        self._points += 1
+        if self._points == _PREPARED_AT:
+            self._checkpoints.prepare(tree.flatten(self._state.gather())[1])
         if saves or due or (rhythm is not None and rhythm.needs_memory):
             text, tensors = self._capture()
             if rhythm is not None:
@@ -88,7 +99,7 @@ class Keeper:
             if saves:
                 self._save(text, tensors)
         if wish == "stop":
-            self._checkpoints.wait()
+            self._wait()
             raise Preempted(loop.steps)
 
     def _remember(
@@ -103,13 +114,14 @@ class Keeper:
         asked, self._asked = self._asked, None
         self._saved = time.monotonic()
         best = None if asked is None else asked.best
-        self._checkpoints.save(self._loop.steps, tensors, text, best=best)
+        with self._standing.meeting("run.save"):
+            self._checkpoints.save(self._loop.steps, tensors, text, best=best)
 
     def _capture(self) -> tuple[str, dict[str, torch.Tensor]]:
+        state, tensors = tree.flatten(self._state.gather())
         if not self._has_looked:
             self._has_looked = True
             self._warn()
-        state, tensors = tree.flatten(self._state.gather())
         position = self._loop.position.as_json()
         return json.dumps({"position": position, "state": state}), tensors
 
@@ -125,7 +137,11 @@ class Keeper:
         """The script is done: what it has asked for is on disk when this returns."""
         if self._asked is not None:
             self._save(*self._capture())
-        self._checkpoints.wait()
+        self._wait()
+
+    def _wait(self) -> None:
+        with self._standing.meeting("run.save"):
+            self._checkpoints.wait()
 
     def close(self) -> None:
         """Stop, without waiting for anything."""

@@ -78,43 +78,31 @@ class Search:
             CheckpointError: if the disk cannot be read.
         """
         if self._size == 1:
-            return self._memory or self._read(self._newest_on_disk())
+            return self._memory or self._read(self._disk.newest())
         points = self._tell_all("memory", str(_points(self._memory)))
         newest = max(int(point) for point in points)
-        own = self._memory
-        if newest >= 0:
-            own = own if _points(own) == newest else None
-        else:
-            path = self._agree_on_path()
-            if not path:
-                return None
-            own = self._read_where_shared(Path(path))
-        return self._spread(own)
+        if newest < 0:
+            return self._spread(self._agree_on_disk())
+        return self._spread(self._memory if _points(self._memory) == newest else None)
 
-    def _newest_on_disk(self) -> Path | None:
-        found = self._disk.newest()
-        return None if found is None else found.path
-
-    def _agree_on_path(self) -> str:
+    def _agree_on_disk(self) -> Saved | None:
+        """Return the newest checkpoint of the main rank, or nothing where this node does not see it."""
         store = self._meeting.store
         if self._rank == 0:
-            store.set("resume/path", str(self._newest_on_disk() or ""))
+            found = self._disk.newest()
+            store.set("resume/path", "" if found is None else str(found.path))
+            return self._read(found)
         self._meeting.wait(["resume/path"], "find their state")
-        return store.get("resume/path").decode()
-
-    def _read(self, path: Path | None) -> Saved | None:
-        if path is None:
-            return None
-        tensors, text = self._disk.read(checkpoints.look(path))
-        return Saved(text, tensors, str(path))
-
-    def _read_where_shared(self, path: Path) -> Saved | None:
-        """Return the checkpoint, or `None` on a node that does not share the main rank's disk."""
-        if self._rank == 0:
-            return self._read(path)
+        path = store.get("resume/path").decode()
         with contextlib.suppress(CheckpointError):
-            return self._read(path)
+            return self._read(checkpoints.look(Path(path))) if path else None
         return None
+
+    def _read(self, found: checkpoints.Found | None) -> Saved | None:
+        if found is None:
+            return None
+        tensors, text = self._disk.read(found)
+        return Saved(text, tensors, str(found.path))
 
     def _tell_all(self, what: str, value: str) -> list[str]:
         store = self._meeting.store
@@ -123,11 +111,10 @@ class Search:
         self._meeting.wait(keys, "find their state")
         return [store.get(key).decode() for key in keys]
 
-    def _spread(self, own: Saved | None) -> Saved:
+    def _spread(self, own: Saved | None) -> Saved | None:
         """Let ranks that hold the state send it to those that don't."""
         have = [word == "1" for word in self._tell_all("have", "0" if own is None else "1")]
-        if all(have):
-            assert own is not None
+        if all(have) or not any(have):
             return own
         return self._broadcast(own, have.index(True))
 

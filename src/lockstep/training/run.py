@@ -15,12 +15,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from lockstep.checkpoint import plain
 from lockstep.data.build import LoaderSettings, adopt, build, check_nothing_beside
 from lockstep.data.fetch import Collate
 from lockstep.data.loader import GlobalBatch, Loader
-from lockstep.data.move import to_device
 from lockstep.data.sources import Workers
-from lockstep.errors import LoaderError, ModelError, UsageError
+from lockstep.errors import LoaderError, UsageError
 from lockstep.training import optimizers
 from lockstep.training.backward import Backward
 from lockstep.training.loop import Loop
@@ -421,21 +421,37 @@ class Run:
         """Write a model's plain `state_dict`, without wrappers' prefixes, on the main rank.
 
         Args:
-            path: where to, for `torch.load(path, weights_only=True)`.
+            path: where to: `.pt`, for `torch.load(path, weights_only=True)`, or `.safetensors`.
             model: which of the run's models; may be left out where there is one.
 
         Raises:
-            ModelError: if it is not clear which one, or the file cannot be written.
+            ModelError: if it is not clear which one.
+            CheckpointError: if the file cannot be written.
+            UsageError: if its suffix is another.
         """
         if self._loop.microbatch is None:
             self._loop.settle()
         state = self._models.find(model).state_dict()
-        if not self.main:
-            return
-        try:
-            torch.save(to_device(dict(state), torch.device("cpu")), path)
-        except (OSError, RuntimeError) as error:
-            raise ModelError(f"{path} cannot be written: {error}") from error
+        if self.main:
+            plain.write_weights(Path(path), state)
+
+    def load(self, path: str | Path, model: nn.Module | None = None) -> None:
+        """Start a model from plain weights, such as another program's `state_dict`; each rank reads them.
+
+        Where the run continues from a state of its own, that state wins.
+
+        Args:
+            path: a file that ends in `.pt`, `.pth`, `.bin` or `.safetensors`; names may begin with
+                `module.`, as DataParallel and DistributedDataParallel leave them.
+            model: which of the run's models; may be left out where there is one.
+
+        Raises:
+            ModelError: if it is not clear which one, or the weights don't fit it.
+            CheckpointError: if the file cannot be read.
+            UsageError: if its suffix is another.
+        """
+        self._loop.require_meeting_point("run.load")
+        plain.load_into(self._models.find(model), plain.read_weights(Path(path)))
 
 
 __all__: Sequence[str] = ["Run"]

@@ -109,8 +109,7 @@ class Session:
         self._meetings = 0
         self._backwards = False
         self._record = Recorder(self._record_settings(), self._identity, world, self.store)
-        if settings.run_dir is not None:
-            self._directories.add(settings.run_dir)
+        self._remember_directory()
         self._watch = self._start_watch()
         listeners: list[Listener] = [self._record, self.standing]
         if self._watch is not None:
@@ -141,6 +140,7 @@ class Session:
             record=self._record,
             state=self.state,
             loop=self.loop,
+            standing=self.standing,
         )
         is_new = self._earlier.is_new and self.world.generation == 0
         return continuation.begin(self.settings, asdict(self._identity), is_new=is_new)
@@ -206,6 +206,10 @@ class Session:
             run_dir /= f"{self.settings.name}-{number + 1}"
         return run_dir
 
+    def _remember_directory(self) -> None:
+        if self.settings.run_dir is not None:
+            self._directories.add(self.settings.run_dir)
+
     def _record_settings(self) -> RecordSettings:
         asked = self.settings
         return RecordSettings(
@@ -251,6 +255,7 @@ class Session:
         self._record.say(
             f"lockstep: {self.settings.name}: {self.exactness}, {ranks}, {self.device.type}"
             f"{exchange}, threads {self.threads}, {self._record.shown_directory}"
+            f"{self._record.origin}"
         )
 
     # --- what the run asks for -------------------------------------------------------------------

@@ -214,7 +214,7 @@ def test_a_failure_that_may_pass_starts_all_again() -> None:
     assert say(chair, 2).decision == restart, "it is late"
     assert not chair.all_entered
     assert say(chair, 2, generation=1) == Answer()
-    assert chair.all_entered
+    assert chair.all_entered, "now all are"
     chair.open(77)
     assert say(chair, 1, generation=1) == Answer(port=77)
     assert say(chair, 2, done=True) == Answer(decision=restart), "what is of an earlier generation"

@@ -67,8 +67,8 @@ class Mean:
         self.value, self.count = state["value"], state["count"]
 
 
-def winding(run: lockstep.Run) -> None:
-    """Training before, between and after two phases of epochs, a `break`, random numbers in between."""
+def winding(run: lockstep.Run) -> None:  # noqa: C901
+    """Training around two phases of epochs, a `break`, random numbers in between."""
     model = run.model(net())
     optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
     mean = run.register("mean", Mean())

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lockstep.data.randomness import set_key
 from lockstep.errors import (
+    CheckpointError,
     LoaderError,
     ModelError,
     NonFiniteLossError,
@@ -463,7 +464,7 @@ def test_export_round_trip(make_run, tmp_path) -> None:
             run.export(tmp_path / "three.pt")
         with pytest.raises(ModelError, match="the run holds 2 models"):
             run.export(tmp_path / "three.pt", nn.Linear(1, 1))
-        with pytest.raises(ModelError, match="cannot be written"):
+        with pytest.raises(CheckpointError, match="cannot be written"):
             run.export(tmp_path / "missing" / "three.pt", model)
     twin = Net()
     twin.load_state_dict(torch.load(tmp_path / "one.pt", weights_only=True))

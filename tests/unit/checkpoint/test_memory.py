@@ -1,0 +1,194 @@
+"""Memory that outlives the workers: what a kill between any two writes leaves behind."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lockstep.checkpoint.memory import VARIABLE, Board, Descriptors, Half, progress
+from lockstep.checkpoint.rhythm import Rhythm
+from lockstep.checkpoint.snapshot import Snapshots
+
+TAG = bytes(range(32))
+
+
+@pytest.fixture
+def memory() -> Iterator[Descriptors]:
+    descriptors = Descriptors.create()
+    yield descriptors
+    descriptors.close()
+
+
+def state(value: float, numel: int = 5) -> dict[str, torch.Tensor]:
+    return {
+        "a": torch.full((2, 3), value),
+        "b": torch.full((numel,), value, dtype=torch.float64),
+        "n": torch.tensor(int(value)),
+        "none": torch.empty(0),
+    }
+
+
+def ranks(memory: Descriptors, count: int, tag: bytes = TAG) -> list[Snapshots]:
+    return [Snapshots(memory, tag=tag, part=part, parts=count) for part in range(count)]
+
+
+def write(team: list[Snapshots], number: int, tensors: dict[str, torch.Tensor]) -> None:
+    for rank in team:
+        rank.write(number, f"text {number}", tensors)
+
+
+def found(memory: Descriptors, tag: bytes = TAG) -> float | None:
+    """Return the value of the newest snapshot, having looked at every element of it."""
+    snapshot = Snapshots(memory, tag=tag, part=0, parts=1).found
+    if snapshot is None:
+        return None
+    values = {v for tensor in snapshot.tensors.values() for v in tensor.flatten().tolist()}
+    (value,) = values
+    assert snapshot.text.startswith("text ")
+    return float(value)
+
+
+def test_nobody_else_can_open_it(memory):
+    assert Descriptors.find({}) is None
+    assert Descriptors.find({VARIABLE: "0,1,2"}) is None
+    assert Descriptors.find({VARIABLE: "x"}) is None
+    assert Descriptors.find({VARIABLE: "400,401,402"}) is None
+    assert Descriptors.find({VARIABLE: memory.variable()}) == memory
+    assert not any(os.get_inheritable(descriptor) for descriptor in memory.all)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("numel", [5, 70_000])
+def test_the_newest_whole_snapshot_is_found(memory, count, numel):
+    assert found(memory) is None
+    assert progress(memory) == (b"", 0)
+    team = ranks(memory, count)
+    for number in range(team[0].number, team[0].number + 5):
+        write(team, number, state(number, numel))
+        assert found(memory) == number
+        assert progress(memory) == (TAG, number)
+    assert found(memory, tag=bytes(32)) is None, "of another run"
+
+
+def test_a_snapshot_of_another_layout_of_ranks_is_read(memory):
+    write(ranks(memory, 3), 1, state(1, 70_000))
+    team = ranks(memory, 2)
+    assert team[0].number == 2
+    write(team, 2, state(2, 70_000))
+    assert found(memory) == 2
+
+
+@pytest.mark.parametrize("dies", range(12))
+def test_a_kill_between_any_two_writes(memory, monkeypatch, dies):
+    """Ranks take turns in copying, and die after so many calls: the snapshot before stays whole."""
+    team = ranks(memory, 2)
+    write(team, 1, state(1, 70_000))
+    calls = itertools.count()
+
+    class Killed(BaseException):
+        pass
+
+    def dying(function):
+        def call(*args):
+            if next(calls) == dies:
+                raise Killed
+            return function(*args)
+
+        return call
+
+    for name in ("begin", "describe", "commit", "reserve"):
+        monkeypatch.setattr(Half, name, dying(getattr(Half, name)))
+    monkeypatch.setattr(Snapshots, "_copy", dying(Snapshots._copy))
+    committed = 1
+    try:
+        for number in (2, 3):
+            write(team, number, state(number, 70_000))
+            committed = number
+    except Killed:
+        pass
+    monkeypatch.undo()
+    assert found(memory) == committed
+    # The next generation: its first snapshot does not go where that one is.
+    team = ranks(memory, 2)
+    number = team[0].number
+    assert number > committed
+    team[1].write(number, f"text {number}", state(number, 70_000))
+    assert found(memory) == committed
+    team[0].write(number, f"text {number}", state(number, 70_000))
+    assert found(memory) == number
+
+
+def test_the_only_whole_half_is_not_written_over(memory):
+    team = ranks(memory, 2)
+    write(team, 1, state(1))
+    team[0].write(2, "text 2", state(2))  # the other rank never does
+    write(team, 3, state(3))
+    assert found(memory) == 1
+    write(team, 4, state(4))
+    assert found(memory) == 4
+
+
+def test_a_state_may_grow(memory):
+    team = ranks(memory, 2)
+    for number, numel in enumerate([5, 70_000, 300_000, 10], 1):
+        write(team, number, state(number, numel))
+        assert found(memory) == number
+
+
+def test_memory_is_taken_beside_the_training(memory):
+    (rank,) = ranks(memory, 1)
+    large = state(1, 1_000_000)
+    assert not rank.is_ready(large)
+    thread = rank.prepare("text", large)
+    assert thread is not None
+    thread.join()
+    assert rank.is_ready(large)
+    assert rank.prepare("text", state(1)) is None
+
+
+def test_all_ranks_follow_the_first(memory):
+    """The others come to a point before or after the first has planned the next snapshot."""
+    board = Board(memory.board)
+    team = ranks(memory, 2)
+    first, second = (Rhythm(one, board, leads=part == 0) for part, one in enumerate(team))
+    tensors = state(0)
+    assert first.needs_memory
+    assert not second.needs_memory
+    first.prepare(7, "text", tensors)
+    assert not first.is_due(7)
+    taken = []
+    for point in range(8, 60):
+        order = (first, second) if point % 2 else (second, first)
+        due = []
+        for rhythm in order:
+            due.append(rhythm.is_due(point))
+            if due[-1]:
+                rhythm.take(point, f"text {point}", state(point))
+        assert due[0] == due[1]
+        if due[0]:
+            taken.append(point)
+            assert found(memory) == point
+    assert taken[:3] == [8, 9, 10]
+
+
+def test_a_snapshot_that_costs_much_is_taken_seldom(memory, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("lockstep.checkpoint.rhythm.time.monotonic", lambda: clock[0])
+    (snapshots,) = ranks(memory, 1)
+    rhythm = Rhythm(snapshots, Board(memory.board), leads=True)
+    takes_30_ms = lambda *_: clock.__setitem__(0, clock[0] + 0.03)  # noqa: E731
+    monkeypatch.setattr(Snapshots, "write", takes_30_ms)
+    rhythm.prepare(1, "text", state(0))
+    taken = []
+    for point in range(2, 200):
+        clock[0] += 0.1  # a step
+        if rhythm.is_due(point):
+            taken.append(point)
+            rhythm.take(point, "text", state(0))
+    assert taken[:3] == [2, 3, 4]
+    distances = [b - a for a, b in itertools.pairwise(taken[3:])]
+    assert set(distances) <= {20, 21}, "30 ms are 1.5 % of 20 steps of 100 ms"

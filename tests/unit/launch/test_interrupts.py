@@ -1,0 +1,42 @@
+"""Signals to the launcher: which of them count."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from lockstep.launch import interrupts
+from lockstep.launch.interrupts import Interrupted, Interrupts
+
+
+def test_a_second_signal_is_impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    heard = Interrupts()
+    heard.receive(signal.SIGTERM)
+    assert (heard.asks_for_room, heard.impatient) == (True, False)
+    heard.receive(signal.SIGTERM)
+    assert (heard.asks_for_room, heard.impatient) == (False, True)
+    with pytest.raises(Interrupted):
+        heard.check()
+
+
+def test_slurm_says_at_once_twice_that_a_job_is_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    now = 100.0
+    monkeypatch.setattr(interrupts.time, "monotonic", lambda: now)
+    heard = Interrupts()
+    heard.receive(signal.SIGTERM)
+    heard.receive(signal.SIGTERM)
+    assert (heard.asks_for_room, heard.impatient) == (True, False)
+    now += 2
+    heard.receive(signal.SIGTERM)
+    assert heard.impatient
+
+
+def test_another_signal_under_slurm_counts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    heard = Interrupts()
+    heard.receive(signal.SIGTERM)
+    heard.receive(signal.SIGINT)
+    assert heard.impatient

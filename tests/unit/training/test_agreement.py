@@ -1,0 +1,100 @@
+"""Ranks agree on one step, wherever each of them is when somebody asks."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from lockstep.checkpoint.memory import Board, Descriptors
+from lockstep.training.agreement import Alone, OnBoard, ThroughStore
+
+
+@pytest.fixture
+def board():
+    descriptors = Descriptors.create()
+    yield Board(descriptors.board)
+    descriptors.close()
+
+
+def test_a_single_rank_agrees_with_itself():
+    alone = Alone()
+    assert alone.at_point(1) is None
+    alone.ask("save")
+    alone.ask("stop")
+    alone.ask("save")
+    assert alone.at_point(2) == "stop"
+    assert alone.at_point(3) is None
+
+
+def points(ranks: int, steps: int, seed: int):
+    """Yield (rank, steps done) in an order that training allows: nobody is a whole step ahead of another.
+
+    After every third step there is a second point, as at the end of an epoch.
+    """
+    dice = random.Random(seed)
+    for step in range(1, steps + 1):
+        visits = [rank for rank in range(ranks) for _ in range(1 + (step % 3 == 0))]
+        dice.shuffle(visits)
+        yield from ((rank, step) for rank in visits)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ranks_on_a_board_act_after_the_same_step(board, seed):
+    dice = random.Random(seed)
+    ranks = [OnBoard(board, leads=rank == 0) for rank in range(3)]
+    asks = sorted(dice.sample(range(60), 4))
+    did: list[list[tuple[int, str]]] = [[], [], []]
+    for number, (rank, step) in enumerate(points(3, 20, seed)):
+        if number in asks:
+            ranks[dice.randrange(3)].ask(dice.choice(["save", "stop"]))
+        wish = ranks[rank].at_point(step)
+        if wish is not None:
+            did[rank].append((step, wish))
+    assert did[0] == did[1] == did[2]
+    assert did[0], "somebody asked, and nothing came of it"
+    assert all(a[0] < b[0] for a, b in itertools.pairwise(did[0])), "once for each step"
+
+
+def test_ranks_that_have_only_the_store():
+    store = dist.HashStore()
+    ranks = [ThroughStore(store, rank, 3) for rank in range(3)]
+    meet = threading.Barrier(3)
+    did: list[list[tuple[int, str]]] = [[], [], []]
+
+    def train(rank: int) -> None:
+        for step in range(1, 1000):
+            meet.wait(10)  # the exchange
+            if step == 5 and rank == 1:
+                ranks[rank].ask("save")
+            wish = ranks[rank].at_point(step)
+            if wish is not None:
+                did[rank].append((step, wish))
+                if wish == "stop":
+                    return
+                if rank == 2:
+                    ranks[rank].ask("stop")
+            time.sleep(0.005)
+
+    threads = [threading.Thread(target=train, args=(rank,), daemon=True) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    for rank in ranks:
+        rank.close()
+    assert did[0] == did[1] == did[2]
+    assert [wish for _, wish in did[0]] == ["save", "stop"]
+
+
+def test_what_an_earlier_run_has_agreed_on_is_past(board):
+    first = OnBoard(board, leads=True)
+    first.ask("stop")
+    assert first.at_point(1) is None
+    board.begin_run()
+    second = OnBoard(board, leads=True)
+    assert [second.at_point(step) for step in (1, 2, 3)] == [None, None, None]

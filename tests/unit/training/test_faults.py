@@ -1,0 +1,39 @@
+"""Faults that a rank injects into itself: which are its own, and when they happen."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from lockstep.errors import UsageError
+from lockstep.training.faults import VARIABLE, Faults
+from lockstep.world.model import World
+
+
+def of(text: str, rank: int, generation: int = 0) -> Faults:
+    world = World(rank=rank, size=2, address="x", port=1, generation=generation)
+    return Faults.of({VARIABLE: text}, world)
+
+
+def test_kills_are_the_last_ranks_one_for_each_generation():
+    text = "kill@30,kill@60"
+    assert of(text, rank=0) == Faults()
+    assert [of(text, rank=1, generation=number).kill for number in range(3)] == [30, 60, 0]
+
+
+def test_a_signal_is_sent_once_to_the_main_rank(monkeypatch):
+    sent = []
+    monkeypatch.setattr("lockstep.training.faults.os.kill", lambda _, number: sent.append(number))
+    faults = of("term@3", rank=0)
+    for step in range(1, 6):
+        faults.before_backward(step)
+        faults.after_step(step)
+    assert sent == [signal.SIGTERM]
+    assert of("term@3", rank=1) == Faults()
+
+
+@pytest.mark.parametrize("text", ["kill", "kill@", "kill@0", "kill@x", "hang@3", "kill@3 term@4"])
+def test_what_makes_no_sense_is_refused(text):
+    with pytest.raises(UsageError, match="expected words such as kill@30"):
+        of(text, rank=0)
