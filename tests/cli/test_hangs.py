@@ -27,8 +27,9 @@ with lockstep.Run("hangs", progress=False) as run:
     model = run.model(nn.Linear(4, 2))
     optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     data = TensorDataset(torch.randn(32, 4), torch.zeros(32, dtype=torch.int64))
+    train = run.loader(data, batch_size=8)
     for epoch in run.epochs(2):
-        for x, y in run.loader(data, batch_size=8):
+        for x, y in train:
             if run.step == 5 and RANK == 1 and FIRST:
                 if FAULT == "stop":
                     os.kill(os.getpid(), signal.SIGSTOP)
@@ -48,7 +49,7 @@ def at(code: str) -> str:
 
 def run(lockstep: Lockstep, fault: str, *options: str, n: int = 2) -> Done:
     lockstep.script(SCRIPT)
-    words = ("run", "-n", str(n), "--hang-timeout", "2", "--run-dir", "here", *options, "train.py")
+    words = ("run", "-n", str(n), "--hang-timeout", "3", "--run-dir", "here", *options, "train.py")
     return lockstep(*words, env={"FAULT": fault}, timeout=40)
 
 
@@ -56,7 +57,7 @@ def test_a_stopped_rank_is_named(lockstep: Lockstep) -> None:
     done = run(lockstep, "stop", "--max-restarts", "0")
     assert done.code == 1
     assert "lockstep: rank 1 of 2 on " in done.err
-    assert "is stopped (SIGSTOP): no rank has moved for 2 s" in done.err
+    assert "is stopped (SIGSTOP): no rank has moved for 3 s" in done.err
     assert f"\n  rank 0 waits in run.backward in step 6 at {at('run.backw')} in <mod" in done.err
     assert "\n  stacks: here/logs/rank-0.stacks\n" in done.err
     assert "in backward_begins" not in done.err, "one screen: the rest is in the files"
@@ -64,9 +65,9 @@ def test_a_stopped_rank_is_named(lockstep: Lockstep) -> None:
 
 
 def test_the_line_of_an_endless_loop_is_named(lockstep: Lockstep) -> None:
-    done = run(lockstep, "spin", "--max-restarts", "0", "--start", "exec")
+    done = run(lockstep, "spin", "--max-restarts", "0")
     assert done.code == 1
-    assert " hangs: no rank has moved for 2 s\n" in done.err
+    assert " hangs: no rank has moved for 3 s\n" in done.err
     assert f"\n  rank 1 is in step 6 at {at('while')} in spin\n" in done.err
     assert f"\n  rank 0 waits in run.backward in step 6 at {at('run.backw')} in <mod" in done.err
     assert "\n  stacks: here/logs/rank-*.stacks\n" in done.err

@@ -138,14 +138,17 @@ class Hall:
             while not self._closed.is_set():
                 with self._lock:
                     self._chair.look(time.monotonic())
-                with contextlib.suppress(TimeoutError, ConnectionAbortedError):
+                try:
                     connection, _ = self._listener.accept()
-                    threading.Thread(
-                        target=self._converse,
-                        args=(connection,),
-                        name="lockstep-chair-line",
-                        daemon=True,
-                    ).start()
+                except OSError:  # nobody for now; or no descriptor is left, which may change
+                    self._closed.wait(_INTERVAL / 2)
+                    continue
+                threading.Thread(
+                    target=self._converse,
+                    args=(connection,),
+                    name="lockstep-chair-line",
+                    daemon=True,
+                ).start()
 
     def _converse(self, connection: socket.socket) -> None:
         me, index = object(), -1

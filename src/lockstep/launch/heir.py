@@ -85,6 +85,7 @@ class Succession:
 
     def _listen(self, heir: _Heir) -> None:
         word: dict[str, Any] = {"problem": None}
+        heir.ready = False  # it speaks once; what comes later is its end
         with contextlib.suppress(OSError, ValueError):
             word = json.loads(heir.channel.recv(_MESSAGE))
             heir.ready = word["problem"] is None

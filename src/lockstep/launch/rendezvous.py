@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
+from lockstep.errors import WorldError
 from lockstep.launch.chair import Policy
 from lockstep.launch.gathering import Gathering
 from lockstep.launch.hall import Hall
@@ -26,6 +28,9 @@ from lockstep.world.meet import LOOPBACK, connect_store, host_store
 from lockstep.world.waiting import Check, go_on
 
 _LOOK_SECONDS = 0.5
+_PAUSE = 0.05
+#: How long it may take to find out that launcher 0 is lost, or to be told why a store is gone.
+_LOSS_SECONDS = 20.0
 _HOST_HINT = (
     "launchers that meet in a shared directory survive it: --rdzv-endpoint file:///DIRECTORY"
 )
@@ -130,9 +135,27 @@ class Rendezvous(RendezvousHandler):
                 if over.decision.kind != "round":
                     raise
                 continue
-            if self._store is None:
-                self._store = connect_store(self.roster.address, port)
+            if self._store is None and not self._connect(self.neighbours, port):
+                continue
             return port
+
+    def _connect(self, neighbours: Neighbours, port: int) -> bool:
+        """Connect to the store that launcher 0 has opened; return whether it is still there.
+
+        Raises:
+            WorldError: if it cannot be reached, and launcher 0 can.
+        """
+        try:
+            self._store = connect_store(self.roster.address, port)
+        except WorldError:
+            deadline = time.monotonic() + _LOSS_SECONDS
+            while neighbours.decision is None:
+                self.check()
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_PAUSE)
+            return False
+        return True
 
     @property
     def _next(self) -> int:

@@ -132,4 +132,6 @@ class Roster:
             f"{name}{place and f' at {place}'}"
             for name, place in zip(self.names, places, strict=True)
         ]
-        return f"{self.size} ranks by {self.count} launchers: {', '.join(each)}"
+        ranks = "1 rank" if self.size == 1 else f"{self.size} ranks"
+        launchers = "1 launcher" if self.count == 1 else f"{self.count} launchers"
+        return f"{ranks} by {launchers}: {', '.join(each)}"

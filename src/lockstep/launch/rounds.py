@@ -6,9 +6,10 @@ approach ── arrive ── the round closes ── survey ── roster      
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from lockstep.errors import UnreachableError, WorldError
 from lockstep.launch.arrival import Arrival, Terms
@@ -67,14 +68,21 @@ class Rounds:
         #: The launchers of this round.
         self.roster = Roster.alone(own.ranks)
         try:
-            self._found()
-            self._meet((), may_close=self._approach())
-        except RuntimeError as error:
-            self.close()
-            raise left("the host of the launch") from error
+            with self._reading():
+                self._found()
+                self._meet((), may_close=self._approach())
         except BaseException:
             self.close()
             raise
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Say in one line that the store is gone."""
+        try:
+            yield
+        except RuntimeError as error:
+            why = str(error).partition("\n")[0]
+            raise WorldError(f"the place where the nodes meet is gone: {why}") from error
 
     @property
     def survives_host(self) -> bool:
@@ -140,12 +148,14 @@ class Rounds:
         """
         self.generation = generation
         expected = tuple(self._cards[index].token for index in staying)
-        may_close = self._approach() if lost_chair else self._token in expected
-        self._meet(expected if may_close else (), may_close=may_close)
+        with self._reading():
+            may_close = self._approach() if lost_chair else self._token in expected
+            self._meet(expected if may_close else (), may_close=may_close)
 
     def give_up(self) -> None:
         """Meet again, because launcher 0 has not opened the round."""
-        self._meet((), may_close=True)
+        with self._reading():
+            self._meet((), may_close=True)
 
     def _found(self) -> None:
         """Say what the launch is, or check that this launcher fits what another has said."""

@@ -34,8 +34,8 @@ from lockstep.launch.openmp import untied
 
 #: Packages whose import reaches out of the process, or that keep what they find in the environment.
 _NEVER = ("mpi4py", "horovod", "ray", "tensorflow", "jax", "cupy")
-#: Niceness of the thread that imports, before any failure: a third of a rank's share where they compete.
-_NICENESS = 5
+#: Niceness of the thread that imports, before any failure: half a rank's share where they compete.
+_NICENESS = 3
 #: Seconds between two looks of a worker at its own progress.
 _GLANCE = 0.1
 #: Seconds after the first step, after those, and so on: runs that are soon over need no heir.
@@ -73,14 +73,14 @@ def report(channel: socket.socket, env: Mapping[str, str]) -> bool:
             known.update(name for name, _ in found)
             if found:
                 with contextlib.suppress(OSError):  # more than a message takes, or nobody listens
-                    channel.send(_message(found), socket.MSG_DONTWAIT)
+                    channel.send(message(found), socket.MSG_DONTWAIT)
 
     threading.Thread(target=watch, name="lockstep-modules", daemon=True).start()
     return True
 
 
-def _message(modules: Sequence[Module]) -> bytes:
-    # Thousands of modules, and one message takes 200 kB.
+def message(modules: Sequence[Module]) -> bytes:
+    """Return what tells of `modules`: thousands of them, where one message takes 200 kB."""
     return zlib.compress(json.dumps(modules).encode())
 
 

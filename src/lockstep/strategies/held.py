@@ -149,8 +149,7 @@ class HeldModel(abc.ABC):
             raise StepError(
                 f"a loop was left between the replicas of a batch, with gradients of "
                 f"{type(self.module).__name__} for some of them",
-                hint="count steps with run.step, or batches with enumerate(run.batches(loader)), "
-                "not microbatches",
+                hint="count steps with run.step, not microbatches",
             )
 
     def _check_trainable(self) -> None:

@@ -79,13 +79,15 @@ def mismatch(own: Waiting, other: Waiting) -> MismatchError | None:
 
 
 def _tell(waiting: Waiting, call: Call) -> str:
-    what = call.kind
-    if call.detail:
-        loader, _, _, step, *_ = call.detail
-        what += f" for batch {step} of loader {loader}"
-    if call == waiting.now:
-        return f"rank {waiting.rank} is in {what} at {waiting.place}"
-    return f"rank {waiting.rank} was in {what} and is in {waiting.now.kind} at {waiting.place}"
+    text = f"rank {waiting.rank} is in {_what(waiting.now)} at {waiting.place}"
+    return text if call == waiting.now else f"{text}, after {_what(call)}"
+
+
+def _what(call: Call) -> str:
+    if not call.detail:
+        return call.kind
+    loader, _, _, step, *_ = call.detail
+    return f"{call.kind} for batch {step} of loader {loader}"
 
 
 def _models(call: Call) -> str:

@@ -65,8 +65,7 @@ def test_one_that_is_further_by_another_way_is_a_mismatch() -> None:
     error = mismatch(waiting(0, 5, BUFFERS, BARRIER), waiting(1, 5, MEAN))
     assert error is not None
     assert (
-        "rank 0 was in the exchange of buffers and is in run.barrier at train.py:10"
-        in error.message
+        "rank 0 is in run.barrier at train.py:10 in main, after the exchange of b" in error.message
     )
 
 

@@ -1,0 +1,103 @@
+"""A run goes on, on another number of ranks, from wherever its state is."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import lockstep
+from lockstep.testing import run_ranks
+from lockstep.training.preemption import Preempted
+from lockstep.training.resume import Saved, Search
+
+
+def train(directory: str, slow: float = 0.0) -> str:
+    """Train a small model; return the digest, or `preempted`."""
+    try:
+        with lockstep.Run("resume", run_dir=Path(directory), progress=False) as run:
+            generator = torch.Generator().manual_seed(0)
+            labels = torch.randint(0, 3, (54,), generator=generator)
+            data = TensorDataset(torch.randn(54, 4, generator=generator), labels)
+            net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3))
+            model = run.model(net)
+            optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+            scheduler = run.scheduler(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20))
+            loader = run.loader(data, batch_size=24, shuffle=True)
+            for _ in run.epochs(20):
+                for x, y in loader:
+                    time.sleep(slow)
+                    run.backward(F.cross_entropy(model(x), y))
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+        return run.digest()
+    except Preempted:
+        return "preempted"
+
+
+def test_a_run_goes_on_with_other_numbers_of_ranks(tmp_path):
+    """Asked to end through the store, twice; three, then one, then two ranks: as if nothing had been."""
+    replicas = {"LOCKSTEP_REPLICAS": "3", "LOCKSTEP_THREADS": "1"}
+    (whole,) = run_ranks(train, 1, str(tmp_path / "whole"), environ=replicas)
+    place = str(tmp_path / "run")
+    # Slow enough that ranks which only have the store agree before the end.
+    first = run_ranks(train, 3, place, 0.02, environ={**replicas, "LOCKSTEP_FAULTS": "term@5"})
+    assert first == ["preempted"] * 3
+    # The number of replicas is the one that the run began with.
+    second = run_ranks(train, 1, place, environ={"LOCKSTEP_FAULTS": "term@45"})
+    assert second == ["preempted"]
+    assert run_ranks(train, 2, place, environ={}) == [whole, whole]
+    recorded = json.loads((tmp_path / "run/run.json").read_text())
+    assert recorded["status"] == "finished"
+    assert recorded["steps"] == 60
+    steps = [generation.get("step", 0) for generation in recorded["generations"]]
+    assert steps[0] == 0
+    assert 5 < steps[1] < 45
+    assert steps[2] == 45
+
+
+class _Meeting:
+    """As much of a meeting as a search needs."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self.store = store
+        self.world = lockstep.World(
+            rank=int(os.environ["RANK"]), size=3, address="x", port=1
+        )
+
+    def wait(self, keys: list[str], _: str) -> None:
+        self.store.wait(keys, timedelta(seconds=20))
+
+
+def spread(holder: int) -> list[object]:
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", store=dist.PrefixStore("g", store), rank=rank, world_size=3)
+    tensors = {
+        "half": torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+        "scalar": torch.tensor(7),
+        "turned": torch.arange(6.0).view(2, 3).t(),
+        "flags": torch.tensor([True, False]),
+        "empty": torch.empty(0, 3),
+    }
+    search = Search(_Meeting(store), dist.group.WORLD, None, None)
+    own = Saved('{"text": 1}', tensors, "memory") if rank == holder else None
+    found = search._spread(own)
+    same = all(torch.equal(found.tensors[name], tensor) for name, tensor in tensors.items())
+    return [found.text, same, list(found.tensors), found.source]
+
+
+def test_ranks_without_the_state_get_it_from_one_that_holds_it():
+    found = run_ranks(spread, 3, 1)
+    names = ["half", "scalar", "turned", "flags", "empty"]
+    assert [one[:3] for one in found] == [['{"text": 1}', True, names]] * 3
+    assert [one[3] for one in found] == ["rank 1"] * 3
