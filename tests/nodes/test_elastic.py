@@ -119,7 +119,7 @@ def wait_until(condition: Callable[[], bool], what: str, seconds: float = 30) ->
         time.sleep(0.02)
 
 
-def test_a_killed_worker_a_cable_out_for_ten_seconds_and_for_ever(hosts: Hosts, site: Site) -> None:
+def test_a_killed_worker_a_cable_out_for_a_while_and_for_ever(hosts: Hosts, site: Site) -> None:
     flags = ("--nnodes", "2", "--master-addr", "a", "--node-rank")
     started = [site.start(name, *flags, f"{rank}") for rank, name in enumerate("ab")]
     before = site.await_world("ab")
@@ -131,7 +131,7 @@ def test_a_killed_worker_a_cable_out_for_ten_seconds_and_for_ever(hosts: Hosts, 
     )
 
     site.switch.cut(site.hosts["b"])
-    time.sleep(10)
+    time.sleep(8)
     site.switch.mend(site.hosts["b"])
     step = site.step
     wait_until(lambda: site.step > step + 1, "it does not go on", 30)

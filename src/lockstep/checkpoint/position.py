@@ -41,8 +41,9 @@ class Position:
         phase: how many times `run.epochs` was gone through before.
         epoch: number of the epoch in this phase; `None` outside of epochs.
         stretch: the stretch, which is part of the keys of loops.
+        loaders: how many loaders the script had made when this epoch began.
         rounds: how many loops over each loader this stretch has seen: pairs of loader and count.
-        phases: for each phase that is over, the stretch that came after it.
+        phases: for each phase that is over, the stretch after it, and how many loaders there were.
         loops: loops that updated parameters: those outside of epochs, and those of this epoch.
     """
 
@@ -51,8 +52,9 @@ class Position:
     phase: int = 0
     epoch: int | None = None
     stretch: int = 0
+    loaders: int = 0
     rounds: tuple[tuple[int, int], ...] = ()
-    phases: tuple[int, ...] = ()
+    phases: tuple[tuple[int, int], ...] = ()
     loops: tuple[LoopPosition, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
@@ -69,6 +71,7 @@ class Position:
             epoch=told["epoch"],
             stretch=int(told["stretch"]),
             rounds=tuple((int(loader), int(count)) for loader, count in told["rounds"]),
-            phases=tuple(int(stretch) for stretch in told["phases"]),
+            loaders=int(told["loaders"]),
+            phases=tuple((int(stretch), int(loaders)) for stretch, loaders in told["phases"]),
             loops=tuple(LoopPosition(**one) for one in told["loops"]),
         )

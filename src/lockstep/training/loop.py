@@ -194,6 +194,10 @@ class Loop:
         """An optimizer has updated its parameters."""
         self._updated = True
 
+    def new_loader(self) -> int:
+        """Return the number of a loader that the script makes now."""
+        return self._track.new_loader()
+
     def loop_begins(self, loader: int) -> Start:
         """Return where a loop over `loader` that begins now starts."""
         self.require_meeting_point("iterating over a loader")

@@ -55,11 +55,15 @@ class Memory:
         # An earlier run of this process has left its own numbers here.
         if index == 0 and run > 0:
             board.begin_run()
-        slot.run, slot.step, slot.pid = run, 0, os.getpid()
+        slot.run, slot.step = run, 0
         told = json.dumps([asdict(identity), run], sort_keys=True).encode()
         tag = hashlib.sha256(told).digest()
         snapshots = Snapshots(descriptors, tag=tag, part=index, parts=count)
         return Memory(board, slot, snapshots, Rhythm(snapshots, board, leads=index == 0))
+
+    def opened(self) -> None:
+        """The run is open: from here on this rank knows what to do when it is asked to end."""
+        self.slot.pid = os.getpid()
 
 
 def find_slot(environ: Mapping[str, str], world: World) -> Slot | None:

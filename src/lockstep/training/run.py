@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -16,13 +15,14 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lockstep.checkpoint import plain
-from lockstep.data.build import LoaderSettings, adopt, build, check_nothing_beside
+from lockstep.data.build import LoaderSettings, adopt, check_nothing_beside
 from lockstep.data.fetch import Collate
 from lockstep.data.loader import GlobalBatch, Loader
 from lockstep.data.sources import Workers
 from lockstep.errors import LoaderError, UsageError
 from lockstep.training import optimizers
 from lockstep.training.backward import Backward
+from lockstep.training.loaders import Loaders
 from lockstep.training.loop import Loop
 from lockstep.training.metrics import Item, Metrics
 from lockstep.training.models import Models
@@ -120,7 +120,7 @@ class Run:
         )
         self._backward = Backward(self._session)
         self._optimizers = 0
-        self._loaders = 0
+        self._loaders = Loaders(self._session)
 
     def __enter__(self) -> Self:
         self._session.open()
@@ -303,23 +303,7 @@ class Run:
                 collate=collate_fn,
                 workers=Workers(num_workers, pinned, workers),
             )
-        return self._make_loader(dataset, settings)
-
-    def _make_loader(self, dataset: Any, settings: LoaderSettings) -> Loader:
-        session = self._session
-        workers = replace(settings.workers, threads=session.threads)
-        settings = replace(settings, workers=workers)
-        source = build(dataset, settings, self.replicas, session.block, session.settings.seed)
-        number, self._loaders = self._loaders, self._loaders + 1
-        loader = Loader(
-            source,
-            session.loop,
-            number=number,
-            batch_size=settings.batch_size,
-            device=None if self.device.type == "cpu" else self.device,
-        )
-        session.loader_made(loader, dataset, settings)
-        return loader
+        return self._loaders.add(dataset, settings)
 
     def batches(self, loader: Loader) -> Iterator[GlobalBatch]:
         """Yield global batches, each to be iterated over once per update."""

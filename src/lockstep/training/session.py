@@ -250,6 +250,8 @@ class Session:
     def open(self) -> None:
         """Say what runs, on the main rank, and listen to signals from here on."""
         self._signals.listen()
+        if self._memory is not None:
+            self._memory.opened()
         ranks = f"{_counted(self.replicas, 'replica')} on {_counted(self.world.size, 'rank')}"
         exchange = "" if self.group is None else f", exchange {self.exchange}"
         self._record.say(

@@ -25,7 +25,9 @@ class Track:
     def __init__(self) -> None:
         self.stretch = 0
         self._rounds: defaultdict[int, int] = defaultdict(int)
-        self._phases: list[int] = []
+        self._loaders = 0
+        self._loaders_before = 0  # when the epoch began
+        self._phases: list[tuple[int, int]] = []
         self._epoch: int | None = None
         self._outside: list[LoopPosition] = []
         self._inside: list[LoopPosition] = []
@@ -42,6 +44,7 @@ class Track:
             phase=len(self._phases),
             epoch=self._epoch,
             stretch=self.stretch,
+            loaders=self._loaders_before,
             rounds=tuple(sorted(self._rounds.items())),
             phases=tuple(self._phases),
             loops=(*self._outside, *self._inside),
@@ -69,7 +72,7 @@ class Track:
         if target is None:
             return range(count)
         if phase < target.phase:
-            self.stretch = target.phases[phase]
+            self.stretch, self._loaders = target.phases[phase]
             self._rounds.clear()
             return range(0)
         if target.epoch is None:
@@ -81,7 +84,8 @@ class Track:
         self._begin_stretch()
         self._epoch = epoch
         if self._target is not None:
-            self.stretch = self._target.stretch
+            self.stretch, self._loaders = self._target.stretch, self._target.loaders
+        self._loaders_before = self._loaders
 
     def epoch_ends(self) -> None:
         """The script is done with an epoch: from here on it stands before the next one."""
@@ -91,16 +95,24 @@ class Track:
         self._inside.clear()
         self._begin_stretch()
         self._epoch += 1
+        self._loaders_before = self._loaders
 
     def phase_ends(self) -> None:
         """All epochs of a phase are done."""
         target = self._target
         if target is not None and len(self._phases) == target.phase and target.epoch is not None:
-            self.stretch, self._passed = target.stretch, len(target.loops)
+            self.stretch, self._loaders = target.stretch, target.loaders
+            self._passed = len(target.loops)
             self._rounds.clear()
         self._begin_stretch()
-        self._phases.append(self.stretch)
+        self._phases.append((self.stretch, self._loaders))
+        self._loaders_before = self._loaders
         self._epoch = None
+
+    def new_loader(self) -> int:
+        """Return the number of a loader that the script makes now, part of its loops' keys."""
+        number, self._loaders = self._loaders, self._loaders + 1
+        return number
 
     def loop_begins(self, loader: int) -> Start:
         """Return where a loop over `loader` that begins now starts."""

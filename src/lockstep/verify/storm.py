@@ -125,7 +125,7 @@ class Rage:
 
 
 class _Workers:
-    """The workers of a launch, the grandchildren of the launcher: launcher, fork server, workers."""
+    """The workers of a launch, and not its fork servers: the launcher catches what they print."""
 
     def __init__(self, launcher: int) -> None:
         self._launcher = launcher
@@ -155,9 +155,19 @@ class _Workers:
     def _all(self) -> list[psutil.Process]:
         with contextlib.suppress(psutil.NoSuchProcess):
             below = psutil.Process(self._launcher).children(recursive=True)
-            parents = {one.pid: _parent(one) for one in below}
-            return [one for one in below if parents.get(parents[one.pid]) == self._launcher]
+            caught = {one.pid for one in below if _is_caught(one.pid)}
+            # What a worker has started, such as loaders of data, has the output of the worker.
+            return [one for one in below if one.pid in caught and _parent(one) not in caught]
         return []
+
+
+def _is_caught(pid: int) -> bool:
+    """Return whether what a process prints goes to a launcher that reads it, or to a log."""
+    try:
+        place = str(Path(f"/proc/{pid}/fd/1").readlink())
+    except OSError:
+        return False
+    return place.startswith("pipe:") or place.endswith(".log")
 
 
 def _parent(process: psutil.Process) -> int:

@@ -249,25 +249,43 @@ def test_all_that_ran_are_gone_and_one_that_waits_goes_on(site: Callable[..., An
     assert (c.rounds.number, c.rounds.leads) == (2, True)
 
 
+@pytest.mark.parametrize("comes_back", [False, True])
 def test_of_two_halves_one_goes_on(
-    site: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    comes_back: bool, site: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second cannot reach the first any more, which lives: it must not go on without it."""
     monkeypatch.setattr(chair, "LOST_SECONDS", 0.5)
     a, b = site("a", "b", seconds=1.5)
     names = generation([a, b])
     first, second = (a, b) if names[0] == "a" else (b, a)
-    caller = second.place.neighbours._caller
-    caller.ask = lambda _: None  # the cable is out
-    caller.close()
-    monkeypatch.setattr(second.rounds.board, "reaches", lambda _: False)
+    cut(second)
+    is_cut = threading.Event()
+    is_cut.set()
+    reaches = second.rounds.board.reaches
+    monkeypatch.setattr(
+        second.rounds.board, "reaches", lambda number: not is_cut.is_set() and reaches(number)
+    )
     assert second.decided == "round"
     cut_off = threads.Party(second.next)
     assert first.decided == "round"
     assert first.next() == [first.name]
-    found = cut_off.end(10)
-    assert isinstance(found, UnreachableError)
-    assert f"{second.name} is cut off: launcher 0 of round" in found.message
+    if comes_back:
+        is_cut.clear()
+        assert first.decided == "round"
+        assert first.next() == cut_off.end() == [first.name, second.name]
+    else:
+        found = cut_off.end()
+        assert isinstance(found, UnreachableError)
+        assert f"{second.name} is cut off: launcher 0 of round" in found.message
+
+
+def cut(node: Node) -> None:
+    """Pull the cable of a launcher that is not the first."""
+    assert node.place.neighbours is not None
+    caller = node.place.neighbours._caller
+    assert caller is not None
+    caller.ask = lambda _: None  # type: ignore[method-assign]
+    caller.close()
 
 
 def test_one_that_was_overtaken_stops(site: Callable[..., Any]) -> None:

@@ -109,13 +109,32 @@ def winding(run: lockstep.Run) -> None:  # noqa: C901
         batch(x, y)
 
 
+def fresh_loaders(run: lockstep.Run) -> None:
+    """A new loader in every epoch, and one between two phases: each has keys of its own."""
+    model = run.model(net())
+    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
+
+    def loop(count: int) -> None:
+        for x, y in run.loader(data(count), batch_size=4, shuffle=True):
+            run.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for _ in run.epochs(2):
+        loop(8)
+        loop(8)
+    loop(8)
+    for _ in run.epochs(2):
+        loop(12)
+
+
 def train(script: Callable[[lockstep.Run], None], directory: Path, number: int) -> tuple[str, int]:
     with lockstep.Run("run", replicas=2, run_dir=directory / f"{number}", progress=False) as run:
         script(run)
     return run.digest(), run.step
 
 
-@pytest.mark.parametrize("script", [plain, winding])
+@pytest.mark.parametrize("script", [plain, winding, fresh_loaders])
 def test_from_every_point(script, tmp_path, monkeypatch, capsys):
     points: list[Saved] = []
 

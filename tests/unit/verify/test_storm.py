@@ -17,6 +17,7 @@ import json, os, signal, sys, time
 trace, steps = sys.argv[1], int(sys.argv[2])
 
 def work(rank, generation, done):
+    os.dup2(os.open(f"{trace}/rank-{rank}.log", os.O_WRONLY | os.O_CREAT), 1)
     with open(f"{trace}/rank-{rank}.{generation}.jsonl", "w", buffering=1) as file:
         print(json.dumps({"kind": "begin", "step": done}), file=file)
         for step in range(done + 1, steps + 1):
