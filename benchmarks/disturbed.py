@@ -26,9 +26,11 @@ class Contestant:
 
     Attributes:
         command: starts two ranks; what the script is to be told comes after it.
+        shrinks: whether the survivor goes on alone, instead of both starting again.
     """
 
     command: tuple[str, ...]
+    shrinks: bool = False
 
 
 LOCKSTEP = Contestant(
@@ -43,7 +45,9 @@ TORCHRUN = Contestant(
         *("--max-restarts", "100", str(_CONTESTANTS / "killed_by_hand.py")),
     )
 )
-TORCHFT = Contestant((sys.executable, str(_CONTESTANTS / "torchft_groups.py"), "2"))
+TORCHFT = Contestant(
+    (sys.executable, str(_CONTESTANTS / "torchft_groups.py"), "2"), shrinks=True
+)
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class Launch:
     """
 
     def __init__(self, contestant: Contestant, directory: Path, words: Sequence[str] = ()) -> None:
-        self._directory = directory
+        self.contestant, self._directory = contestant, directory
         self._journal = directory / "journal"
         self._journal.touch()
         self._read = 0

@@ -1,4 +1,8 @@
-"""DDP by hand with a checkpoint per epoch, as the articles restart under `torchrun --max-restarts`."""
+"""DDP by hand with a checkpoint per epoch, as the articles restart under `torchrun --max-restarts`.
+
+Every generation meets under names of its own. `init_process_group("gloo")` alone, as the articles have
+it, finds the addresses of the dead in torchrun's store: most restarts then hang or fail.
+"""
 
 import os
 from pathlib import Path
@@ -13,9 +17,17 @@ from torch.utils.data import DataLoader, DistributedSampler
 CHECKPOINT = Path("checkpoint.pt")
 
 
+def meet() -> None:
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    generation = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    store = dist.PrefixStore(generation, dist.TCPStore(host, port, is_master=False))
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+
+
 def main() -> None:
     journal, wait = begin(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    dist.init_process_group("gloo")
+    meet()
     data = training_set()
     sampler = DistributedSampler(data)
     loader = DataLoader(data, batch_size=BATCH // dist.get_world_size(), sampler=sampler)

@@ -48,14 +48,23 @@ class Rhythm:
             return False
         return self._preparing is None or not self._preparing.is_alive()
 
-    def prepare(self, point: int, text: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take memory for a state of this size; once it is there, the next point has a snapshot."""
+    def prepare(self, point: int, text: str, tensors: Mapping[str, torch.Tensor]) -> str | None:
+        """Take memory for a state of this size; once it is there, the next point has a snapshot.
+
+        Returns:
+            Why there will be no snapshots, in words; `None` where there will be.
+        """
         if not self._snapshots.is_ready(tensors):
+            if missing := self._snapshots.missing(tensors):
+                self._last = (point, time.monotonic())
+                wanted, free = (size / 1e9 for size in missing)
+                return f"snapshots would take {wanted:.1f} GB of memory, and {free:.1f} GB are free"
             self._preparing = self._snapshots.prepare(text, tensors)
             if self._preparing is not None:
-                return
+                return None
         self._last = (point, time.monotonic())
         self._board.plan_snapshot(point + 1, self._number)
+        return None
 
     def take(self, point: int, text: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take the snapshot that is due: all ranks of the launcher do so at this point."""

@@ -12,9 +12,11 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import psutil
 import torch
 
 from lockstep.checkpoint.memory import Descriptors, Half, data_offset, newest, next_number
+from lockstep.world.cgroups import memory_left
 
 _ALIGNMENT = 64
 #: Memory that is taken at once; more takes seconds, and is taken beside the training.
@@ -143,6 +145,17 @@ class Snapshots:
         """Return whether there is memory for `tensors`."""
         size = Layout.of(tensors).size
         return all(os.fstat(descriptor).st_size > size for descriptor in self._descriptors.halves)
+
+    def missing(self, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int] | None:
+        """Return the bytes that snapshots of `tensors` take and those that are free, if that is too few.
+
+        Half of what is free must stay: nobody knows what the script will need.
+        """
+        has = sum(os.fstat(descriptor).st_size for descriptor in self._descriptors.halves)
+        wanted = 2 * Layout.of(tensors).size - has
+        limit, free = memory_left(), psutil.virtual_memory().available
+        free = free if limit is None else min(free, limit)
+        return None if wanted <= free // 2 else (wanted, free)
 
     def prepare(self, text: str, tensors: Mapping[str, torch.Tensor]) -> threading.Thread | None:
         """Take memory for `tensors`; return the thread that does it where it takes long."""

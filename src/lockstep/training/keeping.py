@@ -108,7 +108,12 @@ class Keeper:
         if due:
             rhythm.take(self._loop.points, text, tensors)
         elif rhythm.needs_memory:
-            rhythm.prepare(self._loop.points, text, tensors)
+            problem = rhythm.prepare(self._loop.points, text, tensors)
+            if problem is not None:
+                self._say(
+                    f"lockstep: warning: {problem}: a rank that dies costs what was done since the last "
+                    "checkpoint (--checkpoint-every)"
+                )
 
     def _save(self, text: str, tensors: dict[str, torch.Tensor]) -> None:
         asked, self._asked = self._asked, None

@@ -1,10 +1,11 @@
-"""How much processor time the cgroups of a process allow: what `docker --cpus` and Kubernetes limits set.
+"""How much processor time and memory the cgroups of a process allow: what containers' limits set.
 
 A limit may be set on any group between the process and the root, so the smallest on the way counts.
 Groups above a container's own are out of its sight; so are their limits.
 
 https://docs.kernel.org/admin-guide/cgroup-v2.html (cpu.max),
-https://docs.kernel.org/scheduler/sched-bwc.html (version 1: cpu.cfs_quota_us).
+https://docs.kernel.org/scheduler/sched-bwc.html (version 1: cpu.cfs_quota_us),
+https://docs.kernel.org/admin-guide/cgroup-v1/memory.html (version 1: memory.limit_in_bytes).
 """
 
 from __future__ import annotations
@@ -21,11 +22,21 @@ def cpu_quota(process: Path = _SELF) -> float | None:
     Args:
         process: its directory in `/proc`.
     """
-    limits = [limit for group in _groups(process) if (limit := _limit(group)) is not None]
+    limits = [limit for group in _groups(process, "cpu") if (limit := _limit(group)) is not None]
     return min(limits, default=None)
 
 
-def _groups(process: Path) -> Iterator[Path]:
+def memory_left(process: Path = _SELF) -> int | None:
+    """Return how many more bytes the process may use, or `None` where nothing limits it.
+
+    Args:
+        process: its directory in `/proc`.
+    """
+    left = [left for group in _groups(process, "memory") if (left := _left(group)) is not None]
+    return min(left, default=None)
+
+
+def _groups(process: Path, controller: str) -> Iterator[Path]:
     """Yield the directories of the groups that the process is in, from its own to the root."""
     try:
         memberships = (process / "cgroup").read_text().splitlines()
@@ -35,17 +46,17 @@ def _groups(process: Path) -> Iterator[Path]:
     for line in memberships:
         _, controllers, path = line.split(":", 2)
         for mount in mounts:
-            if _has_cpu(mount, controllers):
+            if _has(controller, mount, controllers):
                 yield from _upwards(root=mount[3], point=Path(_unescape(mount[4])), path=path)
 
 
-def _has_cpu(mount: list[str], controllers: str) -> bool:
+def _has(controller: str, mount: list[str], controllers: str) -> bool:
     """Return whether the mount is the hierarchy that `controllers` of /proc/self/cgroup mean."""
     kind, _, options = mount[mount.index("-") + 1 :][:3]
     if kind == "cgroup2":
         return controllers == ""
     names = controllers.split(",")
-    return kind == "cgroup" and "cpu" in names and "cpu" in options.split(",")
+    return kind == "cgroup" and controller in names and controller in options.split(",")
 
 
 def _upwards(*, root: str, point: Path, path: str) -> Iterator[Path]:
@@ -67,6 +78,24 @@ def _limit(group: Path) -> float | None:
             return int(quota) / int(period)
         case _:
             return None
+
+
+def _left(group: Path) -> int | None:
+    for most, now in (
+        ("memory.max", "memory.current"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        match _read(group / most, group / now):
+            case [limit, used] if limit != "max":
+                return max(0, int(limit) - int(used) + _reclaimable(group))
+    return None
+
+
+def _reclaimable(group: Path) -> int:
+    """Return the bytes of files that the kernel gives up before it kills anybody."""
+    words = _read(group / "memory.stat")
+    names = dict(zip(words[::2], words[1::2], strict=False))
+    return int(names.get("inactive_file", 0))
 
 
 def _read(*files: Path) -> list[str]:

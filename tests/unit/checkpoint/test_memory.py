@@ -150,6 +150,18 @@ def test_memory_is_taken_beside_the_training(memory):
     assert rank.prepare("text", state(1)) is None
 
 
+def test_snapshots_leave_memory_to_the_script(memory, monkeypatch):
+    """They would take more than half of what is free: there are none, and somebody is told."""
+    monkeypatch.setattr("lockstep.checkpoint.snapshot.memory_left", lambda: 30_000_000)
+    (snapshots,) = ranks(memory, 1)
+    rhythm = Rhythm(snapshots, Board(memory.board), leads=True)
+    problem = rhythm.prepare(1, "text", state(0, 1_000_000))
+    assert problem == "snapshots would take 0.0 GB of memory, and 0.0 GB are free"
+    assert not rhythm.needs_memory
+    assert not any(rhythm.is_due(point) for point in range(1, 10))
+    assert [os.fstat(half).st_size for half in memory.halves] == [0, 0]
+
+
 def test_all_ranks_follow_the_first(memory):
     """The others come to a point before or after the first has planned the next snapshot."""
     board = Board(memory.board)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.world import World, cores
-from lockstep.world.cgroups import cpu_quota
+from lockstep.world.cgroups import cpu_quota, memory_left
 from lockstep.world.cores import (
     Share,
     count,
@@ -100,7 +100,28 @@ def test_blanks_in_paths(tmp_path):
     assert cpu_quota(process(directory, "0::/\n", V2)) == 2.5
 
 
+def test_memory_that_the_groups_leave(tmp_path):
+    group(tmp_path / "fs/jobs", memory__max="1000", memory__current="700")
+    group(tmp_path / "fs", memory__max="max", memory__current="900")
+    group(tmp_path / "fs/jobs/one")
+    proc = process(tmp_path, "0::/jobs/one\n", V2)
+    assert memory_left(proc) == 300
+    (tmp_path / "fs/jobs/memory.stat").write_text("anon 600\ninactive_file 50\n")
+    assert memory_left(proc) == 350
+    group(tmp_path / "fs/jobs/one", memory__max="100", memory__current="150")
+    assert memory_left(proc) == 0
+
+
+def test_memory_that_groups_of_version_1_leave(tmp_path):
+    huge = str(2**63 - 4096)
+    group(tmp_path / "m", memory__limit_in_bytes=huge, memory__usage_in_bytes="1")
+    group(tmp_path / "m/ab", memory__limit_in_bytes="5000", memory__usage_in_bytes="1000")
+    mounts = "33 31 0:29 / AT/m rw,relatime - cgroup cgroup rw,memory\n"
+    assert memory_left(process(tmp_path, "12:memory:/ab\n4:cpu:/x\n", mounts)) == 4000
+
+
 def test_without_cgroups_nothing_is_limited(tmp_path):
+    assert memory_left(tmp_path) is None
     assert cpu_quota(tmp_path) is None
     assert cpu_quota(process(tmp_path, "0::/\n", "")) is None
 
