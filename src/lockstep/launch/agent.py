@@ -212,6 +212,9 @@ class Agent(SimpleElasticAgent):
 
     def _follow(self, decision: Decision) -> RunResult:
         """Do what is decided for all launchers."""
+        if decision.kind == "round" and self._interrupts.first is not None:
+            self._leaving = True
+            self._interrupts.check()
         if decision.kind == "done":
             return self._succeed()
         if decision.kind == "end":
@@ -301,9 +304,13 @@ class Agent(SimpleElasticAgent):
 
         A run that is asked for room gets the time to save itself, or the ranks that have opened it do.
         """
-        stay = not self._meeting_place.may_leave
-        if stay and self._interrupts.asks_for_room and self._standing.opened:
+        if self._neighbours is not None and self._neighbours.saves:
             self._ask_for_room()
+        if self._interrupts.asks_for_room and self._standing.opened:
+            if self._neighbours is not None and self._meeting_place.may_leave:
+                self._neighbours.leave(f"stopped on {self._name}", saves=True)
+            else:
+                self._ask_for_room()
             return
         self._stop()
 

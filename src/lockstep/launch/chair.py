@@ -25,6 +25,8 @@ _GONE_SECONDS = 2.5
 _SILENT_SECONDS = 1.5
 #: How long the cause is waited for, once a consequence is known.
 _SETTLE_SECONDS = 2.0
+#: How long others have to leave too, once one does that can save the run's state.
+_LEAVE_SECONDS = 0.7
 
 #: Gives what is told to the user if workers are to start again after a failure; `None` if they are not.
 Policy = Callable[[Verdict], str | None]
@@ -65,6 +67,7 @@ class Said:
         done: whether its workers have ended well.
         failure: how they have failed.
         leaves: why it leaves, if it does.
+        saves: whether it could save the run's state first, with all others.
         heard: whether it has heard the last decision.
     """
 
@@ -73,6 +76,7 @@ class Said:
     done: bool = False
     failure: Told | None = None
     leaves: str = ""
+    saves: bool = False
     heard: bool = False
 
     @staticmethod
@@ -122,10 +126,12 @@ class Answer:
     Attributes:
         decision: what it has decided, if anything.
         port: port of the store of the generation that the asking launcher is in; 0 while there is none.
+        saves: whether all are to let their ranks save the run's state and leave.
     """
 
     decision: Decision | None = None
     port: int = 0
+    saves: bool = False
 
     def plain(self) -> dict[str, Any]:
         """Return it in a form that JSON has."""
@@ -136,7 +142,9 @@ class Answer:
         """Read what `plain` and JSON have made of one."""
         decision = told["decision"]
         return Answer(
-            decision=None if decision is None else Decision.parse(decision), port=told["port"]
+            decision=None if decision is None else Decision.parse(decision),
+            port=told["port"],
+            saves=told["saves"],
         )
 
 
@@ -147,16 +155,19 @@ class Chair:
         roster: the launchers of the round.
         now: the time, in seconds of any clock, as in all calls.
         policy: says which failures are followed by new workers.
-        elastic: whether the launch goes on without a launcher that is lost.
+        least: how many launchers a launch needs that goes on without those that are lost; `None` for one
+            that does not.
         generation: number of the round's first generation.
     """
 
     def __init__(
-        self, roster: Roster, now: float, *, policy: Policy, elastic: bool, generation: int
+        self, roster: Roster, now: float, *, policy: Policy, least: int | None, generation: int
     ) -> None:
         self._roster = roster
         self._policy = policy
-        self._elastic = elastic
+        self._least = least
+        self._first_leaves: float | None = None
+        self._saves = False
         self._generation = generation
         self._said = {index: Said(index=index, generation=-1) for index in range(roster.count)}
         self._heard = dict.fromkeys(range(roster.count), now)
@@ -186,7 +197,9 @@ class Chair:
             return Answer(decision=decision)
         if said.generation < self._generation:
             return Answer(decision=self._restart)
-        return Answer(port=self._port if said.generation == self._generation else 0)
+        if said.generation > self._generation:
+            return Answer()
+        return Answer(port=self._port, saves=self._saves)
 
     def hang_up(self, index: int, now: float) -> None:
         """Note that the connection of a launcher has ended without a word."""
@@ -210,7 +223,9 @@ class Chair:
         if self.decision is not None and self.decision.is_last:
             return
         self._restart = self.decision or self._restart
-        self._generation, self.decision, self._port, self._first_told = generation, None, 0, None
+        self._generation, self.decision, self._port = generation, None, 0
+        self._first_told = self._first_leaves = None
+        self._saves = False
 
     @property
     def all_entered(self) -> bool:
@@ -238,7 +253,7 @@ class Chair:
         elif told:
             self._judge_consequences(told, now)
         elif leaving := [one for one in self._said.values() if one.leaves]:
-            self._without({one.index for one in leaving}, "; ".join(one.leaves for one in leaving))
+            self._let_go(leaving, now)
         elif len(here) == self._roster.count and all(one.done for one in here):
             self._decide(Decision(kind="done"))
         elif self._newcomers and not any(one.done for one in here):
@@ -273,6 +288,22 @@ class Chair:
         # What launcher 0 says of itself needs no connection.
         return 0.0 if index == 0 else now - self._heard[index]
 
+    def _let_go(self, leaving: list[Said], now: float) -> None:
+        """Go on without those who leave; if too few stay, let all save the run's state and leave."""
+        if self._first_leaves is None:
+            self._first_leaves = now
+        staying = self._roster.count - len(leaving)
+        if not all(one.saves for one in leaving):
+            self._without(set(), "; ".join(one.leaves for one in leaving))
+        elif now - self._first_leaves <= _LEAVE_SECONDS:
+            return  # a scheduler that ends one may be about to end all
+        elif staying >= (self._least or 0):
+            self._without(set(), "; ".join(one.leaves for one in leaving))
+        else:
+            self._saves = True
+            if all(one.done for one in self._said.values()):
+                self._decide(Decision(kind="done"))
+
     def _lost(self, now: float) -> dict[int, str]:
         """Return the launchers that are lost, and why."""
         found = {}
@@ -286,7 +317,7 @@ class Chair:
     def _lose(self, lost: dict[int, str], now: float) -> None:
         index, why = min(lost.items())
         verdict = lost_verdict(self._roster.names[index], why)
-        if self._elastic:
+        if self._least is not None:
             # Whoever is silent by now is not waited for.
             silent = {one for one in self._said if self._silence(one, now) > 2 * _SILENT_SECONDS}
             self._without({*lost, *silent}, verdict.text.removeprefix("lockstep: "))

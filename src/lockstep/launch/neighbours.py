@@ -57,7 +57,8 @@ class Neighbours:
         place: where launcher 0 listens; `None` on launcher 0.
         generation: number of the round's first generation.
         policy: launcher 0's: which failures are followed by new workers.
-        elastic: whether the launch goes on without a launcher that is lost.
+        least: how many launchers a launch needs that goes on without those that are lost; `None` for one
+            that does not.
         hint: what could have been done about the loss of launcher 0, where it ends the launch.
     """
 
@@ -68,11 +69,11 @@ class Neighbours:
         *,
         generation: int = 0,
         policy: Policy = lambda _: None,
-        elastic: bool = False,
+        least: int | None = None,
         hint: str | None = None,
     ) -> None:
         self._roster = roster
-        self._elastic = elastic
+        self._least = least
         self._hint = hint
         self._lock = threading.Lock()
         self._said = Said(index=roster.index, generation=generation)
@@ -80,9 +81,9 @@ class Neighbours:
         self._wake, self._stop = threading.Event(), threading.Event()
         if place is None:
             now = time.monotonic()
-            head = Chair(roster, now, policy=policy, elastic=elastic, generation=generation)
+            head = Chair(roster, now, policy=policy, least=least, generation=generation)
             # Others may come, from other hosts.
-            loopback = not elastic and door.listens_locally(roster.address)
+            loopback = least is None and door.listens_locally(roster.address)
             self.hall: Hall | None = Hall(roster, head, loopback=loopback)
             self.place = self.hall.place
             self._caller = None
@@ -101,9 +102,20 @@ class Neighbours:
         """Tell the others that this launcher's workers ended well."""
         self._say(done=True)
 
-    def leave(self, why: str) -> None:
-        """Tell the others that this launcher leaves: they are to go on without it."""
-        self._say(leaves=why)
+    def leave(self, why: str, *, saves: bool = False) -> None:
+        """Tell the others that this launcher leaves: they are to go on without it.
+
+        Args:
+            why: what they are told.
+            saves: whether it can wait until all have saved the run's state, if too few would stay.
+        """
+        if (self._said.leaves, self._said.saves) != (why, saves):
+            self._say(leaves=why, saves=saves)
+
+    @property
+    def saves(self) -> bool:
+        """Whether all launchers are to let their ranks save the run's state and leave."""
+        return self._answer.saves
 
     def enter(self, generation: int, open_store: Callable[[], int], check: Check) -> int:
         """Begin a generation, when all have ended their workers of the one before; return its port.
@@ -147,7 +159,7 @@ class Neighbours:
 
     def _without_chair(self, why: str) -> Decision:
         verdict = lost_verdict(self._roster.names[0], why, hint=self._hint)
-        if self._elastic and self._hint is None:
+        if self._least is not None and self._hint is None:
             staying = tuple(range(1, self._roster.count))
             text = verdict.text.removeprefix("lockstep: ")
             return Decision(kind="round", text=text, verdict=verdict, staying=staying)
@@ -203,7 +215,8 @@ class Neighbours:
     def _pause(self) -> float:
         """Seconds until the next sign of life: few while this launcher waits for a decision."""
         said, waiting = self._said, self._answer.port == 0
-        hurry = waiting or said.done or said.failure is not None or self.hall is not None
+        told = said.done or bool(said.leaves) or said.failure is not None
+        hurry = waiting or told or self.hall is not None
         return _INTERVAL if hurry else _BEAT_SECONDS
 
     def _exchange(self) -> None:

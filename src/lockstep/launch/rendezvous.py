@@ -177,7 +177,7 @@ class Rendezvous(RendezvousHandler):
         """Reach the others of this round; return whether launcher 0 has opened it."""
         meeting, roster = self._meeting, self.roster
         assert meeting is not None
-        place, hint, first = None, None, 0
+        place, hint, least, first = None, None, None, 0
         if roster.index > 0:
             place = meeting.hear_place()
         if isinstance(meeting, Rounds):
@@ -185,13 +185,13 @@ class Rendezvous(RendezvousHandler):
                 meeting.give_up()
                 return False
             hint = None if meeting.survives_host else _HOST_HINT
-            first = meeting.generation
+            least, first = meeting.least, meeting.generation
         self.neighbours = Neighbours(
             roster,
             place,
             generation=max(first, self.generation),
             policy=self.policy,
-            elastic=isinstance(meeting, Rounds),
+            least=least,
             hint=hint,
         )
         if roster.index == 0:

@@ -85,6 +85,11 @@ class Rounds:
             raise WorldError(f"the place where the nodes meet is gone: {why}") from error
 
     @property
+    def least(self) -> int:
+        """How many launchers a round needs."""
+        return self._terms.least
+
+    @property
     def survives_host(self) -> bool:
         """Whether the launch goes on without the host of the store: there is none where it is a file."""
         return self._party.directory is not None

@@ -232,6 +232,7 @@ class Recorder:
         """Record that the run was asked to end after step number `step`, and can go on from there."""
         if self._world.is_main:
             self._write("preempted", step=step)
+        if self._world.is_main and self._world.environment != "lockstep":  # a launcher says it itself
             self._progress.say(
                 f"lockstep: preempted after step {step}; the run continues with "
                 f"--run-dir {self.shown_directory}"

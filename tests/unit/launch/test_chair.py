@@ -31,12 +31,10 @@ def roster(count: int) -> Roster:
 
 
 def make(
-    count: int = 3, *, elastic: bool = False, again: str | None = None, generation: int = 0
+    count: int = 3, *, least: int | None = None, again: str | None = None, generation: int = 0
 ) -> Chair:
     """Make a chair that has heard all launchers at time 0."""
-    chair = Chair(
-        roster(count), 0.0, policy=lambda _: again, elastic=elastic, generation=generation
-    )
+    chair = Chair(roster(count), 0.0, policy=lambda _: again, least=least, generation=generation)
     for index in range(count):
         say(chair, index, generation=generation)
     return chair
@@ -169,13 +167,13 @@ def test_one_that_hangs_up_has_a_moment_to_call_again() -> None:
 
 
 def test_launcher_0_is_never_silent_to_itself() -> None:
-    chair = make(1, elastic=True)
+    chair = make(1, least=1)
     chair.look(1000.0)
     assert chair.decision is None
 
 
 def test_an_elastic_launch_goes_on_without_the_lost() -> None:
-    chair = make(4, elastic=True)
+    chair = make(4, least=1)
     for index in (0, 1, 3):
         say(chair, index, 14.0)
     chair.hang_up(3, 14.0)
@@ -183,7 +181,7 @@ def test_an_elastic_launch_goes_on_without_the_lost() -> None:
         say(chair, index, 15.5)
     assert chair.decision is not None
     assert (chair.decision.kind, chair.decision.staying) == ("round", (0, 1, 3))
-    chair = make(4, elastic=True)
+    chair = make(4, least=1)
     chair.hang_up(3, 1.0)
     say(chair, 1, 2.0)
     say(chair, 2, 2.0)
@@ -194,7 +192,7 @@ def test_an_elastic_launch_goes_on_without_the_lost() -> None:
 
 
 def test_one_that_cannot_reach_launcher_0_is_lost_at_once() -> None:
-    chair = make(elastic=True)
+    chair = make(least=1)
     chair.lose(1, 2.0)
     assert chair.decision is not None
     assert (chair.decision.kind, chair.decision.staying) == ("round", (0, 2))
@@ -235,7 +233,7 @@ def test_a_launcher_that_is_lost_on_the_way_to_the_next_generation() -> None:
 
 
 def test_one_that_leaves_is_not_waited_for() -> None:
-    chair = make(elastic=True)
+    chair = make(least=1)
     decision = say(chair, 0, leaves="stopped by SIGTERM on node 0").decision
     expected = Decision(kind="round", text="stopped by SIGTERM on node 0", staying=(1, 2))
     assert decision == say(chair, 2).decision == expected
@@ -244,8 +242,25 @@ def test_one_that_leaves_is_not_waited_for() -> None:
     assert chair.readers == {2}
 
 
+def test_one_that_leaves_and_could_save() -> None:
+    chair = make(3, least=2)
+    assert say(chair, 1, 1.0, leaves="b", saves=True).decision is None, "others may leave too"
+    assert say(chair, 2, 2.0).decision == Decision(kind="round", text="b", staying=(0, 2))
+
+
+def test_all_leave_and_save_first() -> None:
+    chair = make(3, least=2)
+    for index, now in ((1, 1.0), (2, 1.2)):
+        assert say(chair, index, now, leaves="x", saves=True) == Answer()
+    assert say(chair, 0, 2.0) == Answer(saves=True), "ranks of all save together"
+    for index in (0, 1):
+        assert say(chair, index, 2.1, leaves="x", saves=True, done=True) == Answer(saves=True)
+    done = Decision(kind="done")
+    assert say(chair, 2, 2.2, leaves="x", saves=True, done=True).decision == done
+
+
 def test_one_that_comes_begins_a_round() -> None:
-    chair = make(elastic=True)
+    chair = make(least=1)
     chair.welcome(())
     chair.look(0.1)
     assert kind(chair) is None
@@ -255,7 +270,7 @@ def test_one_that_comes_begins_a_round() -> None:
 
 
 def test_nobody_is_let_in_at_the_end() -> None:
-    chair = make(2, elastic=True)
+    chair = make(2, least=1)
     say(chair, 1, done=True)
     chair.welcome(("c", "d"))
     chair.look(0.2)
@@ -264,7 +279,7 @@ def test_nobody_is_let_in_at_the_end() -> None:
 
 
 def test_a_round_that_was_overtaken_is_over() -> None:
-    chair = make(elastic=True)
+    chair = make(least=1)
     chair.supersede()
     assert say(chair, 1).decision == Decision(
         kind="round", text="a newer round has begun without this node"

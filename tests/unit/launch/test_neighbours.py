@@ -168,7 +168,7 @@ def test_only_one_launcher_speaks_where_they_share_their_output(make: Maker) -> 
 
 
 def test_one_that_leaves(make: Maker) -> None:
-    first, second = (make(k, 2, elastic=True) for k in range(2))
+    first, second = (make(k, 2, least=1) for k in range(2))
     second.leave("stopped by SIGTERM")
     expected = Decision(kind="round", text="stopped by SIGTERM", staying=(0,))
     assert decision_of(first) == decision_of(second) == expected
@@ -204,7 +204,7 @@ def test_a_launcher_that_has_ended_is_lost(make: Maker, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     ("settings", "kind"),
-    [({}, "end"), ({"elastic": True}, "round"), ({"elastic": True, "hint": "file://"}, "end")],
+    [({}, "end"), ({"least": 1}, "round"), ({"least": 1, "hint": "file://"}, "end")],
 )
 def test_launcher_0_that_has_ended_is_lost(
     settings: dict[str, Any], kind: str, make: Maker
@@ -308,7 +308,7 @@ def test_launcher_0_does_not_wait_for_ever(make: Maker) -> None:
 
 
 def test_launcher_0_that_goes_on_waits_for_nobody(make: Maker) -> None:
-    first, second = make(0, 2, elastic=True), make(1, 2, elastic=True)
+    first, second = make(0, 2, least=1), make(1, 2, least=1)
     assert first.hall is not None
     first.hall.welcome(("c",))
     assert decision_of(first) == Decision(kind="round", text="c comes", staying=(0, 1))
