@@ -26,8 +26,10 @@ mpi: $(MPI)
 demo: install
 	$(BIN)/lockstep run -n 2 examples/digits.py
 
+# Two at a time, since most tests wait for processes that they have started; not where one Slurm or one network is shared.
 test: install mpi
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --ignore tests/slurm --ignore tests/nodes
+	$(BIN)/python -m pytest tests/slurm tests/nodes
 
 lint: install
 	$(BIN)/ruff check .

@@ -173,19 +173,19 @@ class Board:
 
     @property
     def snapshots(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """After which points snapshots are due, and their numbers: the first rank decides, others follow.
+        """After which steps snapshots are due, and their numbers: the first rank decides, others follow.
 
         Two of them, since a rank may look for one when the first rank has taken it, and plans the next.
         """
         words = self._words
         return (words[4], words[5]), (words[6], words[7])
 
-    def plan_snapshot(self, point: int, number: int) -> None:
+    def plan_snapshot(self, step: int, number: int) -> None:
         """Say when snapshot `number` is due; the one before it stays."""
         word = 4 + 2 * (number % 2)
         self._words[word] = 0
         self._words[word + 1] = number
-        self._words[word] = point
+        self._words[word] = step
 
     @property
     def asked(self) -> int:

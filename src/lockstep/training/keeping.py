@@ -87,7 +87,7 @@ class Keeper:
             self._saved = time.monotonic()
             self._agreement.ask("save")
         wish = self._agreement.at_point(loop.steps)
-        due = rhythm is not None and rhythm.is_due(loop.points)
+        due = 0 if rhythm is None else rhythm.due(loop.steps)
         saves = self._asked is not None or wish is not None
         self._points += 1
         if self._points == _PREPARED_AT:
@@ -103,12 +103,12 @@ class Keeper:
             raise Preempted(loop.steps)
 
     def _remember(
-        self, rhythm: Rhythm, text: str, tensors: dict[str, torch.Tensor], *, due: bool
+        self, rhythm: Rhythm, text: str, tensors: dict[str, torch.Tensor], *, due: int
     ) -> None:
         if due:
-            rhythm.take(self._loop.points, text, tensors)
+            rhythm.take(due, text, tensors)
         elif rhythm.needs_memory:
-            problem = rhythm.prepare(self._loop.points, text, tensors)
+            problem = rhythm.prepare(text, tensors)
             if problem is not None:
                 self._say(
                     f"lockstep: warning: {problem}: a rank that dies costs what was done since the last "

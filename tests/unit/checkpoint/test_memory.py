@@ -155,36 +155,44 @@ def test_snapshots_leave_memory_to_the_script(memory, monkeypatch):
     monkeypatch.setattr("lockstep.checkpoint.snapshot.memory_left", lambda: 30_000_000)
     (snapshots,) = ranks(memory, 1)
     rhythm = Rhythm(snapshots, Board(memory.board), leads=True)
-    problem = rhythm.prepare(1, "text", state(0, 1_000_000))
+    assert rhythm.due(1) == 0
+    problem = rhythm.prepare("text", state(0, 1_000_000))
     assert problem == "snapshots would take 0.0 GB of memory, and 0.0 GB are free"
     assert not rhythm.needs_memory
-    assert not any(rhythm.is_due(point) for point in range(1, 10))
+    assert not any(rhythm.due(step) for step in range(2, 10))
     assert [os.fstat(half).st_size for half in memory.halves] == [0, 0]
+
+
+def visits(steps: int) -> Iterator[list[tuple[int, int]]]:
+    """Yield what ranks 0 and 1 do between two exchanges, as (rank, step), in an order that may be.
+
+    After every third step there is a second point: the end of an epoch, where nobody waits for anybody.
+    """
+    for step in range(8, 8 + steps):
+        points = 2 if step % 3 == 0 else 1
+        orders = set(itertools.permutations([0] * points + [1] * points))
+        yield [(rank, step) for rank in sorted(orders)[step % len(orders)]]
 
 
 def test_all_ranks_follow_the_first(memory):
     """The others come to a point before or after the first has planned the next snapshot."""
-    board = Board(memory.board)
     team = ranks(memory, 2)
-    first, second = (Rhythm(one, board, leads=part == 0) for part, one in enumerate(team))
-    tensors = state(0)
-    assert first.needs_memory
-    assert not second.needs_memory
-    first.prepare(7, "text", tensors)
-    assert not first.is_due(7)
-    taken = []
-    for point in range(8, 60):
-        order = (first, second) if point % 2 else (second, first)
-        due = []
-        for rhythm in order:
-            due.append(rhythm.is_due(point))
-            if due[-1]:
-                rhythm.take(point, f"text {point}", state(point))
-        assert due[0] == due[1]
-        if due[0]:
-            taken.append(point)
-            assert found(memory) == point
-    assert taken[:3] == [8, 9, 10]
+    board = Board(memory.board)
+    rhythms = [Rhythm(one, board, leads=part == 0) for part, one in enumerate(team)]
+    for rhythm in rhythms:
+        assert rhythm.due(7) == 0
+    assert [rhythm.needs_memory for rhythm in rhythms] == [True, False]
+    rhythms[0].prepare("text", state(0))
+    taken: list[list[int]] = [[], []]
+    for together in visits(60):
+        for rank, step in together:
+            number = rhythms[rank].due(step)
+            if number:
+                rhythms[rank].take(number, f"text {step}", state(step))
+                taken[rank].append(step)
+        assert taken[0] == taken[1]
+        assert found(memory) == taken[0][-1]
+    assert taken[0][:3] == [8, 9, 10]
 
 
 def test_a_snapshot_that_costs_much_is_taken_seldom(memory, monkeypatch):
@@ -194,13 +202,15 @@ def test_a_snapshot_that_costs_much_is_taken_seldom(memory, monkeypatch):
     rhythm = Rhythm(snapshots, Board(memory.board), leads=True)
     takes_30_ms = lambda *_: clock.__setitem__(0, clock[0] + 0.03)  # noqa: E731
     monkeypatch.setattr(Snapshots, "write", takes_30_ms)
-    rhythm.prepare(1, "text", state(0))
+    rhythm.due(1)
+    rhythm.prepare("text", state(0))
     taken = []
-    for point in range(2, 200):
-        clock[0] += 0.1  # a step
-        if rhythm.is_due(point):
-            taken.append(point)
-            rhythm.take(point, "text", state(0))
+    for step in range(2, 200):
+        clock[0] += 0.1
+        number = rhythm.due(step)
+        if number:
+            taken.append(step)
+            rhythm.take(number, "text", state(0))
     assert taken[:3] == [2, 3, 4]
     distances = [b - a for a, b in itertools.pairwise(taken[3:])]
     assert set(distances) <= {20, 21}, "30 ms are 1.5 % of 20 steps of 100 ms"
