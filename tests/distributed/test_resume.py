@@ -27,7 +27,9 @@ def train(directory: str, slow: float = 0.0) -> str:
             generator = torch.Generator().manual_seed(0)
             labels = torch.randint(0, 3, (54,), generator=generator)
             data = TensorDataset(torch.randn(54, 4, generator=generator), labels)
-            net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3))
+            net = nn.Sequential(
+                nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3)
+            )
             model = run.model(net)
             optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
             scheduler = run.scheduler(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20))
@@ -70,9 +72,7 @@ class _Meeting:
 
     def __init__(self, store: dist.Store) -> None:
         self.store = store
-        self.world = lockstep.World(
-            rank=int(os.environ["RANK"]), size=3, address="x", port=1
-        )
+        self.world = lockstep.World(rank=int(os.environ["RANK"]), size=3, address="x", port=1)
 
     def wait(self, keys: list[str], _: str) -> None:
         self.store.wait(keys, timedelta(seconds=20))

@@ -6,6 +6,7 @@ own thread:                └─ writes, checks, renames (saving.py), removes o
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Mapping
@@ -165,6 +166,17 @@ class Checkpoints:
         last = -1 if newest is None else newest.step
         self._bad = {step for step in found.paths(self._directory) if step > last}
         return newest
+
+    def newest_text(self) -> str | None:
+        """Return the text of the newest checkpoint whose manifest can be read; its files are not looked at.
+
+        Raises:
+            CheckpointError: if the directory cannot be read.
+        """
+        for path in found.paths(self._directory).values():
+            with contextlib.suppress(CheckpointError, OSError):
+                return manifest.read(path).text
+        return None
 
     def read(self, checkpoint: Found) -> tuple[dict[str, Tensor], str]:
         """Return the tensors of a checkpoint, on the CPU, and its text.

@@ -16,6 +16,7 @@ class LoopPosition:
         stretch: which stretch of the run it belongs to.
         round: how many loops over this loader the stretch has seen before.
         batches: how many global batches it is done with.
+        steps: updates that the run had done then.
         complete: whether it is over, by `break` for instance.
     """
 
@@ -23,6 +24,7 @@ class LoopPosition:
     stretch: int
     round: int
     batches: int = 0
+    steps: int = 0
     complete: bool = False
 
     @property
@@ -42,8 +44,9 @@ class Position:
         epoch: number of the epoch in this phase; `None` outside of epochs.
         stretch: the stretch, which is part of the keys of loops.
         loaders: how many loaders the script had made when this epoch began.
+        before: how many updates had happened then.
         rounds: how many loops over each loader this stretch has seen: pairs of loader and count.
-        phases: for each phase that is over, the stretch after it, and how many loaders there were.
+        phases: for each phase that is over: the stretch after it, and the loaders and updates then.
         loops: loops that updated parameters: those outside of epochs, and those of this epoch.
     """
 
@@ -53,8 +56,9 @@ class Position:
     epoch: int | None = None
     stretch: int = 0
     loaders: int = 0
+    before: int = 0
     rounds: tuple[tuple[int, int], ...] = ()
-    phases: tuple[tuple[int, int], ...] = ()
+    phases: tuple[tuple[int, int, int], ...] = ()
     loops: tuple[LoopPosition, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
@@ -72,6 +76,7 @@ class Position:
             stretch=int(told["stretch"]),
             rounds=tuple((int(loader), int(count)) for loader, count in told["rounds"]),
             loaders=int(told["loaders"]),
-            phases=tuple((int(stretch), int(loaders)) for stretch, loaders in told["phases"]),
+            before=int(told["before"]),
+            phases=tuple((int(one), int(two), int(three)) for one, two, three in told["phases"]),
             loops=tuple(LoopPosition(**one) for one in told["loops"]),
         )

@@ -46,7 +46,9 @@ class Rhythm:
         To be called at every point, once.
         """
         before, self._steps = self._steps, steps
-        return max(number if before < step <= steps else 0 for step, number in self._board.snapshots)
+        return max(
+            number if before < step <= steps else 0 for step, number in self._board.snapshots
+        )
 
     @property
     def needs_memory(self) -> bool:

@@ -78,6 +78,11 @@ class _Flattener:
 
     def encode(self, value: Any, path: str) -> Any:
         if isinstance(value, torch.Tensor):
+            if value.layout is not torch.strided or value.is_quantized:
+                raise CheckpointError(
+                    f"the state {path} is a sparse or quantized tensor; expected a dense one",
+                    hint="keep it as dense tensors: its indices and its values",
+                )
             return {"tensor": self._keep(value.detach(), path)}
         kind = type(value)
         if kind in _MAPPINGS:

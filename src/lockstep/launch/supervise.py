@@ -110,8 +110,8 @@ def supervise(
         from lockstep.launch.agent import Agent
         from lockstep.launch.rendezvous import Rendezvous
 
-        rendezvous = Rendezvous(uuid.uuid4().hex, ranks, gathering)
-        run_dir = _agree_on_directory(gathering, place)
+        run_id, run_dir = _agree(gathering, place)
+        rendezvous = Rendezvous(run_id, ranks, gathering)
 
         standing = Standing(memory, ranks)
         agent = Agent(
@@ -239,20 +239,24 @@ def _judge(rendezvous: Rendezvous) -> Callable[[list[Failure]], Verdict]:
     return judge
 
 
-def _agree_on_directory(gathering: Gathering | Rounds | None, place: Place) -> Path:
+def _agree(gathering: Gathering | Rounds | None, place: Place) -> tuple[str, Path]:
+    """Return the name of this launch, which no other has, and its run's directory."""
+    run_id = uuid.uuid4().hex
     if gathering is None:
-        return place(None)
+        return run_id, place(None)
     try:
         if gathering.leads:
             run_dir = place(None)
+            gathering.tell("launch", run_id)
             gathering.tell("directory", run_dir.name)
         else:
             run_dir = place(gathering.hear("directory"))
+            run_id = gathering.hear("launch")
     except LockstepError as error:
         gathering.fail(error)
         raise
     gathering.ready()
-    return run_dir
+    return run_id, run_dir
 
 
 @contextlib.contextmanager

@@ -30,7 +30,10 @@ class Place(Protocol):
 
     epoch: int
     epochs: int
-    steps: int
+
+    @property
+    def steps(self) -> int:
+        """How many updates have happened."""
 
     @property
     def microbatch(self) -> Microbatch | None:
@@ -48,7 +51,8 @@ class RecordSettings:
         progress: whether the main rank shows anything.
         trace: where the trace goes; `None` for no trace.
         generation: how many times the processes of this run were started before.
-        restarted: whether they were, by this launch.
+        launch: name of the launch; `None` where nobody gives one.
+        restarted: whether this launch has recorded the run before.
     """
 
     name: str
@@ -57,6 +61,7 @@ class RecordSettings:
     progress: bool
     trace: Path | None
     generation: int = 0
+    launch: str | None = None
     restarted: bool = False
 
 
@@ -232,7 +237,9 @@ class Recorder:
         """Record that the run was asked to end after step number `step`, and can go on from there."""
         if self._world.is_main:
             self._write("preempted", step=step)
-        if self._world.is_main and self._world.environment != "lockstep":  # a launcher says it itself
+        if (
+            self._world.is_main and self._world.environment != "lockstep"
+        ):  # a launcher says it itself
             self._progress.say(
                 f"lockstep: preempted after step {step}; the run continues with "
                 f"--run-dir {self.shown_directory}"
@@ -265,6 +272,7 @@ class Recorder:
             self.directory,
             {
                 "identity": asdict(self._identity),
+                "launch": self._settings.launch,
                 "status": status,
                 **more,
                 "generations": self._generations,

@@ -70,6 +70,11 @@ class HeldModel(abc.ABC):
         module.register_forward_pre_hook(_ForwardHook(self))
 
     @property
+    def several_replicas(self) -> bool:
+        """Whether the run has more replicas than one."""
+        return self._several_replicas
+
+    @property
     def trains_buffers(self) -> bool:
         """Whether forward passes may change buffers now: a part that has some is in training mode."""
         return any(part.training for part in self._buffered)

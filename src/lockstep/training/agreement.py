@@ -69,18 +69,24 @@ class OnBoard:
 
     def __init__(self, board: Board, *, leads: bool) -> None:
         self._board, self._leads = board, leads
+        self._wish: Wish | None = None
         self._done = 0
 
     def ask(self, wish: Wish) -> None:
         """Ask for the next step that all can agree on; from a signal handler, too."""
-        self._board.asked = max(self._board.asked, _WISHES.index(wish))
+        self._wish = _stronger(self._wish, wish)
 
     def at_point(self, steps: int) -> Wish | None:
         """Return what all ranks do now, after `steps` updates; every rank calls it at every point."""
         at, what = self._board.agreed
         if self._done < at <= steps:
             self._done = steps
+            if self._wish == "save":
+                self._wish = None
             return _WISHES[what]
+        if self._wish is not None:
+            # At every point until it is so: the first rank may be clearing what another one asks.
+            self._board.asked = max(self._board.asked, _WISHES.index(self._wish))
         # Not in the step that was agreed on before: others may still look what it was.
         if self._leads and self._board.asked and steps > self._done:
             self._board.agreed = (steps + 1, self._board.asked)
@@ -117,7 +123,6 @@ class ThroughStore:
         self._turn = 0
         self._ready: _Ready | None = None
         self._stop = threading.Event()
-        self._wake = threading.Event()
         self._store = store
         self._thread = threading.Thread(target=self._look, name="lockstep-agree", daemon=True)
         self._thread.start()
@@ -125,7 +130,6 @@ class ThroughStore:
     def ask(self, wish: Wish) -> None:
         """Ask for the next point that all can agree on; from a signal handler, too."""
         self._wish = _stronger(self._wish, wish)
-        self._wake.set()
 
     def at_point(self, steps: int) -> Wish | None:
         """Return what all ranks do now, after `steps` updates; every rank calls it at every point."""
@@ -137,18 +141,18 @@ class ThroughStore:
             everybody = [f"{ready.turn}/ready/{rank}" for rank in range(self._size)]
             if self._rank == 0 and self._store.check(everybody):
                 self._store.set(at, str(steps + 1))
+                self._store.get(at)  # answered when it is there: before this rank begins the step
             return None
         if steps < int(self._store.get(at)):
             return None
         stop = self._store.check([f"{ready.turn}/stop"])
-        self._wish = None
+        if stop or self._wish == "save":
+            self._wish = None  # a wish to stop that came too late for this turn is for the next
         self._turn, self._ready = ready.turn + 1, None
         return "stop" if stop else "save"
 
     def _look(self) -> None:
-        while not self._stop.is_set():
-            self._wake.wait(_LOOK_SECONDS)
-            self._wake.clear()
+        while not self._stop.wait(_LOOK_SECONDS):
             try:
                 self._look_once()
             except dist.DistError:
@@ -170,5 +174,4 @@ class ThroughStore:
     def close(self) -> None:
         """Stop looking."""
         self._stop.set()
-        self._wake.set()
         self._thread.join()

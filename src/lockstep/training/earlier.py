@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lockstep.record import run_file
 from lockstep.world.meet import Meeting
+from lockstep.world.model import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +21,13 @@ class Earlier:
         generations: how many times its processes were started before.
         replicas: number of replicas that it began with; `None` for a new run.
         threads: intra-op threads that it began with.
+        is_ours: whether this launch has recorded it, before its processes were restarted.
     """
 
     generations: int = 0
     replicas: int | None = None
     threads: int | None = None
+    is_ours: bool = False
 
     @property
     def is_new(self) -> bool:
@@ -31,8 +35,19 @@ class Earlier:
         return self.generations == 0
 
 
-def recall(meeting: Meeting, run_dir: Path | None, *, fresh: bool) -> Earlier:
+def launch_of(world: World, environ: Mapping[str, str]) -> str | None:
+    """Return the name of the launch that this process belongs to; `None` where nobody gives one."""
+    return environ.get("TORCHELASTIC_RUN_ID") if world.environment == "lockstep" else None
+
+
+def recall(meeting: Meeting, run_dir: Path | None, launch: str | None, *, fresh: bool) -> Earlier:
     """Return what the main rank finds in `run_dir`, the same on all ranks.
+
+    Args:
+        meeting: with the other ranks.
+        run_dir: the directory; `None` for a new one.
+        launch: name of this launch.
+        fresh: whether a run of another launch is to be forgotten.
 
     Raises:
         RunDirectoryError: if the record there is damaged.
@@ -40,15 +55,21 @@ def recall(meeting: Meeting, run_dir: Path | None, *, fresh: bool) -> Earlier:
     """
     store = meeting.store
     if meeting.world.is_main:
-        recorded = None if run_dir is None or fresh else run_file.read(run_dir)
-        store.set("earlier", json.dumps(asdict(_earlier(recorded or {}))))
+        recorded = None if run_dir is None else run_file.read(run_dir)
+        # A restart goes on with what this launch has begun, fresh or not.
+        is_ours = (recorded or {}).get("launch") == launch and (
+            launch is not None or meeting.world.generation > 0
+        )
+        earlier = Earlier() if fresh and not is_ours else _earlier(recorded or {}, is_ours=is_ours)
+        store.set("earlier", json.dumps(asdict(earlier)))
     meeting.wait(["earlier"], "begin")
     return Earlier(**json.loads(store.get("earlier")))
 
 
-def _earlier(recorded: dict[str, Any]) -> Earlier:
+def _earlier(recorded: dict[str, Any], *, is_ours: bool) -> Earlier:
     identity = recorded.get("identity", {})
     generations = recorded.get("generations", [])
     if not generations:
         return Earlier()
-    return Earlier(len(generations), identity.get("replicas"), identity.get("threads"))
+    replicas, threads = identity.get("replicas"), identity.get("threads")
+    return Earlier(len(generations), replicas, threads, is_ours)

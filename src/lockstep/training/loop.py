@@ -48,7 +48,6 @@ class Loop:
     Attributes:
         epoch: number of the running epoch.
         epochs: how many epochs were asked for.
-        steps: how many updates have happened.
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class Loop:
         self._closed = False
         self.epoch = 0
         self.epochs = 0
-        self.steps = 0
         self.points = 0
         self.at_point: Callable[[], None] = _nothing
 
@@ -83,10 +81,22 @@ class Loop:
             self._track.epoch_begins(epoch)
             self._arrive()
             set_key(keys.derive(self._seed, keys.EPOCH, self._track.stretch))
-            yield epoch
+            try:
+                yield epoch
+            except GeneratorExit:  # a `break`, or an exception in the script
+                self._leave_epochs()
+                raise
             epoch_ends(epoch)
             self._track.epoch_ends()
             self.point()
+        self._end_phase()
+
+    def _leave_epochs(self) -> None:
+        if not self._closed and not self.is_on_the_way:
+            self._track.epoch_ends()
+            self._end_phase()
+
+    def _end_phase(self) -> None:
         self._track.phase_ends()
         self._arrive()
         set_key(keys.derive(self._seed, keys.EPOCH, self._track.stretch))
@@ -94,9 +104,14 @@ class Loop:
     # --- points: places between batches and between epochs, where the state is whole -------------
 
     @property
+    def steps(self) -> int:
+        """How many updates have happened; on the way back as many as had when the script was here."""
+        return self._track.steps
+
+    @property
     def position(self) -> Position:
         """Where the run stands at this point."""
-        return self._track.position(self.steps, self.points)
+        return self._track.position(self.points)
 
     def resume(self, position: Position, restore: Restore) -> None:
         """Go on at `position`: pass over what was done before it.
@@ -107,7 +122,7 @@ class Loop:
                 its first loop, which may only evaluate, and again, for the whole, at `position`.
         """
         self._track.set_out(position)
-        self.steps, self.points = position.steps, position.points
+        self.points = position.points
         self._restore = restore
 
     def check_arrived(self) -> None:
@@ -116,12 +131,19 @@ class Loop:
         Raises:
             CheckpointError: if it has not come to where its state was saved.
         """
+        self._approach()
         self._track.check_arrived()
+
+    @property
+    def is_on_the_way(self) -> bool:
+        """Whether the script has not come to where its state was saved."""
+        return self._track.is_on_the_way
 
     def _approach(self) -> None:
         if self._restore is not None and not self._has_approached:
             self._has_approached = True
             self._restore(False)
+            self._arrive()
 
     def _arrive(self) -> None:
         position = self._track.arrives()
@@ -131,7 +153,7 @@ class Loop:
         self._restore(True)
         self._restore = None
         self._fresh = False
-        self.steps, self.points = position.steps, position.points
+        self.points = position.points
 
     @property
     def is_between(self) -> bool:
@@ -142,6 +164,9 @@ class Loop:
         """The state is whole here."""
         if self._track.is_on_the_way:
             return
+        # A loop that was left in the middle of a batch has not let the ranks' buffers meet.
+        for model in self._models:
+            model.finish_buffers()
         self._fresh = False
         self.points += 1
         self.at_point()
@@ -272,7 +297,7 @@ class Loop:
             return
         self._updated = False
         self._fresh = True
-        self.steps += 1
+        self._track.steps += 1
         for listener in self._listeners:
             listener.step_ends(self.steps, microbatch)
 

@@ -95,18 +95,20 @@ def gate_scheduler(scheduler: Scheduler, loop: Loop) -> Scheduler:
     `state_dict()` returns.
 
     Raises:
-        StepError: if it has no `step`.
+        StepError: if it has no `step`, or cannot save and load its state.
     """
     own = type(scheduler)
-    act = getattr(own, "step", None)
-    if not callable(act):
-        raise StepError(f"{own.__name__} has no step(); expected a scheduler")
+    for method in ("step", "state_dict", "load_state_dict"):
+        if not callable(getattr(own, method, None)):
+            raise StepError(f"{own.__name__} has no {method}(); expected a scheduler")
+    act = own.step  # type: ignore[attr-defined]
 
     @functools.wraps(act)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         return act(self, *args, **kwargs) if loop.acts_now() else None
 
     named = {"step": step, "__module__": own.__module__, "__qualname__": own.__qualname__}
+    named["__slots__"] = ()  # as large as its class, or Python would not let it change
     scheduler.__class__ = type(own.__name__, (own,), named)
     return scheduler
 

@@ -69,6 +69,7 @@ class Search:
         self._meeting, self._group, self._disk = meeting, group, disk
         self._rank, self._size = meeting.world.rank, meeting.world.size
         self._memory = _in_memory(snapshots)
+        self._found: checkpoints.Found | None = None
 
     def find(self) -> Saved | None:
         """Return the newest state, the same on all ranks; `None` where the run begins.
@@ -78,29 +79,40 @@ class Search:
             CheckpointError: if the disk cannot be read.
         """
         if self._size == 1:
-            return self._memory or self._read(self._disk.newest())
-        points = self._tell_all("memory", str(_points(self._memory)))
-        newest = max(int(point) for point in points)
-        if newest < 0:
-            return self._spread(self._agree_on_disk())
-        return self._spread(self._memory if _points(self._memory) == newest else None)
+            disk = self._on_disk(beyond=_points(self._memory))
+            return self._memory if disk is None else self._read(disk)
+        newest = max(int(point) for point in self._tell_all("memory", str(_points(self._memory))))
+        path = self._agree_on_path(newest)
+        if path:
+            return self._spread(self._read_where_shared(path))
+        return self._spread(self._memory if 0 <= newest == _points(self._memory) else None)
 
-    def _agree_on_disk(self) -> Saved | None:
-        """Return the newest checkpoint of the main rank, or nothing where this node does not see it."""
+    def _on_disk(self, *, beyond: int) -> checkpoints.Found | None:
+        """Return the newest checkpoint that is further than `beyond` points; it is read only then."""
+        there = self._disk.newest_text()
+        if there is None or _points_of(there) <= beyond:
+            return None
+        found = self._disk.newest()
+        return None if found is None or _points_of(found.text) <= beyond else found
+
+    def _agree_on_path(self, newest: int) -> str:
+        """Return where the main rank has found something newer than in memory; empty for nowhere."""
         store = self._meeting.store
         if self._rank == 0:
-            found = self._disk.newest()
-            store.set("resume/path", "" if found is None else str(found.path))
-            return self._read(found)
+            self._found = self._on_disk(beyond=newest)
+            store.set("resume/path", "" if self._found is None else str(self._found.path))
         self._meeting.wait(["resume/path"], "find their state")
-        path = store.get("resume/path").decode()
+        return store.get("resume/path").decode()
+
+    def _read_where_shared(self, path: str) -> Saved | None:
+        """Return the checkpoint, or nothing where this node does not see the main rank's disk."""
+        if self._found is not None:
+            return self._read(self._found)
         with contextlib.suppress(CheckpointError):
-            return self._read(checkpoints.look(Path(path))) if path else None
+            return self._read(checkpoints.look(Path(path)))
         return None
 
-    def _read(self, found: checkpoints.Found | None) -> Saved | None:
-        if found is None:
-            return None
+    def _read(self, found: checkpoints.Found) -> Saved:
         tensors, text = self._disk.read(found)
         return Saved(text, tensors, str(found.path))
 
@@ -149,6 +161,10 @@ def _in_memory(snapshots: Snapshots | None) -> Saved | None:
 
 def _points(saved: Saved | None) -> int:
     return -1 if saved is None else saved.position.points
+
+
+def _points_of(text: str) -> int:
+    return Position.parse(json.loads(text)["position"]).points
 
 
 def _name(tensor: torch.Tensor) -> str:

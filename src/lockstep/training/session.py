@@ -31,7 +31,7 @@ from lockstep.record.run_file import Identity, script_and_arguments, versions
 from lockstep.strategies.held import HeldModel
 from lockstep.training.continuation import Continuation
 from lockstep.training.digest import digest
-from lockstep.training.earlier import recall
+from lockstep.training.earlier import launch_of, recall
 from lockstep.training.faults import Faults
 from lockstep.training.keeping import Keeper
 from lockstep.training.loop import Listener, Loop
@@ -82,9 +82,9 @@ class Session:
         self.standing = Standing.begin(find_slot(os.environ, world), os.environ)
         with self._meeting.telling(), self.standing.meeting("the start of the run"):
             self._run_dir = self._choose_run_dir(self._meeting.number)
-            # A restart goes on with what this launch has begun, fresh or not.
-            self._fresh = settings.fresh and world.generation == 0
-            self._earlier = recall(self._meeting, self._run_dir, fresh=self._fresh)
+            self._launch = launch_of(world, os.environ)
+            fresh = settings.fresh
+            self._earlier = recall(self._meeting, self._run_dir, self._launch, fresh=fresh)
             self.replicas = self._choose_replicas()
             self.block = block(self.replicas, world.size, world.rank)
             self.device = choose_device(settings.devices, world)
@@ -151,6 +151,8 @@ class Session:
 
     def save(self, best: float | None) -> None:
         """Save the state when the script is done with this batch or epoch; outside of both, now."""
+        if self.loop.is_on_the_way:
+            return  # it has been saved here before, and stands elsewhere now
         self._keeper.ask(best)
         if self.loop.is_between:
             self.loop.point()
@@ -215,11 +217,12 @@ class Session:
         return RecordSettings(
             name=asked.name,
             run_dir=self._run_dir,
-            fresh=self._fresh,
+            fresh=asked.fresh and not self._earlier.is_ours,
             progress=asked.progress,
             trace=asked.trace,
             generation=self._earlier.generations,
-            restarted=self.world.generation > 0,
+            launch=self._launch,
+            restarted=self._earlier.is_ours,
         )
 
     def _describe(self) -> Identity:

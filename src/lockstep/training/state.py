@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.errors import CheckpointError
@@ -29,8 +31,11 @@ class State:
 
     def gather(self) -> dict[str, Any]:
         """Return the state of all; tensors are the ones in use."""
+        modules = [model.module for model in self.models]
         return {
-            "models": _numbered([model.module.state_dict() for model in self.models]),
+            "models": _numbered([module.state_dict() for module in modules]),
+            "buffers": _numbered([_buffers(module) for module in modules]),
+            "gradients": _numbered([_gradients(model) for model in self.models]),
             "optimizers": _numbered([one.state_dict() for one in self.optimizers]),
             "schedulers": _numbered([one.state_dict() for one in self.schedulers]),
             "registered": {name: one.state_dict() for name, one in self.registered.items()},
@@ -48,8 +53,12 @@ class State:
         """
         modules = [model.module for model in self.models]
         _load("model", _numbered(modules), state["models"], whole=whole)
+        for number, model in enumerate(self.models):
+            _fill(model, state["buffers"].get(str(number)), state["gradients"].get(str(number)))
         _load("optimizer", _numbered(self.optimizers), state["optimizers"], whole=whole)
-        for optimizer in self.optimizers:
+        for number, optimizer in enumerate(self.optimizers):
+            if str(number) in state["optimizers"]:
+                _keep_types(optimizer, state["optimizers"][str(number)])
             # It has stepped, in an earlier process; torch's schedulers warn where it has not.
             optimizer._opt_called = True  # type: ignore[attr-defined]
         _load("scheduler", _numbered(self.schedulers), state["schedulers"], whole=whole)
@@ -68,12 +77,54 @@ class State:
         return None
 
 
+def _buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that `state_dict()` leaves out: they are what the run has computed, too."""
+    saved = module.state_dict(keep_vars=True)
+    return {name: value for name, value in module.named_buffers() if name not in saved}
+
+
+def _gradients(model: HeldModel) -> dict[str, torch.Tensor]:
+    """Return gradients that wait for a step, as they may where there is one replica; others refuse it."""
+    if model.several_replicas:
+        return {}
+    named = model.module.named_parameters()
+    return {name: value.grad for name, value in named if value.grad is not None}
+
+
+def _fill(
+    model: HeldModel,
+    buffers: Mapping[str, torch.Tensor] | None,
+    gradients: Mapping[str, torch.Tensor] | None,
+) -> None:
+    own = dict(model.module.named_buffers())
+    for name, value in (buffers or {}).items():
+        if name in own:
+            own[name].copy_(value)
+    parameters = dict(model.module.named_parameters())
+    for name, value in (gradients or {}).items():
+        if name in parameters:
+            parameters[name].grad = value.to(parameters[name].device)
+
+
+def _keep_types(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Put back what `load_state_dict` has cast: it gives all state the parameters' type (torch 2.13)."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=False):
+        own = optimizer.state.get(parameter, {})
+        for name, value in saved["state"].get(number, {}).items():
+            now = own.get(name)
+            if torch.is_tensor(now) and torch.is_tensor(value) and now.dtype != value.dtype:
+                own[name] = value.to(now.device)
+
+
 def _numbered(values: Sequence[Any]) -> dict[str, Any]:
     return {str(number): value for number, value in enumerate(values)}
 
 
 def _load(what: str, there: Mapping[str, Any], saved: Mapping[str, Any], *, whole: bool) -> None:
-    if whole and there.keys() != saved.keys():
+    # The script may make more after the point than there was before.
+    if whole and not saved.keys() <= there.keys():
         raise CheckpointError(
             f"the state has {len(saved)} {what}(s) ({', '.join(saved) or 'none'}), the script has made "
             f"{len(there)} ({', '.join(there) or 'none'})",

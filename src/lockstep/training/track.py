@@ -19,15 +19,17 @@ class Track:
     """Counts phases, epochs and loops, and passes over what is done.
 
     Attributes:
+        steps: updates until here.
         stretch: number of the stretch: another one for every epoch and every phase, part of all keys.
     """
 
     def __init__(self) -> None:
+        self.steps = 0
         self.stretch = 0
         self._rounds: defaultdict[int, int] = defaultdict(int)
         self._loaders = 0
-        self._loaders_before = 0  # when the epoch began
-        self._phases: list[tuple[int, int]] = []
+        self._before = (0, 0)  # loaders and steps when the epoch began
+        self._phases: list[tuple[int, int, int]] = []
         self._epoch: int | None = None
         self._outside: list[LoopPosition] = []
         self._inside: list[LoopPosition] = []
@@ -36,15 +38,17 @@ class Track:
 
     # --- where it is -----------------------------------------------------------------------------
 
-    def position(self, steps: int, points: int) -> Position:
-        """Return where the run stands, with the counts of updates and points."""
+    def position(self, points: int) -> Position:
+        """Return where the run stands, having passed so many points."""
+        loaders, before = self._before
         return Position(
-            steps=steps,
+            steps=self.steps,
             points=points,
             phase=len(self._phases),
             epoch=self._epoch,
             stretch=self.stretch,
-            loaders=self._loaders_before,
+            loaders=loaders,
+            before=before,
             rounds=tuple(sorted(self._rounds.items())),
             phases=tuple(self._phases),
             loops=(*self._outside, *self._inside),
@@ -72,7 +76,7 @@ class Track:
         if target is None:
             return range(count)
         if phase < target.phase:
-            self.stretch, self._loaders = target.phases[phase]
+            self.stretch, self._loaders, self.steps = target.phases[phase]
             self._rounds.clear()
             return range(0)
         if target.epoch is None:
@@ -83,9 +87,10 @@ class Track:
         """An epoch begins."""
         self._begin_stretch()
         self._epoch = epoch
-        if self._target is not None:
-            self.stretch, self._loaders = self._target.stretch, self._target.loaders
-        self._loaders_before = self._loaders
+        target = self._target
+        if target is not None:
+            self.stretch, self._loaders, self.steps = target.stretch, target.loaders, target.before
+        self._before = (self._loaders, self.steps)
 
     def epoch_ends(self) -> None:
         """The script is done with an epoch: from here on it stands before the next one."""
@@ -95,18 +100,18 @@ class Track:
         self._inside.clear()
         self._begin_stretch()
         self._epoch += 1
-        self._loaders_before = self._loaders
+        self._before = (self._loaders, self.steps)
 
     def phase_ends(self) -> None:
         """All epochs of a phase are done."""
         target = self._target
         if target is not None and len(self._phases) == target.phase and target.epoch is not None:
-            self.stretch, self._loaders = target.stretch, target.loaders
+            self.stretch, self._loaders, self.steps = target.stretch, target.loaders, target.before
             self._passed = len(target.loops)
             self._rounds.clear()
         self._begin_stretch()
-        self._phases.append((self.stretch, self._loaders))
-        self._loaders_before = self._loaders
+        self._before = (self._loaders, self.steps)
+        self._phases.append((self.stretch, *self._before))
         self._epoch = None
 
     def new_loader(self) -> int:
@@ -124,6 +129,7 @@ class Track:
             return start
         self._passed += 1
         self._loops.append(done)
+        self.steps = done.steps
         return replace(start, batch=done.batches, is_over=done.complete)
 
     def _done(self, loader: int, round_: int) -> LoopPosition | None:
@@ -133,7 +139,7 @@ class Track:
 
     def trained(self, loop: LoopPosition) -> None:
         """A loop that has updated parameters stands at `loop`."""
-        loops = self._loops
+        loops, loop = self._loops, replace(loop, steps=self.steps)
         if loops and loops[-1].key == loop.key:
             loops[-1] = loop
         else:
@@ -171,6 +177,7 @@ class Track:
         self._target = None
         self._rounds.clear()
         self._rounds.update(target.rounds)
+        self.steps = target.steps
         return target
 
 

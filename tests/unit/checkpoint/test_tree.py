@@ -112,6 +112,12 @@ def test_optimizers_take_their_state_back(make):
     assert str(second.state_dict()) == str(first.state_dict())
 
 
+def test_sparse_tensors_are_named():
+    sparse = torch.ones(2, 2).to_sparse()
+    with pytest.raises(CheckpointError, match=r"registered\.x is a sparse or quantized tensor"):
+        tree.flatten({"registered": {"x": sparse}})
+
+
 class Odd:
     """Something that is no container, number, text or tensor."""
 

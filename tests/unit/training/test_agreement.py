@@ -91,6 +91,36 @@ def test_ranks_that_have_only_the_store():
     assert [wish for _, wish in did[0]] == ["save", "stop"]
 
 
+def test_a_wish_to_stop_that_comes_while_others_agree_to_save_is_not_lost(board):
+    first, second = OnBoard(board, leads=True), OnBoard(board, leads=False)
+    first.ask("save")
+    assert first.at_point(1) is None
+    second.ask("stop")  # after the first rank has named step 2
+    did = [(step, one.at_point(step)) for step in range(2, 6) for one in (second, first)]
+    assert [wish for step, wish in did if step == 2] == ["save", "save"]
+    assert [step for step, wish in did if wish == "stop"] == [4, 4]
+
+
+def test_a_wish_to_stop_that_is_too_late_for_a_turn_is_for_the_next_one():
+    store = dist.HashStore()
+    ranks = [ThroughStore(store, rank, 2) for rank in range(2)]
+    ranks[0].ask("save")
+    deadline = time.monotonic() + 10
+    while any(rank._ready is None for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for rank in ranks:
+        rank.ask("stop")
+    did = []
+    for step in range(1, 400):
+        did += [wish for rank in ranks if (wish := rank.at_point(step)) is not None]
+        if "stop" in did[2:3]:
+            break
+        time.sleep(0.01)
+    for rank in ranks:
+        rank.close()
+    assert did == ["save", "save", "stop", "stop"]
+
+
 def test_what_an_earlier_run_has_agreed_on_is_past(board):
     first = OnBoard(board, leads=True)
     first.ask("stop")

@@ -128,13 +128,63 @@ def fresh_loaders(run: lockstep.Run) -> None:
         loop(12)
 
 
+def leaving(run: lockstep.Run) -> None:
+    """Epochs and loops that are left early, and buffers that no `state_dict` has."""
+    module = net()
+    module.register_buffer("seen", torch.zeros(()), persistent=False)
+    model = run.model(module)
+    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
+    loader = run.loader(data(24), batch_size=8, shuffle=True)
+
+    def epochs(count: int, enough: int) -> None:
+        for epoch in run.epochs(count):
+            for whole in run.batches(loader):
+                for x, y in whole:
+                    logits = model(x) * (1 + module.seen)
+                    if run.step % 5 == 4:
+                        break  # its statistics count, its gradients are not wanted
+                    run.backward(F.cross_entropy(logits, y))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                module.seen += 0.01
+                if run.step % 5 == 4:
+                    break
+            if epoch + 1 == enough:
+                break
+
+    epochs(8, 2)
+    epochs(3, 3)
+
+
+def by_steps(run: lockstep.Run) -> None:
+    """As many loops as it takes, and one replica that keeps gradients from batch to batch."""
+    model = run.model(net())
+    often, seldom = nn.ModuleList([*model][:3]), nn.ModuleList([*model][3:])
+    first = run.optimizer(torch.optim.NAdam(often.parameters(), lr=0.01))
+    second = run.optimizer(torch.optim.SGD(seldom.parameters(), lr=0.05))
+    run.save()
+    batches = run.register("batches", Mean())
+    while run.step < 8:
+        for x, y in run.loader(data(12), batch_size=4, shuffle=True):
+            run.backward(F.cross_entropy(model(x), y))
+            first.step()
+            first.zero_grad()
+            batches.count += 1
+            if batches.count % 2 == 0:
+                second.step()
+                second.zero_grad()
+
+
 def train(script: Callable[[lockstep.Run], None], directory: Path, number: int) -> tuple[str, int]:
-    with lockstep.Run("run", replicas=2, run_dir=directory / f"{number}", progress=False) as run:
+    replicas = 1 if script is by_steps else 2
+    with lockstep.Run(
+        "run", replicas=replicas, run_dir=directory / f"{number}", progress=False
+    ) as run:
         script(run)
     return run.digest(), run.step
 
 
-@pytest.mark.parametrize("script", [plain, winding, fresh_loaders])
+@pytest.mark.parametrize("script", [plain, winding, fresh_loaders, leaving, by_steps])
 def test_from_every_point(script, tmp_path, monkeypatch, capsys):
     points: list[Saved] = []
 
@@ -145,7 +195,7 @@ def test_from_every_point(script, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Keeper, "at_point", keep)
     whole = train(script, tmp_path, 0)
     recorded, points = points, []
-    assert len(recorded) > 10
+    assert len(recorded) >= 6
     monkeypatch.setattr("lockstep.training.earlier.Earlier.is_new", False)
     for number, saved in enumerate(recorded, 1):
         monkeypatch.setattr(Search, "find", lambda _, saved=saved: saved)

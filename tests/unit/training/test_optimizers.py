@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from lockstep.checkpoint import tree
 from lockstep.errors import ModelError, StepError
 
 
@@ -165,3 +166,63 @@ def test_clip_acts_with_the_step(make_run) -> None:
         assert again.item() == pytest.approx(1.0, rel=1e-4)
         assert run.clip(model.weight, 10.0).item() == pytest.approx(0.5, rel=1e-4)
         assert run.clip([model.weight], 10.0, norm_type=float("inf")).item() <= 0.5
+
+
+class Narrow:
+    """A scheduler of the user's own, without room for further attributes."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def step(self) -> None:
+        self.count += 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def test_a_scheduler_keeps_its_kind_and_its_state(make_run) -> None:
+    with make_run() as run:
+        model = run.model(nn.Linear(3, 1))
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        own, narrow = torch.optim.lr_scheduler.StepLR(optimizer, 3), Narrow()
+        before = own.state_dict()
+        assert run.scheduler(own) is own
+        assert own.state_dict() == before
+        assert isinstance(own, torch.optim.lr_scheduler.StepLR)
+        run.scheduler(narrow)
+        narrow.step()
+        assert narrow.state_dict() == {"count": 1}
+
+
+def test_a_scheduler_that_cannot_be_saved_is_refused(make_run) -> None:
+    class Forgetful:
+        def step(self) -> None: ...
+
+    with make_run() as run, pytest.raises(StepError, match=r"Forgetful has no state_dict\(\)"):
+        run.scheduler(Forgetful())
+
+
+def test_state_keeps_its_type_beside_parameters_of_another(make_run) -> None:
+    """NAdam counts in float32, also for parameters in float64: what load_state_dict casts."""
+    with make_run() as run:
+        model = run.model(nn.Linear(3, 1, dtype=torch.float64))
+        optimizer = run.optimizer(torch.optim.NAdam(model.parameters(), lr=0.1))
+        model(torch.ones(2, 3, dtype=torch.float64)).sum().backward()
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        for group in optimizer.param_groups:
+            assert group["lr"] == 0.1
+        type(optimizer).step(optimizer)
+        state = run._session.state
+        text, tensors = tree.flatten(state.gather())
+        saved = {name: tensor.clone() for name, tensor in tensors.items()}
+        state.load(tree.rebuild(text, saved), whole=True)
+        kinds = {name: value.dtype for name, value in optimizer.state[model.weight].items()}
+        assert kinds["mu_product"] == torch.float32
+        assert kinds["exp_avg"] == torch.float64

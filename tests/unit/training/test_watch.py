@@ -39,7 +39,10 @@ class Rank:
 
 
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Rank]]:
+def ranks(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Iterator[list[Rank]]:
+    # `capfd` comes first: it must not be taken down while their threads still print.
     monkeypatch.setattr(watch, "_LOOK_SECONDS", 0.01)
     monkeypatch.setattr(watch.os, "_exit", lambda _code: None)
     store = dist.HashStore()
