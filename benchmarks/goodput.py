@@ -34,7 +34,7 @@ CONTESTANTS = {"Lockstep": LOCKSTEP, "torchft": TORCHFT}
 PACES = {5.5: 0.85, 1.4: 0.55}
 #: Seconds of calm before the first step that counts: runs are not killed as soon as they begin.
 _CALM = 5.0
-#: Times as long as without kills, after which a contestant has failed.
+#: Times as long as without kills, after which a contestant is given up: what it has done counts.
 _PATIENCE = 10
 
 
@@ -103,12 +103,17 @@ def measure(
         killer = Killer(launch, kills)
         killer.start()
         try:
-            end = launch.wait_for(lambda entry: entry.step >= begin.step + steps, limit)
+            last = launch.wait_for(lambda entry: entry.step >= begin.step + steps, limit)
+        except TimeoutError:  # what it has done until then is its goodput
+            last = max(launch.entries, key=lambda entry: entry.step)
         finally:
             killer.stop()
-        counted = range(begin.step + 1, begin.step + steps + 1)
+        done = last.step - begin.step
+        counted = range(begin.step + 1, last.step + 1)
         whole = {e.step for e in launch.entries if e.participants == 2 and e.step in counted}
-    return Outcome((end.time - begin.time) / steps, killer.killed, len(whole) / steps)
+    if done < steps:
+        return Outcome(limit / done if done else math.inf, killer.killed, len(whole) / max(1, done))
+    return Outcome((last.time - begin.time) / done, killer.killed, len(whole) / done)
 
 
 def main() -> None:

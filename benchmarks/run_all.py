@@ -11,7 +11,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-NAMES = ("imports", "order", "start", "step", "exchange", "unused", "mpi")
+NAMES = (
+    *("imports", "order", "start", "step", "exchange", "unused", "mpi"),
+    *("restart", "goodput", "checkpoint", "resume", "snapshot"),
+)
 
 
 def main() -> None:

@@ -22,7 +22,8 @@ from typing import Any
 
 Rounds = Mapping[str, Sequence[float]]
 
-_PACKAGES = ("torch", "torchvision", "accelerate", "lightning-fabric", "pytorch-ignite")
+_PEERS = ("accelerate", "lightning-fabric", "pytorch-ignite", "torchft", "torchdata")
+_PACKAGES = ("torch", "torchvision", *_PEERS)
 
 
 def options_parser(doc: str | None, *, pairs: int) -> argparse.ArgumentParser:

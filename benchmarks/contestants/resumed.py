@@ -99,13 +99,19 @@ def with_torchdata() -> None:
 
 def by_hand() -> None:
     """What is written without either: the batches that are done are fetched again, and left out."""
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
     torch.manual_seed(0)
     done = STOP if WHAT == "resume" else 0
     loader = DataLoader(Slow(), batch_size=BATCH, shuffle=True, **WORKER_SETTINGS)
     loop_begins()
-    for step, _ in enumerate(loader):
-        if step >= done:
-            first()
+    for step, inputs in enumerate(loader):
+        if step < done:
+            continue
+        first()
+        train(model, inputs).backward()
+        optimizer.step()
+        optimizer.zero_grad()
         if WHAT == "save":
             return
 
