@@ -26,9 +26,10 @@ mpi: $(MPI)
 demo: install
 	$(BIN)/lockstep run -n 2 examples/digits.py
 
-# Two at a time, since most tests wait for processes that they have started; not where one Slurm or one network is shared.
+# Two files at a time, since most tests wait for processes that they have started. Not where one Slurm or one network
+# is shared; and launchers of one file may meet at one place.
 test: install mpi
-	$(BIN)/python -m pytest -n 2 --ignore tests/slurm --ignore tests/nodes
+	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/slurm --ignore tests/nodes
 	$(BIN)/python -m pytest tests/slurm tests/nodes
 
 lint: install
