@@ -26,11 +26,12 @@ mpi: $(MPI)
 demo: install
 	$(BIN)/lockstep run -n 2 examples/digits.py
 
-# Two files at a time, since most tests wait for processes that they have started. Not where one Slurm or one network
-# is shared; and launchers of one file may meet at one place.
+# Two files at a time, since most tests wait for processes that they have started: launchers of one file may meet at one
+# place. One after the other where a Slurm or a network is shared, or where the test's own process must have no threads.
+ALONE := tests/unit/launch/test_heir.py tests/slurm tests/nodes
 test: install mpi
-	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/slurm --ignore tests/nodes
-	$(BIN)/python -m pytest tests/slurm tests/nodes
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ALONE:%=--ignore %)
+	$(BIN)/python -m pytest $(ALONE)
 
 lint: install
 	$(BIN)/ruff check .
