@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # Each has an mpiexec and a libmpi of its own: neither can go into the virtual environment with the other.
 MPI := .mpi/mpich/.installed .mpi/openmpi/.installed
 
-.PHONY: install mpi demo test lint bench test-gpu clean
+.PHONY: install mpi demo test test-inside test-outside lint bench test-gpu clean
 
 install: $(STAMP)
 
@@ -26,12 +26,17 @@ mpi: $(MPI)
 demo: install
 	$(BIN)/lockstep run -n 2 examples/digits.py
 
-# Two files at a time, since most tests wait for processes that they have started: launchers of one file may meet at one
-# place. One after the other where a Slurm or a network is shared, or where the test's own process must have no threads.
-ALONE := tests/unit/launch/test_heir.py tests/slurm tests/nodes
+# Two halves beside each other, since most tests wait for processes that they have started; then those that share a Slurm or
+# a network.
 test: install mpi
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ALONE:%=--ignore %)
-	$(BIN)/python -m pytest $(ALONE)
+	$(MAKE) --no-print-directory --output-sync=target -j 2 test-inside test-outside
+	$(BIN)/python -m pytest tests/slurm tests/nodes
+
+test-inside:
+	$(BIN)/python -m pytest tests/unit tests/distributed tests/gpu
+
+test-outside:
+	$(BIN)/python -m pytest tests/cli tests/mpi
 
 lint: install
 	$(BIN)/ruff check .
