@@ -99,7 +99,7 @@ class Session:
             connection.group,
             connection.owned,
         )
-        self.together = Together(self.standing, self.group)
+        self.together = Together(self.standing, self.group, self._meeting)
         self.forest = Forest.of(self.replicas, world.size, world.rank)
         self.exchange = self._choose_exchange()
         self.state = State()

@@ -13,12 +13,15 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from lockstep.errors import MismatchError
+from lockstep.errors import MismatchError, PeerError
 from lockstep.record import stacks
 from lockstep.training.standing import Standing
+from lockstep.world.meet import Meeting
 
 #: Bytes in which a rank says what it is in.
 _LENGTH = 256
+#: How long a rank whose peer is gone waits to hear why.
+_SECONDS = 1.0
 HINT = (
     "every rank must make the same calls in the same order: none of them may stand under an `if` that "
     "depends on the rank or on one rank's values"
@@ -31,10 +34,13 @@ class Together:
     Args:
         standing: where this rank stands.
         group: the process group, or `None` for a single rank.
+        meeting: with the other ranks, which may have told why they are gone.
     """
 
-    def __init__(self, standing: Standing, group: dist.ProcessGroup | None) -> None:
-        self._standing = standing
+    def __init__(
+        self, standing: Standing, group: dist.ProcessGroup | None, meeting: Meeting
+    ) -> None:
+        self._standing, self._meeting = standing, meeting
         self._group = group if group is not None and _has_cpu(group) else None
 
     @contextlib.contextmanager
@@ -59,7 +65,13 @@ class Together:
         said = f"{kind}\n{place}".encode()[:_LENGTH].ljust(_LENGTH, b"\0")
         own = torch.frombuffer(bytearray(said), dtype=torch.uint8)
         parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, own, group=group)
+        try:
+            dist.all_gather(parts, own, group=group)
+        except RuntimeError as error:
+            told = self._meeting.heard(_SECONDS)
+            if told is None:
+                raise
+            raise PeerError(told) from error
         calls = [part.numpy().tobytes().rstrip(b"\0").decode(errors="ignore") for part in parts]
         check(calls, dist.get_rank(group))
 

@@ -73,6 +73,13 @@ class Meeting:
                 text = f"rank {self.world.rank} failed: {type(error).__name__}: {what}"
                 self.store.set("failed", text)
 
+    def heard(self, seconds: float) -> str | None:
+        """Return what another rank has told of its failure, or tells within `seconds`."""
+        with contextlib.suppress(RuntimeError):  # the store may be gone with its host
+            if await_any(self.store, [["failed"]], seconds) is not None:
+                return self.store.get("failed").decode()
+        return None
+
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
         """Tell the other ranks if the body fails."""
