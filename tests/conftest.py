@@ -19,6 +19,14 @@ import pytest
 #: would keep a test for as long as glibc waits: five seconds, twice.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
+# A shell lets what it starts in the background ignore these, and so would every launcher of a test.
+for _signum, _default in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(_signum) is signal.SIG_IGN:
+        signal.signal(_signum, _default)
+
 #: Seconds that processes and threads of a test have to end by themselves.
 _GRACE = 2.0
 #: Processes of the standard library that live as long as the interpreter that first needs them.

@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "exchange": {"errors", "layout", "world"},
     "strategies": {"errors", "layout", "data", "exchange"},
     "record": {"errors", "data", "world"},
-    "launch": {"errors", "version", "world", "record", "checkpoint"},
+    "launch": {"errors", "version", "layout", "world", "record", "checkpoint"},
     "training": {
         "errors",
         "version",
@@ -40,9 +40,9 @@ ALLOWED: dict[str, set[str]] = {
         "checkpoint",
     },
     "testing": {"errors", "record", "training"},
-    "verify": {"errors", "record"},
+    "verify": {"errors", "layout", "record"},
     "submit": {"errors", "record"},
-    "cli": {"errors", "version", "launch", "verify", "submit", "checkpoint"},
+    "cli": {"errors", "version", "layout", "launch", "verify", "submit", "checkpoint"},
     "__init__": {"errors", "version", "launch", "training", "world"},
     "__main__": {"cli"},
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.errors import CheckpointError, ModelError, UsageError
 
@@ -93,14 +93,18 @@ def write_weights(path: Path, state: Mapping[str, Any]) -> None:
             draft.unlink(missing_ok=True)
 
 
-def load_into(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copy weights into a module that has exactly these names and shapes.
+def check_fit(model: str, state: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+    """Refuse weights that have not exactly the names and shapes of a model's own.
+
+    Args:
+        model: what the model is called.
+        state: its own `state_dict`.
+        weights: what it is to take.
 
     Raises:
-        ModelError: naming what is missing, unexpected, or of another shape; nothing is copied then.
+        ModelError: naming what is missing, unexpected, or of another shape.
     """
-    own = module.state_dict()
-    own = {name: value for name, value in own.items() if isinstance(value, Tensor)}
+    own = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     problems = [
         *_listed("missing", [name for name in own if name not in weights]),
         *_listed("unexpected", [name for name in weights if name not in own]),
@@ -108,12 +112,9 @@ def load_into(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     ]
     if problems:
         raise ModelError(
-            f"the weights don't fit {type(module).__name__}: " + "; ".join(problems),
+            f"the weights don't fit {model}: " + "; ".join(problems),
             hint="the file is of another model, or of another version of it",
         )
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(weights[name])
 
 
 def _shapes(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> list[str]:

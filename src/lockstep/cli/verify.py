@@ -48,6 +48,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help='one or several, after commas or spaces: 1,2,4 or 1 "4>2@30" "2,kill@30" (default: 1,2)',
     )
     parser.add_argument(
+        "--strategies",
+        metavar="S,…",
+        help="run each layout with each of these strategies: ddp,ps,fsdp",
+    )
+    parser.add_argument(
         "--kills", type=int, metavar="K", help="add a layout in which K random workers are killed"
     )
     parser.add_argument(
@@ -89,10 +94,11 @@ def _one_layout_each(words: Sequence[str]) -> list[str]:
 def handle(options: argparse.Namespace) -> int:
     """Verify what `options` say; return the exit code."""
     from lockstep.launch.target import check_script
-    from lockstep.verify.layouts import parse
+    from lockstep.verify.layouts import parse, parse_strategies
     from lockstep.verify.verdict import judge, outcomes
 
-    layouts = parse(options.layouts or ["1,2"], _storm(options))
+    strategies = [None] if options.strategies is None else parse_strategies(options.strategies)
+    layouts = parse(options.layouts or ["1,2"], _storm(options), strategies)
     check_script(options.target)
     command = [options.target, *options.script_args]
     with _directory(options.keep) as directory:
@@ -171,13 +177,17 @@ def _table(outcomes: Sequence[Outcome]) -> Table:
     from rich.table import Table
 
     disturbed = any(outcome.layout.is_disturbed for outcome in outcomes)
+    named = any(outcome.layout.strategy is not None for outcome in outcomes)
     more = ("kills", "generations") if disturbed else ()
-    table = Table("layout", "steps", *more, "seconds", "digest")
+    table = Table(*(("strategy",) * named), "layout", "steps", *more, "seconds", "digest")
     for outcome in outcomes:
         digest = (outcome.digest or "none").removeprefix("sha256:")
         counts = (str(outcome.kills), str(outcome.generations)) if disturbed else ()
         seconds = f"{outcome.seconds:.1f}"
-        table.add_row(outcome.layout.name, str(outcome.steps), *counts, seconds, digest[:16])
+        strategy = (outcome.layout.strategy or "",) * named
+        table.add_row(
+            *strategy, outcome.layout.name, str(outcome.steps), *counts, seconds, digest[:16]
+        )
     return table
 
 

@@ -14,10 +14,9 @@ from lockstep.exchange.mpi import check_usable, make_mpi
 from lockstep.exchange.native import NativeExchange
 from lockstep.exchange.shared_memory import SharedMemoryExchange
 from lockstep.exchange.tree import GroupWire, TreeExchange
+from lockstep.layout.classes import APPROXIMATE_EXCHANGES
 
 _NOTES = 256  # bytes
-
-NAMES = ("auto", "native", "tree", "shared-memory", "mpi")
 
 
 def choose_name(wanted: str, forest: Forest, *, one_host: bool, device: str, exact: bool) -> str:
@@ -28,6 +27,12 @@ def choose_name(wanted: str, forest: Forest, *, one_host: bool, device: str, exa
         WorldError: for `mpi` where MPI is not there, or counts other processes than the run.
         ExactnessError: for one whose sums depend on the layout, with `exact`.
     """
+    if exact and wanted in APPROXIMATE_EXCHANGES:
+        raise ExactnessError(
+            f"exchange={wanted} trains by other sums than one process does; "
+            "expected an exchange that adds the gradients as they are",
+            hint="exchange='auto', or say exact=False to the run (lockstep run --no-exact)",
+        )
     shares_memory = one_host and device == "cpu"
     if wanted == "auto":
         if shares_memory:
@@ -48,6 +53,13 @@ def choose_name(wanted: str, forest: Forest, *, one_host: bool, device: str, exa
             hint="exchange='tree' or 'shared-memory', or say exact=False to the run",
         )
     return wanted
+
+
+def exactness_of(name: str, forest: Forest) -> str:
+    """Return the class of a run that uses an exchange."""
+    if name in APPROXIMATE_EXCHANGES:
+        return "approximate"
+    return "close" if name == "native" and not NativeExchange.is_exact(forest) else "exact"
 
 
 def make(

@@ -15,6 +15,7 @@ from lockstep.launch.machine import Machine
 from lockstep.launch.placement import asked, choose, no_gpus, seats
 from lockstep.launch.roster import Roster
 from lockstep.launch.spec import LaunchSpec
+from lockstep.layout import mesh as meshes
 from lockstep.version import __version__
 from lockstep.world.environments.lockstep import MARK
 
@@ -243,11 +244,15 @@ def _check_capacity(n: int, machine: Machine, *, on_gpu: bool) -> None:
 
 
 def check_replicas(spec: LaunchSpec, environ: Mapping[str, str], size: int) -> None:
-    """Refuse fewer replicas than ranks.
+    """Refuse fewer replicas than models.
 
     Raises:
-        UsageError: if `size` ranks are more than the replicas that were asked for.
+        UsageError: if `size` ranks hold more models than there are replicas, or don't fit the mesh.
     """
+    strategy = spec.method.strategy or environ.get("LOCKSTEP_STRATEGY", "auto")
+    mesh = meshes.choose(spec.method.mesh or environ.get("LOCKSTEP_MESH"), strategy, size)
+    if mesh.model > 1:
+        size = mesh.data
     text = str(spec.replicas) if spec.replicas is not None else environ.get("LOCKSTEP_REPLICAS")
     if text is None:
         return
@@ -328,6 +333,7 @@ def _flags(spec: LaunchSpec) -> dict[str, str]:
         "LOCKSTEP_FRESH": 1 if spec.fresh else None,
         "LOCKSTEP_STOP_ON_NAN": 1 if spec.stop_on_nan else None,
         **spec.survival.variables(),
+        **spec.method.variables(),
     }
     return {name: str(value) for name, value in given.items() if value is not None}
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 from lockstep.errors import UsageError
+from lockstep.launch.method import Method
 from lockstep.launch.nodes import Nodes
 from lockstep.launch.survival import Survival
 from lockstep.world.devices_asked import parse as parse_devices
@@ -45,6 +46,7 @@ class LaunchSpec:
             source was read for it, then one of two spellings or `none`.
         nodes: what the user says of several nodes.
         survival: what the user says of failures.
+        method: what the user says of how the run trains.
 
     Raises:
         UsageError: if a value cannot work on any machine.
@@ -66,6 +68,7 @@ class LaunchSpec:
     local_rank_option: LocalRankOption = "auto"
     nodes: Nodes = field(default_factory=Nodes)
     survival: Survival = field(default_factory=Survival)
+    method: Method = field(default_factory=Method)
 
     def __post_init__(self) -> None:
         self._check_ranks()

@@ -53,6 +53,7 @@ class RecordSettings:
         generation: how many times the processes of this run were started before.
         launch: name of the launch; `None` where nobody gives one.
         restarted: whether this launch has recorded the run before.
+        repeats: whether another rank sees the same microbatches, and records them.
     """
 
     name: str
@@ -63,6 +64,7 @@ class RecordSettings:
     generation: int = 0
     launch: str | None = None
     restarted: bool = False
+    repeats: bool = False
 
 
 class Recorder:
@@ -168,7 +170,7 @@ class Recorder:
 
     def before_backward(self, microbatch: Microbatch, loss: torch.Tensor) -> None:
         """Trace a loss and the samples behind it."""
-        if self._trace is not None and self._place is not None:
+        if self._trace is not None and self._place is not None and not self._settings.repeats:
             self._trace.microbatch(self._place.steps + 1, microbatch, loss)
 
     def step_ends(self, step: int, microbatch: Microbatch) -> None:

@@ -12,9 +12,11 @@ from torch import nn
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import ModelError, PeerError
 from lockstep.exchange.base import Exchange, Sum
-from lockstep.strategies.checks import shares_buffers
+from lockstep.exchange.choose import make
+from lockstep.strategies.checks import breaks_promise, shares_buffers
 from lockstep.strategies.contributions import NOTHING, Gradients, take_gradients
 from lockstep.strategies.held import HeldModel
+from lockstep.strategies.holding import Holding
 from lockstep.strategies.wrapper import own_buffers, wrap
 
 #: Bytes of a place, one element each: sums of bytes are exact in fp32 for 65,793 ranks.
@@ -61,6 +63,7 @@ class ReplicatedModel(HeldModel):
         settings: dict[str, Any],
     ) -> None:
         super().__init__(module, block, replicas, group if shares_buffers(settings) else None)
+        self.exactness = "close" if breaks_promise(settings) else "exact"
         self._exchange = exchange
         self._places = {id(p): place for place, p in enumerate(self.parameters)}
         # DDP must synchronise the first backward pass that it sees of a static graph; where ranks
@@ -206,6 +209,24 @@ class ReplicatedModel(HeldModel):
     def close(self) -> None:
         """Close the exchange."""
         self._exchange.close()
+
+
+def replicate(module: nn.Module, holding: Holding, settings: dict[str, Any]) -> ReplicatedModel:
+    """Hold a copy of `module` on every rank."""
+    assert holding.group is not None
+    exchange = make(
+        holding.exchange,
+        holding.forest,
+        [p for p in module.parameters() if p.requires_grad],
+        group=holding.group,
+        store=holding.store,
+        key=str(holding.number),
+    )
+    if holding.device.type == "cuda":
+        settings = {"device_ids": [holding.device.index], **settings}
+    return ReplicatedModel(
+        module, holding.block, holding.replicas, holding.group, exchange, settings
+    )
 
 
 def _flatten(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import ModelError, StepError
@@ -46,7 +48,12 @@ class HeldModel(abc.ABC):
         module: the user's model.
         parameters: those that take part in training.
         used: whether a forward pass with gradients has run since the last backward pass.
+        exactness: `exact`, `close` or `approximate`: what holding it so makes of the run.
+        is_split: whether this rank holds a part of it only, so that all ranks make its state together.
     """
+
+    exactness = "exact"
+    is_split = False
 
     def __init__(
         self, module: nn.Module, block: range, replicas: int, group: dist.ProcessGroup | None
@@ -256,6 +263,44 @@ class HeldModel(abc.ABC):
     def finish_buffers(self) -> None:
         """Let all ranks take replica 0's buffers now."""
         self._buffers.finish()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all ranks that hold the same part of the model hold the same bits now."""
+        return True
+
+    def state(self) -> dict[str, Any]:
+        """Return the whole model's `state_dict`, on every rank; where it is split all ranks call this."""
+        state: dict[str, Any] = self.module.state_dict()
+        return state
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take a whole model's `state_dict`, or this rank's part of it."""
+        self.module.load_state_dict(state)
+
+    def extras(self) -> dict[str, Any]:
+        """Return what else the strategy must have to go on, besides model and optimizer."""
+        return {}
+
+    def load_extras(self, extras: Mapping[str, Any]) -> None:  # noqa: B027 - most have none
+        """Take what `extras` returned."""
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the `state_dict` that an optimizer of the whole model would have, on every rank."""
+        return optimizer.state_dict()
+
+    def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Give an optimizer its part of what `optimizer_state` returned."""
+        optimizer.load_state_dict(state)
+
+    def update(self, act: Callable[[], Any]) -> Any:
+        """Let an optimizer of this model alone act; `act` is its own step."""
+        return act()
+
+    def total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+        """Return the norm of all gradients of `parameters`, the same on every rank."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        return nn.utils.get_total_norm(gradients, norm_type)
 
     def meets_in(self, meeting: AbstractContextManager[None]) -> None:
         """Let `meeting` be entered where ranks wait for each other's buffers."""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from lockstep.checkpoint.disk import Checkpoints
 from lockstep.checkpoint.found import DIRECTORY
+from lockstep.checkpoint.rhythm import Rhythm
 from lockstep.record.recorder import Recorder
 from lockstep.training.agreement import Agreement, Alone, OnBoard, ThroughStore
 from lockstep.training.keeping import Keeper
@@ -34,6 +35,7 @@ class Continuation:
         state: what the run has been told of.
         loop: where the run stands.
         standing: where this rank stands.
+        is_split: whether models are spread or sharded, so that ranks gather the state together.
     """
 
     meeting: Meeting
@@ -43,6 +45,7 @@ class Continuation:
     state: State
     loop: Loop
     standing: Standing
+    is_split: bool
 
     def begin(self, settings: Settings, identity: Mapping[str, Any], *, is_new: bool) -> Keeper:
         """Let the run begin, or go on from its newest state; return what keeps it.
@@ -62,12 +65,19 @@ class Continuation:
             self.state,
             self.loop,
             self._agreement(),
-            None if self.memory is None else self.memory.rhythm,
+            self._rhythm(),
             disk,
             self.standing,
             every=settings.checkpoint_every if self.meeting.world.is_main else 0.0,
             say=self.record.say,
         )
+
+    def _rhythm(self) -> Rhythm | None:
+        if self.memory is None:
+            return None
+        # Launchers choose their moments by themselves, where no rank needs another's part of the state.
+        alone = self.memory.snapshots.parts == self.meeting.world.size
+        return self.memory.rhythm if alone or not self.is_split else None
 
     def _disk(self, settings: Settings, identity: Mapping[str, Any]) -> Checkpoints:
         world = self.meeting.world

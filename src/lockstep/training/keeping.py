@@ -92,7 +92,7 @@ class Keeper:
         self._points += 1
         if self._points == _PREPARED_AT:
             self._checkpoints.prepare(tree.flatten(self._state.gather())[1])
-        if saves or due or (rhythm is not None and rhythm.needs_memory):
+        if saves or due or self._looks(rhythm):
             text, tensors = self._capture()
             if rhythm is not None:
                 self._remember(rhythm, text, tensors, due=due)
@@ -101,6 +101,14 @@ class Keeper:
         if wish == "stop":
             self._wait()
             raise Preempted(loop.steps)
+
+    def _looks(self, rhythm: Rhythm | None) -> bool:
+        """Whether memory for snapshots may be taken now; where the state is split, all ranks say so."""
+        if rhythm is None:
+            return False
+        if self._state.is_split:
+            return self._points & (self._points - 1) == 0  # at points 1, 2, 4, 8 and so on
+        return rhythm.needs_memory
 
     def _remember(
         self, rhythm: Rhythm, text: str, tensors: dict[str, torch.Tensor], *, due: int

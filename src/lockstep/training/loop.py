@@ -167,6 +167,8 @@ class Loop:
         # A loop that was left in the middle of a batch has not let the ranks' buffers meet.
         for model in self._models:
             model.finish_buffers()
+        if not all(model.is_whole for model in self._models):
+            return  # ranks that go ways of their own for some steps will be one again
         self._fresh = False
         self.points += 1
         self.at_point()

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from lockstep.checkpoint.plain import check_fit
 from lockstep.data.randomness import undisturbed
 from lockstep.errors import ModelError
-from lockstep.exchange.choose import make
-from lockstep.strategies.checks import breaks_promise, check_same_models, check_settings
-from lockstep.strategies.ddp import ReplicatedModel
+from lockstep.strategies.checks import check_same_models, check_settings
+from lockstep.strategies.ddp import replicate
 from lockstep.strategies.frozen import FrozenModel
 from lockstep.strategies.held import HeldModel
 from lockstep.strategies.precision import autocast_forward
@@ -46,7 +47,6 @@ class Models:
             held = self._hold(module, settings)
         held.meets_in(session.standing.meeting("the exchange of buffers"))
         session.models.append(held)
-        session.has_inexact_models |= breaks_promise(settings)
         return held.wrapped
 
     def _check(self, module: nn.Module, settings: dict[str, Any]) -> None:
@@ -59,44 +59,39 @@ class Models:
     def _hold(self, module: nn.Module, settings: dict[str, Any]) -> HeldModel:
         session = self._session
         number = len(session.models)
-        if session.group is not None:
+        holding = session.holding(number)
+        if session.groups.everyone is not None:
             world = session.world
             check_same_models(module, str(number), session.store, world.rank, world.size)
         if not any(parameter.requires_grad for parameter in module.parameters()):
-            return FrozenModel(module, session.block, session.replicas, session.group)
-        if session.group is None:
-            return SingleModel(module, session.replicas)
-        return self._replicate(module, settings, number)
+            return FrozenModel(module, holding.block, holding.replicas, holding.group)
+        if holding.group is None:
+            return SingleModel(module, holding.replicas)
+        return replicate(module, holding, settings)
 
-    def _replicate(self, module: nn.Module, settings: dict[str, Any], number: int) -> HeldModel:
-        session = self._session
-        assert session.group is not None
-        exchange = make(
-            session.exchange,
-            session.forest,
-            [p for p in module.parameters() if p.requires_grad],
-            group=session.group,
-            store=session.store,
-            key=str(number),
-        )
-        if session.device.type == "cuda":
-            settings = {"device_ids": [session.device.index], **settings}
-        return ReplicatedModel(
-            module, session.block, session.replicas, session.group, exchange, settings
-        )
+    def load(self, model: nn.Module | None, weights: Mapping[str, torch.Tensor]) -> None:
+        """Give a model of the run other weights.
 
-    def find(self, model: nn.Module | None) -> nn.Module:
-        """Return the user's module behind `model`, or the only one there is.
+        Raises:
+            ModelError: if it is not clear which one is meant, or they don't fit it.
+        """
+        held = self.find(model)
+        state = held.state()
+        check_fit(type(held.module).__name__, state, weights)
+        held.load({**state, **weights})
+
+    def find(self, model: nn.Module | None) -> HeldModel:
+        """Return what holds `model`, or the only model there is.
 
         Raises:
             ModelError: if it is not clear which one is meant.
         """
         held = self._session.models
         if model is None and len(held) == 1:
-            return held[0].module
+            return held[0]
         for candidate in held:
             if model is not None and model in (candidate.module, candidate.wrapped):
-                return candidate.module
+                return candidate
         raise ModelError(
             f"the run holds {len(held)} models; expected one of them to be named",
             hint="pass what run.model returned",

@@ -29,6 +29,12 @@ def gate_optimizer(
         ModelError: if it holds a parameter of no model that the run holds.
     """
     own = _models_of(optimizer, models, index)
+    split = [model for model in own if model.is_split]
+    if split and len(own) > 1:
+        raise ModelError(
+            f"optimizer {index} ({type(optimizer).__name__}) holds parameters of {len(own)} models, and "
+            f"{type(split[0].module).__name__} is split over ranks; expected an optimizer for each model",
+        )
     rates: list[Any] = []
 
     def step(self: Optimizer, closure: Callable[[], float] | None = None) -> Any:
@@ -49,7 +55,7 @@ def gate_optimizer(
         for model in models:
             model.finish_buffers()
         loop.updated()
-        return act()
+        return own[0].update(act) if len(own) == 1 else act()
 
     act = optimizer.step
     optimizer.step = MethodType(functools.wraps(act)(step), optimizer)  # type: ignore[method-assign]
@@ -114,7 +120,26 @@ def gate_scheduler(scheduler: Scheduler, loop: Loop) -> Scheduler:
 
 
 def clip(
-    parameters: torch.Tensor | Sequence[torch.Tensor], max_norm: float, norm_type: float
+    parameters: torch.Tensor | Sequence[torch.Tensor],
+    max_norm: float,
+    norm_type: float,
+    models: Sequence[HeldModel],
 ) -> torch.Tensor:
-    """Scale gradients so that their total norm is at most `max_norm`, and return the norm before."""
-    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+    """Scale gradients so that their total norm is at most `max_norm`, and return the norm before.
+
+    Raises:
+        ModelError: if they belong to several models of which one is split over ranks.
+    """
+    if not any(model.is_split for model in models):
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    own = {id(p) for p in parameters}
+    owners = [model for model in models if own & {id(p) for p in model.parameters}]
+    if len(owners) != 1:
+        raise ModelError(
+            f"run.clip was given parameters of {len(owners)} models; expected those of one, since a "
+            "model is split over ranks"
+        )
+    norm = owners[0].total_norm(parameters, norm_type)
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm

@@ -11,22 +11,21 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from lockstep.checkpoint import plain
-from lockstep.data.build import LoaderSettings, adopt, check_nothing_beside
 from lockstep.data.fetch import Collate
 from lockstep.data.loader import GlobalBatch, Loader
-from lockstep.data.sources import Workers
-from lockstep.errors import LoaderError, UsageError
+from lockstep.errors import UsageError
 from lockstep.training import optimizers
 from lockstep.training.backward import Backward
 from lockstep.training.loaders import Loaders
 from lockstep.training.loop import Loop
 from lockstep.training.metrics import Item, Metrics
 from lockstep.training.models import Models
-from lockstep.training.session import Session, show_plainly
+from lockstep.training.plainly import show_plainly
+from lockstep.training.session import Session
 from lockstep.training.settings import Settings, from_environment
 from lockstep.world import World
 from lockstep.world.detect import given
@@ -49,6 +48,7 @@ class Run:
         strategy: how models are held: `single`, `ddp`, or `auto`.
         exchange: how gradients meet: `shared-memory`, `tree`, `native`, `mpi`, or `auto`, the fastest
             exact one of the first three.
+        mesh: `DATAxMODEL`, such as `2x2`: how many models, and over how many ranks each is spread.
         precision: `fp32`, or `bf16` for forward passes under autocast.
         devices: `cpu`, `gpu`, `auto`, or a list of indices such as `2,3`, one for each rank of a node.
         threads: intra-op threads per process; by default the cores divided by the replicas.
@@ -83,6 +83,7 @@ class Run:
         strategy: str = "auto",
         exchange: str = "auto",
         precision: str = "fp32",
+        mesh: str | None = None,
         devices: str = "auto",
         threads: int | None = None,
         run_dir: str | Path | None = None,
@@ -104,6 +105,7 @@ class Run:
             strategy=strategy,
             exchange=exchange,
             precision=precision,
+            mesh=mesh,
             devices=devices,
             threads=threads,
             run_dir=None if run_dir is None else Path(run_dir),
@@ -116,7 +118,7 @@ class Run:
         self._session = Session(from_environment(settings), world, store)
         self._models = Models(self._session)
         self._metrics = Metrics(
-            self._loop, self.replicas, self._session.group, self._session.together.meeting
+            self._loop, self.replicas, self._session.groups.data, self._session.together.meeting
         )
         self._backward = Backward(self._session)
         self._optimizers = 0
@@ -186,8 +188,17 @@ class Run:
         return self._session.exchange
 
     @property
+    def mesh(self) -> DeviceMesh:
+        """All ranks as torch's mesh with the dimensions `data` and `model`.
+
+        Raises:
+            UsageError: on a strategy that gives each rank a whole model.
+        """
+        return self._session.mesh
+
+    @property
     def exactness(self) -> str:
-        """Class of the run: `exact`, or `close` where another layout rounds otherwise."""
+        """Class of the run: `exact`; `close` where another layout rounds otherwise; `approximate`."""
         return self._session.exactness
 
     @property
@@ -287,23 +298,7 @@ class Run:
         """
         asked = {"batch_size": batch_size, "sampler": sampler, "collate_fn": collate_fn, **workers}
         asked |= {"shuffle": shuffle, "drop_last": drop_last, "num_workers": num_workers}
-        if isinstance(data, DataLoader):
-            check_nothing_beside(asked)
-            dataset, settings = adopt(data)
-        elif batch_size is None:
-            raise LoaderError("batch_size is missing; expected the samples of a global batch")
-        else:
-            pinned = workers.pop("pin_memory", self.device.type == "cuda")
-            dataset = data
-            settings = LoaderSettings(
-                batch_size=batch_size,
-                shuffle=shuffle,
-                sampler=sampler,
-                drop_last=drop_last,
-                collate=collate_fn,
-                workers=Workers(num_workers, pinned, workers),
-            )
-        return self._loaders.add(dataset, settings)
+        return self._loaders.make(data, asked)
 
     def batches(self, loader: Loader) -> Iterator[GlobalBatch]:
         """Yield global batches, each to be iterated over once per update."""
@@ -346,7 +341,7 @@ class Run:
             parameters = parameters.parameters()
         if not isinstance(parameters, torch.Tensor):
             parameters = list(parameters)
-        return optimizers.clip(parameters, max_norm, norm_type)
+        return optimizers.clip(parameters, max_norm, norm_type, self._session.models)
 
     def log(self, **values: Any) -> None:
         """Record values of this step and show the newest; never waits for other ranks or the device."""
@@ -415,7 +410,7 @@ class Run:
         """
         if self._loop.microbatch is None:
             self._loop.settle()
-        state = self._models.find(model).state_dict()
+        state = self._models.find(model).state()
         if self.main:
             plain.write_weights(Path(path), state)
 
@@ -435,7 +430,7 @@ class Run:
             UsageError: if its suffix is another.
         """
         self._loop.require_meeting_point("run.load")
-        plain.load_into(self._models.find(model), plain.read_weights(Path(path)))
+        self._models.load(model, plain.read_weights(Path(path)))
 
 
 __all__: Sequence[str] = ["Run"]

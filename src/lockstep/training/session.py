@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -14,25 +13,33 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.data.build import LoaderSettings
 from lockstep.data.loader import Loader
 from lockstep.data.microbatch import Microbatch
 from lockstep.data.randomness import set_key
 from lockstep.errors import DivergenceError, LockstepError, ModelError, PeerError, UsageError
-from lockstep.exchange.base import Forest
-from lockstep.exchange.choose import choose_name
-from lockstep.exchange.native import NativeExchange
+from lockstep.exchange.choose import exactness_of
 from lockstep.layout import keys
-from lockstep.layout.replicas import block
+from lockstep.layout.classes import worst
+from lockstep.layout.mesh import SPREAD, Mesh
 from lockstep.record import report
 from lockstep.record.recorder import Recorder, RecordSettings
 from lockstep.record.run_file import Identity, script_and_arguments, versions
 from lockstep.strategies.held import HeldModel
+from lockstep.strategies.holding import Holding
 from lockstep.training.continuation import Continuation
 from lockstep.training.digest import digest
 from lockstep.training.earlier import launch_of, recall
 from lockstep.training.faults import Faults
+from lockstep.training.formation import (
+    Formation,
+    Groups,
+    choose_exchange,
+    choose_mesh,
+    needs_group,
+)
 from lockstep.training.keeping import Keeper
 from lockstep.training.loop import Listener, Loop
 from lockstep.training.memory import Memory, find_slot
@@ -40,14 +47,13 @@ from lockstep.training.preemption import Preempted, Signals
 from lockstep.training.settings import Settings
 from lockstep.training.standing import Standing
 from lockstep.training.state import State
+from lockstep.training.threads import set_threads
 from lockstep.training.together import Together
 from lockstep.training.watch import Watch
 from lockstep.version import __version__
 from lockstep.world import World, mpi
 from lockstep.world.connect import connect
-from lockstep.world.cores import shared_cores
-from lockstep.world.devices import choose_device, default_threads, make_deterministic
-from lockstep.world.devices_asked import CORES
+from lockstep.world.devices import choose_device, make_deterministic
 from lockstep.world.meet import TIMEOUT, leave, meet
 
 
@@ -62,13 +68,13 @@ class Session:
     Attributes:
         world: who this process is.
         replicas: number of replicas in all.
-        block: those of this rank.
+        formation: where this rank stands among the others.
+        groups: the process groups that it is in.
         device: what this rank computes on.
         store: where ranks leave notes for each other.
         group: the process group; `None` on a single rank.
         models: the models that the run holds.
         loop: where the run stands.
-        has_inexact_models: whether a model has settings that `exact=True` refuses.
     """
 
     #: directories that earlier runs of this process have taken
@@ -85,25 +91,27 @@ class Session:
             self._launch = launch_of(world, os.environ)
             fresh = settings.fresh
             self._earlier = recall(self._meeting, self._run_dir, self._launch, fresh=fresh)
-            self.replicas = self._choose_replicas()
-            self.block = block(self.replicas, world.size, world.rank)
+            mesh = choose_mesh(settings, world)
+            self.replicas = self._choose_replicas(mesh)
+            self.formation = Formation.of(mesh, world.rank, self.replicas)
             self.device = choose_device(settings.devices, world)
-            self._set_threads()
+            asked = settings.threads or self._earlier.threads
+            self.threads = set_threads(asked, self._meeting, self.replicas * mesh.model)
             if settings.exact:
                 make_deterministic(self.device)
             self._identity = self._describe()
             self._memory = Memory.find(os.environ, world, self._identity, self._meeting.number)
-            connection = connect(self._meeting, self.device)
+            always = needs_group(settings.strategy)
+            connection = connect(self._meeting, self.device, always=always)
+            self.groups = Groups.of(connection.group, mesh, settings.strategy, self.device)
         self.store, self.group, self._owns_group = (
             connection.store,
             connection.group,
             connection.owned,
         )
         self.together = Together(self.standing, self.group, self._meeting)
-        self.forest = Forest.of(self.replicas, world.size, world.rank)
         self.exchange = self._choose_exchange()
         self.state = State()
-        self.has_inexact_models = False
         # Weak, so that a script may make a loader per epoch and let it go.
         self._loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
         self._meetings = 0
@@ -128,9 +136,9 @@ class Session:
         """The models that the run holds."""
         return self.state.models
 
-    def _choose_replicas(self) -> int:
-        asked, size = self.settings, self.world.size
-        return asked.replicas or self._earlier.replicas or asked.default_replicas or size
+    def _choose_replicas(self, mesh: Mesh) -> int:
+        asked = self.settings
+        return asked.replicas or self._earlier.replicas or asked.default_replicas or mesh.data
 
     def _keep(self) -> Keeper:
         continuation = Continuation(
@@ -141,6 +149,7 @@ class Session:
             state=self.state,
             loop=self.loop,
             standing=self.standing,
+            is_split=self.groups.mesh is not None,
         )
         is_new = self._earlier.is_new and self.world.generation == 0
         return continuation.begin(self.settings, asdict(self._identity), is_new=is_new)
@@ -157,44 +166,43 @@ class Session:
         if self.loop.is_between:
             self.loop.point()
 
-    def _set_threads(self) -> None:
-        asked = self.settings.threads or self._earlier.threads
-        self.threads = asked or self._agree_on_threads()
-        if torch.get_num_threads() != self.threads:
-            torch.set_num_threads(self.threads)
-
-    def _agree_on_threads(self) -> int:
-        """Return one default for all ranks: cores may differ, but a run computes with as many threads."""
-        # A launcher that binds its ranks to cores has told what they share.
-        alone = self.world.size == 1 or CORES in os.environ
-        cores = None if alone else shared_cores(self._meeting)
-        store = self._meeting.store
-        if self.world.is_main:
-            store.set("threads", str(default_threads(self.replicas, cores)))
-        self._meeting.wait(["threads"], "begin")
-        return int(store.get("threads"))
-
     def _choose_exchange(self) -> str:
-        if self.settings.strategy == "single" and self.world.size > 1:
-            raise UsageError(
-                f"strategy=single with {self.world.size} ranks; expected one rank",
-                hint="strategy='ddp', or leave it to 'auto'",
-            )
-        if self.group is None:
+        if self.groups.data is None:
             return "none"
-        return choose_name(
-            self.settings.exchange,
-            self.forest,
-            one_host=self.world.local_size == self.world.size,
-            device=self.device.type,
-            exact=self.settings.exact,
-        )
+        return choose_exchange(self.settings, self.formation, self.world, self.device.type)
 
     @property
     def exactness(self) -> str:
-        """`exact`, or `close` where another layout rounds otherwise."""
-        sums_freely = self.exchange == "native" and not NativeExchange.is_exact(self.forest)
-        return "close" if sums_freely or self.has_inexact_models else "exact"
+        """`exact`, `close` where another layout rounds otherwise, or `approximate`."""
+        exchange = exactness_of(self.exchange, self.formation.forest)
+        return worst([exchange, *(model.exactness for model in self.models)])
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """Torch's view of the ranks, where models are sharded or spread."""
+        if self.groups.mesh is None:
+            raise UsageError(
+                f"run.mesh was asked for with strategy={self.settings.strategy}; expected one that "
+                "shards or spreads models",
+                hint=f"{', '.join(('fsdp', *SPREAD))}",
+            )
+        return self.groups.mesh
+
+    def holding(self, number: int) -> Holding:
+        """Return what a strategy is to hold model `number` with."""
+        return Holding(
+            number=number,
+            device=self.device,
+            block=self.formation.block,
+            replicas=self.replicas,
+            forest=self.formation.forest,
+            group=self.groups.data,
+            mesh=self.groups.mesh,
+            store=self.store,
+            exchange=self.exchange,
+            exact=self.settings.exact,
+            say=self._record.say,
+        )
 
     @property
     def directory(self) -> Path:
@@ -223,6 +231,7 @@ class Session:
             generation=self._earlier.generations,
             launch=self._launch,
             restarted=self._earlier.is_ours,
+            repeats=self.formation.column > 0,
         )
 
     def _describe(self) -> Identity:
@@ -281,7 +290,7 @@ class Session:
         """Return the digest of all models and registered objects."""
         if self.loop.microbatch is None:
             self.loop.settle()
-        states = [model.module.state_dict() for model in self.models]
+        states = [model.state() for model in self.models]
         states += [value.state_dict() for value in self.state.registered.values()]
         return digest(states)
 
@@ -425,19 +434,3 @@ class Session:
 
 def _counted(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
-
-
-def show_plainly() -> None:
-    """Let an error of the user's be one message instead of a traceback, under plain `python` too."""
-    if sys.excepthook is not sys.__excepthook__:
-        return
-
-    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        from lockstep.errors import LockstepError
-
-        if isinstance(error, LockstepError):
-            sys.stderr.write(f"lockstep: error: {error}\n")
-        else:
-            sys.__excepthook__(kind, error, trace)
-
-    sys.excepthook = hook

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UsageError
-from lockstep.exchange.choose import NAMES as EXCHANGES
+from lockstep.layout.classes import EXCHANGES, PRECISIONS, STRATEGIES
+from lockstep.layout.mesh import parse as parse_mesh
 from lockstep.world.devices_asked import parse
 
-STRATEGIES = ("auto", "single", "ddp")
-PRECISIONS = ("fp32", "bf16")
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off", ""})
 
@@ -36,6 +35,7 @@ class Settings:
     strategy: str = "auto"
     exchange: str = "auto"
     precision: str = "fp32"
+    mesh: str | None = None
     devices: str = "auto"
     threads: int | None = None
     run_dir: Path | None = None
@@ -55,6 +55,8 @@ class Settings:
         self._check_choice("strategy", self.strategy, STRATEGIES)
         self._check_choice("exchange", self.exchange, EXCHANGES)
         parse(self.devices, "devices")
+        if self.mesh is not None:
+            parse_mesh(self.mesh, "mesh")
         self._check_choice("precision", self.precision, PRECISIONS)
         self._check_count("replicas", self.replicas)
         self._check_count("threads", self.threads)
@@ -88,6 +90,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "strategy": str,
     "exchange": str,
     "precision": str,
+    "mesh": str,
     "devices": str,
     "threads": int,
     "run_dir": Path,

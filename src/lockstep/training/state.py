@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,12 +32,12 @@ class State:
 
     def gather(self) -> dict[str, Any]:
         """Return the state of all; tensors are the ones in use."""
-        modules = [model.module for model in self.models]
         return {
-            "models": _numbered([module.state_dict() for module in modules]),
-            "buffers": _numbered([_buffers(module) for module in modules]),
+            "models": _numbered([model.state() for model in self.models]),
+            "buffers": _numbered([_buffers(model.module) for model in self.models]),
             "gradients": _numbered([_gradients(model) for model in self.models]),
-            "optimizers": _numbered([one.state_dict() for one in self.optimizers]),
+            "extras": _numbered([model.extras() for model in self.models]),
+            "optimizers": _numbered([self._saved(one) for one in self.optimizers]),
             "schedulers": _numbered([one.state_dict() for one in self.schedulers]),
             "registered": {name: one.state_dict() for name, one in self.registered.items()},
         }
@@ -51,18 +52,44 @@ class State:
         Raises:
             CheckpointError: if the script has made other things than the state has.
         """
-        modules = [model.module for model in self.models]
-        _load("model", _numbered(modules), state["models"], whole=whole)
+        models = _numbered([model.load for model in self.models])
+        _load("model", models, state["models"], whole=whole)
         for number, model in enumerate(self.models):
             _fill(model, state["buffers"].get(str(number)), state["gradients"].get(str(number)))
-        _load("optimizer", _numbered(self.optimizers), state["optimizers"], whole=whole)
+        extras = _numbered([model.load_extras for model in self.models])
+        _load("strategy of model", extras, state.get("extras", {}), whole=False)
+        optimizers = _numbered([self._loader(one) for one in self.optimizers])
+        _load("optimizer", optimizers, state["optimizers"], whole=whole)
         for number, optimizer in enumerate(self.optimizers):
             if str(number) in state["optimizers"]:
                 _keep_types(optimizer, state["optimizers"][str(number)])
             # It has stepped, in an earlier process; torch's schedulers warn where it has not.
             optimizer._opt_called = True  # type: ignore[attr-defined]
-        _load("scheduler", _numbered(self.schedulers), state["schedulers"], whole=whole)
-        _load("registered object", self.registered, state["registered"], whole=whole)
+        schedulers = _numbered([one.load_state_dict for one in self.schedulers])
+        _load("scheduler", schedulers, state["schedulers"], whole=whole)
+        registered = {name: one.load_state_dict for name, one in self.registered.items()}
+        _load("registered object", registered, state["registered"], whole=whole)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether no rank has all of it: then all ranks gather it together."""
+        return any(model.is_split for model in self.models)
+
+    def _holder(self, optimizer: Optimizer) -> HeldModel | None:
+        """Return the split model that an optimizer belongs to, if there is one; it has no other."""
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        split = [model for model in self.models if model.is_split]
+        return next((m for m in split if own & {id(p) for p in m.parameters}), None)
+
+    def _saved(self, optimizer: Optimizer) -> dict[str, Any]:
+        holder = self._holder(optimizer)
+        return optimizer.state_dict() if holder is None else holder.optimizer_state(optimizer)
+
+    def _loader(self, optimizer: Optimizer) -> Callable[[Any], object]:
+        holder = self._holder(optimizer)
+        if holder is None:
+            return optimizer.load_state_dict
+        return functools.partial(holder.load_optimizer, optimizer)
 
     def forgotten_scheduler(self) -> str | None:
         """Return the optimizer that has a learning rate scheduler the run has not been told of."""
@@ -122,7 +149,13 @@ def _numbered(values: Sequence[Any]) -> dict[str, Any]:
     return {str(number): value for number, value in enumerate(values)}
 
 
-def _load(what: str, there: Mapping[str, Any], saved: Mapping[str, Any], *, whole: bool) -> None:
+def _load(
+    what: str,
+    there: Mapping[str, Callable[[Any], object]],
+    saved: Mapping[str, Any],
+    *,
+    whole: bool,
+) -> None:
     # The script may make more after the point than there was before.
     if whole and not saved.keys() <= there.keys():
         raise CheckpointError(
@@ -130,13 +163,13 @@ def _load(what: str, there: Mapping[str, Any], saved: Mapping[str, Any], *, whol
             f"{len(there)} ({', '.join(there) or 'none'})",
             hint="a run continues with the script that it began with; --fresh begins anew",
         )
-    for name, value in there.items():
+    for name, load in there.items():
         if name not in saved:
             continue
         try:
-            value.load_state_dict(saved[name])
+            load(saved[name])
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
-                f"{what} {name} ({type(value).__name__}) does not take its saved state: {error}",
+                f"{what} {name} does not take its saved state: {error}",
                 hint="a run continues with the script that it began with; --fresh begins anew",
             ) from error

@@ -10,9 +10,10 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lockstep.errors import UsageError
+from lockstep.layout.classes import STRATEGIES
 
 _FAULT = re.compile(r"(kill|term)@(\d+)")
 _MOVE = re.compile(r"(\d+)@(\d+)")
@@ -61,11 +62,13 @@ class Layout:
         name: as the user wrote it.
         stages: its launches, each in the run directory of the one before.
         storm: what its only launch has to endure, if anything.
+        strategy: how models are held there; `None` leaves it to the script.
     """
 
     name: str
     stages: tuple[Stage, ...]
     storm: Storm | None = None
+    strategy: str | None = None
 
     @property
     def ranks(self) -> int:
@@ -83,13 +86,21 @@ class Layout:
         return sum(len(stage.kills) for stage in self.stages)
 
     def __str__(self) -> str:
+        held = "" if self.strategy is None else f" with {self.strategy}"
         if self.is_disturbed:
-            return f"layout {self.name}"
-        return f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
+            return f"layout {self.name}{held}"
+        return f"{self.ranks} rank{'s' if self.ranks > 1 else ''}{held}"
 
 
-def parse(words: Sequence[str], storm: Storm | None = None) -> list[Layout]:
+def parse(
+    words: Sequence[str], storm: Storm | None = None, strategies: Sequence[str | None] = (None,)
+) -> list[Layout]:
     """Return the layouts in words such as `1,2,4` or `2,kill@30`, and one that endures `storm`.
+
+    Args:
+        words: the layouts.
+        storm: what a further one is to endure.
+        strategies: each layout is one for each of these.
 
     Raises:
         UsageError: if one of them is no layout, or there are fewer than two.
@@ -98,12 +109,29 @@ def parse(words: Sequence[str], storm: Storm | None = None) -> list[Layout]:
     if storm is not None:
         ranks = max(layout.ranks for layout in layouts)
         layouts.append(Layout(f"{ranks},kills={storm.kills}", (Stage(ranks),), storm))
+    layouts = [replace(layout, strategy=one) for one in strategies for layout in layouts]
     if len(layouts) < 2:
         raise UsageError(
             f"--layouts {words[0]} names one layout; expected at least two to compare",
             hint=f"{_EXAMPLES}; a layout may be named twice",
         )
     return layouts
+
+
+def parse_strategies(text: str) -> list[str]:
+    """Return the strategies in a word such as `ddp,fsdp`.
+
+    Raises:
+        UsageError: for a name that no strategy has.
+    """
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in STRATEGIES:
+            raise UsageError(
+                f"--strategies names {name!r}; expected some of {', '.join(STRATEGIES)}",
+                hint="for example --strategies ddp,fsdp",
+            )
+    return names
 
 
 def _parse_word(word: str) -> list[Layout]:

@@ -19,6 +19,8 @@ from lockstep.verify.traces import Traces, read
 
 #: Restarts that `lockstep run` allows without being told.
 _RESTARTS = 3
+#: What a strategy needs besides its name.
+_MORE = {"ps": ("--servers", "1")}
 #: Variables that would change what a layout is.
 _OURS = ("LOCKSTEP_FAULTS", "LOCKSTEP_FRESH", "LOCKSTEP_MAX_RESTARTS")
 
@@ -123,6 +125,8 @@ class _Place:
 def _start(layout: Layout, stage: Stage, work: Work, place: _Place) -> subprocess.Popen[bytes]:
     words = ["run", "-n", str(stage.ranks), "--run-dir", str(place.run), *work.options]
     kills = len(stage.kills) if layout.storm is None else layout.storm.kills
+    if layout.strategy is not None:
+        words += ["--strategy", layout.strategy, *_MORE.get(layout.strategy, ())]
     if kills > _RESTARTS:
         words += ["--max-restarts", str(kills)]
     environ = {name: value for name, value in os.environ.items() if name not in _OURS}
@@ -167,4 +171,5 @@ def _complaint(text: str) -> str:
 
 def directory_name(number: int, layout: Layout) -> str:
     """Return a name for the directory of the `number`-th layout that a shell takes as it is."""
-    return f"{number}-{re.sub(r'[^0-9a-z]+', '-', layout.name)}"
+    name = layout.name if layout.strategy is None else f"{layout.name}-{layout.strategy}"
+    return f"{number}-{re.sub(r'[^0-9a-z]+', '-', name)}"

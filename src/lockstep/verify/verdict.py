@@ -45,6 +45,7 @@ class Verdict:
             "layouts": [
                 {
                     "layout": outcome.layout.name,
+                    "strategy": outcome.layout.strategy,
                     "digest": outcome.digest,
                     "steps": outcome.steps,
                     "seconds": round(outcome.seconds, 3),

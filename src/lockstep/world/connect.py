@@ -17,6 +17,11 @@ from lockstep.world.meet import TIMEOUT, Meeting
 KEPT: list[dist.ProcessGroup | None] = []
 
 
+def keep(group: dist.ProcessGroup) -> None:
+    """Keep a process group until the process ends."""
+    KEPT.append(group)
+
+
 @dataclass(frozen=True, slots=True)
 class Connection:
     """How this rank reaches the others.
@@ -32,17 +37,22 @@ class Connection:
     owned: bool
 
 
-def connect(meeting: Meeting, device: torch.device) -> Connection:
+def connect(meeting: Meeting, device: torch.device, *, always: bool = False) -> Connection:
     """Return the process group of the ranks that have met.
 
     A process group that the script has already made is taken as it is.
+
+    Args:
+        meeting: of the ranks.
+        device: what this rank computes on.
+        always: whether a rank that is alone has a process group, too.
 
     Raises:
         DeviceError: if two ranks would share a GPU.
     """
     world, store = meeting.world, meeting.store
     notes = dist.PrefixStore("run", store)
-    if world.size == 1 and not dist.is_initialized():
+    if world.size == 1 and not always and not dist.is_initialized():
         return Connection(notes, None, owned=False)
     _check_devices(dist.PrefixStore("devices", store), world.rank, device)
     meeting.ready()

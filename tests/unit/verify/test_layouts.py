@@ -6,7 +6,7 @@ import pytest
 
 from lockstep.cli.verify import split
 from lockstep.errors import UsageError
-from lockstep.verify.layouts import Layout, Stage, Storm, parse
+from lockstep.verify.layouts import Layout, Stage, Storm, parse, parse_strategies
 from lockstep.verify.running import directory_name
 
 
@@ -130,3 +130,27 @@ def test_other_verbs_keep_their_words() -> None:
         "--",
         "x",
     ]
+
+
+def test_each_layout_with_each_strategy() -> None:
+    layouts = parse(["1,2"], strategies=["ddp", "fsdp"])
+    assert [(layout.name, layout.strategy) for layout in layouts] == [
+        ("1", "ddp"),
+        ("2", "ddp"),
+        ("1", "fsdp"),
+        ("2", "fsdp"),
+    ]
+    assert str(layouts[3]) == "2 ranks with fsdp"
+    assert directory_name(3, layouts[3]) == "3-2-fsdp"
+
+
+def test_one_layout_with_two_strategies_can_be_compared() -> None:
+    assert len(parse(["2"], strategies=["ddp", "fsdp"])) == 2
+
+
+def test_strategies_that_are_none() -> None:
+    assert parse_strategies("ddp, fsdp") == ["ddp", "fsdp"]
+    with pytest.raises(
+        UsageError, match="--strategies names 'zero'; expected some of auto, single"
+    ):
+        parse_strategies("ddp,zero")

@@ -1,0 +1,44 @@
+"""What a strategy is given to hold a model with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from lockstep.exchange.base import Forest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """Where a model of the run is to live.
+
+    Attributes:
+        number: which of the run's models it is, from 0.
+        device: what this rank computes on.
+        block: the replicas of this rank.
+        replicas: number of replicas in all.
+        forest: the tree nodes of the ranks in `group`.
+        group: the ranks that hold the same part of the model; `None` for a single rank.
+        mesh: torch's view of all ranks, with dimensions `data` and `model`; `None` where each rank
+            holds a whole model.
+        store: where ranks leave notes for each other.
+        exchange: name of the exchange.
+        exact: whether what makes the result depend on the layout is refused.
+        say: tells the user something, on the main rank.
+    """
+
+    number: int
+    device: torch.device
+    block: range
+    replicas: int
+    forest: Forest
+    group: dist.ProcessGroup | None
+    mesh: DeviceMesh | None
+    store: dist.Store
+    exchange: str
+    exact: bool
+    say: Callable[[str], None]
