@@ -11,7 +11,6 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lockstep.checkpoint import plain
@@ -21,13 +20,12 @@ from lockstep.errors import UsageError
 from lockstep.training import optimizers
 from lockstep.training.backward import Backward
 from lockstep.training.loaders import Loaders
-from lockstep.training.loop import Loop
 from lockstep.training.metrics import Item, Metrics
 from lockstep.training.models import Models
 from lockstep.training.plainly import show_plainly
 from lockstep.training.session import Session
 from lockstep.training.settings import Settings, from_environment
-from lockstep.world import World
+from lockstep.training.whereabouts import Whereabouts
 from lockstep.world.detect import given
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -35,7 +33,7 @@ SchedulerT = TypeVar("SchedulerT")
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
-class Run:
+class Run(Whereabouts):
     """A training run whose result does not depend on its layout.
 
     Use it as a context manager; inside, models, optimizers and loaders are made through it.
@@ -144,66 +142,6 @@ class Run:
             self._session.close(late)
             raise
         self._session.close(None)
-
-    # --- who and where ---------------------------------------------------------------------------
-
-    @property
-    def world(self) -> World:
-        """Who this process is among all."""
-        return self._session.world
-
-    @property
-    def device(self) -> torch.device:
-        """The device that this rank computes on."""
-        return self._session.device
-
-    @property
-    def replicas(self) -> int:
-        """Number of logical workers of the run."""
-        return self._session.replicas
-
-    @property
-    def main(self) -> bool:
-        """Whether this is rank 0, the one that prints and writes files."""
-        return self.world.is_main
-
-    @property
-    def directory(self) -> Path:
-        """Where the run keeps its records."""
-        return self._session.directory
-
-    @property
-    def epoch(self) -> int:
-        """Number of the running epoch, from 0."""
-        return self._loop.epoch
-
-    @property
-    def step(self) -> int:
-        """How many times the parameters have been updated."""
-        return self._loop.steps
-
-    @property
-    def exchange(self) -> str:
-        """Name of the exchange that is used, or `none` on a single rank."""
-        return self._session.exchange
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        """All ranks as torch's mesh with the dimensions `data` and `model`.
-
-        Raises:
-            UsageError: on a strategy that gives each rank a whole model.
-        """
-        return self._session.mesh
-
-    @property
-    def exactness(self) -> str:
-        """Class of the run: `exact`; `close` where another layout rounds otherwise; `approximate`."""
-        return self._session.exactness
-
-    @property
-    def _loop(self) -> Loop:
-        return self._session.loop
 
     # --- what is trained -------------------------------------------------------------------------
 

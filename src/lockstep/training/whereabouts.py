@@ -1,0 +1,76 @@
+"""Who a rank is in its run, and where the run stands: what a script may ask at any time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from lockstep.training.loop import Loop
+from lockstep.training.session import Session
+from lockstep.world import World
+
+
+class Whereabouts:
+    """The properties of a run."""
+
+    _session: Session
+
+    @property
+    def world(self) -> World:
+        """Who this process is among all."""
+        return self._session.world
+
+    @property
+    def device(self) -> torch.device:
+        """The device that this rank computes on."""
+        return self._session.device
+
+    @property
+    def replicas(self) -> int:
+        """Number of logical workers of the run."""
+        return self._session.replicas
+
+    @property
+    def main(self) -> bool:
+        """Whether this is rank 0, the one that prints and writes files."""
+        return self.world.is_main
+
+    @property
+    def directory(self) -> Path:
+        """Where the run keeps its records."""
+        return self._session.directory
+
+    @property
+    def epoch(self) -> int:
+        """Number of the running epoch, from 0."""
+        return self._loop.epoch
+
+    @property
+    def step(self) -> int:
+        """How many times the parameters have been updated."""
+        return self._loop.steps
+
+    @property
+    def exchange(self) -> str:
+        """Name of the exchange that is used, or `none` on a single rank."""
+        return self._session.exchange
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """All ranks as torch's mesh with the dimensions `data` and `model`.
+
+        Raises:
+            UsageError: on a strategy that gives each rank a whole model.
+        """
+        return self._session.mesh
+
+    @property
+    def exactness(self) -> str:
+        """Class of the run: `exact`; `close` where another layout rounds otherwise; `approximate`."""
+        return self._session.exactness
+
+    @property
+    def _loop(self) -> Loop:
+        return self._session.loop
