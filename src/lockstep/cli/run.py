@@ -6,10 +6,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.layout.classes import EXCHANGES, PRECISIONS, STRATEGIES
+from lockstep.cli import method
 
 if TYPE_CHECKING:
-    from lockstep.launch.method import Method
     from lockstep.launch.nodes import Nodes
     from lockstep.launch.spec import LaunchSpec
     from lockstep.launch.survival import Survival
@@ -32,7 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     _add_layout(parser)
     _add_nodes(parser)
-    _add_method(parser)
+    method.add_flags(parser)
     _add_start(parser)
     _add_survival(parser)
     _add_records(parser)
@@ -74,7 +73,7 @@ def read(options: argparse.Namespace) -> LaunchSpec:
         local_rank_option=options.local_rank_option,
         nodes=_nodes(options),
         survival=_survival(options),
-        method=_method(options),
+        method=method.read(options),
     )
 
 
@@ -105,18 +104,6 @@ def _survival(options: argparse.Namespace) -> Survival:
         checkpoint_every=options.checkpoint_every,
         keep=options.keep,
         hang_timeout=options.hang_timeout,
-    )
-
-
-def _method(options: argparse.Namespace) -> Method:
-    from lockstep.launch.method import Method
-
-    return Method(
-        strategy=options.strategy,
-        exchange=options.exchange,
-        precision=options.precision,
-        mesh=options.mesh,
-        exact=options.exact,
     )
 
 
@@ -178,29 +165,6 @@ def _add_nodes(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="SECONDS",
         help="how long a launch waits for more than MIN nodes before it begins (default: 30)",
-    )
-
-
-def _add_method(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "training", "Each wins over what the script says to lockstep.Run."
-    )
-    group.add_argument(
-        "--strategy", metavar="S", help=f"how models are held: {', '.join(STRATEGIES)}"
-    )
-    group.add_argument(
-        "--exchange", metavar="E", help=f"how gradients meet: {', '.join(EXCHANGES)}"
-    )
-    group.add_argument("--precision", metavar="P", help=f"{', '.join(PRECISIONS)}")
-    group.add_argument(
-        "--mesh",
-        metavar="DATAxMODEL",
-        help="how many models, and over how many ranks each is spread, such as 2x2",
-    )
-    group.add_argument(
-        "--exact",
-        action=argparse.BooleanOptionalAction,
-        help="refuse what makes the result depend on the layout (the default)",
     )
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lockstep.cli import method
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     _add_job(parser)
     _add_run(parser)
+    method.add_flags(parser)
     parser.add_argument(
         "--dry-run", action="store_true", help="print the job script and submit nothing"
     )
@@ -86,6 +88,7 @@ def _spec(options: argparse.Namespace) -> LaunchSpec:
         replicas=options.replicas,
         threads=options.threads,
         run_dir=options.run_dir,
+        method=method.read(options),
     )
 
 
@@ -114,6 +117,7 @@ def _run_options(options: argparse.Namespace) -> tuple[str, ...]:
     given = {"--replicas": options.replicas, "--threads": options.threads}
     given["--devices"] = options.devices
     words = [word for flag, value in given.items() if value is not None for word in (flag, value)]
+    words += method.words(options)
     return (*map(str, words), *(["-m"] if options.module else []))
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lockstep.cli import method
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--replicas", type=int, metavar="R", help="replicas on all layouts")
     parser.add_argument("--threads", type=int, metavar="T", help="intra-op threads of each rank")
     parser.add_argument("--devices", choices=("auto", "cpu", "gpu"), help="what ranks compute on")
+    method.add_flags(parser)
     parser.add_argument("--json", action="store_true", help="print the verdict as JSON")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep runs and traces in DIR")
     parser.add_argument("target", metavar="SCRIPT", help="the script to verify")
@@ -100,6 +102,7 @@ def handle(options: argparse.Namespace) -> int:
     strategies = [None] if options.strategies is None else parse_strategies(options.strategies)
     layouts = parse(options.layouts or ["1,2"], _storm(options), strategies)
     check_script(options.target)
+    method.read(options)  # a wrong name is refused here, before anything runs
     command = [options.target, *options.script_args]
     with _directory(options.keep) as directory:
         done = []
@@ -133,9 +136,10 @@ def _storm(options: argparse.Namespace) -> Storm | None:
 def _run_options(options: argparse.Namespace) -> list[str]:
     named = {"--replicas": options.replicas, "--threads": options.threads}
     named["--devices"] = options.devices
-    return [
+    words = [
         word for flag, value in named.items() if value is not None for word in (flag, str(value))
     ]
+    return words + method.words(options)
 
 
 @contextlib.contextmanager
