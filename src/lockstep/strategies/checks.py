@@ -5,58 +5,115 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.errors import ExactnessError, ModelError
 
-#: DDP settings under which its sums escape the exchange, and why.
+#: DDP settings under which ranks keep something of their own, and what.
 INEXACT = {
     "broadcast_buffers": "each rank would keep running statistics of its own",
     "forward_sync_buffers": "each rank would keep running statistics of its own",
-    "mixed_precision": "gradients would be summed in reduced precision",
-    "delay_all_reduce_named_params": "these parameters bypass the exchange",
-    "param_to_hook_all_reduce": "these parameters bypass the exchange",
-    "process_group": "the exchange works in the run's own group",
-    "device_mesh": "the exchange works in the run's own group",
+}
+_DELAYED = "DDP would average these gradients by itself, which are weighted by samples here and only summed"
+_GROUP = "the exchange works in the groups that the run makes of its ranks"
+#: DDP settings that cannot be passed on, the reason, and what to do instead.
+REFUSED = {
+    "process_group": (_GROUP, "start as many ranks as the model is to have"),
+    "device_mesh": (_GROUP, "strategy='pipeline' or 'tensor' with a mesh takes several dimensions"),
+    "delay_all_reduce_named_params": (
+        _DELAYED,
+        "leave it out; bucket_cap_mb decides when sums start",
+    ),
+    "param_to_hook_all_reduce": (_DELAYED, "leave it out; bucket_cap_mb decides when sums start"),
+    "mixed_precision": (
+        "it takes the communication hook, which is the exchange's",
+        "precision='bf16' computes in reduced precision, exchange='bf16' sums in it",
+    ),
+    "skip_all_reduce_unused_params": (
+        "each rank would decide by itself what it does not sum, and wait for ranks that decide otherwise",
+        "leave it out; parameters that no replica uses are found, and left without a gradient",
+    ),
 }
 
 
-def check_settings(module: nn.Module, settings: dict[str, Any], *, exact: bool) -> None:
+def check_settings(
+    module: nn.Module, settings: dict[str, Any], *, exact: bool, device: torch.device
+) -> None:
     """Refuse what DDP cannot do, and with `exact` what would break the promise.
 
+    On a single rank, too, where DDP is not used: a script means the same on every layout.
+
     Raises:
-        ExactnessError: for a setting under which sums escape the exchange.
-        ModelError: for sparse gradients, or a setting that DDP does not have.
+        ExactnessError: for a setting under which ranks would differ.
+        ModelError: for sparse gradients, or a setting that DDP does not have or that cannot be passed on.
     """
     refuse_sparse(module)
-    known = inspect.signature(DistributedDataParallel).parameters
-    unknown = [name for name in settings if name not in known]
-    if unknown:
-        raise ModelError(
-            f"DistributedDataParallel has no setting {', '.join(unknown)}",
-            hint=f"its settings are {', '.join(name for name in known if name != 'module')}",
-        )
+    refuse_unknown(DistributedDataParallel, settings)
+    for name, (reason, hint) in REFUSED.items():
+        if not _is_default(name, settings):
+            raise ModelError(f"{name} cannot be passed on to DDP: {reason}", hint=hint)
+    _check_devices(settings, device)
     for name, reason in INEXACT.items() if exact else ():
-        if breaks_promise({name: settings.get(name)}):
+        if not _is_default(name, settings):
             raise ExactnessError(
                 f"{name}={settings[name]!r} would break the promise: {reason}",
                 hint=f"leave out {name}, or say exact=False to the run",
             )
 
 
+def refuse_unknown(wrapper: type, settings: dict[str, Any]) -> None:
+    """Refuse keywords that a wrapper of PyTorch does not have.
+
+    Raises:
+        ModelError: naming them, and those that it has.
+    """
+    known = [name for name in inspect.signature(wrapper).parameters if name != "module"]
+    unknown = [name for name in settings if name not in known]
+    if unknown:
+        raise ModelError(
+            f"{wrapper.__name__} has no setting {', '.join(unknown)}",
+            hint=f"its settings are {', '.join(known)}",
+        )
+
+
+def _is_default(name: str, settings: dict[str, Any]) -> bool:
+    """Whether a setting says what holds without it. By identity: a value may be a tensor."""
+    value = settings.get(name)
+    return value is None or value is (name in INEXACT)
+
+
+def _check_devices(settings: dict[str, Any], device: torch.device) -> None:
+    """Refuse devices besides the one that the rank computes on, and any on the processor, as DDP does."""
+    ids = [index_of(one) for one in settings.get("device_ids") or ()]
+    if device.type == "cpu":
+        given = [
+            name for name in ("device_ids", "output_device") if settings.get(name) not in (None, [])
+        ]
+        if given:
+            raise ModelError(
+                f"{given[0]}={settings[given[0]]!r}, and the run computes on the CPU; expected none",
+                hint=f"leave {given[0]} out: --devices says what a run computes on",
+            )
+    elif ids not in ([], [device.index]):
+        raise ModelError(
+            f"device_ids={settings['device_ids']!r}, and this rank computes on {device}; "
+            f"expected [{device.index}]",
+            hint="leave device_ids out: --devices says what each rank computes on",
+        )
+
+
+def index_of(device: int | str | torch.device) -> int | None:
+    """Return the number of a device, however it is given."""
+    return device if isinstance(device, int) else torch.device(device).index
+
+
 def shares_buffers(settings: dict[str, Any]) -> bool:
     """Whether ranks take replica 0's buffers: always, but for who asked otherwise with exact=False."""
-    return False not in (settings.get("broadcast_buffers"), settings.get("forward_sync_buffers"))
-
-
-def breaks_promise(settings: dict[str, Any]) -> bool:
-    """Whether a setting would be refused with exact=True."""
-    return any(
-        name in settings and settings[name] not in (None, name.endswith("buffers"))
-        for name in INEXACT
-    )
+    newer = settings.get("forward_sync_buffers")  # the older name is not read beside it, as in DDP
+    return (settings.get("broadcast_buffers") if newer is None else newer) is not False
 
 
 def refuse_sparse(module: nn.Module) -> None:

@@ -13,11 +13,11 @@ from lockstep.data.microbatch import Microbatch
 from lockstep.errors import ModelError, PeerError
 from lockstep.exchange.base import Exchange, Sum
 from lockstep.exchange.choose import make
-from lockstep.strategies.checks import breaks_promise, shares_buffers
+from lockstep.strategies.checks import shares_buffers
 from lockstep.strategies.contributions import NOTHING, Gradients, take_gradients
 from lockstep.strategies.held import HeldModel
 from lockstep.strategies.holding import Holding
-from lockstep.strategies.wrapper import own_buffers, wrap
+from lockstep.strategies.wrapper import Replicated, own_buffers, wrap
 
 #: Bytes of a place, one element each: sums of bytes are exact in fp32 for 65,793 ranks.
 _PLACE_BYTES = 8
@@ -63,7 +63,7 @@ class ReplicatedModel(HeldModel):
         settings: dict[str, Any],
     ) -> None:
         super().__init__(module, block, replicas, group if shares_buffers(settings) else None)
-        self.exactness = "close" if breaks_promise(settings) else "exact"
+        self.exactness = "exact" if shares_buffers(settings) else "approximate"
         self._exchange = exchange
         self._places = {id(p): place for place, p in enumerate(self.parameters)}
         # DDP must synchronise the first backward pass that it sees of a static graph; where ranks
@@ -79,7 +79,7 @@ class ReplicatedModel(HeldModel):
         # Unused parameters are found here: DDP would spend an all-reduce of its own on them.
         ours = {"static_graph": self._is_static, "find_unused_parameters": False, **own_buffers()}
         settings = {k: v for k, v in settings.items() if not k.endswith("_buffers")}
-        self._ddp = wrap(module, {"process_group": group, **settings, **ours})
+        self._ddp = wrap(module, {"process_group": group, **settings, **ours}, Replicated)
         self._ddp.require_backward_grad_sync = False
         # A lambda, because DDP compares annotations, which are strings in this module.
         self._ddp.register_comm_hook(None, lambda _state, bucket: self._reduce(bucket))

@@ -1,22 +1,22 @@
-"""DistributedDataParallel that looks like the module it holds."""
+"""PyTorch's wrappers, DistributedDataParallel and DataParallel, that look like the module they hold."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 #: What Python looks up on the class rather than on the object, where a module may define it.
 _SPECIAL = ("__len__", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__contains__")
 
 
-class Replicated(DistributedDataParallel):
-    """DistributedDataParallel under the names of the module inside.
+class Transparent(nn.Module):
+    """A wrapper under the names of the module inside.
 
     Attributes, parameter names and `state_dict` are the module's own, so that a script reads the
     same on every layout and no checkpoint has keys that begin with `module.`. Made by `wrap`.
@@ -62,17 +62,28 @@ class Replicated(DistributedDataParallel):
         return copied
 
 
-def wrap(module: nn.Module, settings: dict[str, Any]) -> Replicated:
-    """Return `module` inside a `Replicated` that also has the special methods of its class."""
+class Replicated(Transparent, DistributedDataParallel):
+    """DistributedDataParallel under the names of the module inside."""
+
+
+class Scattered(Transparent, DataParallel[nn.Module]):
+    """DataParallel under the names of the module inside."""
+
+
+Wrapper = TypeVar("Wrapper", bound=Transparent)
+
+
+def wrap(module: nn.Module, settings: dict[str, Any], base: type[Wrapper]) -> Wrapper:
+    """Return `module` inside a `base` that also has the special methods of its class."""
     names = [name for name in _SPECIAL if hasattr(type(module), name)]
-    kind = type(Replicated.__name__, (Replicated,), {name: _forward(name) for name in names})
-    replicated: Replicated = kind(module, **settings)
-    replicated._is_complete = True
-    return replicated
+    kind = type(base.__name__, (base,), {name: _forward(name) for name in names})
+    wrapped: Wrapper = kind(module, **settings)
+    wrapped._is_complete = True
+    return wrapped
 
 
 def _forward(name: str) -> Callable[..., Any]:
-    def method(self: Replicated, *args: Any) -> Any:
+    def method(self: Transparent, *args: Any) -> Any:
         return getattr(self.module, name)(*args)
 
     return method

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from lockstep.checkpoint.plain import check_fit
 from lockstep.data.randomness import undisturbed
 from lockstep.errors import ModelError
+from lockstep.strategies import dp
 from lockstep.strategies.checks import check_same_models, check_settings
 from lockstep.strategies.ddp import replicate
 from lockstep.strategies.frozen import FrozenModel
@@ -18,6 +19,9 @@ from lockstep.strategies.held import HeldModel
 from lockstep.strategies.precision import autocast_forward
 from lockstep.strategies.single import SingleModel
 from lockstep.training.session import Session
+
+#: Who checks the keywords of run.model, where they are not DistributedDataParallel's.
+_CHECKS: dict[str, Callable[..., None]] = {"dp": dp.check_settings}
 
 
 class Models:
@@ -46,15 +50,27 @@ class Models:
         with undisturbed(), session.together.meeting("run.model"):
             held = self._hold(module, settings)
         held.meets_in(session.standing.meeting("the exchange of buffers"))
-        session.models.append(held)
+        self._take(held)
         return held.wrapped
+
+    def _take(self, held: HeldModel) -> None:
+        session = self._session
+        before = session.exactness
+        session.models.append(held)
+        if session.exactness != before:  # what was said when the run began does not hold any more
+            session.holding(0).say(
+                f"lockstep: {session.settings.name}: {session.exactness}, "
+                f"by how {type(held.module).__name__} is held"
+            )
 
     def _check(self, module: nn.Module, settings: dict[str, Any]) -> None:
         if not isinstance(module, nn.Module):
             raise ModelError(f"run.model was given a {type(module).__name__}; expected a Module")
         if any(module in (held.module, held.wrapped) for held in self._session.models):
             raise ModelError(f"this {type(module).__name__} belongs to the run already")
-        check_settings(module, settings, exact=self._session.settings.exact)
+        asked = self._session.settings
+        check: Callable[..., None] = _CHECKS.get(asked.strategy, check_settings)
+        check(module, settings, exact=asked.exact, device=self._session.device)
 
     def _hold(self, module: nn.Module, settings: dict[str, Any]) -> HeldModel:
         session = self._session
@@ -65,6 +81,8 @@ class Models:
             check_same_models(module, str(number), session.store, world.rank, world.size)
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return FrozenModel(module, holding.block, holding.replicas, holding.group)
+        if session.settings.strategy == "dp":
+            return dp.scatter(module, holding, settings)
         if holding.group is None:
             return SingleModel(module, holding.replicas)
         return replicate(module, holding, settings)

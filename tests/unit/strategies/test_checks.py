@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.errors import ExactnessError, ModelError
-from lockstep.strategies.checks import check_same_models, check_settings
+from lockstep.strategies import checks
+from lockstep.strategies.checks import REFUSED, check_same_models, shares_buffers
+
+CPU = torch.device("cpu")
+KNOWN = set(inspect.signature(DistributedDataParallel).parameters)
+
+
+def check_settings(
+    module: nn.Module, settings: dict[str, Any], *, exact: bool, device: torch.device = CPU
+) -> None:
+    checks.check_settings(module, settings, exact=exact, device=device)
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
@@ -26,22 +41,27 @@ def test_a_keyword_that_ddp_does_not_know() -> None:
     assert "find_unused_parameters" in caught.value.hint
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"broadcast_buffers": False},
-        {"forward_sync_buffers": False},
-        {"mixed_precision": object()},
-        {"delay_all_reduce_named_params": []},
-        {"param_to_hook_all_reduce": object()},
-    ],
-)
-def test_inexact_keywords_need_a_word(settings: dict) -> None:
-    (name,) = settings
-    with pytest.raises(ExactnessError, match=f"{name}=.* would break the promise") as caught:
-        check_settings(nn.Linear(1, 1), settings, exact=True)
+@pytest.mark.parametrize("name", sorted({"broadcast_buffers", "forward_sync_buffers"} & KNOWN))
+def test_buffers_of_each_ranks_own_need_a_word(name: str) -> None:
+    with pytest.raises(ExactnessError, match=f"{name}=False would break the promise") as caught:
+        check_settings(nn.Linear(1, 1), {name: False}, exact=True)
     assert "exact=False" in caught.value.hint
-    check_settings(nn.Linear(1, 1), settings, exact=False)
+    check_settings(nn.Linear(1, 1), {name: False}, exact=False)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("name", sorted(set(REFUSED) & KNOWN))
+@pytest.mark.parametrize("value", [True, torch.ones(2), [("weight", None)], object()])
+def test_what_cannot_be_passed_on(name: str, value: object, exact: bool) -> None:
+    with pytest.raises(ModelError, match=f"^{name} cannot be passed on to DDP: .+") as caught:
+        check_settings(nn.Linear(1, 1), {name: value}, exact=exact)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("name", sorted(KNOWN - {"module"}))
+def test_every_keyword_of_ddp_is_taken_with_its_own_default(name: str) -> None:
+    default = inspect.signature(DistributedDataParallel).parameters[name].default
+    check_settings(nn.Linear(1, 1), {name: default}, exact=True)
 
 
 @pytest.mark.parametrize(
@@ -52,10 +72,50 @@ def test_inexact_keywords_need_a_word(settings: dict) -> None:
         {"find_unused_parameters": False},
         {"broadcast_buffers": True},
         {"mixed_precision": None},
+        {"device_ids": []},
+        {"init_sync": False, "dim": 1},
     ],
 )
 def test_exact_keywords_are_allowed(settings: dict) -> None:
     check_settings(nn.Linear(1, 1), settings, exact=True)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"device_ids": [0]}, {"output_device": 0}, {"output_device": "cuda:0"}]
+)
+def test_devices_on_the_processor(settings: dict) -> None:
+    (name,) = settings
+    with pytest.raises(ModelError, match=f"{name}=.*computes on the CPU; expected none"):
+        check_settings(nn.Linear(1, 1), settings, exact=True)
+
+
+@pytest.mark.parametrize("ids", [[1], ["cuda:1"], [torch.device("cuda", 0)], [None]])
+def test_the_device_of_the_rank(ids: list) -> None:
+    here = torch.device("cuda", 1)
+    if ids[0] in (1, "cuda:1"):
+        check_settings(
+            nn.Linear(1, 1), {"device_ids": ids, "output_device": 1}, exact=True, device=here
+        )
+    elif ids[0] is not None:
+        with pytest.raises(ModelError, match=r"computes on cuda:1; expected \[1\]"):
+            check_settings(nn.Linear(1, 1), {"device_ids": ids}, exact=True, device=here)
+    else:
+        check_settings(nn.Linear(1, 1), {"device_ids": None}, exact=True, device=here)
+
+
+@pytest.mark.parametrize(
+    ("settings", "shared"),
+    [
+        ({}, True),
+        ({"broadcast_buffers": False}, False),
+        ({"forward_sync_buffers": False}, False),
+        ({"broadcast_buffers": False, "forward_sync_buffers": True}, True),
+        ({"broadcast_buffers": True, "forward_sync_buffers": False}, False),
+        ({"broadcast_buffers": False, "forward_sync_buffers": None}, False),
+    ],
+)
+def test_the_newer_name_wins_as_in_ddp(settings: dict, shared: bool) -> None:
+    assert shares_buffers(settings) is shared
 
 
 @pytest.mark.parametrize(
