@@ -2,10 +2,52 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 from torch import nn
+from torch.amp.autocast_mode import is_autocast_available
+
+from lockstep.errors import DeviceError
+
+#: What forward passes compute in, where that is not fp32.
+REDUCED = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def check_precision(name: str, device: torch.device) -> None:
+    """Try what a run is about to do in reduced precision: a product of matrices, and its gradient.
+
+    Raises:
+        DeviceError: if the device cannot.
+    """
+    if name not in REDUCED:
+        return
+    why = _missing(REDUCED[name], device)
+    if why is not None:
+        others = [other for other in ("bf16", "fp32") if other != name]
+        raise DeviceError(
+            f"precision={name} on {device.type}: torch {torch.__version__} cannot compute in it there: "
+            f"{why}",
+            hint=f"precision={' or '.join(others)}",
+        )
+
+
+def _missing(dtype: torch.dtype, device: torch.device) -> str | None:
+    if not is_autocast_available(device.type):
+        return "it has no autocast"
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")  # torch turns autocast off with a warning
+        try:
+            matrix = torch.ones(8, 8, device=device, requires_grad=True)
+            with torch.autocast(device.type, dtype=dtype):
+                product = matrix @ matrix
+            product.float().sum().backward()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            return str(error).partition("\n")[0]
+    if product.dtype is not dtype:
+        return " ".join(str(one.message) for one in told) or f"products are {product.dtype}"
+    return None
 
 
 def autocast_forward(module: nn.Module, device_type: str, dtype: torch.dtype) -> None:

@@ -34,10 +34,16 @@ class Backward:
         for model in models:
             model.before_backward(microbatch, alone=len(models) == 1)
         session.before_backward(microbatch, loss, models)
-        loss.backward(gradient=self._weight(loss, microbatch.weight))  # type: ignore[no-untyped-call]
+        weight, scaler = microbatch.weight, session.state.scaler
+        if scaler is not None:
+            scaler.before_backward(models)
+            weight *= scaler.scale
+        loss.backward(gradient=self._weight(loss, weight))  # type: ignore[no-untyped-call]
         for model in models:
             model.after_backward(microbatch)
         session.after_backward()
+        if scaler is not None and microbatch.last:
+            scaler.after_backward(models)
 
     def _reached(self, loss: torch.Tensor) -> list[HeldModel]:
         """Return the models that the loss depends on."""

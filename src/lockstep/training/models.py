@@ -16,7 +16,7 @@ from lockstep.strategies.checks import check_same_models, check_settings
 from lockstep.strategies.ddp import replicate
 from lockstep.strategies.frozen import FrozenModel
 from lockstep.strategies.held import HeldModel
-from lockstep.strategies.precision import autocast_forward
+from lockstep.strategies.precision import REDUCED, autocast_forward
 from lockstep.strategies.single import SingleModel
 from lockstep.training.session import Session
 
@@ -44,8 +44,8 @@ class Models:
         session = self._session
         self._check(module, settings)
         module.to(session.device)
-        if session.settings.precision == "bf16":
-            autocast_forward(module, session.device.type, torch.bfloat16)
+        if session.settings.precision in REDUCED:
+            autocast_forward(module, session.device.type, REDUCED[session.settings.precision])
         # How a model is held must not change what the next one starts from.
         with undisturbed(), session.together.meeting("run.model"):
             held = self._hold(module, settings)

@@ -13,15 +13,22 @@ from torch.optim import Optimizer
 from lockstep.errors import ModelError, StepError
 from lockstep.strategies.held import HeldModel
 from lockstep.training.loop import Loop
+from lockstep.training.scaling import Scaler
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 Scheduler = TypeVar("Scheduler")
 
 
 def gate_optimizer(
-    optimizer: OptimizerT, loop: Loop, models: Sequence[HeldModel], index: int
+    optimizer: OptimizerT,
+    loop: Loop,
+    models: Sequence[HeldModel],
+    index: int,
+    scaler: Scaler | None = None,
 ) -> OptimizerT:
     """Let `optimizer.step()` act once per global batch: on its last microbatch.
+
+    With a scaler, a step whose gradients are not finite counts as one, and changes nothing.
 
     The optimizer stays the object it is, so that schedulers and scripts find what they expect.
 
@@ -55,6 +62,10 @@ def gate_optimizer(
         for model in models:
             model.finish_buffers()
         loop.updated()
+        if scaler is not None and scaler.skips(own):
+            # torch's schedulers warn where they find that no step came before theirs.
+            self._opt_called = True  # type: ignore[attr-defined]
+            return None
         return own[0].update(act) if len(own) == 1 else act()
 
     act = optimizer.step

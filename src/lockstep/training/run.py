@@ -47,7 +47,7 @@ class Run(Whereabouts):
         exchange: how gradients meet: `shared-memory`, `tree`, `native`, `mpi`, or `auto`, the fastest
             exact one of the first three.
         mesh: `DATAxMODEL`, such as `2x2`: how many models, and over how many ranks each is spread.
-        precision: `fp32`, or `bf16` for forward passes under autocast.
+        precision: `fp32`; `bf16` or `fp16` for forward passes under autocast, fp16 with a loss scale.
         devices: `cpu`, `gpu`, `auto`, or a list of indices such as `2,3`, one for each rank of a node.
         threads: intra-op threads per process; by default the cores divided by the replicas.
         run_dir: directory of the run; by default `runs/NAME/TIME`.
@@ -169,7 +169,9 @@ class Run(Whereabouts):
         """
         state = self._session.state
         self._optimizers += 1
-        gated = optimizers.gate_optimizer(optimizer, self._loop, state.models, self._optimizers)
+        gated = optimizers.gate_optimizer(
+            optimizer, self._loop, state.models, self._optimizers, state.scaler
+        )
         state.optimizers.append(gated)
         return gated
 

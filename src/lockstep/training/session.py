@@ -29,6 +29,7 @@ from lockstep.record.recorder import Recorder, RecordSettings
 from lockstep.record.run_file import Identity, script_and_arguments, versions
 from lockstep.strategies.held import HeldModel
 from lockstep.strategies.holding import Holding
+from lockstep.strategies.precision import check_precision
 from lockstep.training.continuation import Continuation
 from lockstep.training.digest import digest
 from lockstep.training.earlier import launch_of, recall
@@ -44,6 +45,7 @@ from lockstep.training.keeping import Keeper
 from lockstep.training.loop import Listener, Loop
 from lockstep.training.memory import Memory, find_slot
 from lockstep.training.preemption import Preempted, Signals
+from lockstep.training.scaling import Scaler
 from lockstep.training.settings import Settings
 from lockstep.training.standing import Standing
 from lockstep.training.state import State
@@ -99,6 +101,7 @@ class Session:
             self.threads = set_threads(asked, self._meeting, self.replicas * mesh.model)
             if settings.exact:
                 make_deterministic(self.device)
+            check_precision(settings.precision, self.device)
             self._identity = self._describe()
             self._memory = Memory.find(os.environ, world, self._identity, self._meeting.number)
             always = needs_group(settings.strategy)
@@ -122,6 +125,9 @@ class Session:
         listeners: list[Listener] = [self._record, self.standing]
         if self._watch is not None:
             listeners.append(self._watch)
+        if settings.precision == "fp16":
+            self.state.scaler = Scaler(self.group, self._record.say, self._record.log)
+            listeners.append(self.state.scaler)
         self.loop = Loop(settings.seed, self.replicas, self.models, listeners)
         self._record.bind(self.loop, self.digest)
         self._faults = Faults.of(os.environ, world)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lockstep.errors import CheckpointError
 from lockstep.strategies.held import HeldModel
+from lockstep.training.scaling import Scaler
 
 
 class State:
@@ -22,9 +23,11 @@ class State:
         optimizers: those passed through `run.optimizer`.
         schedulers: those passed through `run.scheduler`.
         registered: what `run.register` was given, by name.
+        scaler: of the losses, in fp16.
     """
 
     def __init__(self) -> None:
+        self.scaler: Scaler | None = None
         self.models: list[HeldModel] = []
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[Any] = []
@@ -40,6 +43,7 @@ class State:
             "optimizers": _numbered([self._saved(one) for one in self.optimizers]),
             "schedulers": _numbered([one.state_dict() for one in self.schedulers]),
             "registered": {name: one.state_dict() for name, one in self.registered.items()},
+            "scaler": {} if self.scaler is None else self.scaler.state_dict(),
         }
 
     def load(self, state: Mapping[str, Any], *, whole: bool) -> None:
@@ -69,6 +73,8 @@ class State:
         _load("scheduler", schedulers, state["schedulers"], whole=whole)
         registered = {name: one.load_state_dict for name, one in self.registered.items()}
         _load("registered object", registered, state["registered"], whole=whole)
+        if self.scaler is not None and state.get("scaler"):
+            self.scaler.load_state_dict(state["scaler"])
 
     @property
     def is_split(self) -> bool:

@@ -58,6 +58,12 @@ class Whereabouts:
         return self._session.exchange
 
     @property
+    def scale(self) -> float:
+        """What losses are multiplied with in `precision="fp16"`, until gradients have met; 1 otherwise."""
+        scaler = self._session.state.scaler
+        return 1.0 if scaler is None else scaler.scale
+
+    @property
     def mesh(self) -> DeviceMesh:
         """All ranks as torch's mesh with the dimensions `data` and `model`.
 

@@ -1,0 +1,157 @@
+"""The loss scale of fp16: chosen as torch's GradScaler chooses it, and the same on every layout.
+
+Gradients below 6e-8 are zero in fp16. So the backward pass starts from a loss that is many times larger,
+and gradients are divided by as much once they have met. Where they do not fit into fp16 any more, the step
+is left out and the scale halved; after many steps without, it is doubled. See Micikevicius et al., "Mixed
+Precision Training", ICLR 2018 (arXiv:1710.03740).
+
+`torch.amp.GradScaler` itself divides at the optimizer's step, by calls that the script makes, and one rank
+decides for itself. Here gradients are divided where they meet, before the script sees them, and what is
+looked at is their sum: the same bits on all ranks. The numbers and the kernel are GradScaler's.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from lockstep.data.microbatch import Microbatch
+from lockstep.errors import NonFiniteLossError
+from lockstep.strategies.held import HeldModel
+
+#: The defaults of torch.amp.GradScaler; powers of two, so that scaling changes no bit but the exponent's.
+FIRST = 65536.0
+GROWTH, BACKOFF = 2.0, 0.5
+INTERVAL = 2000
+#: Below this, the smallest normal number of fp16, a scale cannot be what keeps gradients from being finite.
+LEAST = 2.0**-14
+#: Above this, fp32 would not hold scaled numbers.
+_MOST = 2.0**100
+
+
+class Scaler:
+    """Scales losses, divides gradients by as much, and says which steps are left out.
+
+    Args:
+        group: all ranks, which have to agree where models are split over them; `None` for a single one.
+        say: tells the user something, on the main rank.
+        log: records values of the current step.
+
+    Attributes:
+        scale: what losses are multiplied with now.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        say: Callable[[str], None],
+        log: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        self._group, self._say, self._log = group, say, log
+        self.scale = FIRST
+        self._good = 0
+        self._found: dict[int, list[torch.Tensor]] = {}
+        self._skipped = False
+
+    # --- a backward pass -------------------------------------------------------------------------
+
+    def before_backward(self, models: Iterable[HeldModel]) -> None:
+        """Scale gradients that wait for more, as they may where there is one replica."""
+        for model in models:
+            waiting = [] if model.several_replicas else _gradients(model)
+            if waiting:
+                torch._foreach_mul_(waiting, self.scale)
+
+    def after_backward(self, models: Iterable[HeldModel]) -> None:
+        """The gradients of `models` have met: divide them by the scale, and see if they are finite."""
+        for model in models:
+            self._found[id(model)] = found = self._unscale(_gradients(model))
+            if model.is_split and self._group is not None:
+                found[:] = [self._agree(found, model.parameters[0].device)]
+
+    def _unscale(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        groups: defaultdict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(
+            list
+        )
+        for gradient in gradients:
+            groups[gradient.device, gradient.dtype].append(gradient)
+        found = []
+        for (device, _), ours in groups.items():
+            found.append(torch.zeros((), device=device))
+            inverse = torch.full((), 1 / self.scale, device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(ours, found[-1], inverse)
+        return found
+
+    def _agree(self, found: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+        """Return what any rank has found: each has another part of the gradients."""
+        mine = torch.zeros((), device=device)
+        for one in found:
+            mine = torch.maximum(mine, one.to(device))
+        dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self._group)
+        return mine
+
+    # --- a step ----------------------------------------------------------------------------------
+
+    def skips(self, models: Iterable[HeldModel]) -> bool:
+        """Whether an optimizer of `models` is to leave out the step that it is asked for.
+
+        Raises:
+            NonFiniteLossError: if the scale can do nothing about it.
+        """
+        found = any(one.item() for model in models for one in self._found.get(id(model), ()))
+        if found and self.scale <= LEAST:
+            raise NonFiniteLossError(
+                f"gradients are not finite in fp16 even with a loss scale of {self.scale:g}",
+                hint="look at the data and the learning rate, or take precision='bf16', whose numbers "
+                "are as large as those of fp32",
+            )
+        self._skipped |= found
+        return found
+
+    def step_ends(self, step: int, microbatch: Microbatch) -> None:
+        """Step number `step` is done: choose the scale of the next one."""
+        before = self.scale
+        if self._skipped:
+            self.scale, self._good, self._skipped = self.scale * BACKOFF, 0, False
+            self._say(
+                f"lockstep: step {step} is left out: gradients that fp16 cannot hold; "
+                f"the loss scale is {self.scale:g} from here on"
+            )
+        else:
+            self._good += 1
+            if self._good == INTERVAL:
+                self.scale, self._good = min(self.scale * GROWTH, _MOST), 0
+        self._found.clear()
+        if self.scale != before:
+            self._log({"scale": self.scale})
+
+    def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
+        """A loop over a loader begins: nothing to do."""
+
+    def microbatch_begins(self, microbatch: Microbatch) -> None:
+        """The loop has come to another microbatch: nothing to do."""
+
+    def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
+        """A loop over a loader is over: nothing to do."""
+
+    # --- state -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, float]:
+        """Return what the decisions of the steps to come depend on."""
+        return {"scale": self.scale, "good": self._good}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Take what `state_dict` returned."""
+        self.scale, self._good = float(state["scale"]), int(state["good"])
+
+
+def _gradients(model: HeldModel) -> list[torch.Tensor]:
+    """Return this rank's gradients; of a sharded one its part."""
+    with torch.no_grad():
+        there = (p.grad for p in model.parameters if p.grad is not None)
+        return [g.to_local() if isinstance(g, DTensor) else g for g in there]

@@ -1,0 +1,57 @@
+"""Jobs in reduced precision, and with exchanges that ship less than all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.distributed.jobs import classes, conv_net, fit, quiet_run
+
+
+class Bursting(nn.Module):
+    """A linear layer whose gradient is infinite in one batch, for the samples of one replica alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x)
+        # Forward it is harmless; backward a gradient comes out that no scale makes finite.
+        y.register_hook(lambda gradient: gradient * factor)
+        return y
+
+
+def overflow(settings: dict[str, Any], batch: int = 3, replica: int = 2) -> tuple[Any, ...]:
+    """Train in fp16; in one batch one replica's gradient overflows. Digests and scales of each step."""
+    told = []
+    with quiet_run(precision="fp16", replicas=4, **settings) as run:
+        model = run.model(Bursting())
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        scheduler = run.scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9))
+        for number, turn in enumerate(
+            run.batches(run.loader(classes(60, (6,)), batch_size=10, shuffle=True))
+        ):
+            for x, y in turn:
+                here = run._loop.microbatch
+                assert here is not None
+                hit = number == batch and here.replica == replica
+                run.backward(F.cross_entropy(model(x, float("inf") if hit else 1.0), y))
+                norm = run.clip(model, 10.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            told.append((run.digest(), run.scale, float(norm), run.step))
+        return told, run.digest(), scheduler.last_epoch, run.exactness
+
+
+def train_half(settings: dict[str, Any]) -> str:
+    """The convolutional net with BatchNorm and dropout in fp16."""
+    with quiet_run(precision="fp16", **settings) as run:
+        model = run.model(conv_net())
+        optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+        fit(run, model, run.loader(classes(50, (1, 8, 8)), batch_size=16, shuffle=True), optimizer)
+        return run.digest()

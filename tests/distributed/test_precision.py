@@ -1,0 +1,39 @@
+"""fp16 with a loss scale: its decisions are the run's, not a rank's."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from lockstep.testing import assert_same, run_ranks
+from tests.distributed import low_precision as jobs
+
+pytestmark = pytest.mark.ranks(4)
+
+
+@pytest.mark.parametrize("replica", [0, 3])
+def test_an_overflow_on_one_replica_skips_the_same_step_on_every_layout(replica: int) -> None:
+    seen = [run_ranks(jobs.overflow, n, {}, 3, replica) for n in (1, 2, 4)]
+    told, digest, last_epoch, exactness = seen[0][0]
+    assert exactness == "exact"
+    assert all(one == seen[0][0] for ranks in seen for one in ranks)
+    digests = [step[0] for step in told]
+    assert digests[3] == digests[2], "the step with the overflow changes nothing"
+    assert len(set(digests)) == 5
+    assert digests[-1] == digest
+    assert [step[1] for step in told] == [65536.0] * 3 + [32768.0] * 3
+    assert [step[3] for step in told] == [1, 2, 3, 4, 5, 6], "it counts as a step"
+    assert last_epoch == 6
+    assert [math.isfinite(step[2]) for step in told] == [True] * 3 + [False] + [True] * 2
+    assert all(0 < step[2] < 5 for step in told if math.isfinite(step[2])), "norms are unscaled"
+
+
+def test_one_digest_on_1_to_4_ranks() -> None:
+    assert_same(jobs.train_half, [1, 2, 3, 4], {}, replicas=4)
+
+
+@pytest.mark.parametrize("exchange", ["tree", "shared-memory"])
+def test_exchanges_of_the_exact_class_agree(exchange: str) -> None:
+    alone = run_ranks(jobs.train_half, 1, {"replicas": 4})
+    assert run_ranks(jobs.train_half, 2, {"replicas": 4, "exchange": exchange})[:1] == alone
