@@ -93,9 +93,12 @@ class Keeper:
         if self._points == _PREPARED_AT:
             self._checkpoints.prepare(tree.flatten(self._state.gather())[1])
         if saves or due or self._looks(rhythm):
+            began = time.monotonic()
             text, tensors = self._capture()
-            if rhythm is not None:
-                self._remember(rhythm, text, tensors, due=due)
+            if rhythm is not None and due:
+                rhythm.take(due, text, tensors, began)
+            elif rhythm is not None and rhythm.needs_memory:
+                self._prepare(rhythm, text, tensors)
             if saves:
                 self._save(text, tensors)
         if wish == "stop":
@@ -110,18 +113,13 @@ class Keeper:
             return self._points & (self._points - 1) == 0  # at points 1, 2, 4, 8 and so on
         return rhythm.needs_memory
 
-    def _remember(
-        self, rhythm: Rhythm, text: str, tensors: dict[str, torch.Tensor], *, due: int
-    ) -> None:
-        if due:
-            rhythm.take(due, text, tensors)
-        elif rhythm.needs_memory:
-            problem = rhythm.prepare(text, tensors)
-            if problem is not None:
-                self._say(
-                    f"lockstep: warning: {problem}: a rank that dies costs what was done since the last "
-                    "checkpoint (--checkpoint-every)"
-                )
+    def _prepare(self, rhythm: Rhythm, text: str, tensors: dict[str, torch.Tensor]) -> None:
+        problem = rhythm.prepare(text, tensors)
+        if problem is not None:
+            self._say(
+                f"lockstep: warning: {problem}: a rank that dies costs what was done since the last "
+                "checkpoint (--checkpoint-every)"
+            )
 
     def _save(self, text: str, tensors: dict[str, torch.Tensor]) -> None:
         asked, self._asked = self._asked, None

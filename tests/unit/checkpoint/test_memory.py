@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -188,7 +189,8 @@ def test_all_ranks_follow_the_first(memory):
         for rank, step in together:
             number = rhythms[rank].due(step)
             if number:
-                rhythms[rank].take(number, f"text {step}", state(step))
+                began = time.monotonic()
+                rhythms[rank].take(number, f"text {step}", state(step), began)
                 taken[rank].append(step)
         assert taken[0] == taken[1]
         assert found(memory) == taken[0][-1]
@@ -200,8 +202,8 @@ def test_a_snapshot_that_costs_much_is_taken_seldom(memory, monkeypatch):
     monkeypatch.setattr("lockstep.checkpoint.rhythm.time.monotonic", lambda: clock[0])
     (snapshots,) = ranks(memory, 1)
     rhythm = Rhythm(snapshots, Board(memory.board), leads=True)
-    takes_30_ms = lambda *_: clock.__setitem__(0, clock[0] + 0.03)  # noqa: E731
-    monkeypatch.setattr(Snapshots, "write", takes_30_ms)
+    takes_20_ms = lambda *_: clock.__setitem__(0, clock[0] + 0.02)  # noqa: E731
+    monkeypatch.setattr(Snapshots, "write", takes_20_ms)
     rhythm.due(1)
     rhythm.prepare("text", state(0))
     taken = []
@@ -210,7 +212,9 @@ def test_a_snapshot_that_costs_much_is_taken_seldom(memory, monkeypatch):
         number = rhythm.due(step)
         if number:
             taken.append(step)
-            rhythm.take(number, "text", state(0))
+            began = clock[0]
+            clock[0] += 0.01  # to gather the state
+            rhythm.take(number, "text", state(0), began)
     assert taken[:3] == [2, 3, 4]
     distances = [b - a for a, b in itertools.pairwise(taken[3:])]
-    assert set(distances) <= {20, 21}, "30 ms are 1.5 % of 20 steps of 100 ms"
+    assert set(distances) <= {30, 31}, "30 ms are 1 % of 30 steps of 100 ms"
