@@ -51,6 +51,7 @@ def check_settings(
         ModelError: for sparse gradients, or a setting that DDP does not have or that cannot be passed on.
     """
     refuse_sparse(module)
+    refuse_unconverted(module)
     refuse_unknown(DistributedDataParallel, settings)
     for name, (reason, hint) in REFUSED.items():
         if not _is_default(name, settings):
@@ -128,6 +129,21 @@ def refuse_sparse(module: nn.Module) -> None:
                 f"the embedding {name or type(child).__name__} has sparse=True; "
                 "expected dense gradients",
                 hint="create it with sparse=False",
+            )
+
+
+def refuse_unconverted(module: nn.Module) -> None:
+    """Refuse PyTorch's own SyncBatchNorm.
+
+    Raises:
+        ModelError: if a layer of `module` is one.
+    """
+    for name, child in module.named_modules():
+        if isinstance(child, nn.SyncBatchNorm):
+            raise ModelError(
+                f"the layer {name or '(the model itself)'} is PyTorch's SyncBatchNorm, which runs on GPUs "
+                "only and counts samples that stand in for none; expected Lockstep's",
+                hint="model = run.model(run.sync_batchnorm(model)) converts it",
             )
 
 

@@ -50,10 +50,12 @@ class HeldModel(abc.ABC):
         used: whether a forward pass with gradients has run since the last backward pass.
         exactness: `exact`, `close` or `approximate`: what holding it so makes of the run.
         is_split: whether this rank holds a part of it only, so that all ranks make its state together.
+        acts_alone: whether it must have an optimizer that holds parameters of no other model.
     """
 
     exactness = "exact"
     is_split = False
+    acts_alone = False
 
     def __init__(
         self, module: nn.Module, block: range, replicas: int, group: dist.ProcessGroup | None
@@ -65,7 +67,9 @@ class HeldModel(abc.ABC):
         self._several_replicas = replicas > 1
         self._block_size = len(block)
         self._buffered = [
-            m for m in module.modules() if any(True for _ in m.buffers(recurse=False))
+            m
+            for m in module.modules()
+            if any(True for _ in m.buffers(recurse=False)) or getattr(m, "meets_in_forward", False)
         ]
         self._buffers = Buffers(module, block, group)
         self._met = False
@@ -83,7 +87,7 @@ class HeldModel(abc.ABC):
 
     @property
     def trains_buffers(self) -> bool:
-        """Whether forward passes may change buffers now: a part that has some is in training mode."""
+        """Whether forward passes may change buffers, or need all ranks: such a part is in training mode."""
         return any(part.training for part in self._buffered)
 
     @property
@@ -264,6 +268,9 @@ class HeldModel(abc.ABC):
         """Let all ranks take replica 0's buffers now."""
         self._buffers.finish()
 
+    def come_together(self) -> None:  # noqa: B027 - most are one model all the time
+        """Let ranks that have trained by themselves be one model again; all ranks call this together."""
+
     @property
     def is_whole(self) -> bool:
         """Whether all ranks that hold the same part of the model hold the same bits now."""
@@ -293,6 +300,9 @@ class HeldModel(abc.ABC):
         """Give an optimizer its part of what `optimizer_state` returned."""
         optimizer.load_state_dict(state)
 
+    def optimized_by(self, optimizer: Optimizer) -> None:  # noqa: B027 - most need not know
+        """An optimizer that holds parameters of this model was given to the run."""
+
     def update(self, act: Callable[[], Any]) -> Any:
         """Let an optimizer of this model alone act; `act` is its own step."""
         return act()
@@ -305,6 +315,10 @@ class HeldModel(abc.ABC):
     def meets_in(self, meeting: AbstractContextManager[None]) -> None:
         """Let `meeting` be entered where ranks wait for each other's buffers."""
         self._buffers.meeting = meeting
+
+    def ends(self) -> dict[str, int]:
+        """The script is done: return bytes that this rank has sent and received, where they are counted."""
+        return {}
 
     def close(self) -> None:  # noqa: B027 - most strategies hold nothing
         """Give back what the strategy holds."""

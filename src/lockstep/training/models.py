@@ -11,13 +11,17 @@ from torch import nn
 from lockstep.checkpoint.plain import check_fit
 from lockstep.data.randomness import undisturbed
 from lockstep.errors import ModelError
+from lockstep.exchange.links import Links, connect
+from lockstep.layout.classes import worst
 from lockstep.strategies import dp
 from lockstep.strategies.checks import check_same_models, check_settings
 from lockstep.strategies.ddp import replicate
 from lockstep.strategies.frozen import FrozenModel
 from lockstep.strategies.held import HeldModel
 from lockstep.strategies.precision import REDUCED, autocast_forward
+from lockstep.strategies.ps import hold_served
 from lockstep.strategies.single import SingleModel
+from lockstep.strategies.sync_batchnorm import layers
 from lockstep.training.session import Session
 
 #: Who checks the keywords of run.model, where they are not DistributedDataParallel's.
@@ -56,6 +60,8 @@ class Models:
     def _take(self, held: HeldModel) -> None:
         session = self._session
         before = session.exactness
+        parts = [layer.ranks.exactness for layer in layers(held.module)]
+        held.exactness = worst([held.exactness, *parts])
         session.models.append(held)
         if session.exactness != before:  # what was said when the run began does not hold any more
             session.holding(0).say(
@@ -83,9 +89,24 @@ class Models:
             return FrozenModel(module, holding.block, holding.replicas, holding.group)
         if session.settings.strategy == "dp":
             return dp.scatter(module, holding, settings)
+        if session.settings.strategy == "ps":
+            return hold_served(module, holding, settings, self._links(number))
         if holding.group is None:
             return SingleModel(module, holding.replicas)
         return replicate(module, holding, settings)
+
+    def _links(self, number: int) -> Links:
+        """Connect to the servers of the launch, for one model."""
+        session = self._session
+        return connect(
+            session.world,
+            session.settings.servers,
+            session.formation.forest,
+            session.replicas,
+            session.store,
+            str(number),
+            session.threads,
+        )
 
     def load(self, model: nn.Module | None, weights: Mapping[str, torch.Tensor]) -> None:
         """Give a model of the run other weights.

@@ -19,6 +19,7 @@ from lockstep.data.loader import GlobalBatch, Loader
 from lockstep.errors import UsageError
 from lockstep.training import optimizers
 from lockstep.training.backward import Backward
+from lockstep.training.batchnorm import synchronise
 from lockstep.training.loaders import Loaders
 from lockstep.training.metrics import Item, Metrics
 from lockstep.training.models import Models
@@ -47,6 +48,8 @@ class Run(Whereabouts):
         exchange: how gradients meet: `shared-memory`, `tree`, `native`, `mpi`, or `auto`, the fastest
             exact one of the first three.
         mesh: `DATAxMODEL`, such as `2x2`: how many models, and over how many ranks each is spread.
+        staleness: for strategy `ps`: servers update, and a worker goes on with parameters that lack at
+            most so many updates; by default workers update by themselves.
         precision: `fp32`; `bf16` or `fp16` for forward passes under autocast, fp16 with a loss scale.
         devices: `cpu`, `gpu`, `auto`, or a list of indices such as `2,3`, one for each rank of a node.
         threads: intra-op threads per process; by default the cores divided by the replicas.
@@ -82,6 +85,7 @@ class Run(Whereabouts):
         exchange: str = "auto",
         precision: str = "fp32",
         mesh: str | None = None,
+        staleness: int | None = None,
         devices: str = "auto",
         threads: int | None = None,
         run_dir: str | Path | None = None,
@@ -104,6 +108,7 @@ class Run(Whereabouts):
             exchange=exchange,
             precision=precision,
             mesh=mesh,
+            staleness=staleness,
             devices=devices,
             threads=threads,
             run_dir=None if run_dir is None else Path(run_dir),
@@ -160,6 +165,19 @@ class Run(Whereabouts):
             ExactnessError: for a setting that breaks the promise.
         """
         return self._models.add(module, settings)  # type: ignore[return-value]
+
+    def sync_batchnorm(self, module: ModelT) -> ModelT:
+        """Return `module` with BatchNorm over the global batch, on any device; call it before `model`.
+
+        Like `torch.nn.SyncBatchNorm.convert_sync_batchnorm`, whose layers it takes, too: every BatchNorm
+        is replaced by one with the same parameters and buffers. On one rank with one replica nothing
+        else changes. All ranks call it.
+
+        Raises:
+            ExactnessError: with more replicas than ranks: their statistics cannot meet.
+            ModelError: if it is held already, or has a layer that cannot be converted.
+        """
+        return synchronise(self._session, module)  # type: ignore[return-value]
 
     def optimizer(self, optimizer: OptimizerT) -> OptimizerT:
         """Let `optimizer.step()` act once per global batch.
@@ -334,6 +352,7 @@ class Run(Whereabouts):
 
     def digest(self) -> str:
         """Return the SHA-256 of all models and registered objects, as `sha256:…`."""
+        self._loop.come_together()
         return self._session.digest()
 
     def export(self, path: str | Path, model: nn.Module | None = None) -> None:
@@ -350,6 +369,7 @@ class Run(Whereabouts):
         """
         if self._loop.microbatch is None:
             self._loop.settle()
+            self._loop.come_together()
         state = self._models.find(model).state()
         if self.main:
             plain.write_weights(Path(path), state)

@@ -1,0 +1,75 @@
+"""`run.sync_batchnorm`: which ranks' statistics meet, and where they cannot."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.errors import ExactnessError, ModelError
+from lockstep.strategies.sync_batchnorm import Ranks, convert
+from lockstep.training.session import Session
+from lockstep.world.connect import keep
+
+
+def synchronise(session: Session, module: nn.Module) -> nn.Module:
+    """Return `module` with statistics over the global batch; see `Run.sync_batchnorm`."""
+    _check(session, module)
+    replicas, ranks = session.replicas, session.formation.mesh.data
+    if replicas > ranks:
+        _check_several(replicas, ranks, exact=session.settings.exact)
+    with session.together.meeting("run.sync_batchnorm"):
+        group = _group(session)
+    exactness = "exact" if replicas == 1 else "close" if replicas == ranks else "approximate"
+    meeting = session.standing.meeting("the statistics of BatchNorm")
+
+    def counts() -> bool:
+        microbatch = session.loop.microbatch
+        return microbatch is None or microbatch.size > 0
+
+    return convert(module, Ranks(group, counts, meeting, exactness))
+
+
+def _check(session: Session, module: nn.Module) -> None:
+    if not isinstance(module, nn.Module):
+        raise ModelError(
+            f"run.sync_batchnorm was given a {type(module).__name__}; expected a Module"
+        )
+    if any(module in (held.module, held.wrapped) for held in session.models):
+        raise ModelError(
+            f"run.sync_batchnorm was given a {type(module).__name__} that belongs to the run already",
+            hint="model = run.model(run.sync_batchnorm(model))",
+        )
+    if session.settings.strategy == "pipeline":
+        raise ModelError(
+            "run.sync_batchnorm with strategy=pipeline, which cuts each replica's share to pieces; "
+            "expected a strategy that computes on it at once",
+            hint="strategy='ddp' or 'fsdp', or a normalisation without statistics of the batch",
+        )
+
+
+def _check_several(replicas: int, ranks: int, *, exact: bool) -> None:
+    what = f"run.sync_batchnorm with {replicas} replicas on {ranks} rank(s)"
+    if exact:
+        raise ExactnessError(
+            f"{what}: replicas on one rank compute one after the other, so their statistics cannot "
+            "meet; expected a rank for each replica",
+            hint=f"start {replicas} ranks, or say exact=False to the run (lockstep run --no-exact): "
+            "then statistics are over the replicas that compute at the same time",
+        )
+    if replicas % ranks:
+        raise ModelError(
+            f"{what}: ranks would come to different numbers of forward passes, and wait for each other; "
+            "expected as many replicas on each rank",
+            hint=f"replicas={replicas - replicas % ranks} or {replicas + ranks - replicas % ranks}",
+        )
+
+
+def _group(session: Session) -> dist.ProcessGroup | None:
+    """Return a group of its own: gradients are summed in the run's while statistics meet."""
+    data = session.groups.data
+    if data is None or dist.get_world_size(data) == 1:
+        return None
+    members = dist.get_process_group_ranks(data)
+    group: dist.ProcessGroup = dist.new_group(members, use_local_synchronization=True)
+    keep(group)
+    return group
