@@ -28,6 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "strategies": {"errors", "layout", "data", "exchange"},
     "record": {"errors", "data", "world"},
     "launch": {"errors", "version", "layout", "world", "record", "checkpoint"},
+    "server": {"errors", "layout", "world", "exchange"},
     "training": {
         "errors",
         "version",

@@ -29,9 +29,29 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="how many models, and over how many ranks each is spread, such as 2x2",
     )
     group.add_argument(
+        "--sync-every",
+        type=int,
+        metavar="H",
+        help="steps that ranks train by themselves, for the exchanges local-sgd (default: 16) and "
+        "diloco (default: 50)",
+    )
+    group.add_argument(
         "--exact",
         action=argparse.BooleanOptionalAction,
         help="refuse what makes the result depend on the layout (the default)",
+    )
+    group.add_argument(
+        "--servers",
+        type=int,
+        metavar="S",
+        help="parameter servers beside the ranks, for strategy ps",
+    )
+    group.add_argument(
+        "--staleness",
+        type=int,
+        metavar="K",
+        help="for strategy ps: servers update, and workers go on with parameters that lack at most K "
+        "updates",
     )
 
 
@@ -48,7 +68,10 @@ def read(options: argparse.Namespace) -> Method:
         exchange=options.exchange,
         precision=options.precision,
         mesh=options.mesh,
+        sync_every=options.sync_every,
         exact=options.exact,
+        servers=options.servers,
+        staleness=options.staleness,
     )
 
 
@@ -59,8 +82,13 @@ def words(options: argparse.Namespace) -> list[str]:
         "--exchange": options.exchange,
         "--precision": options.precision,
         "--mesh": options.mesh,
+        "--sync-every": options.sync_every,
+        "--servers": options.servers,
+        "--staleness": options.staleness,
     }
-    said = [word for flag, value in given.items() if value is not None for word in (flag, value)]
+    said = [
+        word for flag, value in given.items() if value is not None for word in (flag, str(value))
+    ]
     if options.exact is not None:
         said.append("--exact" if options.exact else "--no-exact")
     return said

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import (
@@ -121,7 +121,13 @@ class Agent(SimpleElasticAgent):
         self._started.clear()
         self._standing.begin()
         self.plan = self._planner(self._meeting(worker_group))
-        return {index: self._start(worker) for index, worker in enumerate(self._workers)}
+        # First the servers: what a fork server remembers of its last child is a worker's.
+        for server in self.plan.servers:
+            self._start(server, {})
+        return {
+            index: self._start(worker, self._standing.variables(index))
+            for index, worker in enumerate(self._workers)
+        }
 
     @property
     def _neighbours(self) -> Neighbours | None:
@@ -141,10 +147,10 @@ class Agent(SimpleElasticAgent):
             replicas=self._meeting_place.replicas,
         )
 
-    def _start(self, worker: WorkerPlan) -> int:
-        streams = self._output.open(worker.rank, worker.log)
+    def _start(self, worker: WorkerPlan, more: Mapping[str, str]) -> int:
+        streams = self._output.open(worker.rank, worker.log, worker.name)
         try:
-            env = {**worker.env, **self._standing.variables(len(self._started))}
+            env = {**worker.env, **more}
             request = Request(rank=worker.rank, local_rank=worker.local_rank, env=env)
             pid = self._server.start(request, *streams)
         finally:
@@ -169,7 +175,7 @@ class Agent(SimpleElasticAgent):
             return result
         if self._neighbours is not None and self._neighbours.decision is not None:
             return self._follow(self._neighbours.decision)
-        return RunResult(state=WorkerState.HEALTHY) if self._running() else self._finish()
+        return RunResult(state=WorkerState.HEALTHY) if self._training() else self._finish()
 
     def _finish(self) -> RunResult:
         """Wait until all launchers are done: one of them hosts the store that the others' workers use."""
@@ -189,7 +195,8 @@ class Agent(SimpleElasticAgent):
         return {rank: left for rank, left in self._exits.items() if left.code not in fine}
 
     def _failures(self) -> list[Failure]:
-        return failure.collect(self._workers, self._failed())
+        servers = self.plan.servers if self.plan is not None else ()
+        return failure.collect((*self._workers, *servers), self._failed())
 
     def _report(self, told: Told) -> RunResult:
         """Do what is decided on a failure of this launcher's workers, or of all that it knows."""
@@ -352,6 +359,10 @@ class Agent(SimpleElasticAgent):
     def _running(self) -> bool:
         return len(self._exits) < len(self._started)
 
+    def _training(self) -> bool:
+        """Whether any worker runs: servers end when they are told that all workers have."""
+        return any(worker.rank not in self._exits for worker in self._workers)
+
     def _look(self) -> None:
         try:
             for left in self._server.poll():
@@ -371,7 +382,7 @@ class Agent(SimpleElasticAgent):
     def _settle(self) -> None:
         """Give the others a moment to fail by themselves: the cause may be among them."""
         began = time.monotonic()
-        while self._running():
+        while self._training():
             cause = failure.first(self._failures())
             if cause.report is None and cause.exit is not None and cause.exit.code < 0:
                 return  # a signal is nobody's consequence

@@ -31,6 +31,13 @@ def lines(plan: Plan) -> list[str]:
         ]
         result += [f"  log: {worker.log}"]
         result += [f"  {line}" for line in _assignments(own)]
+    for server in plan.servers:
+        result += [
+            "",
+            f"{server.name} on {placed(server)}",
+            f"  command: {shlex.join(server.command)}",
+            f"  log: {server.log}",
+        ]
     return result
 
 

@@ -114,9 +114,10 @@ def verdict(
     """
     cause = first(failures)
     rank = cause.worker.rank
+    name = cause.worker.name
+    place = f"{name} of {size}" if rank >= 0 else name
     lines = [
-        f"lockstep: rank {rank} of {size} failed on {socket.gethostname()}: "
-        + _what(cause, killed_for_memory)
+        f"lockstep: {place} failed on {socket.gethostname()}: " + _what(cause, killed_for_memory)
     ]
     lines += _details(cause)
     if killed_for_memory and cause.report is not None:
@@ -130,7 +131,7 @@ def verdict(
         kind=kind(
             cause.report, cause.exit.code if cause.exit else 1, consequence=cause.consequence
         ),
-        brief=f"rank {rank} {_briefly(cause, killed_for_memory)}",
+        brief=f"{name} {_briefly(cause, killed_for_memory)}",
     )
 
 

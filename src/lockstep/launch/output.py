@@ -125,7 +125,7 @@ class Output:
         self._thread = threading.Thread(target=self._pump, name="lockstep-output", daemon=True)
         self._thread.start()
 
-    def open(self, rank: int, log: Path) -> tuple[int, int]:
+    def open(self, rank: int, log: Path, name: str = "") -> tuple[int, int]:
         """Return descriptors for a worker's standard output and error; the caller closes them.
 
         Raises:
@@ -134,7 +134,7 @@ class Output:
         sink = self._log(log)
         if rank != 0 and not self._tee:
             return sink.duplicate(), sink.duplicate()
-        prefix = f"[rank {rank}] ".encode() if self._tee else b""
+        prefix = f"[{name or f'rank {rank}'}] ".encode() if self._tee else b""
         return self._channels(prefix, sink)
 
     def finish(self) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep.errors import DeviceError, UsageError
-from lockstep.launch import binding
+from lockstep.launch import binding, servers
 from lockstep.launch.gpus import Gpu
 from lockstep.launch.machine import Machine
 from lockstep.launch.placement import asked, choose, no_gpus, seats
@@ -99,10 +99,10 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPlan:
-    """One worker: what it runs, as whom, and where its output goes.
+    """One worker or server: what it runs, as whom, and where its output goes.
 
     Attributes:
-        rank: its number among all workers.
+        rank: its number among all workers; server 0 has -1, server 1 has -2 and so on.
         local_rank: its number among the workers of this node.
         command: what it runs; for `fork` the command line that would do the same.
         env: variables added to the launcher's own.
@@ -121,14 +121,20 @@ class WorkerPlan:
     log: Path
     error_file: Path
 
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        return f"rank {self.rank}" if self.rank >= 0 else f"server {-1 - self.rank}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """All workers of this node for one generation."""
+    """All workers of this node for one generation, and the servers that it has."""
 
     spec: LaunchSpec
     size: int
     workers: tuple[WorkerPlan, ...]
+    servers: tuple[WorkerPlan, ...] = ()
 
 
 def make_plan(
@@ -183,7 +189,27 @@ def make_plan(
             error_file=error_file,
         )
 
-    return Plan(spec=spec, size=size, workers=tuple(worker(index) for index in range(n)))
+    def server(index: int) -> WorkerPlan:
+        error_file = error_dir / f"server-{index}.{meeting.generation}.json"
+        return WorkerPlan(
+            rank=-1 - index,
+            local_rank=index,
+            command=(*interpreter(), "-m", servers.MODULE),
+            env={**shared, **servers.variables(index), "TORCHELASTIC_ERROR_FILE": str(error_file)},
+            device="cpu",
+            log=run_dir / "logs" / f"server-{index}.log",
+            error_file=error_file,
+        )
+
+    return Plan(
+        spec=spec,
+        size=size,
+        workers=tuple(worker(index) for index in range(n)),
+        # With the first rank, where the store is: that is the node which all others reach.
+        servers=tuple(
+            map(server, range(0 if meeting.first_rank else servers.count(spec, environ)))
+        ),
+    )
 
 
 def count_ranks(spec: LaunchSpec, machine: Machine, environ: Mapping[str, str]) -> int:
@@ -283,6 +309,7 @@ def _shared_environment(
     n: int,
 ) -> dict[str, str]:
     size = str(meeting.size or n)
+    has_servers = servers.count(spec, environ) > 0
     variables = {
         "WORLD_SIZE": size,
         "LOCAL_WORLD_SIZE": str(meeting.local_size or n),
@@ -293,7 +320,7 @@ def _shared_environment(
         "MASTER_ADDR": meeting.address,
         "MASTER_PORT": str(meeting.port),
         # A rank that is alone may start ranks of its own, which meet without the launcher's store.
-        "TORCHELASTIC_USE_AGENT_STORE": str(size != "1"),
+        "TORCHELASTIC_USE_AGENT_STORE": str(size != "1" or has_servers),
         "TORCHELASTIC_RUN_ID": meeting.run_id,
         "TORCHELASTIC_RESTART_COUNT": str(meeting.generation),
         "TORCHELASTIC_MAX_RESTARTS": str(meeting.max_restarts),

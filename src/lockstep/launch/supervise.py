@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.checkpoint.memory import Descriptors
 from lockstep.errors import LockstepError
-from lockstep.launch import failure, source
+from lockstep.launch import failure, servers, source, worker
 from lockstep.launch.dry_run import placement
 from lockstep.launch.failure import Failure, MemoryKills, Verdict
 from lockstep.launch.forkserver import ForkServer, Job
@@ -99,7 +99,9 @@ def supervise(
     """
     environ = dict(os.environ)
     ranks = count_ranks(spec, here, environ)
+    has_servers = servers.count(spec, environ) > 0
     is_run = source.imports(spec, "lockstep")
+    job = worker.or_server(spec, job)
     with (
         _memory() as memory,  # before the server is forked, so that workers inherit it
         _serving(job, interrupts, warm=_warms(spec, environ, is_run=is_run)) as server,
@@ -115,7 +117,7 @@ def supervise(
 
         standing = Standing(memory, ranks)
         agent = Agent(
-            _planner(spec, here, environ, run_dir, private, port),
+            _planner(spec, here, environ, run_dir, private, None if has_servers else port),
             _judge(rendezvous),
             rendezvous,
             server=server,
@@ -139,12 +141,15 @@ def _planner(
     environ: Mapping[str, str],
     run_dir: Path,
     private: Path,
-    port: int,
+    port: int | None,
 ) -> Callable[[Meeting], Plan]:
-    """Return what plans a generation and says where its ranks are; `port` is for a rank that is alone."""
+    """Return what plans a generation and says where its ranks are.
+
+    A rank that is alone, without servers, gets a `port` of its own; others meet at the launcher's store.
+    """
 
     def plan(meeting: Meeting) -> Plan:
-        if meeting.size == 1:
+        if meeting.size == 1 and port is not None:
             meeting = dataclasses.replace(meeting, port=port)
         made = make_plan(spec, here, environ, meeting=meeting, run_dir=run_dir, error_dir=private)
         if meeting.generation == 0:

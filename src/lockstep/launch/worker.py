@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from lockstep.checkpoint.memory import Descriptors
-from lockstep.launch import processes, target
+from lockstep.launch import processes, servers, target
 from lockstep.launch.forkserver import Job, Request
-from lockstep.launch.plan import arguments, command
+from lockstep.launch.plan import arguments, command, interpreter
 from lockstep.launch.spec import LaunchSpec
 from lockstep.record import report, stacks
 from lockstep.record.report import Report
+from lockstep.world.environments.lockstep import SERVER
 
 _PACKAGE = str(Path(__file__).parent)
 
@@ -26,6 +27,23 @@ def job(spec: LaunchSpec) -> Job:
     if spec.start == "fork":
         return lambda request: _run_forked(spec, request)
     return lambda request: execute(command(spec, request.local_rank), request.env)
+
+
+def or_server(spec: LaunchSpec, job: Job) -> Job:
+    """Return a job that is `job` for workers, and a server's for servers."""
+    # A function's parent is somebody else's interpreter, which a server does not need.
+    forks = spec.start == "fork" and spec.kind != "function"
+    words = (*interpreter(), "-m", servers.MODULE)
+
+    def either(request: Request) -> NoReturn:
+        if SERVER not in request.env:
+            job(request)
+        if not forks:
+            execute(words, request.env)
+        _become(request)
+        _end(run_target("module", servers.MODULE, []))
+
+    return either
 
 
 def run_guarded(body: Callable[[], object], environ: Mapping[str, str], home: str | None) -> int:
@@ -98,13 +116,18 @@ def _note(told: Report, environ: Mapping[str, str]) -> bool:
 
 
 def _run_forked(spec: LaunchSpec, request: Request) -> NoReturn:
+    _become(request)
+    args = list(arguments(spec, request.local_rank))
+    code = run_target(spec.kind, spec.target, args)
+    _end(code)
+
+
+def _become(request: Request) -> None:
+    """Take on the streams, the environment and the threads of a process of one's own."""
     processes.renew_streams()
     os.environ.update(request.env)
     faulthandler.enable()
     adopt_threads()
-    args = list(arguments(spec, request.local_rank))
-    code = run_target(spec.kind, spec.target, args)
-    _end(code)
 
 
 def run_target(kind: str, name: str, args: list[str]) -> int:

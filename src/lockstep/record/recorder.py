@@ -212,6 +212,11 @@ class Recorder:
             self._events.add(kind="log", **{**where, **kept})
         self._progress.log(kept)
 
+    def traffic(self, model: int, moved: Mapping[str, int]) -> None:
+        """Record how many bytes this rank has moved for a model, where they are counted."""
+        if moved:
+            self._events.add(kind="traffic", model=model, **moved)
+
     def say(self, text: str) -> None:
         """Show a line of Lockstep's own on the main rank, on standard error."""
         if self._world.is_main and self._settings.progress:

@@ -86,6 +86,11 @@ class HeldModel(abc.ABC):
         return self._several_replicas
 
     @property
+    def leaves(self) -> Sequence[torch.Tensor]:
+        """What autograd computes gradients of."""
+        return self.parameters
+
+    @property
     def trains_buffers(self) -> bool:
         """Whether forward passes may change buffers, or need all ranks: such a part is in training mode."""
         return any(part.training for part in self._buffered)
@@ -221,8 +226,11 @@ class HeldModel(abc.ABC):
         """Gradients from before this pass belong to no replica; whether that matters shows at the step."""
         for parameter in self.parameters:
             if parameter.grad is not None:
-                self._mixed |= bool(parameter.grad.count_nonzero())  # zeros were cleared in place
+                self._mixed |= self._is_nonzero(parameter.grad)  # zeros were cleared in place
                 parameter.grad = None
+
+    def _is_nonzero(self, gradient: torch.Tensor) -> bool:
+        return bool(gradient.count_nonzero())
 
     def _has_gradients(self) -> bool:
         return any(parameter.grad is not None for parameter in self.parameters)
@@ -291,6 +299,20 @@ class HeldModel(abc.ABC):
 
     def load_extras(self, extras: Mapping[str, Any]) -> None:  # noqa: B027 - most have none
         """Take what `extras` returned."""
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Return gradients that wait for a step, as they may where there is one replica."""
+        if self._several_replicas:
+            return {}  # others refuse them
+        named = self.module.named_parameters()
+        return {name: value.grad for name, value in named if value.grad is not None}
+
+    def load_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Take what `gradients` returned."""
+        parameters = dict(self.module.named_parameters())
+        for name, value in gradients.items():
+            if name in parameters:
+                parameters[name].grad = value.to(parameters[name].device)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the `state_dict` that an optimizer of the whole model would have, on every rank."""

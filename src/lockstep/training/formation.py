@@ -8,17 +8,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lockstep.errors import UsageError
+from lockstep.errors import ExactnessError, UsageError
 from lockstep.exchange.base import Forest
-from lockstep.exchange.choose import choose_name
+from lockstep.exchange.choose import choose_name, choose_scatter
+from lockstep.layout.classes import APPROXIMATE_EXCHANGES, LOCAL_EXCHANGES
 from lockstep.layout.mesh import SPREAD, Mesh, choose
 from lockstep.layout.replicas import block
+from lockstep.layout.servers import check as check_servers
 from lockstep.training.settings import Settings
 from lockstep.world import World
 from lockstep.world.connect import keep
 
 #: Strategies whose models live in a process group even where it has one rank.
 _ALWAYS_IN_A_GROUP = ("ps", "fsdp", *SPREAD)
+#: Those of them that need torch's view of all ranks, too.
+_MESHED = ("fsdp", *SPREAD)
 #: What the dimensions of the mesh are called.
 NAMES = ("data", "model")
 
@@ -74,7 +78,7 @@ class Groups:
         everyone: dist.ProcessGroup | None, mesh: Mesh, strategy: str, device: torch.device
     ) -> Groups:
         """Make the groups; all ranks do so together."""
-        if everyone is None or strategy not in _ALWAYS_IN_A_GROUP:
+        if everyone is None or strategy not in _MESHED:
             return Groups(everyone, everyone, None)
         made = make_mesh(mesh, device)
         data = everyone if mesh.model == 1 else made.get_group("data")
@@ -98,7 +102,8 @@ def choose_mesh(settings: Settings, world: World) -> Mesh:
     """Return the mesh of a run.
 
     Raises:
-        UsageError: if strategy, mesh and number of ranks cannot go together.
+        UsageError: if strategy, mesh, number of ranks and of servers cannot go together.
+        ExactnessError: for a staleness that breaks the promise.
     """
     for strategy in ("single", "dp"):
         if settings.strategy == strategy and world.size > 1:
@@ -106,7 +111,58 @@ def choose_mesh(settings: Settings, world: World) -> Mesh:
                 f"strategy={strategy} with {world.size} ranks; expected one rank",
                 hint="strategy='ddp', or leave it to 'auto'",
             )
+    _check_servers(settings, world)
     return choose(settings.mesh, settings.strategy, world.size)
+
+
+def _check_servers(settings: Settings, world: World) -> None:
+    """Refuse a parameter server's settings where there is none, or none could be."""
+    strategy, late = settings.strategy, settings.staleness
+    if strategy == "ps" and world.environment != "lockstep":
+        raise UsageError(
+            f"strategy=ps, started by {world.environment} ({world.reason}); expected `lockstep run`, "
+            "which starts the servers",
+            hint="lockstep run -n WORKERS --servers 1 --strategy ps SCRIPT",
+        )
+    if world.environment == "lockstep":
+        check_servers(strategy, settings.servers)
+    if late is not None and strategy != "ps":
+        raise UsageError(
+            f"staleness is {late} with strategy={strategy}, whose workers are never behind; "
+            "expected strategy=ps",
+            hint="--servers S --strategy ps, or leave out the staleness",
+        )
+    if strategy == "ps" and settings.exchange not in ("auto", "server"):
+        raise UsageError(
+            f"exchange={settings.exchange} with strategy=ps, whose gradients meet in the servers",
+            hint="leave the exchange to 'auto', or choose strategy='ddp'",
+        )
+    if strategy != "ps" and settings.exchange == "server":
+        raise UsageError(
+            f"exchange=server with strategy={strategy}, which has no servers",
+            hint="--servers S --strategy ps",
+        )
+    if late and settings.exact:
+        raise ExactnessError(
+            f"staleness={late} trains on parameters that lack updates, which ones depends on the time",
+            hint="staleness=0, or say exact=False to the run (lockstep run --no-exact)",
+        )
+
+
+def _check_approximate(settings: Settings) -> None:
+    """Refuse exchanges that ship less than all gradients where they cannot work."""
+    exchange, strategy = settings.exchange, settings.strategy
+    if exchange in APPROXIMATE_EXCHANGES and strategy not in ("auto", "ddp"):
+        raise UsageError(
+            f"exchange={exchange} with strategy={strategy}; expected a whole model on every rank",
+            hint="strategy='ddp', or another exchange",
+        )
+    if exchange in LOCAL_EXCHANGES and settings.precision == "fp16":
+        raise UsageError(
+            f"precision=fp16 with exchange={exchange}: ranks that train by themselves do not agree on "
+            "the steps that a loss scale leaves out",
+            hint="precision='bf16', which needs no loss scale",
+        )
 
 
 def choose_exchange(settings: Settings, formation: Formation, world: World, device: str) -> str:
@@ -116,6 +172,11 @@ def choose_exchange(settings: Settings, formation: Formation, world: World, devi
         UsageError: for one that cannot work here.
         ExactnessError: for one that breaks the promise.
     """
+    if settings.strategy == "ps":
+        return "server"
+    if settings.strategy == "fsdp":
+        return choose_scatter(settings.exchange)
+    _check_approximate(settings)
     return choose_name(
         settings.exchange,
         formation.forest,

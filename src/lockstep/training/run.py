@@ -46,7 +46,10 @@ class Run(Whereabouts):
         exact: refuse what would make the result depend on the layout.
         strategy: how models are held: `single`, `ddp`, or `auto`.
         exchange: how gradients meet: `shared-memory`, `tree`, `native`, `mpi`, or `auto`, the fastest
-            exact one of the first three.
+            exact one of the first three. With `exact=False` also `bf16`, `fp16` and `powersgd`, which
+            ship less of them, and `local-sgd` and `diloco`, which ship weights now and then.
+        sync_every: steps that ranks train by themselves with `local-sgd` (by default 16) and `diloco`
+            (by default 50).
         mesh: `DATAxMODEL`, such as `2x2`: how many models, and over how many ranks each is spread.
         staleness: for strategy `ps`: servers update, and a worker goes on with parameters that lack at
             most so many updates; by default workers update by themselves.
@@ -85,6 +88,7 @@ class Run(Whereabouts):
         exchange: str = "auto",
         precision: str = "fp32",
         mesh: str | None = None,
+        sync_every: int | None = None,
         staleness: int | None = None,
         devices: str = "auto",
         threads: int | None = None,
@@ -108,6 +112,7 @@ class Run(Whereabouts):
             exchange=exchange,
             precision=precision,
             mesh=mesh,
+            sync_every=sync_every,
             staleness=staleness,
             devices=devices,
             threads=threads,

@@ -206,6 +206,7 @@ class Session:
             mesh=self.groups.mesh,
             store=self.store,
             exchange=self.exchange,
+            sync_every=self.settings.sync_every,
             exact=self.settings.exact,
             say=self._record.say,
         )
@@ -371,7 +372,10 @@ class Session:
             CheckpointError: if it cannot be written, or the script never came to where it was resumed.
         """
         self.loop.check_arrived()
+        self.loop.come_together()
         self._keeper.finish()
+        for number, model in enumerate(self.models):
+            self._record.traffic(number, model.ends())
 
     def finish(self, own_digest: str) -> None:
         """Agree with the other ranks on the result, and record it.

@@ -23,6 +23,7 @@ class Settings:
 
     Attributes:
         default_replicas: for scripts that name no number, set where layouts are to agree on one.
+        servers: how many parameter servers the launcher has started.
 
     Raises:
         UsageError: if a setting makes no sense by itself.
@@ -36,6 +37,7 @@ class Settings:
     exchange: str = "auto"
     precision: str = "fp32"
     mesh: str | None = None
+    sync_every: int | None = None
     devices: str = "auto"
     threads: int | None = None
     run_dir: Path | None = None
@@ -46,6 +48,8 @@ class Settings:
     checkpoint_every: float = 600.0
     keep: int = 3
     default_replicas: int | None = None
+    servers: int = 0
+    staleness: int | None = None
 
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name:
@@ -60,11 +64,16 @@ class Settings:
         self._check_choice("precision", self.precision, PRECISIONS)
         self._check_count("replicas", self.replicas)
         self._check_count("threads", self.threads)
+        self._check_count("sync_every", self.sync_every)
         self._check_count("keep", self.keep)
         if not 0 <= self.checkpoint_every < float("inf"):
             raise UsageError(
                 f"checkpoint_every is {self.checkpoint_every!r}; expected seconds, or 0 for never"
             )
+
+        late = self.staleness
+        if late is not None and (not isinstance(late, int) or late < 0):
+            raise UsageError(f"staleness is {late!r}; expected an integer of at least 0")
 
     @staticmethod
     def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -91,6 +100,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "exchange": str,
     "precision": str,
     "mesh": str,
+    "sync_every": int,
     "devices": str,
     "threads": int,
     "run_dir": Path,
@@ -101,6 +111,8 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "checkpoint_every": float,
     "keep": int,
     "default_replicas": int,
+    "servers": int,
+    "staleness": int,
 }
 
 

@@ -1,0 +1,231 @@
+"""A worker's connections to the servers of its launch: it speaks, waits for answers, and counts bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import uuid
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.errors import PeerError
+from lockstep.exchange.base import Forest
+from lockstep.exchange.frames import HEADER, Header, Kind, frame, parse, view
+from lockstep.world import servers
+from lockstep.world.model import World
+
+#: The most pieces that one call of the system takes (IOV_MAX).
+_PIECES = 512
+#: How long a server may take to hear a farewell.
+_FAREWELL_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a server has said, but for tensors that the caller had a place for.
+
+    Attributes:
+        header: the fixed part.
+        meta: its JSON.
+        payload: its bytes, where the caller had no place for them.
+    """
+
+    header: Header
+    meta: dict[str, Any]
+    payload: torch.Tensor
+
+
+class Link:
+    """A connection to one server.
+
+    Args:
+        connection: to it; closed by `close`.
+        index: number of the server.
+
+    Attributes:
+        name: what the server is called.
+        sent: bytes that went to it.
+        received: bytes that came from it.
+    """
+
+    def __init__(self, connection: socket.socket, index: int) -> None:
+        self._socket = connection
+        self.name = f"server {index}"
+        self.sent = self.received = 0
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # A node that is lost closes no connection.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+    def send(self, kind: Kind, tensors: Sequence[torch.Tensor] = (), **fields: Any) -> None:
+        """Send a frame; see `frames.frame` for its fields.
+
+        Raises:
+            PeerError: if the server is gone.
+        """
+        views = deque(frame(kind, tensors, **fields))
+        self.sent += sum(one.nbytes for one in views)
+        try:
+            while views:
+                done = self._socket.sendmsg([views[i] for i in range(min(len(views), _PIECES))])
+                _drop(views, done)
+        except OSError as error:
+            raise self._last_words() from error
+
+    def receive(self, kind: Kind, into: Sequence[torch.Tensor] = ()) -> Answer:
+        """Wait for a frame of one kind.
+
+        Args:
+            kind: what is expected; what else a server says is an error.
+            into: where its tensors go, if they have the sizes that it says.
+
+        Raises:
+            PeerError: if the server is gone, or cannot go on.
+        """
+        header = Header.unpack(self._take(HEADER.size))
+        meta = parse(self._take(header.meta))
+        self.received += header.size
+        if header.kind == Kind.ERROR:
+            raise PeerError(str(meta["message"]), hint=meta.get("hint"))
+        assert header.kind == kind, f"{self.name} answered with {header.kind}, not {kind}"
+        rest = torch.empty(0, dtype=torch.uint8)
+        if not into:
+            rest = torch.empty(header.payload, dtype=torch.uint8)
+            into = [rest]
+        assert sum(view(one).nbytes for one in into) == header.payload, "as many bytes as asked for"
+        for one in into:
+            self._fill(view(one))
+        return Answer(header, meta, rest)
+
+    def _take(self, count: int) -> bytearray:
+        data = bytearray(count)
+        self._fill(memoryview(data))
+        return data
+
+    def _fill(self, place: memoryview) -> None:
+        while place:
+            try:
+                count = self._socket.recv_into(place)
+            except OSError as error:
+                raise self._gone() from error
+            if not count:
+                raise self._gone()
+            place = place[count:]
+
+    def _last_words(self) -> PeerError:
+        """Return why a server took nothing more: what it has said before it went, if anything."""
+        try:
+            while True:
+                header = Header.unpack(self._take(HEADER.size))
+                meta = parse(self._take(header.meta))
+                if header.kind == Kind.ERROR:
+                    return PeerError(str(meta["message"]), hint=meta.get("hint"))
+                self._take(header.payload)
+        except PeerError as gone:
+            return gone
+
+    def _gone(self) -> PeerError:
+        return PeerError(
+            f"{self.name} is gone: it closed its connection before the run was over",
+            hint=f"what happened to {self.name} is the cause; see its log",
+        )
+
+    def leave(self) -> None:
+        """Say farewell, if the server still listens, and close the connection."""
+        self._socket.settimeout(_FAREWELL_SECONDS)
+        with contextlib.suppress(PeerError):  # who is gone needs no farewell
+            self.send(Kind.BYE)
+        self._socket.close()
+
+
+class Links:
+    """Connections to all servers, for one model.
+
+    Args:
+        links: one to each server, in order.
+        leads: whether this is the rank that speaks for all.
+    """
+
+    def __init__(self, links: Sequence[Link], *, leads: bool) -> None:
+        self.links = tuple(links)
+        self.leads = leads
+
+    @property
+    def sent(self) -> int:
+        """Bytes that went to servers."""
+        return sum(link.sent for link in self.links)
+
+    @property
+    def received(self) -> int:
+        """Bytes that came from servers."""
+        return sum(link.received for link in self.links)
+
+    def counts(self) -> list[str]:
+        """Return a line for each server: what it has moved for all workers so far."""
+        lines = []
+        for link in self.links:
+            link.send(Kind.COUNT)
+            moved = link.receive(Kind.COUNT).meta
+            lines.append(f"{link.name}: {megabytes(moved['in'])} in, {megabytes(moved['out'])} out")
+        return lines
+
+    def close(self) -> None:
+        """Leave the servers."""
+        for link in self.links:
+            link.leave()
+
+
+def connect(
+    world: World,
+    count: int,
+    forest: Forest,
+    replicas: int,
+    store: dist.Store,
+    key: str,
+    threads: int,
+) -> Links:
+    """Return new connections to the `count` servers of the launch; all ranks connect.
+
+    Args:
+        world: who this rank is.
+        count: number of servers.
+        forest: the ranks' tree nodes.
+        replicas: number of replicas in all.
+        store: where ranks leave notes for each other.
+        key: what the connections are for; used once per run.
+        threads: intra-op threads of each rank.
+
+    Raises:
+        PeerError: if a server is gone.
+    """
+    if forest.rank == 0:
+        store.set(f"servers/{key}", uuid.uuid4().hex)
+    room = store.get(f"servers/{key}").decode()
+    me = {"room": room, "rank": forest.rank, "size": forest.size, "replicas": replicas}
+    places = servers.find(world, count)
+    links = []
+    for index, place in enumerate(places):
+        link = Link(servers.connect(place, f"server {index}"), index)
+        link.send(Kind.HELLO, meta={"token": place.token, "threads": threads, **me})
+        link.receive(Kind.WELCOME)
+        links.append(link)
+    return Links(links, leads=forest.rank == 0)
+
+
+def megabytes(count: int) -> str:
+    """Return a number of bytes as people read it."""
+    return f"{count / 1e6:.1f} MB"
+
+
+def _drop(views: deque[memoryview], count: int) -> None:
+    """Drop the first `count` bytes."""
+    while count:
+        first = views.popleft()
+        if count < first.nbytes:
+            views.appendleft(first[count:])
+            return
+        count -= first.nbytes

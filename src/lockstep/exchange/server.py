@@ -1,0 +1,97 @@
+"""The sum by servers: each of them sums one share of every bucket, in tree order, for all workers.
+
+    worker 0 ──┐ nodes of its share ┌── server 0 ──┐ sums of its share ┌── worker 0
+    worker 1 ──┴────────────────────┴── server 1 ──┴───────────────────┴── worker 1
+
+A server takes in and gives out as many bytes as there are workers; that is what the articles mean by a
+cost that grows with their number. Nothing is averaged here: weights are in the gradients already.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from lockstep.exchange.base import Forest, Sum
+from lockstep.exchange.frames import DTYPES, Kind
+from lockstep.exchange.links import Link, Links
+from lockstep.exchange.memory import Memory
+from lockstep.layout.replicas import share
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A bucket whose nodes are with the servers."""
+
+    number: int
+    like: torch.Tensor
+    future: Sum
+
+
+class ServerExchange:
+    """The exchange of workers that have servers.
+
+    A bucket goes out as soon as it is complete, while the backward pass goes on; servers sum meanwhile.
+    The last bucket waits for all sums.
+
+    Args:
+        links: this worker's connections to the servers.
+        forest: the workers' nodes.
+    """
+
+    name = "server"
+    exact = True
+
+    def __init__(self, links: Links, forest: Forest) -> None:
+        self._links = links
+        self._forest = forest
+        self._memory = Memory()
+        self._pending: deque[_Pending] = deque()
+        self._number = 0
+
+    def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
+        """Return memory for this rank's nodes."""
+        size, own = bucket.numel() + extra, self._forest.own
+        if own == 1 and not extra:
+            return [bucket]
+        memory = self._memory.take(bucket, own * size)
+        return [memory[node * size : (node + 1) * size] for node in range(own)]
+
+    def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
+        """Send each server its share of the nodes, and return the sum's future."""
+        self._number += 1
+        device = slots[0].device
+        future: Sum = torch.futures.Future(devices=None if device.type == "cpu" else [device])
+        nodes = [slot.cpu() for slot in slots]
+        tag = DTYPES.index(slots[0].dtype)
+        for link, part in self._shares(slots[0].numel()):
+            parts = [node[part.start : part.stop] for node in nodes]
+            link.send(Kind.PUSH, parts, tag=tag, number=self._number, place=place)
+        self._pending.append(_Pending(self._number, slots[0], future))
+        if last:
+            self._finish()
+        return future
+
+    def _shares(self, numel: int) -> list[tuple[Link, range]]:
+        """Return the servers that have a share of a bucket, and which: small ones don't reach all."""
+        links = self._links.links
+        shares = [share(numel, len(links), index) for index in range(len(links))]
+        return [(link, part) for link, part in zip(links, shares, strict=True) if part]
+
+    def _finish(self) -> None:
+        while self._pending:
+            pending = self._pending.popleft()
+            numel = pending.like.numel()
+            host = torch.empty(0, dtype=pending.like.dtype)
+            total = self._memory.take(host, numel)
+            for link, part in self._shares(numel):
+                answer = link.receive(Kind.SUM, [total[part.start : part.stop]])
+                assert answer.header.number == pending.number, "sums come in order"
+            pending.future.set_result(total.to(pending.like.device))
+        self._memory.pass_ends()
+
+    def close(self) -> None:
+        """Leave the servers."""
+        self._links.close()

@@ -1,0 +1,28 @@
+"""The process: `python -m lockstep.server`, with the variables that the launcher gives it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from lockstep.server.serve import Server
+from lockstep.world import servers
+from lockstep.world.environments.lockstep import SERVER
+
+
+def main() -> None:
+    """Serve until the launcher says that it is enough, and the workers have left."""
+    index = int(os.environ[SERVER])
+    listener, place = servers.open_place(os.environ)
+    server = Server(listener, place.token)
+    # Slurm signals every process of a step: as long as there are workers, they are served.
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda *_: server.end())
+    servers.publish(os.environ, index, place)
+    server.run()
+    sys.stderr.write(f"lockstep: server {index}: {server.traffic}\n")
+
+
+if __name__ == "__main__":
+    main()
