@@ -55,6 +55,21 @@ def choose_name(wanted: str, forest: Forest, *, one_host: bool, device: str, exa
     return wanted
 
 
+def choose_scatter(wanted: str) -> str:
+    """Return how gradients meet where each rank needs the sums of its own part only.
+
+    Raises:
+        UsageError: for an exchange that gives every rank all sums.
+    """
+    if wanted not in ("auto", "tree"):
+        raise UsageError(
+            f"exchange={wanted} with strategy=fsdp, where each rank takes its own part of the sums; "
+            "expected the exchange tree",
+            hint="leave the exchange to 'auto', or choose strategy='ddp'",
+        )
+    return "tree"
+
+
 def exactness_of(name: str, forest: Forest) -> str:
     """Return the class of a run that uses an exchange."""
     if name in APPROXIMATE_EXCHANGES:

@@ -49,7 +49,7 @@ class Backward:
         """Return the models that the loss depends on."""
         used = [model for model in self._session.models if model.used]
         if len(used) > 1:
-            owners = {id(p): model for model in used for p in model.parameters}
+            owners = {id(p): model for model in used for p in model.leaves}
             reached = _owners_behind(loss, owners, len(used))
             used = [model for model in used if id(model) in reached]
         if not used:

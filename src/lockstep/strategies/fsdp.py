@@ -1,0 +1,405 @@
+"""Parameters, gradients and optimizer state cut over ranks: FSDP2, with sums in tree order."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lockstep.data.microbatch import Microbatch
+from lockstep.errors import ExactnessError, ModelError, PeerError, StepError
+from lockstep.exchange.scatter import Scattering, TreeScatter, group_of_its_own
+from lockstep.strategies.contributions import Gradients
+from lockstep.strategies.held import HeldModel
+from lockstep.strategies.holding import Holding
+from lockstep.strategies.sharding import shard
+from lockstep.strategies.shards import local, part_of, whole, whole_of
+from lockstep.strategies.units import Unit, merged, names_of
+
+#: Notes that go with each message: the place (8 bytes), the unit, and the forward passes (4 bytes).
+_PLACE, _UNIT, _PATH = 8, 1, 4
+_NOTES = _PLACE + _UNIT + _PATH
+#: Optimizers that look at more of a parameter than one element at a time.
+_ACROSS = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+
+
+class ShardedModel(HeldModel):
+    """A model of which every rank holds a part of each parameter.
+
+    torch gathers the parameters of a unit where it computes with them. Gradients never go through its
+    own reduce-scatter: they are taken from autograd, and each unit's go to the ranks that hold its
+    parts as soon as they are complete, in an order of units that is the same on all ranks.
+
+    Args:
+        module: the user's model, sharded in place.
+        holding: where it lives.
+        units: its units; the last is the model itself.
+        scatter: how gradients meet; `None` on a single rank.
+        gather: `unit` or `batch`, as `run.model` was given it.
+    """
+
+    is_split = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        holding: Holding,
+        units: Sequence[Unit],
+        scatter: TreeScatter | None,
+        gather: str,
+    ) -> None:
+        self._size = 1 if holding.group is None else dist.get_world_size(holding.group)
+        group = holding.group if self._size > 1 else None
+        super().__init__(module, holding.block, holding.replicas, group)
+        self._holding, self._scatter = holding, scatter
+        self._all = units
+        # As backward passes complete them, more or less; the model's own is the last.
+        *inner, root = units
+        self._units = [unit for unit in [*reversed(inner), root] if unit.parameters]
+        place = {id(p): number for number, p in enumerate(self.parameters)}
+        self._places = [[place[id(p)] for p in unit.parameters] for unit in self._units]
+        self._may_skip = gather == "batch"
+        # Ranks with different numbers of replicas make different numbers of forward passes.
+        self._once = self._may_skip or holding.replicas % self._size != 0
+        if self._once:
+            for unit in units:
+                unit.module.set_reshard_after_forward(False, recurse=False)
+                unit.module.set_reshard_after_backward(False, recurse=False)
+        units[-1].module.set_requires_gradient_sync(False)
+        self._path: list[int] = []
+        self._passed = b""
+        self._started: list[Scattering | Gradients] = []
+        self._finished = 0
+        self._is_early = self._expects = False
+        self._place = 0
+        self._watch_forward()
+
+    def _watch_forward(self) -> None:
+        for number, unit in enumerate(self._all):
+            part = cast("nn.Module", unit.module)
+            part.register_forward_pre_hook(_Passing(self._path, number))
+            part.register_state_dict_pre_hook(_refuse_state)  # type: ignore[no-untyped-call]
+            # What copy.deepcopy asks an object for.
+            part.__dict__["__deepcopy__"] = _Refusal(type(self.module).__name__)
+
+    @property
+    def wrapped(self) -> nn.Module:
+        """The user's own module, whose class torch has changed."""
+        return self.module
+
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        """The whole parameters that forward passes compute with."""
+        return [leaf for unit in self._units for leaf in unit.leaves]
+
+    # --- a batch ---------------------------------------------------------------------------------
+
+    def microbatch_begins(self, microbatch: Microbatch) -> None:
+        """Let go of what was gathered outside of loops, and gather for the batch, where that is due."""
+        if microbatch.first:
+            self._let_go()
+        super().microbatch_begins(microbatch)
+        self._path.clear()
+        if microbatch.first and self._once:
+            for unit in self._all:
+                unit.module.unshard()
+
+    def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
+        """Let go of what is gathered for the batch."""
+        if microbatch.last or left:
+            self._let_go()
+        super().microbatch_ends(microbatch, left=left)
+
+    def _let_go(self) -> None:
+        for unit in self._all:
+            unit.module.reshard()
+
+    def _prepare(self, microbatch: Microbatch) -> None:
+        for unit in self._units:
+            unit.take()
+        if microbatch.first:
+            self._passed = b""
+
+    def _before_backward(self, microbatch: Microbatch, *, alone: bool) -> None:
+        self._check_path()
+        for unit in self._units:
+            unit.take()
+            unit.watch(self._advance)
+        self._expects = True
+        self._place = microbatch.place
+        self._started, self._finished = [], 0
+        # Messages of several models would leave in an order that depends on the data.
+        self._is_early = microbatch.last and alone
+
+    def _check_path(self) -> None:
+        """Refuse forward passes that leave out a unit: other ranks may wait for it to be gathered."""
+        left_out = [u.name for i, u in enumerate(self._all) if u.parameters and i not in self._path]
+        if left_out and not self._may_skip:
+            raise ModelError(
+                f"{', '.join(left_out)} of {type(self.module).__name__} took no part in a forward pass; "
+                "expected every unit in each, since ranks gather its parameters together",
+                hint='run.model(…, gather="batch") gathers all of them once per batch; or name other '
+                "units by wrap=",
+            )
+        self._passed += bytes(number % 256 for number in self._path)
+
+    def _advance(self) -> None:
+        """A gradient has come: send those units that are complete, in their order."""
+        if not self._expects:
+            for unit in self._units:
+                unit.take()
+            raise StepError(
+                f"{type(self.module).__name__} got gradients outside of run.backward; they would not "
+                "meet those of the other replicas",
+                hint="call run.backward(loss) in the place of loss.backward()",
+            )
+        while self._is_early and len(self._started) < len(self._units):
+            if not self._units[len(self._started)].is_complete:
+                return
+            self._start()
+            # No waiting here: another rank may wait for this one to gather parameters.
+            while self._finished < len(self._started) and self._is_there(self._finished):
+                self._finish()
+
+    def _is_there(self, number: int) -> bool:
+        started = self._started[number]
+        return not isinstance(started, Scattering) or started.has_arrived
+
+    def _meet(self, microbatch: Microbatch) -> None:
+        self._expects = self._is_early = False
+        if not microbatch.last:
+            flat: Gradients = [None] * len(self.parameters)
+            for unit, places in zip(self._units, self._places, strict=True):
+                for place, gradient in zip(places, unit.take(), strict=True):
+                    flat[place] = gradient
+            self.contributions.push(flat)
+            return
+        while len(self._started) < len(self._units):
+            self._start()
+        self.contributions.take()  # those of earlier replicas went with the messages
+        self._let_go()
+        while self._finished < len(self._units):
+            self._finish()
+
+    def _start(self) -> None:
+        """Send the next unit's nodes: those collected before, and the one that is complete now."""
+        number = len(self._started)
+        unit, places = self._units[number], self._places[number]
+        nodes = [[node[place] for place in places] for node in self.contributions.nodes]
+        nodes = merged(nodes, self.contributions.pending_merges, unit.take())
+        if self._scatter is None:
+            (total,) = nodes
+            self._started.append(total)
+            return
+        used = [any(node[i] is not None for node in nodes) for i in range(len(places))]
+        out = unit.pack(self._scatter, nodes, self._size, _NOTES + len(places))
+        out.notes[:] = torch.tensor([*self._notes(number), *used], dtype=out.notes.dtype)
+        self._started.append(self._scatter.start(out))
+
+    def _notes(self, number: int) -> list[int]:
+        path = zlib.crc32(self._passed) if not self._once else 0
+        text = (
+            self._place.to_bytes(_PLACE, "big")
+            + bytes([number % 256])
+            + path.to_bytes(_PATH, "big")
+        )
+        return list(text)
+
+    def _finish(self) -> None:
+        """Give the parameters of the next unit their gradients, and let go of the message."""
+        number = self._finished
+        unit, started = self._units[number], self._started[number]
+        self._started[number] = []
+        self._finished += 1
+        if not isinstance(started, Scattering):
+            for parameter, gradient in zip(unit.parameters, started, strict=True):
+                if gradient is not None:
+                    unit.give(parameter, gradient)
+            return
+        total, notes = started.finish()
+        self._check_notes(number, notes)
+        own = notes[dist.get_rank(self._holding.group), _NOTES:]
+        used = [True] * len(unit.parameters)
+        if not notes.is_cuda or not bool(own.all()):
+            used = (notes[:, _NOTES:] != 0).any(0).tolist()
+        for is_used, (parameter, part) in zip(used, unit.unpack(total, self._size), strict=True):
+            if is_used:
+                unit.give(parameter, part)
+
+    def _check_notes(self, number: int, notes: torch.Tensor) -> None:
+        if notes.is_cuda:
+            return  # reading would wait for the device
+        expected = self._notes(number)
+        if all(row == expected for row in notes[:, :_NOTES].int().tolist()):
+            return
+        elsewhere = any(row[:_PLACE] != expected[:_PLACE] for row in notes.int().tolist())
+        if elsewhere:
+            raise PeerError(
+                f"ranks compute gradients of {type(self.module).__name__} for different batches",
+                hint="a loader was made, iterated over or left on some ranks only, or a batch was "
+                "skipped; all ranks must do the same",
+            )
+        raise ModelError(
+            f"ranks went through {type(self.module).__name__} in different ways, and may have gathered "
+            "each other's parameters for those of another unit",
+            hint='run.model(…, gather="batch") gathers all of them once per batch',
+        )
+
+    def _has_gradients(self) -> bool:
+        return super()._has_gradients() or any(
+            gradient is not None for unit in self._units for gradient in unit.gradients
+        )
+
+    # --- the whole of it -------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Return the whole model's `state_dict`; all ranks call this together."""
+        self._let_go()
+        # Only who saves is refused: see _refuse_state.
+        state: dict[str, Any] = whole_of(self.module.state_dict(keep_vars=True))
+        return state
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take this rank's part of a whole model's `state_dict`."""
+        self._let_go()
+        own = self.module.state_dict(keep_vars=True)
+        parts = {name: _like(own.get(name), value) for name, value in state.items()}
+        self.module.load_state_dict(parts)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Return all of the gradients that wait for a step."""
+        return {name: whole(value) for name, value in super().gradients().items()}
+
+    def load_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Take this rank's part of what `gradients` returned."""
+        own = dict(self.module.named_parameters())
+        super().load_gradients(
+            {name: _like(own.get(name), value) for name, value in gradients.items()}
+        )
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the `state_dict` that an optimizer of the whole model would have."""
+        state = optimizer.state_dict()
+        held = {number: whole_of(own) for number, own in state["state"].items()}
+        return {**state, "state": held}
+
+    def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Give an optimizer its part of what `optimizer_state` returned."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        owner = dict(zip(numbers, parameters, strict=False))
+        cut = {
+            number: {name: _like(owner.get(number), value) for name, value in own.items()}
+            for number, own in state["state"].items()
+        }
+        optimizer.load_state_dict({**state, "state": cut})
+        for number, own in cut.items():  # torch has given all of it the parameters' type
+            for name, value in own.items():
+                now = optimizer.state[owner[number]].get(name)
+                if isinstance(now, torch.Tensor) and now.dtype != value.dtype:
+                    optimizer.state[owner[number]][name] = value
+
+    def total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+        """Return the norm of all gradients, as a single process computes it of whole tensors."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if not gradients:
+            return torch.tensor(0.0)
+        # One at a time: no rank needs memory for all of them.
+        norms = [torch._foreach_norm([whole(one)], norm_type)[0] for one in gradients]
+        together = torch.stack([norm.to(norms[0].device) for norm in norms])
+        total: torch.Tensor = torch.linalg.vector_norm(together, norm_type)
+        return total
+
+    def optimized_by(self, optimizer: Optimizer) -> None:
+        """Refuse optimizers whose updates depend on where a parameter is cut.
+
+        Raises:
+            ExactnessError: for one that looks at whole tensors, or rounds by place in memory.
+        """
+        name = type(optimizer).__name__
+        fused = any(group.get("fused") for group in optimizer.param_groups)
+        on_cpu = any(not local(p).is_cuda for p in self.parameters)
+        if not self._holding.exact or not (name in _ACROSS or (fused and on_cpu)):
+            return
+        what = (
+            "computes on whole parameters" if name in _ACROSS else "is fused, which rounds by place"
+        )
+        raise ExactnessError(
+            f"{name} {what}; with strategy=fsdp it sees shards, so the result would depend on the layout",
+            hint="take fused=True out"
+            if fused
+            else "AdamW, SGD and others that go element by element, strategy='ddp', or exact=False",
+        )
+
+    def _is_nonzero(self, gradient: torch.Tensor) -> bool:
+        return super()._is_nonzero(local(gradient))
+
+
+def hold_sharded(module: nn.Module, holding: Holding, settings: dict[str, Any]) -> ShardedModel:
+    """Shard `module` over the ranks that hold the same part of it: all ranks.
+
+    Args:
+        module: the model, changed in place.
+        holding: where it lives.
+        settings: `wrap`, `gather`, and what `fully_shard` takes.
+
+    Raises:
+        ModelError: if it cannot be sharded so.
+    """
+    assert holding.mesh is not None
+    made = shard(module, holding.mesh["data"], settings)
+    names = names_of(module, made)
+    reduce_type = getattr(settings.get("mp_policy"), "reduce_dtype", None)
+    units = [Unit(one, names[id(one)], reduce_type) for one in made]
+    scatter = None
+    if holding.group is not None and dist.get_world_size(holding.group) > 1:
+        scatter = TreeScatter(group_of_its_own(holding.group), holding.forest)
+    return ShardedModel(module, holding, units, scatter, settings.get("gather", "unit"))
+
+
+class _Passing:
+    """Notes that a unit takes part in a forward pass."""
+
+    def __init__(self, path: list[int], number: int) -> None:
+        self._path, self._number = path, number
+
+    def __call__(self, _module: nn.Module, _inputs: object) -> None:
+        self._path.append(self._number)
+
+
+class _Refusal:
+    """What a sharded model says to who copies it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, _memo: object) -> NoReturn:
+        raise ModelError(
+            f"copy.deepcopy of {self._name}, which is cut over ranks; a copy would be no model",
+            hint="copy the module before run.model, and give the copy to run.model, too: their parameters "
+            "are cut alike, so that an average of weights works on them",
+        )
+
+
+def _refuse_state(module: nn.Module, _prefix: str, keep_vars: bool) -> None:
+    """Refuse `state_dict()`: this rank has parts only. With `keep_vars` nobody means to save it."""
+    if not keep_vars:
+        raise ModelError(
+            f"{type(module).__name__}.state_dict() was called, and this rank holds a part of each "
+            "parameter; expected a call of the run's",
+            hint="run.export(path) writes whole weights, run.save() the state of the run, and "
+            "run.digest() tells whether bits are the same",
+        )
+
+
+def _like(own: Any, value: Any) -> Any:
+    """Return `value` cut like `own`, where that is cut and of its shape."""
+    if isinstance(own, DTensor) and isinstance(value, torch.Tensor) and own.shape == value.shape:
+        return part_of(value, own)
+    return value

@@ -1,0 +1,61 @@
+"""Tensors cut over ranks: the whole of them, and one's own part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+
+
+def whole(value: Any) -> Any:
+    """Return all of a tensor that is cut over ranks, which call this together; other values as they are."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value.detach()
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def whole_of(state: Mapping[str, Any]) -> Any:
+    """Return a mapping of the same type with all of each tensor."""
+    return type(state)({name: whole(value) for name, value in state.items()})  # type: ignore[call-arg]
+
+
+def local(value: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor."""
+    if not isinstance(value, DTensor):
+        return value
+    own: torch.Tensor = value.detach().to_local()  # type: ignore[attr-defined]
+    return own
+
+
+def cut_dimension(like: DTensor) -> int:
+    """Return along which dimension a tensor is cut."""
+    (placement,) = like.placements
+    assert isinstance(placement, Shard)
+    return placement.dim
+
+
+def part_of(value: torch.Tensor, like: DTensor) -> DTensor:
+    """Return `value`, which every rank has all of, cut as `like` is; nothing is sent."""
+    dimension, mesh = cut_dimension(like), like.device_mesh
+    length = -(-value.shape[dimension] // mesh.size())
+    start = min(mesh.get_local_rank() * length, value.shape[dimension])
+    stop = min(start + length, value.shape[dimension])
+    own = value.detach().narrow(dimension, start, stop - start)
+    own = own.clone(memory_format=torch.contiguous_format)
+    return assembled(own.to(local(like).device), like)
+
+
+def assembled(own: torch.Tensor, like: DTensor) -> DTensor:
+    """Return the tensor cut as `like` of which this rank holds `own`."""
+    made: DTensor = DTensor.from_local(
+        own,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+    return made

@@ -1,0 +1,164 @@
+"""The units of a sharded model: the parameters that torch gathers together, and their gradients.
+
+All that is used of FSDP2 besides its public face is in this file: a unit's parameters, and the whole
+tensors that forward passes compute with in their place (torch 2.11 to 2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from lockstep.errors import ModelError
+from lockstep.exchange.scatter import Outgoing, TreeScatter
+from lockstep.strategies.contributions import NOTHING, Gradients, add
+from lockstep.strategies.shards import assembled, cut_dimension, local
+
+
+class Unit:
+    """One unit, and the gradients that this rank has of it.
+
+    Args:
+        module: what torch gathers the parameters of.
+        name: what it is called in the model.
+        sum_type: in which type gradients are summed; `None` for the one that they come in.
+
+    Attributes:
+        parameters: this rank's shards of those that take part in training.
+        gradients: whole ones of the latest backward pass, `None` where there is none yet.
+    """
+
+    def __init__(self, module: FSDPModule, name: str, sum_type: torch.dtype | None) -> None:
+        self.module = module
+        self.name = name
+        self._sum_type = sum_type
+        self._inner = [one for one in _fsdp_params(module) if one.sharded_param.requires_grad]
+        self.parameters: list[DTensor] = [one.sharded_param for one in self._inner]
+        self.gradients: Gradients = [None] * len(self.parameters)
+        self._handles: list[Any] = []
+        for one in self._inner:
+            if not isinstance(one.fsdp_placement, Shard):
+                raise ModelError(
+                    f"shard_placement_fn gave {one.fsdp_placement}; expected Shard or None"
+                )
+
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        """What autograd computes gradients of; empty before the first forward pass."""
+        return [one.unsharded_param for one in self._inner if hasattr(one, "_unsharded_param")]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there is a gradient of every parameter."""
+        return all(gradient is not None for gradient in self.gradients)
+
+    def watch(self, arrived: Callable[[], None]) -> None:
+        """Take gradients from autograd as they come, and say so."""
+        if self._handles or not self.leaves:
+            return
+        for place, leaf in enumerate(self.leaves):
+
+            def take(leaf: torch.Tensor, place: int = place) -> None:
+                assert leaf.grad is not None
+                self.gradients[place] = leaf.grad.to(self._sum_type or leaf.grad.dtype)
+                leaf.grad = None
+                arrived()
+
+            handle = leaf.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+            self._handles.append(handle)
+
+    def take(self) -> Gradients:
+        """Return the gradients, and have none afterwards."""
+        gradients, self.gradients = self.gradients, [None] * len(self.parameters)
+        return gradients
+
+    # --- what goes to other ranks ----------------------------------------------------------------
+
+    def pack(
+        self, scatter: TreeScatter, nodes: Sequence[Gradients], size: int, notes: int
+    ) -> Outgoing:
+        """Write `nodes` as one message to each of `size` ranks: its part of each parameter.
+
+        A row is laid out as the parameters' shards are, one after the other, each as long as the longest.
+        """
+        filled = [self._filled(node) for node in nodes]
+        share = sum(self._share(parameter, size) for parameter in self.parameters)
+        out = scatter.memory(filled[0][0], share, notes)
+        for node, slot in zip(filled, out.nodes, strict=True):
+            rows = [
+                _by_rows(gradient, cut_dimension(parameter), size)
+                for gradient, parameter in zip(node, self.parameters, strict=True)
+            ]
+            torch._chunk_cat(rows, 0, size, out=slot)
+        return out
+
+    def _filled(self, node: Gradients) -> list[torch.Tensor]:
+        kind = next((g.dtype for g in node if g is not None), self._type)
+        device = self.leaves[0].device
+        return [
+            torch.full(parameter.shape, NOTHING, dtype=kind, device=device) if g is None else g
+            for g, parameter in zip(node, self.parameters, strict=True)
+        ]
+
+    @property
+    def _type(self) -> torch.dtype:
+        return self._sum_type or self.leaves[0].dtype
+
+    @staticmethod
+    def _share(parameter: DTensor, size: int) -> int:
+        length = parameter.shape[cut_dimension(parameter)]
+        return -(-length // size) * (parameter.numel() // length) if length else 0
+
+    def unpack(self, total: torch.Tensor, size: int) -> Iterator[tuple[DTensor, torch.Tensor]]:
+        """Yield each parameter with this rank's part of the gradient, which looks into `total`."""
+        offset = 0
+        for parameter in self.parameters:
+            own = local(parameter)
+            part = total[offset : offset + own.numel()].view(own.shape)
+            yield parameter, part
+            offset += self._share(parameter, size)
+
+    def give(self, parameter: DTensor, part: torch.Tensor) -> None:
+        """Let `part` be this rank's part of the gradient, or add it to what there is."""
+        own = local(parameter)
+        part = part.to(device=own.device, dtype=own.dtype)
+        if parameter.grad is None:
+            parameter.grad = assembled(part, parameter)
+        else:
+            local(parameter.grad).add_(part)
+
+
+def merged(nodes: Sequence[Gradients], count: int, last: Gradients) -> list[Gradients]:
+    """Return a unit's nodes once `last` is there, which the `count` latest ones are merged with."""
+    kept = len(nodes) - count
+    for node in reversed(nodes[kept:]):
+        last = add(node, last)
+    return [*nodes[:kept], last]
+
+
+def _by_rows(gradient: torch.Tensor, dimension: int, size: int) -> torch.Tensor:
+    """Return a gradient with the parts of the ranks below each other, whatever it is cut along."""
+    if dimension == 0:
+        return gradient
+    return torch.cat(torch.chunk(gradient, size, dim=dimension), dim=0)
+
+
+def _fsdp_params(module: FSDPModule) -> list[Any]:
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch 2.11 has one at most
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    if len(groups) > 1:
+        raise ModelError("shard_placement_fn names meshes of its own; expected Shard or None")
+    return [one for group in groups for one in group.fsdp_params]
+
+
+def names_of(module: nn.Module, units: Sequence[FSDPModule]) -> dict[int, str]:
+    """Return the units' names in the model, by identity; the model's own is that of its class."""
+    names = {id(part): name for name, part in module.named_modules()}
+    return {id(unit): names[id(unit)] or type(module).__name__ for unit in units}
