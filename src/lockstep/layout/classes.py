@@ -27,6 +27,8 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 
 #: Exchanges that change what is summed, or when.
 APPROXIMATE_EXCHANGES = ("bf16", "fp16", "powersgd", "local-sgd", "diloco")
+#: Those whose ranks train by themselves for some steps at a time.
+LOCAL_EXCHANGES = ("local-sgd", "diloco")
 
 
 def worst(classes: Iterable[str]) -> str:

@@ -73,7 +73,7 @@ class Buffers:
         self._start = self._first = None
         if self._group is not None:
             with self.meeting:
-                _broadcast(tensors, self._group)
+                broadcast(tensors, self._group)
 
 
 def _copy(source: list[torch.Tensor], target: list[torch.Tensor]) -> None:
@@ -81,11 +81,11 @@ def _copy(source: list[torch.Tensor], target: list[torch.Tensor]) -> None:
         torch._foreach_copy_(target, source)
 
 
-def _broadcast(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+def broadcast(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     """Send rank 0's tensors to all, as bytes and in one message."""
     parts = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
     flat = torch.cat(parts)
-    dist.broadcast(flat, src=0, group=group)
+    dist.broadcast(flat, group_src=0, group=group)
     if dist.get_rank(group) == 0:
         return
     received = torch.split(flat, [part.numel() for part in parts])

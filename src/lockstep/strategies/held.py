@@ -334,6 +334,14 @@ class HeldModel(abc.ABC):
         gradients = [p.grad for p in parameters if p.grad is not None]
         return nn.utils.get_total_norm(gradients, norm_type)
 
+    def unsaved_buffers(self) -> dict[str, torch.Tensor]:
+        """Return the buffers that `state_dict` leaves out: they are what the run has computed, too."""
+        saved = self.module.state_dict(keep_vars=True)
+        return {name: value for name, value in self.module.named_buffers() if name not in saved}
+
+    def passes_in(self, waiting: Callable[[], AbstractContextManager[None]]) -> None:  # noqa: B027
+        """Let `waiting` be entered where ranks wait for each other inside of a pass through the model."""
+
     def meets_in(self, meeting: AbstractContextManager[None]) -> None:
         """Let `meeting` be entered where ranks wait for each other's buffers."""
         self._buffers.meeting = meeting

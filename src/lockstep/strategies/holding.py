@@ -27,6 +27,7 @@ class Holding:
             holds a whole model.
         store: where ranks leave notes for each other.
         exchange: name of the exchange.
+        sync_every: steps between two meetings of exchanges that meet seldom; `None` for their default.
         exact: whether what makes the result depend on the layout is refused.
         say: tells the user something, on the main rank.
     """
@@ -40,5 +41,6 @@ class Holding:
     mesh: DeviceMesh | None
     store: dist.Store
     exchange: str
+    sync_every: int | None
     exact: bool
     say: Callable[[str], None]

@@ -167,6 +167,8 @@ class Loop:
         # A loop that was left in the middle of a batch has not let the ranks' buffers meet.
         for model in self._models:
             model.finish_buffers()
+        if not self._loops:
+            self.come_together()
         if not all(model.is_whole for model in self._models):
             return  # ranks that go ways of their own for some steps will be one again
         self._fresh = False
@@ -206,12 +208,19 @@ class Loop:
                 "`for batch in run.batches(loader): …`",
             )
         self.settle()
+        self.come_together()
 
     def settle(self) -> None:
         """Let ranks agree on what a `break` has left open; all of them come here together."""
         for model in self._models:
             model.check_whole()
             model.finish_buffers()
+
+    def come_together(self) -> None:
+        """Let ranks that have trained by themselves for some steps be one model again, between batches."""
+        if not self._active:
+            for model in self._models:
+                model.come_together()
 
     def acts_now(self) -> bool:
         """Whether an update asked for now happens now: on the last microbatch of a global batch."""
@@ -243,8 +252,10 @@ class Loop:
         set_key(keys.derive(self._seed, keys.BETWEEN, loader, epoch, round_, step, -1))
 
     def needs_stand_ins(self) -> bool:
-        """Whether replicas without a sample take part: where gradients or buffers meet."""
-        return torch.is_grad_enabled() or any(model.trains_buffers for model in self._models)
+        """Whether replicas without a sample take part: where gradients, buffers or parts of a model meet."""
+        return torch.is_grad_enabled() or any(
+            model.trains_buffers or model.is_split for model in self._models
+        )
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
         """The loop's body is about to see this microbatch."""
@@ -313,6 +324,8 @@ class Loop:
             if self._fresh or self._trains:
                 self._track.trained(replace(ended, complete=True))
             self._fresh = self._trains = False
+            if not early:
+                self.come_together()
         for listener in self._listeners:
             listener.loop_ends(loader, epoch, round_, step, early=early)
 

@@ -36,12 +36,15 @@ def gate_optimizer(
         ModelError: if it holds a parameter of no model that the run holds.
     """
     own = _models_of(optimizer, models, index)
-    split = [model for model in own if model.is_split]
-    if split and len(own) > 1:
+    alone = [model for model in own if model.is_split or model.acts_alone]
+    if alone and len(own) > 1:
+        what = "is split over ranks" if alone[0].is_split else "is trained by each rank by itself"
         raise ModelError(
             f"optimizer {index} ({type(optimizer).__name__}) holds parameters of {len(own)} models, and "
-            f"{type(split[0].module).__name__} is split over ranks; expected an optimizer for each model",
+            f"{type(alone[0].module).__name__} {what}; expected an optimizer for each model",
         )
+    for model in own:
+        model.optimized_by(optimizer)
     rates: list[Any] = []
 
     def step(self: Optimizer, closure: Callable[[], float] | None = None) -> Any:

@@ -1,0 +1,169 @@
+"""Local SGD and DiLoCo: each rank trains by itself for some steps, then they become one model again.
+
+For links so slow that gradients cannot cross them in every step. What a rank does by itself is a step on
+its own share of the global batch; the more ranks, the more of them there are: the result depends on the
+layout, and no tree helps. It is deterministic still: the same layout gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.data.microbatch import Microbatch
+from lockstep.errors import ModelError
+from lockstep.strategies.buffers import Buffers, broadcast
+from lockstep.strategies.contributions import Contributions, take_gradients
+from lockstep.strategies.held import HeldModel
+from lockstep.strategies.holding import Holding
+from lockstep.strategies.means import Means, average_memory
+from lockstep.strategies.outer import Mean, Nesterov, Outer
+
+#: Steps between two meetings where the user says no number. Local SGD: Lin et al., "Don't Use Large
+#: Mini-Batches, Use Local SGD" (ICLR 2020, arXiv:1808.07217), use up to 16. DiLoCo: the smallest number
+#: of those that Douillard et al. compare (50 to 2000; their runs have a hundred thousand steps).
+EVERY = {"local-sgd": 16, "diloco": 50}
+
+
+class LocalModel(HeldModel):
+    """A model that each rank trains by itself between meetings with the others.
+
+    Args:
+        module: the user's model, already on its device.
+        holding: where it is to live.
+        every: steps between two meetings.
+        outer: makes one model of several.
+    """
+
+    exactness = "approximate"
+    acts_alone = True
+
+    def __init__(self, module: nn.Module, holding: Holding, every: int, outer: Outer) -> None:
+        super().__init__(module, holding.block, holding.replicas, group=None)
+        assert holding.group is not None
+        # The tree, and the buffers, of this rank's replicas alone.
+        own = range(len(holding.block))
+        self.contributions = Contributions(own, len(own))
+        self._buffers = Buffers(module, own, None)
+        self._group = holding.group
+        self._means = Means(holding.group)
+        self._every, self._outer = every, outer
+        self._optimizer: Optimizer | None = None
+        self._meeting: AbstractContextManager[None] = nullcontext()
+        self._weight = 0.0
+        self._steps = 0
+        self._has_own_buffers = False
+
+    @property
+    def wrapped(self) -> nn.Module:
+        """The user's own module."""
+        return self.module
+
+    def meets_in(self, meeting: AbstractContextManager[None]) -> None:
+        """Let `meeting` be entered where ranks become one."""
+        self._meeting = meeting
+
+    # --- by itself -------------------------------------------------------------------------------
+
+    def before_forward(self) -> None:
+        """The model is about to be called."""
+        super().before_forward()
+        self._has_own_buffers |= self._buffers.dirty
+
+    def _prepare(self, microbatch: Microbatch) -> None:
+        if microbatch.first:
+            self._weight = 0.0
+
+    def _meet(self, microbatch: Microbatch) -> None:
+        self._weight += microbatch.weight
+        self.contributions.push(take_gradients(self.parameters))
+        if not microbatch.last:
+            return
+        (total,) = self.contributions.take()
+        for parameter, gradient in zip(self.parameters, total, strict=True):
+            parameter.grad = gradient
+        # The mean over this rank's samples; where it has none, zeros, so that all ranks count alike.
+        there = [gradient for gradient in total if gradient is not None]
+        if there and self._weight:
+            torch._foreach_div_(there, self._weight)
+
+    def optimized_by(self, optimizer: Optimizer) -> None:
+        """Take note of the optimizer, whose memory is averaged, too.
+
+        Raises:
+            ModelError: for a second one: it would step after the ranks have met.
+        """
+        if self._optimizer is not None:
+            raise ModelError(
+                f"{type(self.module).__name__} has two optimizers; expected one, whose steps are counted "
+                "until ranks meet",
+                hint="one optimizer may have several parameter groups",
+            )
+        self._optimizer = optimizer
+
+    def update(self, act: Callable[[], Any]) -> Any:
+        """Let the optimizer act; after as many steps as were asked for, meet."""
+        if not self._steps:
+            self._outer.begin()
+        result = act()
+        self._steps += 1
+        if self._steps == self._every:
+            self.come_together()
+        return result
+
+    # --- together --------------------------------------------------------------------------------
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all ranks are one: just after they have met."""
+        return not self._steps and not self._has_own_buffers
+
+    def come_together(self) -> None:
+        """Become one model again, where ranks have gone ways of their own; all of them call this."""
+        if self.is_whole:
+            return
+        with torch.no_grad(), self._meeting:
+            if self._steps:
+                self._outer.finish(self._means.of(self._outer.outgoing()))
+                if self._optimizer is not None:
+                    average_memory(self._optimizer, self.parameters, self._means)
+            buffers = [buffer.detach() for buffer in self.module.buffers()]
+            if buffers:
+                self._buffers.finish()
+                broadcast(buffers, self._group)
+        self._steps, self._has_own_buffers = 0, False
+
+    # --- state -----------------------------------------------------------------------------------
+
+    def extras(self) -> dict[str, Any]:
+        """Return what the outer optimizer remembers.
+
+        Where the ranks were one the last time needs not be saved: a state is taken only when they are one
+        again, and then it is where the parameters are.
+        """
+        return self._outer.state()
+
+    def load_extras(self, extras: Mapping[str, Any]) -> None:
+        """Take what `extras` returned."""
+        self._outer.load(extras)
+
+    def close(self) -> None:
+        """Close the exchange."""
+        self._means.close()
+
+
+def hold_local(module: nn.Module, holding: Holding) -> LocalModel:
+    """Let each rank train `module` by itself for some steps at a time."""
+    assert holding.group is not None
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    # As DistributedDataParallel does: all begin with what rank 0 has.
+    with torch.no_grad():
+        both = [*module.parameters(), *module.buffers()]
+        broadcast([tensor.detach() for tensor in both], holding.group)
+    outer: Outer = Mean(parameters) if holding.exchange == "local-sgd" else Nesterov(parameters)
+    return LocalModel(module, holding, holding.sync_every or EVERY[holding.exchange], outer)
