@@ -229,8 +229,9 @@ class Recorder:
 
     # --- the end ---------------------------------------------------------------------------------
 
-    def finish(self, digest: str, seconds: float) -> None:
-        """Record how the run ended, and say so in one line."""
+    def finish(self, digest: str, seconds: float, used: Mapping[str, int]) -> None:
+        """Record how the run ended, and say so in one line; of each rank, the memory that it used."""
+        self._events.add(kind="memory", **used)
         self._events.flush()
         if not self._world.is_main:
             return

@@ -16,6 +16,7 @@ from lockstep.data.microbatch import Microbatch
 from lockstep.errors import ModelError, StepError
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.contributions import Contributions
+from lockstep.strategies.shards import bytes_here
 
 
 class _ForwardHook:
@@ -48,6 +49,7 @@ class HeldModel(abc.ABC):
         module: the user's model.
         parameters: those that take part in training.
         used: whether a forward pass with gradients has run since the last backward pass.
+        gradient_bytes: what this rank's gradients take, once they have been there.
         exactness: `exact`, `close` or `approximate`: what holding it so makes of the run.
         is_split: whether this rank holds a part of it only, so that all ranks make its state together.
         acts_alone: whether it must have an optimizer that holds parameters of no other model.
@@ -78,6 +80,7 @@ class HeldModel(abc.ABC):
         self._stepped = False
         self._mixed = False
         self._watching = False
+        self.gradient_bytes = 0
         module.register_forward_pre_hook(_ForwardHook(self))
 
     @property
@@ -271,6 +274,8 @@ class HeldModel(abc.ABC):
         """An optimizer of this model was asked to step inside a microbatch."""
         self.check_gradients()
         self._stepped = True
+        if self._is_last and not self.gradient_bytes:
+            self.gradient_bytes = bytes_here(p.grad for p in self.parameters if p.grad is not None)
 
     def finish_buffers(self) -> None:
         """Let all ranks take replica 0's buffers now."""

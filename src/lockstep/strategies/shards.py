@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -28,6 +28,11 @@ def local(value: torch.Tensor) -> torch.Tensor:
         return value
     own: torch.Tensor = value.detach().to_local()  # type: ignore[attr-defined]
     return own
+
+
+def bytes_here(tensors: Iterable[torch.Tensor]) -> int:
+    """Return how many bytes of `tensors` this rank holds."""
+    return sum(own.numel() * own.element_size() for own in map(local, tensors))
 
 
 def cut_dimension(like: DTensor) -> int:

@@ -20,6 +20,7 @@ from lockstep.errors import UsageError
 from lockstep.training import optimizers
 from lockstep.training.backward import Backward
 from lockstep.training.batchnorm import synchronise
+from lockstep.training.footprint import footprint
 from lockstep.training.loaders import Loaders
 from lockstep.training.metrics import Item, Metrics
 from lockstep.training.models import Models
@@ -147,7 +148,8 @@ class Run(Whereabouts):
             return
         try:
             self._session.script_ends()
-            self._session.finish(self.digest())
+            own = self.digest()
+            self._session.finish(own, footprint(self._session.state, self.device))
         except BaseException as late:
             self._session.close(late)
             raise

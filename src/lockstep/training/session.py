@@ -306,6 +306,10 @@ class Session:
         self._loaders.add(loader)
         self._record.loader_made(loader, dataset, settings)
 
+    def passing(self) -> contextlib.AbstractContextManager[None]:
+        """Return what is entered while ranks that hold one model wait for each other."""
+        return contextlib.nullcontext() if self._watch is None else self._watch.passing()
+
     def after_backward(self) -> None:
         """Take note that gradients have met."""
         if self._watch is not None:
@@ -377,8 +381,8 @@ class Session:
         for number, model in enumerate(self.models):
             self._record.traffic(number, model.ends())
 
-    def finish(self, own_digest: str) -> None:
-        """Agree with the other ranks on the result, and record it.
+    def finish(self, own_digest: str, used: dict[str, int]) -> None:
+        """Agree with the other ranks on the result, and record it with the memory that was `used`.
 
         Raises:
             DivergenceError: if a rank holds other bits.
@@ -395,7 +399,7 @@ class Session:
                 "lockstep: warning: gradients were computed, but no optimizer of the run has stepped; "
                 "pass it through run.optimizer(…)"
             )
-        self._record.finish(own_digest, time.monotonic() - self._started)
+        self._record.finish(own_digest, time.monotonic() - self._started, used)
 
     def _agree(self, own: str) -> None:
         if self.group is None:

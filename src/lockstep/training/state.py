@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.errors import CheckpointError
@@ -37,8 +36,8 @@ class State:
         """Return the state of all; tensors are the ones in use."""
         return {
             "models": _numbered([model.state() for model in self.models]),
-            "buffers": _numbered([_buffers(model.module) for model in self.models]),
-            "gradients": _numbered([_gradients(model) for model in self.models]),
+            "buffers": _numbered([model.unsaved_buffers() for model in self.models]),
+            "gradients": _numbered([model.gradients() for model in self.models]),
             "extras": _numbered([model.extras() for model in self.models]),
             "optimizers": _numbered([self._saved(one) for one in self.optimizers]),
             "schedulers": _numbered([one.state_dict() for one in self.schedulers]),
@@ -110,20 +109,6 @@ class State:
         return None
 
 
-def _buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers that `state_dict()` leaves out: they are what the run has computed, too."""
-    saved = module.state_dict(keep_vars=True)
-    return {name: value for name, value in module.named_buffers() if name not in saved}
-
-
-def _gradients(model: HeldModel) -> dict[str, torch.Tensor]:
-    """Return gradients that wait for a step, as they may where there is one replica; others refuse it."""
-    if model.several_replicas:
-        return {}
-    named = model.module.named_parameters()
-    return {name: value.grad for name, value in named if value.grad is not None}
-
-
 def _fill(
     model: HeldModel,
     buffers: Mapping[str, torch.Tensor] | None,
@@ -133,10 +118,7 @@ def _fill(
     for name, value in (buffers or {}).items():
         if name in own:
             own[name].copy_(value)
-    parameters = dict(model.module.named_parameters())
-    for name, value in (gradients or {}).items():
-        if name in parameters:
-            parameters[name].grad = value.to(parameters[name].device)
+    model.load_gradients(gradients or {})
 
 
 def _keep_types(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
