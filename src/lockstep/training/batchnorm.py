@@ -45,6 +45,12 @@ def _check(session: Session, module: nn.Module) -> None:
             "expected a strategy that computes on it at once",
             hint="strategy='ddp' or 'fsdp', or a normalisation without statistics of the batch",
         )
+    if session.settings.strategy == "ps" and session.settings.staleness:
+        raise ModelError(
+            f"run.sync_batchnorm with staleness={session.settings.staleness}, under which workers go on "
+            "without each other; expected workers that wait for each other",
+            hint="leave staleness out, or use a normalisation without statistics of the batch",
+        )
 
 
 def _check_several(replicas: int, ranks: int, *, exact: bool) -> None:
