@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -61,3 +61,27 @@ class Stream:
                 yield
             finally:
                 self._save()
+
+
+def generators() -> list[torch.Tensor]:
+    """Return where torch's, NumPy's and Python's generators stand, for `set_generators`."""
+    _, words, position, has_gauss, gauss = np.random.get_state()
+    _, own, own_gauss = random.getstate()
+    numpy = torch.tensor([*np.asarray(words).tolist(), position, has_gauss])
+    spares = [gauss, 0.0 if own_gauss is None else own_gauss, float(own_gauss is not None)]
+    python, rest = torch.tensor(own), torch.tensor(spares, dtype=torch.float64)
+    devices = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    return [torch.get_rng_state(), numpy, python, rest, *devices]
+
+
+def set_generators(states: Sequence[torch.Tensor]) -> None:
+    """Let the generators go on from where those of `generators()` stood, in another process perhaps."""
+    cpu, numpy, python, rest, *devices = states
+    torch.set_rng_state(cpu)
+    *words, position, has_gauss = numpy.tolist()
+    gauss, own_gauss, has_own = rest.tolist()
+    key = np.array(words, dtype=np.uint32)
+    np.random.set_state(("MT19937", key, position, has_gauss, gauss))
+    random.setstate((3, tuple(python.tolist()), own_gauss if has_own else None))
+    for state in devices:
+        torch.cuda.set_rng_state(state)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from lockstep.errors import ExactnessError, UsageError
 from lockstep.exchange.base import Exchange, Forest
@@ -80,7 +79,7 @@ def exactness_of(name: str, forest: Forest) -> str:
 def make(
     name: str,
     forest: Forest,
-    parameters: Sequence[nn.Parameter],
+    parameters: Sequence[torch.Tensor],
     *,
     group: dist.ProcessGroup,
     store: dist.Store,

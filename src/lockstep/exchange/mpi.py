@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from lockstep.errors import PeerError, UsageError
 from lockstep.exchange.base import Exchange, Forest, Sum
@@ -27,7 +26,7 @@ _CARRIERS = {1: "INT8_T", 2: "INT16_T", 4: "INT32_T", 8: "INT64_T", 16: "C_DOUBL
 _NUMBERS = {torch.float32: "FLOAT", torch.float64: "DOUBLE"}
 
 
-def make_mpi(forest: Forest, parameters: Sequence[nn.Parameter]) -> Exchange:
+def make_mpi(forest: Forest, parameters: Sequence[torch.Tensor]) -> Exchange:
     """Return the exchange over MPI for the gradients of `parameters`.
 
     Raises:

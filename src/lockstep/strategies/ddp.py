@@ -222,11 +222,21 @@ def replicate(module: nn.Module, holding: Holding, settings: dict[str, Any]) -> 
         store=holding.store,
         key=str(holding.number),
     )
-    if holding.device.type == "cuda":
+    if holding.device.type == "cuda" and not spans_devices(module):
         settings = {"device_ids": [holding.device.index], **settings}
     return ReplicatedModel(
         module, holding.block, holding.replicas, holding.group, exchange, settings
     )
+
+
+def spans_devices(module: nn.Module) -> bool:
+    """Return whether the parts of a module were put on several devices: then they stay there.
+
+    DistributedDataParallel takes such a module without `device_ids`, and its forward pass moves what it
+    computes from one device to the next.
+    """
+    places = {t.device for t in (*module.parameters(), *module.buffers())}
+    return len({place for place in places if place.type != "cpu"}) > 1
 
 
 def _flatten(

@@ -21,3 +21,8 @@ class FrozenModel(HeldModel):
 
     def _meet(self, microbatch: Microbatch) -> None:
         raise AssertionError("a model without trainable parameters has no gradients")
+
+
+def is_trainable(module: nn.Module) -> bool:
+    """Return whether any parameter of a module is to be trained."""
+    return any(parameter.requires_grad for parameter in module.parameters())

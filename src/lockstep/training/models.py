@@ -12,20 +12,30 @@ from lockstep.checkpoint.plain import check_fit
 from lockstep.data.randomness import undisturbed
 from lockstep.errors import ModelError
 from lockstep.exchange.links import Links, connect
-from lockstep.layout.classes import worst
-from lockstep.strategies import dp
+from lockstep.layout.classes import LOCAL_EXCHANGES, worst
+from lockstep.strategies import dp, spreading
 from lockstep.strategies.checks import check_same_models, check_settings
-from lockstep.strategies.ddp import replicate
-from lockstep.strategies.frozen import FrozenModel
+from lockstep.strategies.ddp import replicate, spans_devices
+from lockstep.strategies.frozen import FrozenModel, is_trainable
+from lockstep.strategies.fsdp import hold_sharded
 from lockstep.strategies.held import HeldModel
+from lockstep.strategies.holding import Holding
+from lockstep.strategies.local import hold_local
 from lockstep.strategies.precision import REDUCED, autocast_forward
 from lockstep.strategies.ps import hold_served
+from lockstep.strategies.sharding import check_sharding
 from lockstep.strategies.single import SingleModel
+from lockstep.strategies.stages import as_module
 from lockstep.strategies.sync_batchnorm import layers
 from lockstep.training.session import Session
 
 #: Who checks the keywords of run.model, where they are not DistributedDataParallel's.
-_CHECKS: dict[str, Callable[..., None]] = {"dp": dp.check_settings}
+_CHECKS: dict[str, Callable[..., None]] = {"dp": dp.check_settings, "fsdp": check_sharding}
+#: Strategies that need no more than that.
+_HOLD: dict[str, Callable[[nn.Module, Holding, dict[str, Any]], HeldModel]] = {
+    "dp": dp.scatter,
+    "fsdp": hold_sharded,
+}
 
 
 class Models:
@@ -38,21 +48,24 @@ class Models:
     def __init__(self, session: Session) -> None:
         self._session = session
 
-    def add(self, module: nn.Module, settings: dict[str, Any]) -> nn.Module:
-        """Place and hold `module`, and return what the script is to call.
+    def add(self, model: Any, settings: dict[str, Any]) -> nn.Module:
+        """Place and hold `model`, a module or a list of them, and return what the script is to call.
 
         Raises:
             ModelError: if it is no module, held already, or differs between ranks.
             ExactnessError: for a setting that breaks the promise.
         """
         session = self._session
+        module = as_module(model)
+        spread, settings = spreading.take(settings)
         self._check(module, settings)
-        module.to(session.device)
+        self._place(module)
         if session.settings.precision in REDUCED:
             autocast_forward(module, session.device.type, REDUCED[session.settings.precision])
         # How a model is held must not change what the next one starts from.
         with undisturbed(), session.together.meeting("run.model"):
-            held = self._hold(module, settings)
+            held = self._hold(module, settings, spread)
+        held.passes_in(session.passing)
         held.meets_in(session.standing.meeting("the exchange of buffers"))
         self._take(held)
         return held.wrapped
@@ -69,30 +82,50 @@ class Models:
                 f"by how {type(held.module).__name__} is held"
             )
 
+    @property
+    def _is_spread(self) -> bool:
+        return self._session.formation.mesh.model > 1
+
+    def _place(self, module: nn.Module) -> None:
+        """Move a module to this rank's device, but for one whose parts are to stay where they are."""
+        is_cut = self._is_spread and self._session.settings.strategy == "pipeline"
+        if not (is_cut and is_trainable(module)) and not spans_devices(module):
+            module.to(self._session.device)
+
     def _check(self, module: nn.Module, settings: dict[str, Any]) -> None:
-        if not isinstance(module, nn.Module):
-            raise ModelError(f"run.model was given a {type(module).__name__}; expected a Module")
         if any(module in (held.module, held.wrapped) for held in self._session.models):
             raise ModelError(f"this {type(module).__name__} belongs to the run already")
         asked = self._session.settings
         check: Callable[..., None] = _CHECKS.get(asked.strategy, check_settings)
         check(module, settings, exact=asked.exact, device=self._session.device)
 
-    def _hold(self, module: nn.Module, settings: dict[str, Any]) -> HeldModel:
+    def _hold(
+        self, module: nn.Module, settings: dict[str, Any], spread: dict[str, Any]
+    ) -> HeldModel:
         session = self._session
         number = len(session.models)
         holding = session.holding(number)
         if session.groups.everyone is not None:
             world = session.world
             check_same_models(module, str(number), session.store, world.rank, world.size)
-        if not any(parameter.requires_grad for parameter in module.parameters()):
+        if not is_trainable(module):
             return FrozenModel(module, holding.block, holding.replicas, holding.group)
-        if session.settings.strategy == "dp":
-            return dp.scatter(module, holding, settings)
-        if session.settings.strategy == "ps":
+        strategy = session.settings.strategy
+        if self._is_spread:
+            return spreading.hold(strategy, module, holding, spread)
+        if strategy in _HOLD:
+            return _HOLD[strategy](module, holding, settings)
+        if strategy == "ps":
             return hold_served(module, holding, settings, self._links(number))
+        return self._replicate(module, holding, settings)
+
+    def _replicate(
+        self, module: nn.Module, holding: Holding, settings: dict[str, Any]
+    ) -> HeldModel:
         if holding.group is None:
             return SingleModel(module, holding.replicas)
+        if holding.exchange in LOCAL_EXCHANGES:
+            return hold_local(module, holding)
         return replicate(module, holding, settings)
 
     def _links(self, number: int) -> Links:

@@ -8,11 +8,12 @@ else ends that wait.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import FrameType
 
@@ -67,7 +68,7 @@ class Watch:
         self._meetings = 0
         self._outer: list[tuple[str, int]] = []
         self._loop = ""
-        self._in_backward = False
+        self._in_backward = self._in_pass = False
         self._looks = 0
         self._moves = 0
         self._seen: dict[int, Waiting] = {}
@@ -103,6 +104,15 @@ class Watch:
             self._standing.leave()
             self._meetings += 1
             self._in_backward = False
+
+    @contextlib.contextmanager
+    def passing(self) -> Iterator[None]:
+        """Go through a model that other ranks have stages of, and wait for them."""
+        self._in_pass = True
+        try:
+            yield
+        finally:
+            self._in_pass = False
 
     def step_ends(self, step: int, microbatch: Microbatch) -> None:
         """The parameters have been updated."""
@@ -140,7 +150,7 @@ class Watch:
         self._hear_moves()
         if self._pulse is not None and (error := self._pulse.lost()) is not None:
             self._end(error)
-        if self._in_backward:
+        if self._in_backward or self._in_pass:
             self._compare_loops()
         if self._standing.waits:
             self._compare_calls()

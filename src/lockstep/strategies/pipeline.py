@@ -1,0 +1,258 @@
+"""One model over several ranks, each with a stage of it; rows of ranks with models beside each other."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.data.microbatch import Microbatch
+from lockstep.errors import ExactnessError, ModelError, UsageError
+from lockstep.strategies.buffers import Buffers
+from lockstep.strategies.contributions import take_gradients
+from lockstep.strategies.flow import Flow
+from lockstep.strategies.held import HeldModel
+from lockstep.strategies.holding import Holding
+from lockstep.strategies.message import Row
+from lockstep.strategies.stages import cut
+from lockstep.strategies.sums import Sums, make_sums
+
+
+class PipelinedModel(HeldModel):
+    """A model of which this rank has one stage.
+
+    The user's module stays what the script calls: its `forward` goes through the stages of all ranks.
+    Parameters of other stages are on the device `meta`, where they have a shape and no memory. So every
+    rank's optimizer counts the parameters of the whole model, and acts on those that get gradients here.
+
+    Args:
+        module: the user's model, cut in place.
+        holding: where it lives.
+        flow: goes through its stages.
+        sums: of the gradients of this rank's stage; `None` where there is only one model.
+    """
+
+    is_split = True
+
+    def __init__(self, module: nn.Module, holding: Holding, flow: Flow, sums: Sums | None) -> None:
+        super().__init__(module, holding.block, holding.replicas, holding.group)
+        self.exactness = "exact" if flow.chunks == 1 else "close"
+        self._row, self._flow, self._sums = flow.row, flow, sums
+        group = holding.group if holding.mesh is None or holding.mesh["data"].size() > 1 else None
+        self._buffers = Buffers(flow.stage.module, holding.block, group)
+        self._own = [p for p in self.parameters if not p.is_meta]
+        module.__dict__["forward"] = flow
+        module.__dict__["__deepcopy__"] = _Refusal(type(module).__name__)
+        module.register_state_dict_pre_hook(_refuse_state)  # type: ignore[no-untyped-call]
+
+    @property
+    def wrapped(self) -> nn.Module:
+        """The user's own module."""
+        return self.module
+
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        """What the graph of a loss that depends on the model ends at."""
+        return [self._flow.leaf]
+
+    def passes_in(self, waiting: Callable[[], AbstractContextManager[None]]) -> None:
+        """Let `waiting` be entered while ranks of a row wait for each other."""
+        self._flow.waiting = waiting
+
+    def _prepare(self, microbatch: Microbatch) -> None:
+        pass  # nothing sits between the stage and its gradients
+
+    def _meet(self, microbatch: Microbatch) -> None:
+        if not self._several_replicas:
+            return
+        self.contributions.push(take_gradients(self._own))
+        if not microbatch.last:
+            return
+        nodes = self.contributions.take()
+        total = nodes[0] if self._sums is None else self._sums(nodes, microbatch.place)
+        for parameter, gradient in zip(self._own, total, strict=True):
+            parameter.grad = gradient
+
+    # --- the whole of it -------------------------------------------------------------------------
+
+    def _gathered(self, own: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Return the entries of all stages; all ranks call this together."""
+        return {key: value for part in self._row.gather(dict(own)) for key, value in part.items()}
+
+    def state(self) -> dict[str, Any]:
+        """Return the whole model's `state_dict`; all ranks call this together."""
+        state = self.module.state_dict(keep_vars=True)
+        own = {n: v.detach() for n, v in state.items() if _is_held(v)}
+        everything = self._gathered(own)
+        return {name: everything.get(name, value) for name, value in state.items()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take this rank's part of a whole model's `state_dict`."""
+        known = self.module.state_dict(keep_vars=True)
+        if known.keys() != state.keys():
+            missing, strange = known.keys() - state.keys(), state.keys() - known.keys()
+            raise RuntimeError(f"missing: {sorted(missing)}; unexpected: {sorted(strange)}")
+        held = {n: v for n, v in state.items() if not _is_meta(known[n])}
+        self.module.load_state_dict(held, strict=False)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Return all of the gradients that wait for a step."""
+        return self._gathered(super().gradients())
+
+    def load_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Take this rank's part of what `gradients` returned."""
+        held = {name for name, p in self.module.named_parameters() if not p.is_meta}
+        super().load_gradients({n: v for n, v in gradients.items() if n in held})
+
+    def unsaved_buffers(self) -> dict[str, torch.Tensor]:
+        """Return the buffers of all stages that `state_dict` leaves out."""
+        own = super().unsaved_buffers()
+        return self._gathered({name: value for name, value in own.items() if _is_held(value)})
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the `state_dict` that an optimizer of the whole model would have."""
+        state = optimizer.state_dict()
+        return {**state, "state": dict(sorted(self._gathered(state["state"]).items()))}
+
+    def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Give an optimizer its part of what `optimizer_state` returned."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        held = {n for n, p in zip(numbers, parameters, strict=False) if not p.is_meta}
+        own = {number: value for number, value in state["state"].items() if number in held}
+        optimizer.load_state_dict({**state, "state": own})
+
+    def total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+        """Return the norm of all gradients, as a single process computes it."""
+        own = {
+            place: torch._foreach_norm([p.grad], norm_type)[0]
+            for place, p in enumerate(parameters)
+            if p.grad is not None
+        }
+        norms = [norm for _, norm in sorted(self._gathered(own).items())]
+        if not norms:
+            return torch.tensor(0.0)
+        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        return norm
+
+    def close(self) -> None:
+        """Close the exchange."""
+        if self._sums is not None:
+            self._sums.close()
+
+
+def hold_pipelined(
+    module: nn.Module, holding: Holding, settings: Mapping[str, Any]
+) -> PipelinedModel:
+    """Cut `module` into stages and hold this rank's.
+
+    Args:
+        module: the model, the same on all ranks, not on their device yet.
+        holding: where it is to live.
+        settings: `chunks` and `split`, where the user has given them.
+
+    Raises:
+        UsageError: if stages don't fit the ranks, or the exchange cannot serve them.
+        ModelError: if the model cannot be cut.
+        ExactnessError: for several chunks, with `exact`.
+    """
+    assert holding.mesh is not None
+    row = Row(holding.mesh.get_group("model"), holding.device)
+    chunks = _chunks(settings.get("chunks"), row.size, exact=holding.exact)
+    program = cut(module, row.size, settings.get("split"))
+    stages = "; ".join(map(str, program.stages))
+    holding.say(
+        f"lockstep: {type(module).__name__} in {row.size} stages: {stages}; "
+        f"{chunks} chunk{'s' if chunks > 1 else ''} per batch"
+    )
+    held = {id(t) for t in _tensors(program.stages[row.rank].module)}
+    used = {id(t) for stage in program.stages for t in _tensors(stage.module)}
+    if row.rank == row.size - 1:
+        held |= {
+            id(t) for t in _tensors(module)
+        } - used  # what no stage computes with is somewhere, too
+    _keep(module, held, holding.device)
+    own = [p for p in module.parameters() if p.requires_grad and not p.is_meta]
+    sums = make_sums(own, holding, row.rank)
+    return PipelinedModel(module, holding, Flow(program, row, chunks), sums)
+
+
+def _chunks(asked: Any, stages: int, *, exact: bool) -> int:
+    if asked is None:
+        return 1 if exact else stages
+    if not isinstance(asked, int) or isinstance(asked, bool) or asked < 1:
+        raise UsageError(f"chunks is {asked!r}; expected an integer of at least 1")
+    if exact and asked > 1:
+        raise ExactnessError(
+            f"chunks={asked} would break the promise: gradients of parts of a batch are summed in "
+            "another order, and BatchNorm sees each part by itself",
+            hint="chunks=1, or say exact=False to the run (lockstep run --no-exact)",
+        )
+    return asked
+
+
+def _keep(module: nn.Module, held: set[int], device: torch.device) -> None:
+    """Move what is held to its device, and let go of the rest."""
+    shapes: dict[int, torch.Tensor] = {}
+    for part in module.modules():
+        for own in (part._parameters, part._buffers):
+            for name, tensor in own.items():
+                if tensor is None:
+                    continue
+                if id(tensor) in held:
+                    tensor.data = tensor.data.to(device)
+                elif not tensor.is_meta:
+                    # One for all names: an optimizer counts a tied parameter once.
+                    shape = shapes.setdefault(id(tensor), _shape_of(tensor))
+                    own[name] = shape  # type: ignore[assignment]
+
+
+def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
+    meta = tensor.detach().to("meta")
+    if not isinstance(tensor, nn.Parameter):
+        return meta
+    parameter = nn.Parameter(meta, requires_grad=tensor.requires_grad)
+    parameter.__dict__.update(copy.copy(tensor.__dict__))
+    return parameter
+
+
+def _tensors(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
+
+
+def _is_held(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_meta
+
+
+class _Refusal:
+    """What a model that is cut says to who copies it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, _memo: object) -> NoReturn:
+        raise ModelError(
+            f"copy.deepcopy of {self._name}, of which this rank has a stage; a copy would be no model",
+            hint="copy the module before run.model, and give the copy to run.model, too: it is cut alike, "
+            "so that an average of weights works on both",
+        )
+
+
+def _refuse_state(module: nn.Module, _prefix: str, keep_vars: bool) -> None:
+    """Refuse `state_dict()`: this rank has a stage only. With `keep_vars` nobody means to save it."""
+    if not keep_vars:
+        raise ModelError(
+            f"{type(module).__name__}.state_dict() was called, and this rank has one stage of it; "
+            "expected a call of the run's",
+            hint="run.export(path) writes whole weights, run.save() the state of the run, and "
+            "run.digest() tells whether bits are the same",
+        )

@@ -1,0 +1,213 @@
+"""One model over several ranks, each with a part of its layers' matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.optim import Optimizer
+
+from lockstep.data.microbatch import Microbatch
+from lockstep.errors import ExactnessError, ModelError, UsageError
+from lockstep.strategies.contributions import Gradients, take_gradients
+from lockstep.strategies.held import HeldModel
+from lockstep.strategies.holding import Holding
+from lockstep.strategies.shards import local, whole, whole_of
+from lockstep.strategies.sums import Sums, make_sums
+
+_WHERE = "torch.distributed.tensor.parallel"
+
+
+class TensorModel(HeldModel):
+    """A model whose ranks compute parts of each layer, and exchange what the next one needs.
+
+    Args:
+        module: the user's model, parallelised in place.
+        holding: where it lives.
+        sums: of the gradients of this rank's parts; `None` where there is only one model.
+    """
+
+    is_split = True
+    exactness = "close"
+
+    def __init__(self, module: nn.Module, holding: Holding, sums: Sums | None) -> None:
+        super().__init__(module, holding.block, holding.replicas, holding.group)
+        self._sums = sums
+
+    @property
+    def wrapped(self) -> nn.Module:
+        """The user's own module."""
+        return self.module
+
+    def _prepare(self, microbatch: Microbatch) -> None:
+        pass  # nothing sits between the module and its gradients
+
+    def _meet(self, microbatch: Microbatch) -> None:
+        if not self._several_replicas:
+            return
+        self.contributions.push(self._take())
+        if not microbatch.last:
+            return
+        nodes = self.contributions.take()
+        total = nodes[0] if self._sums is None else self._sums(nodes, microbatch.place)
+        for parameter, gradient in zip(self.parameters, total, strict=True):
+            parameter.grad = None if gradient is None else _like(gradient, parameter)
+
+    def _take(self) -> Gradients:
+        """Take off the gradients, as what this rank has of each."""
+        pairs = zip(self.parameters, take_gradients(self.parameters), strict=True)
+        return [None if g is None else local(_placed(g, p)) for p, g in pairs]
+
+    def _is_nonzero(self, gradient: torch.Tensor) -> bool:
+        return super()._is_nonzero(whole(gradient))
+
+    # --- the whole of it -------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Return the whole model's `state_dict`; all ranks call this together."""
+        state: dict[str, Any] = whole_of(self.module.state_dict(keep_vars=True))
+        return state
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take this rank's part of a whole model's `state_dict`."""
+        own = self.module.state_dict(keep_vars=True)
+        self.module.load_state_dict({n: _part(v, own.get(n)) for n, v in state.items()})
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Return all of the gradients that wait for a step."""
+        return {name: whole(value) for name, value in super().gradients().items()}
+
+    def load_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Take this rank's part of what `gradients` returned."""
+        own = dict(self.module.named_parameters())
+        super().load_gradients({n: _part(v, own.get(n)) for n, v in gradients.items()})
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the `state_dict` that an optimizer of the whole model would have."""
+        state = optimizer.state_dict()
+        return {**state, "state": {n: whole_of(own) for n, own in state["state"].items()}}
+
+    def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Give an optimizer its part of what `optimizer_state` returned."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        owner = dict(zip(numbers, parameters, strict=False))
+        cut = {
+            number: {name: _part(value, owner.get(number)) for name, value in own.items()}
+            for number, own in state["state"].items()
+        }
+        optimizer.load_state_dict({**state, "state": cut})
+
+    def total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+        """Return the norm of all gradients."""
+        placed = [_placed(p.grad, p) for p in parameters if p.grad is not None]
+        if not placed:
+            return torch.tensor(0.0)
+        norms = [whole(torch.linalg.vector_norm(gradient, norm_type)) for gradient in placed]
+        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        return norm
+
+    def close(self) -> None:
+        """Close the exchange."""
+        if self._sums is not None:
+            self._sums.close()
+
+
+def hold_tensors(module: nn.Module, holding: Holding, settings: Mapping[str, Any]) -> TensorModel:
+    """Parallelise `module` over the ranks of a row by the user's plan.
+
+    Args:
+        module: the model, the same on all ranks.
+        holding: where it lives.
+        settings: `plan`: for each name of a part, how its matrices are cut.
+
+    Raises:
+        UsageError: without a plan.
+        ModelError: for a plan that does not fit the model.
+        ExactnessError: with `exact`: sums over parts of a matrix are rounded otherwise.
+    """
+    assert holding.mesh is not None
+    row = holding.mesh["model"]
+    plan = settings.get("plan")
+    if holding.exact:
+        raise ExactnessError(
+            "strategy=tensor sums parts of each product, which is rounded otherwise than the whole; "
+            "expected a strategy that keeps the bits",
+            hint="say exact=False to the run (lockstep run --no-exact), or strategy='pipeline' or 'fsdp'",
+        )
+    _check_plan(module, plan)
+    try:
+        parallelize_module(module, row, plan)
+    except (NotImplementedError, ValueError, RuntimeError, AssertionError) as error:
+        raise ModelError(
+            f"{type(module).__name__} cannot be parallelised by this plan: {error}",
+            hint=f"{_WHERE} says what each style is for",
+        ) from error
+    own = [local(p) for p in module.parameters() if p.requires_grad]
+    return TensorModel(module, holding, make_sums(own, holding, row.get_local_rank()))
+
+
+def _check_plan(module: nn.Module, plan: Any) -> None:
+    if plan is None:
+        raise UsageError(
+            f"strategy=tensor, and run.model was given no plan for {type(module).__name__}",
+            hint='run.model(net, plan={"fc1": ColwiseParallel(), "fc2": RowwiseParallel()}), '
+            f"with the styles of {_WHERE}",
+        )
+    if not isinstance(plan, Mapping) or not all(
+        isinstance(v, ParallelStyle) for v in plan.values()
+    ):
+        raise ModelError(
+            f"plan is {plan!r}; expected names of parts, each with a style of {_WHERE}"
+        )
+    names = [name for name, _ in module.named_modules()]
+    for pattern in plan:
+        if not any(_matches(name, pattern) for name in names):
+            parts = ", ".join(name for name in names if name)
+            raise ModelError(
+                f"plan names {pattern!r}, and the model has no such part; expected some of {parts}"
+            )
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a part is meant: a star stands for one piece of a name, as it does for torch."""
+    own, asked = name.split("."), pattern.split(".")
+    return len(own) == len(asked) and all(map(fnmatchcase, own, asked))
+
+
+def _placed(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a gradient cut like its parameter: autograd leaves some as parts of a sum."""
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+        placed: torch.Tensor = gradient.redistribute(placements=parameter.placements)
+        return placed
+    return gradient
+
+
+def _like(own: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return the tensor cut like `parameter` of which this rank holds `own`."""
+    if not isinstance(parameter, DTensor):
+        return own
+    made: torch.Tensor = DTensor.from_local(
+        own,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return made
+
+
+def _part(value: Any, like: Any) -> Any:
+    """Return this rank's part of `value`, which every rank has all of, if `like` is cut."""
+    if not (
+        isinstance(like, DTensor) and isinstance(value, torch.Tensor) and value.shape == like.shape
+    ):
+        return value
+    value = value.detach().to(like.device)
+    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)

@@ -1,0 +1,255 @@
+"""Cutting the forward pass of any model into stages.
+
+The model's own `forward` runs once on symbols (torch.fx), and the parts that it calls stay whole. Only a
+part that is heavier than a stage should be, or has the place where the user wants a cut inside of it, is
+looked into in turn.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+
+from lockstep.errors import LockstepError, ModelError, UsageError
+from lockstep.layout.cut import balance
+from lockstep.strategies.stage import HINT, Program, Stage, check_order, find
+
+
+class _Tracer(fx.Tracer):
+    """Keeps parts whole, but for those that are to be looked into."""
+
+    def __init__(self, opened: frozenset[str]) -> None:
+        super().__init__()
+        self._opened = opened
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return module_qualified_name not in self._opened
+
+
+@dataclass(frozen=True, slots=True)
+class _Traced:
+    """A model's forward pass as a graph.
+
+    Attributes:
+        graph: of the calls.
+        opened: names of the parts that were looked into.
+        fixed: arguments that have their default value in it.
+        steps: its nodes that compute something, in order.
+        weights: for each of them, bytes of the parameters that it is the first to use.
+    """
+
+    graph: fx.Graph
+    opened: frozenset[str]
+    fixed: dict[str, Any]
+    steps: list[fx.Node]
+    weights: list[int]
+
+
+def cut_traced(module: nn.Module, count: int, split: Sequence[str] | None) -> Program:
+    """Return `module` as `count` stages.
+
+    Args:
+        module: the model.
+        count: number of stages.
+        split: names of the parts that the second and each later stage begin with.
+
+    Raises:
+        UsageError: if there are not enough parts.
+        ModelError: if the model cannot be traced, or cut there.
+    """
+    for name in split or ():
+        find(name, [other for other, _ in module.named_modules() if other])
+    traced = _open(module, count, split or ())
+    if split is None:
+        pieces = _balanced(traced, module, count)
+    else:
+        starts = [0, *(_begin(name, traced) for name in split)]
+        pieces = [
+            range(a, b) for a, b in zip(starts, [*starts[1:], len(traced.steps)], strict=True)
+        ]
+        check_order(pieces, split)
+    _check_modes(module, traced)
+    return _program(module, traced, pieces)
+
+
+def _open(module: nn.Module, count: int, split: Sequence[str]) -> _Traced:
+    """Trace `module`, and look into parts until its stages can be made."""
+    opened = frozenset(name[:end] for name in split for end, c in enumerate(name) if c == ".")
+    traced = _trace(module, opened)
+    closed: set[str] = set()
+    while not split:
+        heavy = _too_heavy(module, traced, count, closed)
+        if heavy is None:
+            break
+        try:
+            traced = _trace(module, traced.opened | {heavy})
+        except ModelError:
+            closed.add(heavy)
+    return traced
+
+
+def _too_heavy(module: nn.Module, traced: _Traced, count: int, closed: set[str]) -> str | None:
+    """Return the heaviest part that is worth a look inside; `None` if the stages are fine as it is."""
+    share = sum(traced.weights) / count
+    few = sum(weight > 0 for weight in traced.weights) < count
+    candidates = [
+        (weight, str(node.target))
+        for node, weight in zip(traced.steps, traced.weights, strict=True)
+        if node.op == "call_module"
+        and str(node.target) not in closed
+        and any(True for _ in module.get_submodule(str(node.target)).children())
+        and (few or weight > share)
+    ]
+    return max(candidates)[1] if candidates else None
+
+
+def _trace(module: nn.Module, opened: frozenset[str]) -> _Traced:
+    signature = inspect.signature(module.forward)
+    kinds = {p.kind for p in signature.parameters.values()}
+    if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
+        raise ModelError(
+            f"{type(module).__name__}.forward takes any number of arguments; expected each to have a "
+            "name, for its calls to be traced",
+            hint=HINT,
+        )
+    fixed = {
+        name: p.default for name, p in signature.parameters.items() if p.default is not p.empty
+    }
+    try:
+        graph = _Tracer(opened).trace(module, concrete_args=dict(fixed) or None)
+    except LockstepError:
+        raise
+    except Exception as error:  # whatever the user's code does with a symbol
+        raise ModelError(
+            f"{type(module).__name__}.forward cannot be traced, as cutting it into stages takes: "
+            f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
+            hint=HINT,
+        ) from error
+    steps = [n for n in graph.nodes if n.op not in ("placeholder", "output", "get_attr")]
+    seen: set[int] = set()
+    weights = []
+    for node in steps:
+        own = {id(p): p for p in _parameters(module, node) if id(p) not in seen}
+        seen |= own.keys()
+        weights.append(sum(p.numel() * p.element_size() for p in own.values()))
+    return _Traced(graph, opened, fixed, steps, weights)
+
+
+def _parameters(module: nn.Module, node: fx.Node) -> list[nn.Parameter]:
+    """Return the parameters of the part that a step calls, and those that it is given directly."""
+    found = []
+    if node.op == "call_module":
+        found = list(module.get_submodule(str(node.target)).parameters())
+    for constant in node.all_input_nodes:
+        if constant.op == "get_attr":
+            owner, _, name = str(constant.target).rpartition(".")
+            value = getattr(module.get_submodule(owner), name, None)
+            found += [value] if isinstance(value, nn.Parameter) else []
+    return found
+
+
+def _begin(name: str, traced: _Traced) -> int:
+    """Return the first step that belongs to the part `name`."""
+    for place, node in enumerate(traced.steps):
+        target = str(node.target)
+        if node.op == "call_module" and f"{target}.".startswith(f"{name}."):
+            return place
+    raise ModelError(
+        f"split names {name!r}, which the model's forward pass does not call",
+        hint=HINT,
+    )
+
+
+def _balanced(traced: _Traced, module: nn.Module, count: int) -> list[range]:
+    heavy = [place for place, weight in enumerate(traced.weights) if weight]
+    if len(heavy) < count:
+        raise UsageError(
+            f"pipeline stages don't fit ranks: {type(module).__name__} has {len(heavy)} parts with "
+            f"parameters that can be told apart, for {count} ranks of a model",
+            hint="choose another mesh (--mesh DATAxMODEL), or " + HINT,
+        )
+    pieces = balance([traced.weights[place] for place in heavy], count)
+    alive = _alive(traced)
+    starts = [0]
+    for piece in pieces[1:]:
+        # What has no parameters may go to either side: cut where the fewest values cross.
+        before, begin = heavy[piece.start - 1], heavy[piece.start]
+        starts.append(min(range(begin, before, -1), key=lambda place: len(alive[place])))
+    return [range(a, b) for a, b in zip(starts, [*starts[1:], len(traced.steps)], strict=True)]
+
+
+def _alive(traced: _Traced) -> list[list[fx.Node]]:
+    """Return, for each step, the results of steps before it that it or later ones use."""
+    places = {node: place for place, node in enumerate(traced.steps)}
+    end = len(traced.steps)
+    last = {node: max((places.get(u, end) for u in node.users), default=-1) for node in places}
+    return [[node for node in traced.steps[:place] if last[node] >= place] for place in range(end)]
+
+
+def _check_modes(module: nn.Module, traced: _Traced) -> None:
+    """Refuse a graph that would be another one in evaluation: then it holds for one of the two only."""
+    modes = {part: part.training for part in module.modules()}
+    texts = []
+    try:
+        for training in (True, False):
+            module.train(training)
+            texts.append(str(_trace(module, traced.opened).graph))
+    finally:
+        for part, training in modes.items():
+            part.training = training
+    if texts[0] != texts[1]:
+        raise ModelError(
+            f"{type(module).__name__}.forward does other things in training than in evaluation; "
+            "expected only its parts to, such as nn.Dropout",
+            hint=HINT,
+        )
+
+
+def _program(module: nn.Module, traced: _Traced, pieces: Sequence[range]) -> Program:
+    alive = _alive(traced)
+    stages = []
+    for piece in pieces:
+        steps = traced.steps[piece.start : piece.stop]
+        end = piece.stop == len(traced.steps)
+        keeps = () if end else tuple(node.name for node in alive[piece.stop])
+        stages.append(_stage(module, traced, steps, keeps, end=end))
+    placeholders = [node.name for node in traced.graph.nodes if node.op == "placeholder"]
+    signature = inspect.signature(module.forward)
+    inputs = dict(zip(signature.parameters, placeholders, strict=True))
+    return Program(tuple(stages), signature, inputs, traced.fixed)
+
+
+def _stage(
+    module: nn.Module,
+    traced: _Traced,
+    steps: Sequence[fx.Node],
+    keeps: tuple[str, ...],
+    *,
+    end: bool,
+) -> Stage:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    own = set(steps)
+    (output,) = (node for node in traced.graph.nodes if node.op == "output")
+    used = [n for node in (*steps, *([output] if end else ())) for n in node.all_input_nodes]
+    constants = dict.fromkeys(n for n in used if n.op == "get_attr")
+    takes = dict.fromkeys(n for n in used if n not in own and n.op != "get_attr")
+    for node in takes:
+        copies[node] = graph.placeholder(node.name)
+    for node in (*constants, *steps):
+        copies[node] = graph.node_copy(node, lambda n: copies[n])
+    if end:
+        gives: tuple[str, ...] = ("output",)
+        returned: Any = fx.map_arg(output.args[0], lambda n: copies[n])
+        graph.output((returned,))
+    else:
+        given = [node for node in steps if node.name in keeps]
+        gives = tuple(node.name for node in given)
+        graph.output(tuple(copies[node] for node in given))
+    compiled = fx.GraphModule(module, graph)
+    called = [str(n.target) for n in steps if n.op == "call_module"] or [n.name for n in steps]
+    return Stage(compiled, tuple(n.name for n in takes), gives, keeps, called[0], called[-1])
