@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -89,3 +89,19 @@ class Exchange(Protocol):
 
     def close(self) -> None:
         """Give back what the exchange holds."""
+
+
+@runtime_checkable
+class Remembering(Protocol):
+    """An exchange whose sums depend on those of earlier steps, and on the shapes of parameters."""
+
+    name: str
+
+    def announce(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Say whose gradients the next bucket holds."""
+
+    def state(self) -> Mapping[str, Any]:
+        """Return what is to be saved of what it remembers; the same on all ranks."""
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take what `state` returned."""

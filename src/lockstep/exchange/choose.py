@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lockstep.errors import ExactnessError, UsageError
 from lockstep.exchange.base import Exchange, Forest
+from lockstep.exchange.compressed import HalfExchange
 from lockstep.exchange.mpi import check_usable, make_mpi
 from lockstep.exchange.native import NativeExchange
 from lockstep.exchange.shared_memory import SharedMemoryExchange
@@ -16,6 +18,13 @@ from lockstep.exchange.tree import GroupWire, TreeExchange
 from lockstep.layout.classes import APPROXIMATE_EXCHANGES
 
 _NOTES = 256  # bytes
+_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+#: Keywords that `run.model` takes for `powersgd`: those of PyTorch's PowerSGDState.
+POWERSGD_KEYWORDS = (
+    *("matrix_approximation_rank", "start_powerSGD_iter", "min_compression_rate"),
+    *("use_error_feedback", "warm_start", "orthogonalization_epsilon", "random_seed"),
+    *("compression_stats_logging_frequency", "batch_tensors_with_same_shape"),
+)
 
 
 def choose_name(wanted: str, forest: Forest, *, one_host: bool, device: str, exact: bool) -> str:
@@ -84,14 +93,36 @@ def make(
     group: dist.ProcessGroup,
     store: dist.Store,
     key: str,
+    settings: Mapping[str, Any] | None = None,
 ) -> Exchange:
-    """Return a new exchange for the gradients of `parameters`; `key` is used once per run."""
+    """Return a new exchange for the gradients of `parameters`.
+
+    Args:
+        name: of the exchange.
+        forest: the tree nodes of the ranks.
+        parameters: of the model.
+        group: the ranks.
+        store: where they leave notes for each other.
+        key: used once per run.
+        settings: the user's, of which the exchange takes its own.
+
+    Raises:
+        ModelError: for settings that it refuses.
+    """
     if name == "native":
         return NativeExchange(group, forest)
     if name == "tree":
         return TreeExchange(GroupWire(group), forest)
     if name == "mpi":
         return make_mpi(forest, parameters)
+    if name in _HALVES:
+        return HalfExchange(GroupWire(group), forest, _HALVES[name], name)
+    if name == "powersgd":
+        # Seldom needed, and it takes its time to import.
+        from lockstep.exchange.powersgd import PowerSGDExchange
+
+        own = {key: value for key, value in (settings or {}).items() if key in POWERSGD_KEYWORDS}
+        return PowerSGDExchange(group, forest, own)
     # Behind the last bucket the strategy writes notes: an element per parameter, and a few more.
     capacity = sum(_bytes(parameter) + parameter.element_size() for parameter in parameters)
     capacity += _NOTES

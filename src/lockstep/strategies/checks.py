@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.errors import ExactnessError, ModelError
+from lockstep.exchange.choose import POWERSGD_KEYWORDS
 
 #: DDP settings under which ranks keep something of their own, and what.
 INEXACT = {
@@ -52,7 +54,7 @@ def check_settings(
     """
     refuse_sparse(module)
     refuse_unconverted(module)
-    refuse_unknown(DistributedDataParallel, settings)
+    refuse_unknown(DistributedDataParallel, settings, POWERSGD_KEYWORDS)
     for name, (reason, hint) in REFUSED.items():
         if not _is_default(name, settings):
             raise ModelError(f"{name} cannot be passed on to DDP: {reason}", hint=hint)
@@ -65,14 +67,14 @@ def check_settings(
             )
 
 
-def refuse_unknown(wrapper: type, settings: dict[str, Any]) -> None:
-    """Refuse keywords that a wrapper of PyTorch does not have.
+def refuse_unknown(wrapper: type, settings: dict[str, Any], others: Sequence[str] = ()) -> None:
+    """Refuse keywords that a wrapper of PyTorch does not have, and that are none of `others`.
 
     Raises:
         ModelError: naming them, and those that it has.
     """
     known = [name for name in inspect.signature(wrapper).parameters if name != "module"]
-    unknown = [name for name in settings if name not in known]
+    unknown = [name for name in settings if name not in (*known, *others)]
     if unknown:
         raise ModelError(
             f"{wrapper.__name__} has no setting {', '.join(unknown)}",

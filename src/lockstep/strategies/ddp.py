@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,8 @@ from torch import nn
 
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import ModelError, PeerError
-from lockstep.exchange.base import Exchange, Sum
-from lockstep.exchange.choose import make
+from lockstep.exchange.base import Exchange, Remembering, Sum
+from lockstep.exchange.choose import POWERSGD_KEYWORDS, make
 from lockstep.strategies.checks import shares_buffers
 from lockstep.strategies.contributions import NOTHING, Gradients, take_gradients
 from lockstep.strategies.held import HeldModel
@@ -154,6 +155,8 @@ class ReplicatedModel(HeldModel):
     def _sum(self, parameters: list[torch.Tensor], gradients: torch.Tensor, *, last: bool) -> Sum:
         """Start to sum the flat gradients of `parameters`; behind the last ones go notes for all."""
         size = gradients.numel()
+        if isinstance(self._exchange, Remembering):
+            self._exchange.announce(parameters)
         slots = self._exchange.slots(gradients, self._notes if last else 0)
         if last:
             self._write_notes([slot[size:] for slot in slots])
@@ -206,6 +209,18 @@ class ReplicatedModel(HeldModel):
         if slots[kept].data_ptr() != buffer.data_ptr():
             slots[kept].copy_(buffer)
 
+    def extras(self) -> dict[str, Any]:
+        """Return what the exchange remembers from step to step, where it does."""
+        exchange = self._exchange
+        return {exchange.name: exchange.state()} if isinstance(exchange, Remembering) else {}
+
+    def load_extras(self, extras: Mapping[str, Any]) -> None:
+        """Take what `extras` returned."""
+        # A run may go on with another exchange than it began with.
+        exchange = self._exchange
+        if isinstance(exchange, Remembering) and exchange.name in extras:
+            exchange.load(extras[exchange.name])
+
     def close(self) -> None:
         """Close the exchange."""
         self._exchange.close()
@@ -221,7 +236,9 @@ def replicate(module: nn.Module, holding: Holding, settings: dict[str, Any]) -> 
         group=holding.group,
         store=holding.store,
         key=str(holding.number),
+        settings=settings,
     )
+    settings = {k: v for k, v in settings.items() if k not in POWERSGD_KEYWORDS}
     if holding.device.type == "cuda" and not spans_devices(module):
         settings = {"device_ids": [holding.device.index], **settings}
     return ReplicatedModel(

@@ -146,11 +146,13 @@ class LocalModel(HeldModel):
         Where the ranks were one the last time needs not be saved: a state is taken only when they are one
         again, and then it is where the parameters are.
         """
-        return self._outer.state()
+        return {"outer": self._outer.state()}
 
     def load_extras(self, extras: Mapping[str, Any]) -> None:
         """Take what `extras` returned."""
-        self._outer.load(extras)
+        # A run may go on with another exchange than it began with.
+        if extras.get("outer"):
+            self._outer.load(extras["outer"])
 
     def close(self) -> None:
         """Close the exchange."""
