@@ -339,6 +339,10 @@ class HeldModel(abc.ABC):
         gradients = [p.grad for p in parameters if p.grad is not None]
         return nn.utils.get_total_norm(gradients, norm_type)
 
+    def clip(self, parameters: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
+        """Scale gradients of `parameters`, whose norm is `norm`, to at most `max_norm`."""
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+
     def unsaved_buffers(self) -> dict[str, torch.Tensor]:
         """Return the buffers that `state_dict` leaves out: they are what the run has computed, too."""
         saved = self.module.state_dict(keep_vars=True)

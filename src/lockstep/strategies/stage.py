@@ -11,7 +11,8 @@ from torch import nn
 
 from lockstep.errors import ModelError
 
-HINT = "give run.model a list of modules, one for each stage, or name where to cut: split=[…]"
+LIST_HINT = "give run.model a list of modules, one for each stage"
+HINT = f"{LIST_HINT}, or name where to cut: split=[…]"
 
 
 @dataclass(frozen=True, slots=True)

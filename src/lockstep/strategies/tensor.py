@@ -112,6 +112,10 @@ class TensorModel(HeldModel):
         norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
         return norm
 
+    def clip(self, parameters: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
+        """Scale gradients to a norm of at most `max_norm`; one by one, as some are cut and some are not."""
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=False)
+
     def close(self) -> None:
         """Close the exchange."""
         if self._sums is not None:

@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from lockstep.errors import LockstepError, ModelError, UsageError
 from lockstep.layout.cut import balance
-from lockstep.strategies.stage import HINT, Program, Stage, check_order, find
+from lockstep.strategies.stage import HINT, LIST_HINT, Program, Stage, check_order, find
 
 
 class _Tracer(fx.Tracer):
@@ -114,7 +114,7 @@ def _trace(module: nn.Module, opened: frozenset[str]) -> _Traced:
         raise ModelError(
             f"{type(module).__name__}.forward takes any number of arguments; expected each to have a "
             "name, for its calls to be traced",
-            hint=HINT,
+            hint=LIST_HINT,
         )
     fixed = {
         name: p.default for name, p in signature.parameters.items() if p.default is not p.empty
@@ -127,7 +127,7 @@ def _trace(module: nn.Module, opened: frozenset[str]) -> _Traced:
         raise ModelError(
             f"{type(module).__name__}.forward cannot be traced, as cutting it into stages takes: "
             f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
-            hint=HINT,
+            hint=LIST_HINT,
         ) from error
     steps = [n for n in graph.nodes if n.op not in ("placeholder", "output", "get_attr")]
     seen: set[int] = set()

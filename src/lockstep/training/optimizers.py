@@ -155,5 +155,5 @@ def clip(
             "model is split over ranks"
         )
     norm = owners[0].total_norm(parameters, norm_type)
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    owners[0].clip(parameters, max_norm, norm)
     return norm
