@@ -24,6 +24,7 @@ MEETINGS = (
     "the start of the run",
     "run.model",
     "run.backward",
+    "optimizer.step",
     "the exchange of buffers",
     "run.mean",
     "run.sum",

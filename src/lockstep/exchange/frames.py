@@ -34,6 +34,10 @@ class Kind(IntEnum):
     BYE = 5  # a worker leaves in good order
     ERROR = 6  # what a server has against going on
     COUNT = 7  # how many bytes a server has moved
+    BEGIN = 8  # parameters and an optimizer, for a server to hold
+    UPDATE = 9  # a worker's tree nodes of all gradients that a server has the parameters of
+    PARAMETERS = 10  # the newest there are, or a wish for some that are new enough
+    MEMORY = 11  # an optimizer's state, or a wish for it
 
 
 #: Types of elements, by the number that a frame gives as its tag.
@@ -90,7 +94,8 @@ def frame(
 
 def view(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor, which share its memory."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    memory: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(memory)
 
 
 def parse(text: bytes | bytearray) -> dict[str, Any]:

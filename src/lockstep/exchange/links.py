@@ -6,14 +6,14 @@ import contextlib
 import socket
 import uuid
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lockstep.errors import PeerError
+from lockstep.errors import ModelError, PeerError, RunError
 from lockstep.exchange.base import Forest
 from lockstep.exchange.frames import HEADER, Header, Kind, frame, parse, view
 from lockstep.world import servers
@@ -81,18 +81,21 @@ class Link:
 
         Args:
             kind: what is expected; what else a server says is an error.
-            into: where its tensors go, if they have the sizes that it says.
+            into: where its tensors go, if it sends some; they have the sizes that it says.
 
         Raises:
-            PeerError: if the server is gone, or cannot go on.
+            PeerError: if the server is gone, or another worker.
+            ModelError: if it cannot do what is asked for.
         """
         header = Header.unpack(self._take(HEADER.size))
         meta = parse(self._take(header.meta))
         self.received += header.size
         if header.kind == Kind.ERROR:
-            raise PeerError(str(meta["message"]), hint=meta.get("hint"))
+            raise _complaint(meta)
         assert header.kind == kind, f"{self.name} answered with {header.kind}, not {kind}"
         rest = torch.empty(0, dtype=torch.uint8)
+        if not header.payload:
+            return Answer(header, meta, rest)
         if not into:
             rest = torch.empty(header.payload, dtype=torch.uint8)
             into = [rest]
@@ -116,14 +119,14 @@ class Link:
                 raise self._gone()
             place = place[count:]
 
-    def _last_words(self) -> PeerError:
+    def _last_words(self) -> RunError:
         """Return why a server took nothing more: what it has said before it went, if anything."""
         try:
             while True:
                 header = Header.unpack(self._take(HEADER.size))
                 meta = parse(self._take(header.meta))
                 if header.kind == Kind.ERROR:
-                    return PeerError(str(meta["message"]), hint=meta.get("hint"))
+                    return _complaint(meta)
                 self._take(header.payload)
         except PeerError as gone:
             return gone
@@ -214,6 +217,12 @@ def connect(
         link.receive(Kind.WELCOME)
         links.append(link)
     return Links(links, leads=forest.rank == 0)
+
+
+def _complaint(meta: Mapping[str, Any]) -> RunError:
+    """Return what a server has against going on: another worker, or what it was asked to do."""
+    kind = ModelError if meta.get("kind") == "model" else PeerError
+    return kind(str(meta["message"]), hint=meta.get("hint"))
 
 
 def megabytes(count: int) -> str:

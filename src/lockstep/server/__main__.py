@@ -19,9 +19,14 @@ def main() -> None:
     # Slurm signals every process of a step: as long as there are workers, they are served.
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda *_: server.end())
+    _say(f"server {index}: process {os.getpid()} listens at {place.address} on port {place.port}")
     servers.publish(os.environ, index, place)
     server.run()
-    sys.stderr.write(f"lockstep: server {index}: {server.traffic}\n")
+    _say(f"server {index}: {server.traffic}")
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"lockstep: {text}\n")
 
 
 if __name__ == "__main__":

@@ -196,9 +196,9 @@ class Connection:
         if count:
             self._out[0].view = self._out[0].view[count:]
 
-    def complain(self, message: str, hint: str | None = None) -> None:
-        """Tell the worker why it cannot go on."""
-        self.send(Kind.ERROR, meta={"message": message, "hint": hint})
+    def complain(self, message: str, hint: str | None = None, *, kind: str = "peer") -> None:
+        """Tell the worker why it cannot go on: another one (`peer`), or what it asks for (`model`)."""
+        self.send(Kind.ERROR, meta={"message": message, "hint": hint, "kind": kind})
 
     def close(self) -> None:
         """Close the connection."""

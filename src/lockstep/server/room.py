@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from lockstep.errors import ModelError
 from lockstep.exchange.base import Forest
 from lockstep.exchange.frames import Kind
 from lockstep.server.connection import BrokenError, Connection, Frame
+from lockstep.server.holder import Holder
 from lockstep.server.memory import Pool
 from lockstep.server.sums import DifferError, Sums
 
@@ -12,6 +16,25 @@ _BATCH_HINT = (
     "every rank must call run.backward for every microbatch: a `continue` or a `break` must not depend "
     "on the rank or on one rank's values"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """Why the workers of a room cannot go on.
+
+    Attributes:
+        message: what was seen.
+        hint: what to do about it.
+        kind: `peer` where another worker is the cause, `model` where it is what they ask for.
+    """
+
+    message: str
+    hint: str | None
+    kind: str = "peer"
+
+    def tell(self, connection: Connection) -> None:
+        """Tell a worker."""
+        connection.complain(self.message, self.hint, kind=self.kind)
 
 
 class Room:
@@ -26,8 +49,10 @@ class Room:
     def __init__(self, size: int, replicas: int, pool: Pool) -> None:
         self.size, self.replicas = size, replicas
         self._members: dict[int, Connection] = {}
-        self._sums = Sums(Forest.of(replicas, size, 0), pool)
-        self._trouble: tuple[str, str | None] | None = None
+        self._forest, self._pool = Forest.of(replicas, size, 0), pool
+        self._sums = Sums(self._forest, pool)
+        self._holders: dict[int, Holder] = {}
+        self._trouble: Trouble | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -39,7 +64,7 @@ class Room:
         self._members[connection.rank] = connection
         connection.send(Kind.WELCOME)
         if self._trouble is not None:
-            connection.complain(*self._trouble)
+            self._trouble.tell(connection)
 
     def hear(self, connection: Connection, frame: Frame) -> None:
         """Do what a worker asks for.
@@ -52,11 +77,35 @@ class Room:
             connection.has_left = True
         elif self._trouble is not None:
             return  # it has been told
-        elif kind == Kind.PUSH:
-            try:
-                self._sums.push(connection, frame)
-            except DifferError as error:
-                self._fail(str(error), _BATCH_HINT)
+        else:
+            self._try(connection, frame)
+
+    def _try(self, connection: Connection, frame: Frame) -> None:
+        """Do what a worker asks for; where that cannot be, nobody can go on."""
+        try:
+            self._serve(connection, frame)
+        except DifferError as error:
+            self._fail(Trouble(str(error), _BATCH_HINT))
+        except ModelError as error:
+            self._fail(Trouble(error.message, error.hint, kind="model"))
+        except BrokenError:
+            raise
+        except Exception as error:  # what an optimizer's step may raise is known to nobody
+            what = f"{type(error).__name__}: {error}"
+            self._fail(Trouble(f"the update failed in a server: {what}", None, kind="model"))
+
+    def _serve(self, connection: Connection, frame: Frame) -> None:
+        kind = frame.header.kind
+        if kind == Kind.PUSH:
+            self._sums.push(connection, frame)
+            return
+        holder = self._holders.setdefault(frame.header.tag, Holder(self._forest, self._pool))
+        if kind == Kind.BEGIN:
+            holder.begin(frame)
+        elif kind == Kind.UPDATE:
+            holder.update(connection, frame)
+        elif kind in (Kind.PARAMETERS, Kind.MEMORY):
+            holder.wish(connection, Kind(kind), frame)
         else:
             raise BrokenError("it asks for what servers don't do")
 
@@ -64,14 +113,17 @@ class Room:
         """A worker's connection has ended: those who wait for it never get their sums."""
         self._members.pop(connection.rank, None)
         rank = connection.rank
-        if connection.has_left and not self._sums.waits:
+        for holder in self._holders.values():
+            holder.forget(connection)
+        waits = self._sums.waits or any(holder.waits for holder in self._holders.values())
+        if connection.has_left and not waits:
             return
         what = "left the run" if connection.has_left else "is gone: it closed its connection"
         hint = f"what happened to rank {rank} is the cause; see its log"
-        self._fail(f"rank {rank} {what} before the others were done", hint)
+        self._fail(Trouble(f"rank {rank} {what} before the others were done", hint))
 
-    def _fail(self, message: str, hint: str | None) -> None:
+    def _fail(self, trouble: Trouble) -> None:
         if self._trouble is None:
-            self._trouble = (message, hint)
+            self._trouble = trouble
             for member in self._members.values():
-                member.complain(message, hint)
+                trouble.tell(member)

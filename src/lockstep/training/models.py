@@ -11,7 +11,7 @@ from torch import nn
 from lockstep.checkpoint.plain import check_fit
 from lockstep.data.randomness import undisturbed
 from lockstep.errors import ModelError
-from lockstep.exchange.links import Links, connect
+from lockstep.exchange.links import connect
 from lockstep.layout.classes import LOCAL_EXCHANGES, worst
 from lockstep.strategies import dp, spreading
 from lockstep.strategies.checks import check_same_models, check_settings
@@ -23,6 +23,7 @@ from lockstep.strategies.holding import Holding
 from lockstep.strategies.local import hold_local
 from lockstep.strategies.precision import REDUCED, autocast_forward
 from lockstep.strategies.ps import hold_served
+from lockstep.strategies.remote import hold_remotely
 from lockstep.strategies.sharding import check_sharding
 from lockstep.strategies.single import SingleModel
 from lockstep.strategies.stages import as_module
@@ -116,7 +117,7 @@ class Models:
         if strategy in _HOLD:
             return _HOLD[strategy](module, holding, settings)
         if strategy == "ps":
-            return hold_served(module, holding, settings, self._links(number))
+            return self._serve(module, holding, settings)
         return self._replicate(module, holding, settings)
 
     def _replicate(
@@ -128,17 +129,22 @@ class Models:
             return hold_local(module, holding)
         return replicate(module, holding, settings)
 
-    def _links(self, number: int) -> Links:
-        """Connect to the servers of the launch, for one model."""
-        session = self._session
-        return connect(
+    def _serve(self, module: nn.Module, holding: Holding, settings: dict[str, Any]) -> HeldModel:
+        """Hold a model with the servers of the launch."""
+        session, late = self._session, self._session.settings.staleness
+        links = connect(
             session.world,
             session.settings.servers,
-            session.formation.forest,
-            session.replicas,
-            session.store,
-            str(number),
+            holding.forest,
+            holding.replicas,
+            holding.store,
+            str(holding.number),
             session.threads,
+        )
+        if late is None:
+            return hold_served(module, holding, settings, links)
+        return hold_remotely(
+            module, holding, links, late, session.standing.meeting("optimizer.step")
         )
 
     def load(self, model: nn.Module | None, weights: Mapping[str, torch.Tensor]) -> None:

@@ -1,0 +1,155 @@
+"""Optimizers as JSON: a class by its name, numbers of parameter groups, state without its tensors.
+
+A worker describes its optimizer, and a server makes one like it. Nothing is unpickled on the way.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from lockstep.errors import ModelError
+
+Words = dict[str, Any]
+
+
+def describe(optimizer: Optimizer) -> Words:
+    """Return the class of an optimizer, and its defaults.
+
+    Raises:
+        ModelError: if a server could not make one like it.
+    """
+    kind = type(optimizer)
+    if kind.__module__ == "__main__" or "<" in kind.__qualname__:
+        raise ModelError(
+            f"the optimizer's class {kind.__qualname__} is defined in the script; expected one in a "
+            "module, which a server can import: it never runs the script",
+            hint="move the class to a file beside the script, and import it from there",
+        )
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    depth = kind.__module__.count(".")
+    root = str(Path(file).resolve().parents[depth]) if file else None
+    defaults = {name: _plain(name, value) for name, value in optimizer.defaults.items()}
+    return {
+        "module": kind.__module__,
+        "name": kind.__qualname__,
+        "root": root,
+        "defaults": defaults,
+    }
+
+
+def numbers(optimizer: Optimizer) -> list[Words]:
+    """Return what the parameter groups say besides their parameters.
+
+    Raises:
+        ModelError: for a value that JSON cannot carry.
+    """
+    return [
+        {name: _plain(name, value) for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def _plain(name: str, value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(name, item) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ModelError(
+        f"{name} of the optimizer is a {type(value).__name__}; expected a number, a word or a list of "
+        "such, which servers are told of in every step",
+        hint=f"give {name} as a number",
+    )
+
+
+def build(words: Mapping[str, Any], groups: Sequence[Sequence[torch.nn.Parameter]]) -> Optimizer:
+    """Return an optimizer as `describe` has described it.
+
+    Args:
+        words: what `describe` returned.
+        groups: the parameters of each group.
+
+    Raises:
+        ModelError: if there is no such class, or it cannot be made from its defaults.
+    """
+    kind = _find(str(words["module"]), str(words["name"]), words["root"])
+    known = inspect.signature(kind).parameters
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in known.values())
+    given = {
+        name: _tuples(value)
+        for name, value in words["defaults"].items()
+        if takes_all or name in known
+    }
+    try:
+        return kind([{"params": list(group)} for group in groups], **given)
+    except (TypeError, ValueError) as error:
+        raise ModelError(
+            f"a server cannot make the optimizer {kind.__qualname__} from its defaults: {error}",
+            hint="its constructor must take its defaults as keywords, as torch's optimizers do",
+        ) from error
+
+
+def _find(module: str, name: str, root: Any) -> type[Optimizer]:
+    try:
+        if isinstance(root, str) and importlib.util.find_spec(module.partition(".")[0]) is None:
+            sys.path.append(root)
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ModelError(
+            f"a server cannot import the optimizer {name} from {module}: {error}",
+            hint="the module must lie where the servers' node finds it, too",
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, Optimizer)):
+        raise ModelError(f"{module}.{name} is no torch.optim.Optimizer")
+    return found
+
+
+def set_numbers(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Give an optimizer's groups the numbers that `numbers` has returned."""
+    for group, words in zip(optimizer.param_groups, groups, strict=True):
+        group.update({name: _tuples(value) for name, value in words.items()})
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def pack(
+    optimizer: Optimizer, parameters: Sequence[torch.Tensor]
+) -> tuple[list[list[Any]], list[torch.Tensor]]:
+    """Return the state of some parameters: entries for JSON, and the tensors that they name by number.
+
+    Raises:
+        ModelError: for state that is neither tensors nor numbers.
+    """
+    entries: list[list[Any]] = []
+    tensors: list[torch.Tensor] = []
+    for place, parameter in enumerate(parameters):
+        for name, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                entries.append([place, name, "tensor", len(tensors)])
+                tensors.append(value)
+            else:
+                entries.append([place, name, "value", _plain(name, value)])
+    return entries, tensors
+
+
+def unpack(
+    entries: Sequence[Sequence[Any]], tensors: Sequence[torch.Tensor]
+) -> dict[int, dict[str, Any]]:
+    """Return what `pack` has packed, by the places of parameters."""
+    state: dict[int, dict[str, Any]] = {}
+    for place, name, kind, value in entries:
+        found = tensors[value].clone() if kind == "tensor" else _tuples(value)
+        state.setdefault(int(place), {})[str(name)] = found
+    return state

@@ -1,0 +1,255 @@
+"""The asynchronous parameter server: servers hold the parameters and the optimizer, workers compute.
+
+A worker's own copy may lack a few updates while a loop trains. It lacks none between loops, when the model
+is called without gradients outside of loops, and whenever its state is asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.data.microbatch import Microbatch
+from lockstep.errors import ExactnessError, ModelError, StepError
+from lockstep.exchange.links import Links
+from lockstep.exchange.remote import RemoteOptimizer
+from lockstep.strategies.buffers import Buffers, broadcast
+from lockstep.strategies.contributions import NOTHING, Gradients, take_gradients
+from lockstep.strategies.held import HeldModel
+from lockstep.strategies.holding import Holding
+from lockstep.strategies.ps import tell
+
+#: Updates between two places where ranks take replica 0's buffers, where they are not in step.
+_EVERY = 50
+
+
+class RemoteModel(HeldModel):
+    """A model whose parameters are updated by servers.
+
+    Args:
+        module: the user's model, already on its device.
+        holding: where it is to live.
+        links: to the servers.
+        staleness: by how many updates a worker's parameters may be behind.
+        waiting: entered while this rank waits for the servers.
+    """
+
+    is_split = True  # so that its optimizer's state is asked for here, and it has one of its own
+
+    def __init__(
+        self,
+        module: nn.Module,
+        holding: Holding,
+        links: Links,
+        staleness: int,
+        waiting: AbstractContextManager[None],
+    ) -> None:
+        assert holding.group is not None
+        super().__init__(module, holding.block, holding.replicas, holding.group)
+        self._holding, self._links, self._staleness = holding, links, staleness
+        self._waiting = waiting
+        self._remotes: list[RemoteOptimizer] = []
+        self._nodes: list[Gradients] = []
+        self._shown: list[tuple[torch.Tensor | None, int]] = []
+        self._place = 0
+        self._updates = self._shared = 0  # now, and when ranks shared their buffers
+        self._owes_buffers = False
+        if staleness:
+            self.exactness = "approximate"
+            # Ranks are in different batches: their buffers meet now and then.
+            self._buffers = Buffers(module, holding.block, None)
+        elif holding.device.type != "cpu":
+            self.exactness = "close"
+
+    @property
+    def wrapped(self) -> nn.Module:
+        """The user's own module."""
+        return self.module
+
+    # --- a step ----------------------------------------------------------------------------------
+
+    def before_forward(self) -> None:
+        """The model is about to be called."""
+        super().before_forward()
+        self._owes_buffers |= bool(self._staleness) and self._buffers.dirty
+        if not (self._watching or torch.is_grad_enabled()):
+            self._catch_up()
+
+    def _prepare(self, microbatch: Microbatch) -> None:
+        self._place = microbatch.place
+
+    def _meet(self, microbatch: Microbatch) -> None:
+        self.contributions.push(take_gradients(self.parameters))
+        if not microbatch.last:
+            return
+        self._nodes = self.contributions.take()
+        self._shown = []
+        for place, parameter in enumerate(self.parameters):
+            # This rank's part of it, so that scripts see that there is one, and may drop it.
+            mine = [node[place] for node in self._nodes]
+            parameter.grad = next((part for part in mine if part is not None), None)
+            self._shown.append((parameter.grad, _version(parameter.grad)))
+
+    def optimized_by(self, optimizer: Optimizer) -> None:
+        """Let an optimizer's steps happen in the servers.
+
+        Raises:
+            ModelError: if servers could not make one like it.
+        """
+        own = {id(p) for p in self.parameters}
+        if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
+            raise ModelError(
+                f"{type(optimizer).__name__} holds frozen parameters of "
+                f"{type(self.module).__name__}; expected trainable ones, which servers update",
+                hint="pass it the parameters with requires_grad=True alone",
+            )
+        holding = self._holding
+        number = len(self._remotes)
+        remote = RemoteOptimizer(
+            optimizer, number, self._links, holding.forest, self._staleness, NOTHING
+        )
+        self._remotes.append(remote)
+
+        def step(_self: Optimizer) -> None:
+            with self._waiting:
+                remote.step(self._gradients_of(remote), self._place)
+
+        wrapped = functools.wraps(optimizer.step)(step)
+        optimizer.step = MethodType(wrapped, optimizer)  # type: ignore[method-assign]
+
+    def _gradients_of(self, remote: RemoteOptimizer) -> list[Gradients]:
+        """Return this rank's nodes, for the parameters of one optimizer."""
+        self._updates += 1
+        if not self._several_replicas:
+            return [[parameter.grad for parameter in remote.parameters]]
+        places = {id(p): place for place, p in enumerate(self.parameters)}
+        chosen = [places[id(p)] for p in remote.parameters]
+        for place in chosen if self._nodes else ():
+            self._check_unchanged(place)
+        return [
+            [None if self.parameters[place].grad is None else node[place] for place in chosen]
+            for node in self._nodes
+        ]
+
+    def _check_unchanged(self, place: int) -> None:
+        gradient = self.parameters[place].grad
+        shown, version = self._shown[place]
+        if gradient is not None and (gradient is not shown or _version(gradient) != version):
+            raise StepError(
+                f"the script has changed a gradient of {type(self.module).__name__}, which is this "
+                "rank's part of it alone; the parts are added in the servers",
+                hint="change the loss instead, or leave out the staleness: then gradients are whole here",
+            )
+
+    def total_norm(self, parameters: Any, norm_type: float) -> torch.Tensor:
+        """Refuse: no rank ever has the whole gradient."""
+        raise StepError(
+            f"run.clip needs the whole gradient of {type(self.module).__name__}, which with "
+            f"staleness={self._staleness} only the servers have",
+            hint="leave out the staleness: then gradients are whole on every worker",
+        )
+
+    # --- together --------------------------------------------------------------------------------
+
+    def _catch_up(self) -> None:
+        for remote in self._remotes:
+            remote.catch_up()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all ranks have the same buffers; the newest parameters can be had at any time."""
+        return not self._owes_buffers
+
+    def finish_buffers(self) -> None:
+        """Let all ranks take replica 0's buffers, now and then where they are not in step."""
+        super().finish_buffers()
+        if self._owes_buffers and self._updates >= self._shared + _EVERY:
+            self._share_buffers()
+
+    def come_together(self) -> None:
+        """Have the newest parameters, and replica 0's buffers; all ranks call this together."""
+        self._catch_up()
+        if self._owes_buffers:
+            self._share_buffers()
+
+    def _share_buffers(self) -> None:
+        self._owes_buffers, self._shared = False, self._updates
+        self._buffers.finish()
+        buffers = [buffer.detach() for buffer in self.module.buffers()]
+        if buffers and self._holding.group is not None:
+            with self._buffers.meeting:
+                broadcast(buffers, self._holding.group)
+
+    # --- state -----------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Return the module's `state_dict`, with the newest parameters."""
+        self._catch_up()
+        return super().state()
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take a whole model's `state_dict`; the servers get it with the next step."""
+        super().load(state)
+        for remote in self._remotes:
+            remote.begins_anew()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the `state_dict` that an optimizer would have if it had stepped here."""
+        return self._remote(optimizer).state()
+
+    def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Give an optimizer its state; the servers get it with the next step."""
+        self._catch_up()
+        optimizer.load_state_dict(state)
+        self._remote(optimizer).begins_anew()
+
+    def _remote(self, optimizer: Optimizer) -> RemoteOptimizer:
+        return next(remote for remote in self._remotes if remote.belongs_to(optimizer))
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    def ends(self) -> dict[str, int]:
+        """Say what the servers have moved; return what this rank has."""
+        return tell(self._links, self._holding.say)
+
+    def close(self) -> None:
+        """Leave the servers."""
+        self._links.close()
+
+
+def hold_remotely(
+    module: nn.Module,
+    holding: Holding,
+    links: Links,
+    staleness: int,
+    waiting: AbstractContextManager[None],
+) -> RemoteModel:
+    """Let servers hold the parameters of `module`.
+
+    Raises:
+        ExactnessError: on a GPU, with `exact`.
+    """
+    assert holding.group is not None
+    if holding.exact and holding.device.type != "cpu":
+        raise ExactnessError(
+            f"staleness={staleness} on {holding.device}: servers update on the CPU, whose kernels round "
+            "otherwise than a single GPU's",
+            hint="leave out the staleness, or say exact=False to the run (lockstep run --no-exact)",
+        )
+    # As DistributedDataParallel does: all begin with what rank 0 has.
+    with torch.no_grad():
+        both = [*module.parameters(), *module.buffers()]
+        broadcast([tensor.detach() for tensor in both], holding.group)
+    return RemoteModel(module, holding, links, staleness, waiting)
+
+
+def _version(gradient: torch.Tensor | None) -> int:
+    """Return how often a tensor was changed in place, as autograd counts it."""
+    return 0 if gradient is None else gradient._version
