@@ -275,8 +275,11 @@ def check_replicas(spec: LaunchSpec, environ: Mapping[str, str], size: int) -> N
     Raises:
         UsageError: if `size` ranks hold more models than there are replicas, or don't fit the mesh.
     """
-    strategy = spec.method.strategy or environ.get("LOCKSTEP_STRATEGY", "auto")
-    mesh = meshes.choose(spec.method.mesh or environ.get("LOCKSTEP_MESH"), strategy, size)
+    strategy = spec.method.strategy or environ.get("LOCKSTEP_STRATEGY")
+    asked = spec.method.mesh or environ.get("LOCKSTEP_MESH")
+    if strategy is None:  # the script may say one, which spreads models if there is a mesh
+        strategy = "auto" if asked is None else meshes.SPREAD[0]
+    mesh = meshes.choose(asked, strategy, size)
     if mesh.model > 1:
         size = mesh.data
     text = str(spec.replicas) if spec.replicas is not None else environ.get("LOCKSTEP_REPLICAS")
