@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import Subset, TensorDataset
 
+import lockstep
+from lockstep.training.preemption import Preempted
 from tests.distributed.jobs import classes, conv_net, fit, quiet_run
 
 
@@ -44,7 +48,7 @@ def overflow(settings: dict[str, Any], batch: int = 3, replica: int = 2) -> tupl
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-            told.append((run.digest(), run.scale, float(norm), run.step))
+            told.append((run.digest(), run.scale, str(float(norm)), run.step))
         return told, run.digest(), scheduler.last_epoch, run.exactness
 
 
@@ -77,3 +81,43 @@ def train_local(
                 if run._loop.acts_now():
                     told.append(run._session.models[0].is_whole)
         return run.digest(), run.exactness, told
+
+
+def train_and_stop(directory: str, exchange: str, slow: float = 0.0) -> str:
+    """Train with AdamW; return the digest, or `preempted`."""
+    try:
+        with lockstep.Run(
+            "local", run_dir=directory, progress=False, exact=False, exchange=exchange, sync_every=4
+        ) as run:
+            model = run.model(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)))
+            optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+            data = run.loader(classes(60, (6,)), batch_size=10, shuffle=True)
+            for _ in run.epochs(8):
+                for x, y in data:
+                    time.sleep(slow)
+                    run.backward(F.cross_entropy(model(x), y))
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return run.digest()
+    except Preempted:
+        return "preempted"
+
+
+def accuracy(settings: dict[str, Any], lr: float = 0.1, epochs: int = 8) -> tuple[float, str]:
+    """Train an MLP on the scans of digits; return its accuracy on those it has not seen."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    images = torch.tensor(digits.data, dtype=torch.float32) / 16
+    both = TensorDataset(images, torch.tensor(digits.target))
+    with quiet_run(replicas=2, **settings) as run:
+        net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+        model = run.model(net)
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9))
+        train = run.loader(Subset(both, range(1440)), batch_size=64, shuffle=True)
+        fit(run, model, train, optimizer, epochs)
+        test = run.loader(Subset(both, range(1440, 1797)), batch_size=128)
+        model.eval()
+        with torch.no_grad():
+            right = run.mean(model(x).argmax(1) == y for x, y in test)
+        return right, run.digest()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from lockstep.testing import run_ranks
+from lockstep.testing import RankError, run_ranks
 from tests.distributed import low_precision as jobs
 
 pytestmark = pytest.mark.ranks(3)
@@ -21,3 +25,52 @@ def test_ranks_end_as_one_and_twice_alike(exchange: str, ranks: int, replicas: i
     assert exactness == "approximate"
     # Five batches an epoch: ranks meet in the fourth, and at its end.
     assert whole == [False, False, False, True, False] * 3
+
+
+@pytest.mark.parametrize("exchange", ["local-sgd", "diloco"])
+def test_a_run_goes_on_as_if_nothing_had_been(exchange: str, tmp_path: Path) -> None:
+    """States are taken when ranks are one only; outer and inner momentum come back."""
+    environ = {"LOCKSTEP_REPLICAS": "2", "LOCKSTEP_THREADS": "1"}
+    place = str(tmp_path / "run")
+    faults = {**environ, "LOCKSTEP_FAULTS": "term@10"}
+    first = run_ranks(jobs.train_and_stop, 2, place, exchange, 0.02, environ=faults)
+    assert first == ["preempted"] * 2
+    step = json.loads((tmp_path / "run/run.json").read_text())["step"]
+    assert step % 6 in (0, 4), "six batches an epoch: ranks are one in the fourth, and at its end"
+    second = run_ranks(jobs.train_and_stop, 2, place, exchange, environ=environ)
+    whole = run_ranks(jobs.train_and_stop, 2, str(tmp_path / "whole"), exchange, environ=environ)
+    assert second == whole
+    assert len(set(whole)) == 1
+
+
+def test_fp16_is_refused() -> None:
+    with pytest.raises(RankError, match="UsageError: precision=fp16 with exchange=diloco"):
+        run_ranks(jobs.overflow, 2, {"exchange": "diloco", "exact": False})
+
+
+@pytest.fixture(scope="module")
+def expected() -> float:
+    """What one process comes to."""
+    return float(run_ranks(jobs.accuracy, 1, {})[0][0])
+
+
+@pytest.mark.parametrize(
+    ("exchange", "training"),
+    [
+        ("bf16", ()),
+        ("fp16", ()),
+        ("powersgd", ()),
+        ("local-sgd", ()),
+        # Its outer momentum makes large steps of small ones: it wants a smaller rate, and more epochs.
+        ("diloco", (0.03, 12)),
+    ],
+)
+def test_the_digits_are_learnt_as_well(
+    exchange: str, training: tuple[Any, ...], expected: float
+) -> None:
+    """Within 3 percentage points of the exact exchange, which gets more than 90 % of the scans right."""
+    settings = {"exchange": exchange, "exact": False}
+    (reached, digest), other = run_ranks(jobs.accuracy, 2, settings, *training)
+    assert other == (reached, digest)
+    assert expected > 0.9
+    assert reached > expected - 0.03

@@ -19,6 +19,7 @@ from lockstep.training.settings import Settings, from_environment
         ("LOCKSTEP_STRATEGY", "ddp", "strategy", "ddp"),
         ("LOCKSTEP_EXCHANGE", "tree", "exchange", "tree"),
         ("LOCKSTEP_PRECISION", "bf16", "precision", "bf16"),
+        ("LOCKSTEP_SYNC_EVERY", "8", "sync_every", 8),
         ("LOCKSTEP_DEVICES", "cpu", "devices", "cpu"),
         ("LOCKSTEP_THREADS", "3", "threads", 3),
         ("LOCKSTEP_RUN_DIR", "/tmp/x", "run_dir", Path("/tmp/x")),
