@@ -8,6 +8,7 @@ looked into in turn.
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -129,6 +130,7 @@ def _trace(module: nn.Module, opened: frozenset[str]) -> _Traced:
             f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
             hint=LIST_HINT,
         ) from error
+    _forget_checks(graph)
     steps = [n for n in graph.nodes if n.op not in ("placeholder", "output", "get_attr")]
     seen: set[int] = set()
     weights = []
@@ -137,6 +139,25 @@ def _trace(module: nn.Module, opened: frozenset[str]) -> _Traced:
         seen |= own.keys()
         weights.append(sum(p.numel() * p.element_size() for p in own.values()))
     return _Traced(graph, opened, fixed, steps, weights)
+
+
+def _forget_checks(graph: fx.Graph) -> None:
+    """Take out torch's own checks that arguments have their default values: `Program.bind` has them."""
+    for node in graph.nodes:
+        checked = node.all_input_nodes[:1] if _is_check(node) else []
+        if any(n.op == "placeholder" or _compares_an_argument(n) for n in checked):
+            graph.erase_node(node)
+    for node in reversed(graph.nodes):
+        if _compares_an_argument(node) and not node.users:
+            graph.erase_node(node)
+
+
+def _is_check(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", "") in ("_assert", "_assert_is_none")
+
+
+def _compares_an_argument(node: fx.Node) -> bool:
+    return node.target is operator.eq and getattr(node.args[0], "op", "") == "placeholder"
 
 
 def _parameters(module: nn.Module, node: fx.Node) -> list[nn.Parameter]:

@@ -10,6 +10,7 @@ import pytest
 
 from lockstep.errors import DeviceError, UsageError
 from lockstep.launch.machine import Machine
+from lockstep.launch.method import Method
 from lockstep.launch.plan import Meeting, arguments, command, count_ranks, make_plan
 from lockstep.launch.roster import Roster
 from lockstep.launch.spec import LaunchSpec
@@ -208,6 +209,17 @@ def test_flags_become_variables_only_where_given():
 def test_fewer_replicas_than_ranks_are_refused(replicas, environ):
     with pytest.raises(UsageError, match="3 ranks for 2 replica"):
         plan(LaunchSpec(target="a.py", n=3, replicas=replicas), environ=environ)
+
+
+def test_a_mesh_for_a_script_that_names_its_strategy():
+    spec = LaunchSpec(target="a.py", n=4, method=Method(mesh="2x2"))
+    assert plan(spec, environ={"LOCKSTEP_REPLICAS": "2"}) is not None
+    with pytest.raises(UsageError, match="2 ranks for 1 replica"):
+        plan(spec, environ={"LOCKSTEP_REPLICAS": "1"})
+    with pytest.raises(UsageError, match="a mesh of 2x2 has 4 ranks; the run has 3"):
+        plan(LaunchSpec(target="a.py", n=3, method=Method(mesh="2x2")), environ={})
+    with pytest.raises(UsageError, match="strategy=ddp gives each rank a whole one"):
+        plan(LaunchSpec(target="a.py", n=4, method=Method(mesh="2x2", strategy="ddp")), environ={})
 
 
 def test_replicas_that_are_no_number_are_refused():
