@@ -1,0 +1,136 @@
+"""Every way to hold a model and to let gradients meet: the class that the run states, and that it keeps it.
+
+exact: on each of its layouts the run ends with the bits of one process. close: its weights are those of one
+process, but for rounding. approximate: it recognises as many digits as one process does.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.layout.classes import APPROXIMATE_EXCHANGES, EXCHANGES, PRECISIONS, STRATEGIES
+from lockstep.testing import run_ranks
+from tests.conftest import Lockstep
+from tests.distributed import on_digits
+from tests.distributed.on_digits import Told
+
+pytestmark = pytest.mark.ranks(4)
+
+REPLICAS = 4
+#: By how much a weight may differ from one process's after 240 steps: they are of the order of 1.
+CLOSE = 1e-4
+#: By how much a run of other mathematics may recognise fewer of the 360 digits.
+WORSE = 0.03
+
+
+@dataclass(frozen=True)
+class Way:
+    """A combination, the class that it is to state, and layouts that it is tried on."""
+
+    stated: str
+    ranks: tuple[int, ...]
+    settings: dict[str, Any] = field(default_factory=dict)
+    servers: int = 0
+    norm: str = ""
+
+    def __str__(self) -> str:
+        words = [f"{name}={value}" for name, value in self.settings.items() if name != "exact"]
+        words += [f"servers={self.servers}"] * bool(self.servers) + [self.norm] * bool(self.norm)
+        return f"{self.stated}:{','.join(words) or 'auto'}:{'/'.join(map(str, self.ranks))}"
+
+
+def loose(**settings: Any) -> dict[str, Any]:
+    return {**settings, "exact": False}
+
+
+WAYS = [
+    Way("exact", (1,), {"strategy": "single"}),
+    Way("exact", (1,), {"strategy": "dp"}),  # without a GPU, as here
+    Way("exact", (2, 3), {"strategy": "ddp", "exchange": "shared-memory"}),
+    Way("exact", (3, 4), {"strategy": "ddp", "exchange": "tree"}),
+    Way("exact", (2,), {"strategy": "ddp", "exchange": "native"}),
+    Way("exact", (2,), {"strategy": "ps"}, servers=2),
+    Way("exact", (1, 3), {"strategy": "fsdp"}),
+    Way("exact", (2,), {"strategy": "pipeline"}),
+    Way("exact", (4,), {"strategy": "pipeline", "mesh": "2x2"}),
+    Way("exact", (2, 3), {"precision": "bf16"}),
+    Way("exact", (2,), {"precision": "bf16", "strategy": "fsdp"}),
+    Way("exact", (3,), {"precision": "fp16"}),
+    Way("exact", (2,), {"precision": "fp16", "strategy": "fsdp"}),
+    Way("close", (4,), loose(exchange="native")),
+    Way("close", (3,), loose(exchange="native", precision="bf16")),
+    Way("close", (2,), loose(strategy="tensor")),
+    Way("close", (4,), loose(strategy="tensor", mesh="2x2")),
+    Way("close", (2,), loose(strategy="pipeline")),
+    Way("close", (2, 4), {}, norm="synced"),
+    Way("approximate", (2,), loose(replicas=4), norm="synced"),
+    *(Way("approximate", (2,), loose(exchange=name)) for name in APPROXIMATE_EXCHANGES),
+    Way("approximate", (2,), loose(strategy="ps", staleness=2), servers=1),
+]
+
+
+@functools.cache
+def reference(precision: str, norm: str) -> Told:
+    """One process: with all replicas, or with one where statistics are over the global batch."""
+    settings = {"replicas": 1 if norm else REPLICAS, "precision": precision}
+    return run_ranks(on_digits.train, 1, settings, "plain" if norm else "")[0]
+
+
+def go(way: Way, ranks: int, lockstep: Lockstep) -> Told:
+    replicas = ranks if way.norm else REPLICAS
+    settings = {"replicas": replicas, **way.settings}
+    if not way.servers:
+        return run_ranks(on_digits.train, ranks, settings, way.norm, timeout=120)[0]
+    arguments = [json.dumps(settings), "told.json"]
+    counts = ["-n", str(ranks), "--servers", str(way.servers)]
+    places = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    environ = {"PYTHONPATH": os.pathsep.join(filter(None, places))}
+    script = str(Path(on_digits.__file__))
+    done = lockstep("run", *counts, script, *arguments, env=environ, timeout=120)
+    assert done.code == 0, done.err
+    told: Told = json.loads((lockstep.directory / "told.json").read_text())
+    return told
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_a_run_keeps_the_class_that_it_states(way: Way, lockstep: Lockstep) -> None:
+    expected = reference(way.settings.get("precision", "fp32"), way.norm)
+    assert expected["accuracy"] > 0.93
+    for ranks in way.ranks:
+        told = go(way, ranks, lockstep)
+        assert told["exactness"] == way.stated
+        if way.stated == "exact":
+            assert told["digest"] == expected["digest"]
+        elif way.stated == "close":
+            weights = torch.tensor(told["weights"])
+            torch.testing.assert_close(
+                weights, torch.tensor(expected["weights"]), rtol=0, atol=CLOSE
+            )
+        else:
+            assert told["accuracy"] > expected["accuracy"] - WORSE
+            assert told["digest"] != expected["digest"]
+
+
+def test_every_name_that_a_run_takes_has_a_way() -> None:
+    """`mpi` needs an MPI library (tests/mpi); `server` is what strategy ps uses."""
+    for setting, names in [
+        ("strategy", STRATEGIES),
+        ("exchange", EXCHANGES),
+        ("precision", PRECISIONS),
+    ]:
+        tried = {way.settings.get(setting) for way in WAYS}
+        assert set(names) - tried <= {"auto", "fp32", "mpi", "server"}
+
+
+def test_the_classes_tell_ways_apart() -> None:
+    """Half precision is another run, not a rounding: its weights would not pass for close."""
+    one, other = (torch.tensor(reference(p, "")["weights"]) for p in ("fp32", "bf16"))
+    assert (one - other).abs().max() > 10 * CLOSE
