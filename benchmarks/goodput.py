@@ -35,7 +35,7 @@ PACES = {5.5: 0.85, 1.4: 0.55}
 #: Seconds of calm before the first step that counts: runs are not killed as soon as they begin.
 _CALM = 5.0
 #: Times as long as without kills, after which a contestant is given up: what it has done counts.
-_PATIENCE = 10
+_PATIENCE = 5
 
 
 def draw(mean: float, seconds: float, dice: random.Random) -> list[tuple[float, int]]:
