@@ -6,6 +6,8 @@ import os
 import signal
 import sys
 
+import torch
+
 from lockstep.server.serve import Server
 from lockstep.world import servers
 from lockstep.world.environments.lockstep import SERVER
@@ -21,8 +23,15 @@ def main() -> None:
         signal.signal(signum, lambda *_: server.end())
     _say(f"server {index}: process {os.getpid()} listens at {place.address} on port {place.port}")
     servers.publish(os.environ, index, place)
+    if "LOCKSTEP_STALENESS" in os.environ:
+        _prepare()
     server.run()
     _say(f"server {index}: {server.traffic}")
+
+
+def _prepare() -> None:
+    """Make an optimizer before one is needed: torch imports its compiler with the first."""
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
 
 
 def _say(text: str) -> None:

@@ -52,6 +52,7 @@ class Room:
         self._forest, self._pool = Forest.of(replicas, size, 0), pool
         self._sums = Sums(self._forest, pool)
         self._holders: dict[int, Holder] = {}
+        self._departure: Trouble | None = None  # what is said of the last one who went
         self._trouble: Trouble | None = None
 
     @property
@@ -84,6 +85,7 @@ class Room:
         """Do what a worker asks for; where that cannot be, nobody can go on."""
         try:
             self._serve(connection, frame)
+            self._look_around()
         except DifferError as error:
             self._fail(Trouble(str(error), _BATCH_HINT))
         except ModelError as error:
@@ -112,15 +114,21 @@ class Room:
     def leave(self, connection: Connection) -> None:
         """A worker's connection has ended: those who wait for it never get their sums."""
         self._members.pop(connection.rank, None)
-        rank = connection.rank
         for holder in self._holders.values():
             holder.forget(connection)
+        how = "left the run" if connection.has_left else "is gone: it closed its connection"
+        hint = f"what happened to rank {connection.rank} is the cause; see its log"
+        self._departure = Trouble(f"rank {connection.rank} {how} before the others were done", hint)
+        if connection.has_left:
+            self._look_around()
+        else:
+            self._fail(self._departure)
+
+    def _look_around(self) -> None:
+        """See whether somebody waits for one who will not come any more."""
         waits = self._sums.waits or any(holder.waits for holder in self._holders.values())
-        if connection.has_left and not waits:
-            return
-        what = "left the run" if connection.has_left else "is gone: it closed its connection"
-        hint = f"what happened to rank {rank} is the cause; see its log"
-        self._fail(Trouble(f"rank {rank} {what} before the others were done", hint))
+        if waits and self._departure is not None:
+            self._fail(self._departure)
 
     def _fail(self, trouble: Trouble) -> None:
         if self._trouble is None:

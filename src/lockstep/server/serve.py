@@ -47,7 +47,7 @@ class Server:
     def end(self) -> None:
         """End as soon as no worker is connected; may be called by a signal's handler."""
         self._ending = True
-        with contextlib.suppress(BlockingIOError):  # it is awake already
+        with contextlib.suppress(OSError):  # it is awake already, or has ended
             self._waker.send(b"\0")
 
     @property

@@ -1,0 +1,325 @@
+"""The asynchronous server: updates of whole batches, and how far workers may be ahead of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.errors import ModelError, PeerError, StepError
+from lockstep.exchange.base import Forest
+from lockstep.exchange.frames import Kind
+from lockstep.exchange.links import Links
+from lockstep.exchange.remote import RemoteOptimizer
+from tests.unit.server.conftest import Service, workers
+
+Make = Callable[[list[nn.Parameter]], Optimizer]
+NOTHING = -0.0
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(1, 3, 3), nn.Flatten(), nn.Linear(48, 7), nn.Linear(7, 2))
+    return module.to(memory_format=torch.channels_last)
+
+
+def gradients(module: nn.Module, step: int, replica: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + replica)
+    return [
+        torch.empty_like(p).copy_(torch.randn(p.shape, generator=generator))
+        for p in module.parameters()
+    ]
+
+
+class Worker:
+    """A worker with a model of its own."""
+
+    def __init__(self, links: Links, forest: Forest, make: Make, staleness: int = 0) -> None:
+        self.module = net()
+        self.optimizer = make(list(self.module.parameters()))
+        self.remote = RemoteOptimizer(self.optimizer, 0, links, forest, staleness, NOTHING)
+        self.rank = forest.rank
+
+    def step(self, number: int, **more: Any) -> None:
+        self.remote.step([gradients(self.module, number, self.rank)], more.get("place", number))
+
+    @property
+    def values(self) -> list[torch.Tensor]:
+        return [p.detach().clone() for p in self.module.parameters()]
+
+
+def alone(make: Make, steps: int, replicas: int = 1) -> tuple[nn.Module, Optimizer]:
+    """Return what one process comes to."""
+    module = net()
+    optimizer = make(list(module.parameters()))
+    for step in range(1, steps + 1):
+        parts = [gradients(module, step, replica) for replica in range(replicas)]
+        for parameter, *own in zip(module.parameters(), *parts, strict=True):
+            parameter.grad = own[0] if replicas == 1 else own[0] + own[1]
+        optimizer.step()
+    return module, optimizer
+
+
+def same(values: list[torch.Tensor], module: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(values, module.parameters(), strict=True))
+
+
+def sgd(parameters: list[nn.Parameter]) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def adamw(parameters: list[nn.Parameter]) -> Optimizer:
+    groups = [
+        {"params": parameters[:3], "lr": 0.01},
+        {"params": parameters[3:], "betas": (0.8, 0.9)},
+    ]
+    return torch.optim.AdamW(groups)
+
+
+MAKERS: list[Make] = [
+    sgd,
+    adamw,
+    lambda p: torch.optim.Adam(p, amsgrad=True),
+    torch.optim.Adagrad,
+    lambda p: torch.optim.RMSprop(p, momentum=0.5),
+    torch.optim.NAdam,
+]
+
+
+@pytest.mark.parametrize("servers", [1, 3, 20])
+@pytest.mark.parametrize("make", MAKERS)
+def test_no_staleness_is_what_one_process_does(
+    serve: Callable[[int], Service], make: Make, servers: int
+) -> None:
+    worker = Worker(serve(servers).join(0, 1, 1), Forest.of(1, 1, 0), make)
+    for step in (1, 2, 3):
+        worker.step(step)
+    module, optimizer = alone(make, 3)
+    assert same(worker.values, module)
+    found, expected = worker.remote.state(), optimizer.state_dict()
+    assert found["param_groups"] == expected["param_groups"]
+    assert list(found["state"]) == list(expected["state"])
+    for place, state in expected["state"].items():
+        for name, value in state.items():
+            assert torch.equal(torch.as_tensor(found["state"][place][name]), torch.as_tensor(value))
+    assert not worker.optimizer.state, "it is the servers' now"
+
+
+def test_gradients_of_all_workers_make_an_update(serve: Callable[[int], Service]) -> None:
+    service = serve(2)
+
+    def train(rank: int) -> list[torch.Tensor]:
+        worker = Worker(service.join(rank, 2, 2), Forest.of(2, 2, rank), sgd)
+        for step in (1, 2, 3):
+            worker.step(step)
+        return worker.values
+
+    module, _ = alone(sgd, 3, replicas=2)
+    for values in workers(2, train):
+        assert same(values, module)
+
+
+def test_learning_rates_reach_the_servers(serve: Callable[[int], Service]) -> None:
+    worker = Worker(serve(2).join(0, 1, 1), Forest.of(1, 1, 0), sgd)
+    before = worker.values
+    worker.optimizer.param_groups[0].update(lr=0.0)
+    worker.step(1)
+    assert all(torch.equal(a, b) for a, b in zip(before, worker.values, strict=True))
+
+
+# --- staleness --------------------------------------------------------------------------------------
+
+
+def pair(service: Service, staleness: int) -> tuple[Worker, Worker]:
+    both = [
+        Worker(service.join(rank, 2, 2), Forest.of(2, 2, rank), sgd, staleness) for rank in range(2)
+    ]
+    return both[0], both[1]
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 4])
+def test_a_worker_may_be_so_many_updates_ahead_and_no_more(
+    serve: Callable[[int], Service], staleness: int
+) -> None:
+    fast, slow = pair(serve(1), staleness)
+    start = fast.values
+    for step in range(1, staleness + 1):
+        fast.step(step)
+        assert all(torch.equal(a, b) for a, b in zip(start, fast.values, strict=True))
+    for link in (shard.link for shard in fast.remote._shards):
+        link._socket.settimeout(0.3)
+    with pytest.raises(PeerError) as waited:
+        fast.step(staleness + 1)
+    assert isinstance(waited.value.__cause__, TimeoutError), "it waits for the other worker"
+    slow.step(1)
+    module, _ = alone(sgd, 1, replicas=2)
+    for shard in fast.remote._shards:
+        shard.link._socket.settimeout(20)
+    fast.remote._take(
+        fast.remote._shards
+    )  # what it waited for comes with the other worker's gradients
+    assert same(fast.values, module)
+
+
+def test_the_newest_is_taken_even_where_older_would_do(serve: Callable[[int], Service]) -> None:
+    fast, slow = pair(serve(1), 3)
+    fast.step(1)
+    slow.step(1)  # completes the first update, and takes it
+    module, _ = alone(sgd, 1, replicas=2)
+    assert same(slow.values, module)
+
+
+def test_catching_up_waits_for_all_that_was_sent(serve: Callable[[int], Service]) -> None:
+    service = serve(2)
+
+    def train(rank: int) -> list[torch.Tensor]:
+        worker = Worker(service.join(rank, 2, 2), Forest.of(2, 2, rank), sgd, staleness=5)
+        for step in range(1, 9):
+            worker.step(step)
+        worker.remote.catch_up()
+        return worker.values
+
+    first, second = workers(2, train)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    # Gradients here don't depend on parameters, so that the result is that of one process.
+    module, _ = alone(sgd, 8, replicas=2)
+    assert same(first, module)
+
+
+# --- beginning anew -----------------------------------------------------------------------------------
+
+
+def test_state_goes_to_the_servers_and_back(serve: Callable[[int], Service]) -> None:
+    module, optimizer = alone(adamw, 2)
+    saved = copy.deepcopy((module.state_dict(), optimizer.state_dict()))
+    worker = Worker(serve(3).join(0, 1, 1), Forest.of(1, 1, 0), adamw)
+    worker.module.load_state_dict(saved[0])
+    worker.optimizer.load_state_dict(saved[1])
+    worker.step(3)
+    expected, _ = alone(adamw, 3)
+    assert same(worker.values, expected)
+
+
+def test_values_loaded_later_replace_those_of_the_servers(serve: Callable[[int], Service]) -> None:
+    service = serve(2)
+    module, optimizer = alone(sgd, 1, replicas=2)
+
+    def train(rank: int) -> list[torch.Tensor]:
+        worker = Worker(service.join(rank, 2, 2), Forest.of(2, 2, rank), sgd)
+        for step in (7, 8, 9):
+            worker.step(step)
+        worker.module.load_state_dict(module.state_dict())
+        worker.optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        worker.remote.begins_anew()
+        worker.step(2)
+        return worker.values
+
+    expected, _ = alone(sgd, 2, replicas=2)
+    for values in workers(2, train):
+        assert same(values, expected)
+
+
+# --- gradients that are missing, and what cannot be ---------------------------------------------------
+
+
+def test_parameters_that_nobody_used_are_left_alone(serve: Callable[[int], Service]) -> None:
+    worker = Worker(serve(1).join(0, 1, 1), Forest.of(1, 1, 0), adamw)
+    before, own = worker.values, gradients(worker.module, 1)
+    worker.remote.step([[own[0], None, *own[2:]]], 1)
+    unchanged = [torch.equal(a, b) for a, b in zip(before, worker.values, strict=True)]
+    assert unchanged == [False, True, *[False] * 4], "no weight decay either"
+
+
+def test_parameters_that_one_worker_used(serve: Callable[[int], Service]) -> None:
+    service = serve(1)
+
+    def train(rank: int) -> list[torch.Tensor]:
+        worker = Worker(service.join(rank, 2, 2), Forest.of(2, 2, rank), sgd)
+        own = gradients(worker.module, 1)
+        worker.remote.step([own if rank else [None, *own[1:]]], 1)
+        return worker.values
+
+    module = net()
+    (first, *others), own = list(module.parameters()), gradients(module, 1)
+    first.grad = own[0]
+    for parameter, gradient in zip(others, own[1:], strict=True):
+        parameter.grad = gradient + gradient
+    sgd(list(module.parameters())).step()
+    assert all(same(values, module) for values in workers(2, train))
+
+
+def test_a_step_without_gradients(serve: Callable[[int], Service]) -> None:
+    worker = Worker(serve(1).join(0, 1, 1), Forest.of(1, 1, 0), sgd)
+    with pytest.raises(StepError, match="stepped without gradients"):
+        worker.remote.step([], 1)
+
+
+@pytest.mark.parametrize(
+    ("difference", "message"),
+    [
+        ({"place": 4}, "rank 1 computes gradients of another batch than rank 0"),
+        ({"lr": 0.5}, "the optimizer has other settings on rank 1 than on rank 0"),
+    ],
+)
+def test_workers_that_differ(
+    serve: Callable[[int], Service], difference: dict[str, float], message: str
+) -> None:
+    service = serve(1)
+
+    def train(rank: int) -> None:
+        worker = Worker(service.join(rank, 2, 2), Forest.of(2, 2, rank), sgd)
+        if rank and "lr" in difference:
+            worker.optimizer.param_groups[0]["lr"] = difference["lr"]
+        with pytest.raises(PeerError, match=message):
+            worker.step(1, place=difference.get("place", 1) if rank else 1)
+
+    workers(2, train)
+
+
+class Failing(torch.optim.SGD):
+    """An optimizer that cannot step."""
+
+    def step(self, closure: Any = None) -> None:
+        raise ZeroDivisionError("no luck")
+
+
+class Needy(Optimizer):
+    """An optimizer whose constructor wants what is no default of its."""
+
+    def __init__(self, params: Any, secret: int) -> None:
+        super().__init__(params, {})
+
+
+def test_an_optimizer_that_fails_in_the_server(serve: Callable[[int], Service]) -> None:
+    links = serve(1).join(0, 1, 1)
+    worker = Worker(links, Forest.of(1, 1, 0), lambda p: Failing(p, lr=0.1))
+    with pytest.raises(ModelError, match="failed in a server: ZeroDivisionError: no luck"):
+        worker.step(1)
+
+
+def test_an_optimizer_that_a_server_cannot_make(serve: Callable[[int], Service]) -> None:
+    worker = Worker(serve(1).join(0, 1, 1), Forest.of(1, 1, 0), lambda p: Needy(p, 3))
+    with pytest.raises(ModelError, match="cannot make the optimizer Needy from its defaults"):
+        worker.step(1)
+
+
+def test_a_worker_that_dies_ends_the_others_update(serve: Callable[[int], Service]) -> None:
+    service = serve(2)
+    stays, dies = pair(service, 0)
+    for shard in dies.remote._shards:
+        shard.link._socket.close()
+    with pytest.raises(PeerError, match="rank 1 is gone"):
+        stays.step(1)
+
+
+def test_what_no_worker_asks_for(serve: Callable[[int], Service]) -> None:
+    service = serve(1)
+    link = service.join(0, 1, 1).links[0]
+    link.send(Kind.WELCOME)
+    with pytest.raises(PeerError, match="server 0 is gone"):
+        link.receive(Kind.SUM)
