@@ -13,7 +13,7 @@ from pathlib import Path
 
 NAMES = (
     *("imports", "order", "start", "step", "exchange", "unused", "mpi"),
-    *("restart", "goodput", "checkpoint", "resume", "snapshot"),
+    *("restart", "goodput", "checkpoint", "resume", "snapshot", "slow_link"),
 )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import secrets
 import shutil
@@ -31,6 +32,7 @@ _PREFIX = "lockstep-tests"
 #: Per namespace, files that `ip netns exec` shows in the place of those in /etc.
 _NAMES = Path("/etc/netns")
 _IP = shutil.which("ip") or "ip"
+_TC = shutil.which("tc") or "tc"
 #: Gives the command a host name of its own, and hides directories that this host does not share.
 _ENTER = """
 echo "$1" >/proc/sys/kernel/hostname
@@ -43,7 +45,7 @@ def missing() -> str | None:
     """Return what this machine lacks for hosts, or `None`."""
     if os.geteuid() != 0:
         return "needs root, to make network namespaces"
-    for program in ("ip", "unshare"):
+    for program in ("ip", "tc", "unshare"):
         if shutil.which(program) is None:
             return f"needs network namespaces: {program} is not installed"
     probe = _namespace("probe")
@@ -93,6 +95,17 @@ class Host:
         self.ip("link", "add", interface, "type", "bridge")
         self.ip("address", "add", address, "dev", interface)
         self.ip("link", "set", interface, "up")
+
+    def slow(self, rate: str, interface: str = "eth0") -> None:
+        """Let what leaves an interface leave no faster than `rate`, such as `100mbit`; needs `tc`."""
+        bucket = ("tbf", "rate", rate, "burst", "64kb", "latency", "50ms")
+        program = (_TC, "qdisc", "add", "dev", interface, "root", *bucket)
+        _ip("netns", "exec", self.namespace, *program)
+
+    def sent(self, interface: str = "eth0") -> int:
+        """Return how many bytes have left an interface."""
+        text = self.ip("-s", "-j", "link", "show", "dev", interface)
+        return int(json.loads(text)[0]["stats64"]["tx"]["bytes"])
 
     def start(
         self,
