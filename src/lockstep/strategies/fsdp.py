@@ -72,6 +72,7 @@ class ShardedModel(HeldModel):
                 unit.module.set_reshard_after_forward(False, recurse=False)
                 unit.module.set_reshard_after_backward(False, recurse=False)
         units[-1].module.set_requires_gradient_sync(False)
+        self._is_over = False
         self._path: list[int] = []
         self._passed = b""
         self._started: list[Scattering | Gradients] = []
@@ -81,12 +82,18 @@ class ShardedModel(HeldModel):
         self._watch_forward()
 
     def _watch_forward(self) -> None:
+        self.module.register_forward_hook(self._watch_gradients)
         for number, unit in enumerate(self._all):
             part = cast("nn.Module", unit.module)
             part.register_forward_pre_hook(_Passing(self._path, number))
             part.register_state_dict_pre_hook(_refuse_state)  # type: ignore[no-untyped-call]
             # What copy.deepcopy asks an object for.
             part.__dict__["__deepcopy__"] = _Refusal(type(self.module).__name__)
+
+    def _watch_gradients(self, *_: object) -> None:
+        """Take gradients as they come, of all parameters that have been gathered by now."""
+        for unit in self._units:
+            unit.watch(self._advance)
 
     @property
     def wrapped(self) -> nn.Module:
@@ -130,7 +137,7 @@ class ShardedModel(HeldModel):
         self._check_path()
         for unit in self._units:
             unit.take()
-            unit.watch(self._advance)
+        self._watch_gradients()
         self._expects = True
         self._place = microbatch.place
         self._started, self._finished = [], 0
@@ -259,7 +266,17 @@ class ShardedModel(HeldModel):
     # --- the whole of it -------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return the whole model's `state_dict`; all ranks call this together."""
+        """Return the whole model's `state_dict`; all ranks call this together.
+
+        Raises:
+            StepError: if the run is over.
+        """
+        if self._is_over:
+            raise StepError(
+                f"{type(self.module).__name__} is cut over ranks, and they have left the run; "
+                "expected this call before its end",
+                hint="call run.export and the like inside of `with lockstep.Run(…) as run:`",
+            )
         self._let_go()
         # Only who saves is refused: see _refuse_state.
         state: dict[str, Any] = whole_of(self.module.state_dict(keep_vars=True))
@@ -336,6 +353,10 @@ class ShardedModel(HeldModel):
             if fused
             else "AdamW, SGD and others that go element by element, strategy='ddp', or exact=False",
         )
+
+    def close(self) -> None:
+        """The run is over: there is nobody to gather from."""
+        self._is_over = True
 
     def _is_nonzero(self, gradient: torch.Tensor) -> bool:
         return super()._is_nonzero(local(gradient))

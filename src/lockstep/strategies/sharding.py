@@ -31,6 +31,13 @@ _WHY = {
 }
 
 
+def taken_by(strategy: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return `settings` without those for sharding where the strategy is another: one script serves all."""
+    if strategy == "fsdp":
+        return settings
+    return {name: value for name, value in settings.items() if name not in (*OWN, *PASSED)}
+
+
 def check_sharding(
     module: nn.Module, settings: dict[str, Any], *, exact: bool, device: torch.device
 ) -> None:

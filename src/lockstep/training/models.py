@@ -24,7 +24,7 @@ from lockstep.strategies.local import hold_local
 from lockstep.strategies.precision import REDUCED, autocast_forward
 from lockstep.strategies.ps import hold_served
 from lockstep.strategies.remote import hold_remotely
-from lockstep.strategies.sharding import check_sharding
+from lockstep.strategies.sharding import check_sharding, taken_by
 from lockstep.strategies.single import SingleModel
 from lockstep.strategies.stages import as_module
 from lockstep.strategies.sync_batchnorm import layers
@@ -59,6 +59,7 @@ class Models:
         session = self._session
         module = as_module(model)
         spread, settings = spreading.take(settings)
+        settings = taken_by(session.settings.strategy, settings)
         self._check(module, settings)
         self._place(module)
         if session.settings.precision in REDUCED:

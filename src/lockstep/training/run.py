@@ -131,6 +131,7 @@ class Run(Whereabouts):
         )
         self._backward = Backward(self._session)
         self._optimizers = 0
+        self._end: str | None = None
         self._loaders = Loaders(self._session)
 
     def __enter__(self) -> Self:
@@ -148,7 +149,7 @@ class Run(Whereabouts):
             return
         try:
             self._session.script_ends()
-            own = self.digest()
+            self._end = own = self.digest()
             self._session.finish(own, footprint(self._session.state, self.device))
         except BaseException as late:
             self._session.close(late)
@@ -359,6 +360,8 @@ class Run(Whereabouts):
 
     def digest(self) -> str:
         """Return the SHA-256 of all models and registered objects, as `sha256:…`."""
+        if self._end is not None and self._session.state.is_split:
+            return self._end  # the other ranks, which hold the rest of the models, have left
         self._loop.come_together()
         return self._session.digest()
 
