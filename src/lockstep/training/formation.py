@@ -137,10 +137,21 @@ def _check_servers(settings: Settings, world: World) -> None:
             f"exchange={settings.exchange} with strategy=ps, whose gradients meet in the servers",
             hint="leave the exchange to 'auto', or choose strategy='ddp'",
         )
+    if late is not None and settings.precision == "fp16":
+        raise UsageError(
+            f"precision=fp16 with staleness={late}: only the servers have the whole gradient, whose "
+            "overflows decide on the loss scale",
+            hint="precision='bf16', which needs no loss scale, or leave out the staleness",
+        )
     if strategy != "ps" and settings.exchange == "server":
         raise UsageError(
             f"exchange=server with strategy={strategy}, which has no servers",
             hint="--servers S --strategy ps",
+        )
+    if late is not None and settings.precision == "fp16":
+        raise UsageError(
+            f"precision=fp16 with staleness={late}: servers that update do not know the loss scale",
+            hint="precision='bf16', which needs none, or workers that update: no staleness",
         )
     if late and settings.exact:
         raise ExactnessError(
