@@ -16,7 +16,7 @@ from tests.distributed.jobs import classes, conv_net, fit, quiet_run
 
 
 class Bursting(nn.Module):
-    """A linear layer whose gradient is infinite in one batch, for the samples of one replica alone."""
+    """A linear layer with a row whose gradient is infinite where it is told so."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Bursting(nn.Module):
     def forward(self, x: torch.Tensor, factor: float) -> torch.Tensor:
         y: torch.Tensor = self.layer(x)
         # Forward it is harmless; backward a gradient comes out that no scale makes finite.
-        y.register_hook(lambda gradient: gradient * factor)
+        y.register_hook(lambda gradient: gradient * gradient.new_tensor([factor, 1.0, 1.0, 1.0]))
         return y
 
 

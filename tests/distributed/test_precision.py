@@ -38,3 +38,21 @@ def test_one_digest_on_1_to_4_ranks() -> None:
 def test_exchanges_of_the_exact_class_agree(exchange: str) -> None:
     alone = run_ranks(jobs.train_half, 1, {"replicas": 4})
     assert run_ranks(jobs.train_half, 2, {"replicas": 4, "exchange": exchange})[:1] == alone
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
+def test_strategies_of_the_exact_class_agree(strategy: str) -> None:
+    alone = run_ranks(jobs.train_half, 1, {"replicas": 2})
+    settings = {"replicas": 2, "strategy": strategy}
+    assert run_ranks(jobs.train_half, 2, settings) == alone * 2
+
+
+def test_ranks_that_hold_parts_agree_on_an_overflow() -> None:
+    """The first rank alone has it, in its part of the gradients."""
+    ranks = run_ranks(jobs.overflow, 2, {"strategy": "fsdp"})
+    assert ranks[0] == ranks[1]
+    told = ranks[0][0]
+    digests = [step[0] for step in told]
+    assert digests[3] == digests[2]
+    assert len(set(digests)) == 5
+    assert [step[1] for step in told] == [65536.0] * 3 + [32768.0] * 3

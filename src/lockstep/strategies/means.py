@@ -46,7 +46,7 @@ class Means:
         means = list(tensors)
         for places in kinds.values():
             total = self._sum(torch.cat([tensors[place].reshape(-1) for place in places]))
-            parts = total.split([tensors[place].numel() for place in places])
+            parts = torch.split(total, [tensors[place].numel() for place in places])
             for place, part in zip(places, parts, strict=True):
                 count = self.size if counts is None else counts[place]
                 means[place] = (part / count).view(tensors[place].shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from typing import Any
 
@@ -55,20 +56,27 @@ def autocast_forward(module: nn.Module, device_type: str, dtype: torch.dtype) ->
 
     So the loss is computed in fp32, wherever the script computes it.
     """
-    entered: list[torch.autocast] = []
+    entered = _Entered()
 
     def enter(_module: nn.Module, _inputs: Any) -> None:
         context = torch.autocast(device_type, dtype=dtype)
         context.__enter__()  # type: ignore[no-untyped-call]
-        entered.append(context)
+        entered.contexts.append(context)
 
     def leave(_module: nn.Module, _inputs: Any, output: Any) -> Any:
-        entered.pop().__exit__(None, None, None)
+        entered.contexts.pop().__exit__(None, None, None)
         return _to_fp32(output)
 
     module.register_forward_pre_hook(enter)
     # Called after a forward pass that raised, too: autocast must not stay on.
     module.register_forward_hook(leave, always_call=True)
+
+
+class _Entered(threading.local):
+    """What each thread has entered: DataParallel runs forward passes in several."""
+
+    def __init__(self) -> None:
+        self.contexts: list[torch.autocast] = []
 
 
 def _to_fp32(value: Any) -> Any:

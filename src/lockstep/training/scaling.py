@@ -39,6 +39,7 @@ class Scaler:
 
     Args:
         group: all ranks, which have to agree where models are split over them; `None` for a single one.
+        device: what this rank computes on.
         say: tells the user something, on the main rank.
         log: records values of the current step.
 
@@ -49,10 +50,11 @@ class Scaler:
     def __init__(
         self,
         group: dist.ProcessGroup | None,
+        device: torch.device,
         say: Callable[[str], None],
         log: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        self._group, self._say, self._log = group, say, log
+        self._group, self._device, self._say, self._log = group, device, say, log
         self.scale = FIRST
         self._good = 0
         self._found: dict[int, list[torch.Tensor]] = {}
@@ -72,7 +74,7 @@ class Scaler:
         for model in models:
             self._found[id(model)] = found = self._unscale(_gradients(model))
             if model.is_split and self._group is not None:
-                found[:] = [self._agree(found, model.parameters[0].device)]
+                found[:] = [self._agree(found)]
 
     def _unscale(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         groups: defaultdict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(
@@ -87,11 +89,11 @@ class Scaler:
             torch._amp_foreach_non_finite_check_and_unscale_(ours, found[-1], inverse)
         return found
 
-    def _agree(self, found: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    def _agree(self, found: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return what any rank has found: each has another part of the gradients."""
-        mine = torch.zeros((), device=device)
+        mine = torch.zeros((), device=self._device)
         for one in found:
-            mine = torch.maximum(mine, one.to(device))
+            mine = torch.maximum(mine, one.to(self._device))
         dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self._group)
         return mine
 

@@ -126,7 +126,7 @@ class Session:
         if self._watch is not None:
             listeners.append(self._watch)
         if settings.precision == "fp16":
-            self.state.scaler = Scaler(self.group, self._record.say, self._record.log)
+            self.state.scaler = Scaler(self.group, self.device, self._record.say, self._record.log)
             listeners.append(self.state.scaler)
         self.loop = Loop(settings.seed, self.replicas, self.models, listeners)
         self._record.bind(self.loop, self.digest)

@@ -26,7 +26,7 @@ class Made:
         self.logged: list[dict[str, Any]] = []
         self.module = nn.Linear(2, 1)
         self.model = SingleModel(self.module, replicas)
-        self.scaler = Scaler(None, self.said.append, self.logged.append)
+        self.scaler = Scaler(None, torch.device("cpu"), self.said.append, self.logged.append)
 
     def step(self, value: float) -> bool:
         """Let gradients of `value`, scaled, meet; say whether the step is left out."""
