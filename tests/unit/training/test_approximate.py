@@ -1,0 +1,74 @@
+"""Exchanges of the approximate class, and fp16, where they cannot work."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+
+from lockstep.errors import ExactnessError, ModelError, UsageError
+from lockstep.exchange.choose import POWERSGD_KEYWORDS, exactness_of
+from lockstep.layout.classes import APPROXIMATE_EXCHANGES, LOCAL_EXCHANGES
+from lockstep.layout.mesh import Mesh
+from lockstep.strategies.checks import check_settings
+from lockstep.training.formation import Formation, choose_exchange, choose_mesh
+from lockstep.training.settings import Settings
+from lockstep.world import World
+
+WORLD = World(rank=0, size=2, local_size=2, local_rank=0, address="x", port=1)
+
+
+def choose(**asked: object) -> str:
+    settings = Settings(name="test", **asked)  # type: ignore[arg-type]
+    return choose_exchange(settings, Formation.of(Mesh(2), 0, 2), WORLD, "cpu")
+
+
+@pytest.mark.parametrize("exchange", APPROXIMATE_EXCHANGES)
+def test_their_class(exchange: str) -> None:
+    with pytest.raises(ExactnessError, match=f"exchange={exchange} trains by other sums") as seen:
+        choose(exchange=exchange)
+    assert "--no-exact" in seen.value.hint
+    assert choose(exchange=exchange, exact=False) == exchange
+    assert exactness_of(exchange, Formation.of(Mesh(2), 0, 2).forest) == "approximate"
+
+
+@pytest.mark.parametrize("strategy", ["pipeline", "tensor"])
+def test_models_that_no_rank_has_whole(strategy: str) -> None:
+    with pytest.raises(UsageError, match=f"strategy={strategy}"):
+        choose(exchange="diloco", exact=False, strategy=strategy)
+
+
+@pytest.mark.parametrize("exchange", LOCAL_EXCHANGES)
+def test_fp16_by_ranks_that_train_by_themselves(exchange: str) -> None:
+    with pytest.raises(UsageError, match=f"precision=fp16 with exchange={exchange}") as seen:
+        choose(exchange=exchange, exact=False, precision="fp16")
+    assert "bf16" in seen.value.hint
+    assert choose(exchange=exchange, exact=False, precision="bf16") == exchange
+
+
+def test_fp16_by_servers_that_update() -> None:
+    settings = Settings(name="test", strategy="ps", staleness=0, servers=1, precision="fp16")
+    world = World(rank=0, size=1, address="x", port=1, environment="lockstep")
+    with pytest.raises(UsageError, match="precision=fp16 with staleness=0"):
+        choose_mesh(settings, world)
+
+
+def test_sync_every() -> None:
+    with pytest.raises(UsageError, match="sync_every is 0; expected an integer of at least 1"):
+        Settings(name="test", sync_every=0)
+
+
+def test_keywords_are_those_of_powersgd() -> None:
+    theirs = set(inspect.signature(PowerSGDState).parameters) - {"process_group"}
+    assert set(POWERSGD_KEYWORDS) == theirs
+
+
+def test_keywords_of_powersgd_are_taken_on_every_layout() -> None:
+    import torch
+    from torch import nn
+
+    where = {"exact": True, "device": torch.device("cpu")}
+    check_settings(nn.Linear(1, 1), {"matrix_approximation_rank": 2}, **where)
+    with pytest.raises(ModelError, match="no setting matrix_rank"):
+        check_settings(nn.Linear(1, 1), {"matrix_rank": 2}, **where)
