@@ -139,10 +139,14 @@ class Team:
         tail = (self._directory / "output").read_text(errors="replace")[-4000:]
         return RuntimeError(f"{self._contestant} {what}:\n{tail}")
 
-    def close(self) -> None:
-        """Let the processes end: of themselves if they are done, otherwise by force."""
+    def dismiss(self) -> None:
+        """Tell all ranks that there are no more turns."""
         for rank in self._ranks:
             rank.close()
+
+    def close(self) -> None:
+        """Let the processes end: of themselves if they are done, otherwise by force."""
+        self.dismiss()
         self._server.close()
         try:
             self._process.wait(30)
@@ -155,9 +159,10 @@ class Team:
 
 
 @contextlib.contextmanager
-def _teams(
+def gather_teams(
     contestants: Mapping[str, Contestant], n: int, arguments: Sequence[str]
 ) -> Iterator[dict[str, Team]]:
+    """Start all contestants, wait until every rank is there, and end them after the body."""
     with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
         teams = {}
         for number, (name, contestant) in enumerate(contestants.items()):
@@ -169,6 +174,8 @@ def _teams(
         for team in teams.values():
             team.meet()
         yield teams
+        for team in teams.values():
+            team.dismiss()  # so that all end at the same time
 
 
 def compete(
@@ -176,7 +183,7 @@ def compete(
 ) -> dict[str, list[float]]:
     """Return microseconds per step of every contestant in every round."""
     arguments = work.arguments(epochs=warm_up + pairs)
-    with _teams(contestants, n, arguments) as teams:
+    with gather_teams(contestants, n, arguments) as teams:
         seconds = in_turns(
             {name: team.turn for name, team in teams.items()}, pairs, warm_up=warm_up
         )
@@ -207,6 +214,6 @@ def consult_all(
         cases: by name, whose case it is and which one of its own.
         pairs: rounds that count.
     """
-    with _teams(contestants, n, arguments) as teams:
+    with gather_teams(contestants, n, arguments) as teams:
         turns = {name: partial(teams[who].turn, number) for name, (who, number) in cases.items()}
         return in_turns(turns, pairs, warm_up=3)
