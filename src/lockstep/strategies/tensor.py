@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.optim import Optimizer
 
@@ -152,6 +152,7 @@ def hold_tensors(module: nn.Module, holding: Holding, settings: Mapping[str, Any
             f"{type(module).__name__} cannot be parallelised by this plan: {error}",
             hint=f"{_WHERE} says what each style is for",
         ) from error
+    _check_parts(module, row.size())
     own = [local(p) for p in module.parameters() if p.requires_grad]
     return TensorModel(module, holding, make_sums(own, holding, row.get_local_rank()))
 
@@ -176,6 +177,18 @@ def _check_plan(module: nn.Module, plan: Any) -> None:
             raise ModelError(
                 f"plan names {pattern!r}, and the model has no such part; expected some of {parts}"
             )
+
+
+def _check_parts(module: nn.Module, size: int) -> None:
+    """Refuse parts of different sizes: what one layer gives then does not fit the next (torch 2.13)."""
+    for name, parameter in module.named_parameters():
+        for placement in parameter.placements if isinstance(parameter, DTensor) else ():
+            if isinstance(placement, Shard) and parameter.shape[placement.dim] % size:
+                raise ModelError(
+                    f"{name} has shape {tuple(parameter.shape)}, whose dimension {placement.dim} the plan "
+                    f"cuts over {size} ranks; expected a size that {size} divides",
+                    hint="another width, another mesh, or leave this part out of the plan",
+                )
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -1,0 +1,70 @@
+"""Layers over rows of ranks: the same mathematics, and the same bits for any number of rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from lockstep.testing import RankError, run_ranks
+from tests.distributed import spread
+
+pytestmark = pytest.mark.ranks(4)
+
+
+def environ(mesh: str | None) -> dict[str, str]:
+    asked = {} if mesh is None else {"LOCKSTEP_STRATEGY": "tensor", "LOCKSTEP_MESH": mesh}
+    return {"LOCKSTEP_REPLICAS": "4", **asked}
+
+
+def test_close_to_one_process_and_the_same_for_any_number_of_rows() -> None:
+    """Clipping, AdamW, parameters and buffers that are not cut."""
+    ((_, exactness, weights),) = run_ranks(spread.train_tensor, 1, environ=environ(None))
+    assert exactness == "exact"
+    one = run_ranks(spread.train_tensor, 2, environ=environ("1x2"))
+    two = run_ranks(spread.train_tensor, 4, environ=environ("2x2"))
+    assert {digest for digest, _, _ in one + two} == {one[0][0]}
+    for _, exactness, own in one + two:
+        assert exactness == "close"
+        assert own == pytest.approx(weights, rel=1e-3, abs=1e-5)
+
+
+def test_a_run_goes_on_with_another_mesh_and_strategy(tmp_path) -> None:
+    ((_, _, weights),) = run_ranks(spread.train_tensor, 1, environ=environ(None))
+    place = str(tmp_path)
+    faults = {**environ("2x2"), "LOCKSTEP_FAULTS": "term@4"}
+    told = run_ranks(spread.train_tensor, 4, place, 0.02, environ=faults)
+    assert {digest for digest, _, _ in told} == {"preempted"}
+    ((_, _, own),) = run_ranks(spread.train_tensor, 1, place, environ={})
+    assert own == pytest.approx(weights, rel=1e-3, abs=1e-5)
+
+
+def test_the_mesh() -> None:
+    found = run_ranks(spread.look_at_mesh, 4, environ=environ("2x2"))
+    assert [tuple(place) for _, _, place in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert {(names, shape) for names, shape, _ in found} == {(("data", "model"), (2, 2))}
+
+
+@pytest.mark.parametrize(
+    ("plan", "settings", "match"),
+    [
+        (None, {}, "run.model was given no plan for Mlp"),
+        ({"tall": ColwiseParallel()}, {}, "plan names 'tall', and the model has no such part"),
+        ({"wide": "columns"}, {}, "expected names of parts, each with a style"),
+        ({"wide": ColwiseParallel()}, {"width": 33}, "expected a size that 2 divides"),
+        ({"norm": RowwiseParallel()}, {}, "cannot be parallelised by this plan"),
+        (
+            {"wide": ColwiseParallel()},
+            {"exact": True},
+            "strategy=tensor sums parts of each product",
+        ),
+    ],
+)
+def test_plans_that_cannot_be(plan: Any, settings: dict[str, Any], match: str) -> None:
+    with pytest.raises(RankError, match=match):
+        run_ranks(_hold, 2, plan, settings, environ=environ("1x2"))
+
+
+def _hold(plan: Any, settings: dict[str, Any]) -> None:
+    spread.hold_tensor(plan, **settings)
