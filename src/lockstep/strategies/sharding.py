@@ -9,7 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
 from lockstep.errors import ModelError
@@ -23,6 +28,7 @@ PASSED = ("reshard_after_forward", "shard_placement_fn", "mp_policy", "offload_p
 OWN = ("wrap", "gather")
 #: When whole parameters are gathered: before each unit computes, or once for a global batch.
 GATHERS = ("unit", "batch")
+_KINDS = {"mp_policy": MixedPrecisionPolicy, "offload_policy": OffloadPolicy}
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _WHY = {
     "mesh": "ranks shard over the run's own mesh",
@@ -59,6 +65,12 @@ def check_sharding(
         raise ModelError(
             f"gather={settings['gather']!r}; expected {' or '.join(map(repr, GATHERS))}"
         )
+    for name, kind in _KINDS.items():
+        if name in settings and not isinstance(settings[name], kind):
+            what = type(settings[name]).__name__
+            raise ModelError(
+                f"{name} is a {what}; expected a {kind.__name__} of torch.distributed.fsdp"
+            )
     refuse_sparse(module)
     for name, part in module.named_modules():
         if isinstance(part, FSDPModule):
@@ -158,16 +170,15 @@ def _asked(module: nn.Module, wrap: Any) -> list[str]:
 
 def _units_of(module: nn.Module, names: Sequence[str]) -> dict[nn.Parameter, set[str]]:
     """Return the units that hold each parameter; the model itself is the unit named by nothing."""
-    prefixes = sorted(names, key=len, reverse=True)
-    parts: dict[int, str] = {}
-    for name in names:
-        parts.setdefault(id(module.get_submodule(name)), name)  # one part may have several names
+    there = dict(module.named_modules(remove_duplicate=False))
+    # By identity: one part may have several names.
+    units = {id(there[name]): name for name in reversed(names)} | {id(module): ""}
     owners: dict[nn.Parameter, set[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        unit = next((prefix for prefix in prefixes if name.startswith(f"{prefix}.")), "")
-        if unit:
-            unit = parts[id(module.get_submodule(unit))]
-        owners.setdefault(parameter, set()).add(unit)
+        path = name.rpartition(".")[0]
+        while id(there[path]) not in units:
+            path = path.rpartition(".")[0]
+        owners.setdefault(parameter, set()).add(units[id(there[path])])
     return owners
 
 
