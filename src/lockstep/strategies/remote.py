@@ -26,7 +26,8 @@ from lockstep.strategies.held import HeldModel
 from lockstep.strategies.holding import Holding
 from lockstep.strategies.ps import tell
 
-#: Updates between two places where ranks take replica 0's buffers, where they are not in step.
+#: Updates between two places where ranks that may be in different batches wait for each other: there the
+#: state can be kept, since all are at one step, and have replica 0's buffers.
 _EVERY = 50
 
 
@@ -59,7 +60,7 @@ class RemoteModel(HeldModel):
         self._nodes: list[Gradients] = []
         self._shown: list[tuple[torch.Tensor | None, int]] = []
         self._place = 0
-        self._updates = self._shared = 0  # now, and when ranks shared their buffers
+        self._apart = 0  # updates since the ranks were at one step, where they need not be
         self._owes_buffers = False
         if staleness:
             self.exactness = "approximate"
@@ -120,13 +121,15 @@ class RemoteModel(HeldModel):
         def step(_self: Optimizer) -> None:
             with self._waiting:
                 remote.step(self._gradients_of(remote), self._place)
+            self._apart += bool(self._staleness)
+            if self._apart >= _EVERY:
+                self.come_together()
 
         wrapped = functools.wraps(optimizer.step)(step)
         optimizer.step = MethodType(wrapped, optimizer)  # type: ignore[method-assign]
 
     def _gradients_of(self, remote: RemoteOptimizer) -> list[Gradients]:
         """Return this rank's nodes, for the parameters of one optimizer."""
-        self._updates += 1
         if not self._several_replicas:
             return [[parameter.grad for parameter in remote.parameters]]
         places = {id(p): place for place, p in enumerate(self.parameters)}
@@ -164,28 +167,21 @@ class RemoteModel(HeldModel):
 
     @property
     def is_whole(self) -> bool:
-        """Whether all ranks have the same buffers; the newest parameters can be had at any time."""
-        return not self._owes_buffers
-
-    def finish_buffers(self) -> None:
-        """Let all ranks take replica 0's buffers, now and then where they are not in step."""
-        super().finish_buffers()
-        if self._owes_buffers and self._updates >= self._shared + _EVERY:
-            self._share_buffers()
+        """Whether all ranks are at one step, and have the same buffers."""
+        return not (self._apart or self._owes_buffers)
 
     def come_together(self) -> None:
         """Have the newest parameters, and replica 0's buffers; all ranks call this together."""
-        self._catch_up()
+        if self._apart:
+            with self._waiting:
+                self._catch_up()  # no rank gets them before all have sent their gradients
         if self._owes_buffers:
-            self._share_buffers()
-
-    def _share_buffers(self) -> None:
-        self._owes_buffers, self._shared = False, self._updates
-        self._buffers.finish()
-        buffers = [buffer.detach() for buffer in self.module.buffers()]
-        if buffers and self._holding.group is not None:
+            self._buffers.finish()
+            buffers = [buffer.detach() for buffer in self.module.buffers()]
+            assert self._holding.group is not None
             with self._buffers.meeting:
                 broadcast(buffers, self._holding.group)
+        self._apart, self._owes_buffers = 0, False
 
     # --- state -----------------------------------------------------------------------------------
 
