@@ -71,6 +71,7 @@ WAYS = [
     Way("close", (4,), loose(strategy="tensor", mesh="2x2")),
     Way("close", (2,), loose(strategy="pipeline")),
     Way("close", (2, 4), {}, norm="synced"),
+    Way("close", (3,), {"strategy": "fsdp"}, norm="synced"),
     Way("approximate", (2,), loose(replicas=4), norm="synced"),
     *(Way("approximate", (2,), loose(exchange=name)) for name in APPROXIMATE_EXCHANGES),
     Way("approximate", (2,), loose(strategy="ps", staleness=2), servers=1),

@@ -267,6 +267,11 @@ def _synced(module: nn.Module, ranks: Ranks, name: str) -> SyncedBatchNorm:
             f"{what} has a forward pass of its own, which would be lost; expected PyTorch's",
             hint="convert the model before such layers are put in, or use PyTorch's BatchNorm",
         )
+    if getattr(module, "process_group", None) is not None:
+        raise ModelError(
+            f"{what} has a process group of its own; expected statistics over the global batch",
+            hint="create it without process_group",
+        )
     new: SyncedBatchNorm = SyncedBatchNorm.__new__(SyncedBatchNorm)
     new.__dict__.update(module.__dict__)
     new.kind, new.ranks = kind, ranks  # type: ignore[assignment]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,8 @@ from lockstep.strategies.sync_batchnorm import (
     convert,
     layers,
 )
+from lockstep.training.batchnorm import synchronise
+from lockstep.training.settings import Settings
 
 ALONE = Ranks(None)
 
@@ -198,6 +201,39 @@ def test_a_layer_that_computes_in_its_own_way() -> None:
         convert(nn.ModuleDict({"part": nn.Sequential(Own(3))}), ALONE)
 
 
+def test_a_group_of_some_ranks() -> None:
+    with pytest.raises(ModelError, match=r"the model itself.*has a process group of its own"):
+        convert(nn.SyncBatchNorm(3, process_group=object()), ALONE)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_inputs_of_reduced_precision(kind: torch.dtype) -> None:
+    """As under autocast: parameters and statistics stay in fp32, outputs are like the input."""
+    x = torch.randn(6, 3)
+    other = torch.randn(5, 3)
+    layer = convert(nn.BatchNorm1d(3), Turns([_statistics(other, counts=True)]))
+    low = x.to(kind).requires_grad_()
+    y = layer(low)
+    y.float().pow(3).sum().backward()
+    assert y.dtype == low.grad.dtype == kind
+    assert layer.weight.grad.dtype == torch.float32
+    exact = x.to(kind).float().requires_grad_()
+    again = convert(nn.BatchNorm1d(3), Turns([_statistics(other, counts=True)]))
+    again(exact).pow(3).sum().backward()
+    torch.testing.assert_close(layer.weight.grad, again.weight.grad, rtol=0.05, atol=0.05)
+    torch.testing.assert_close(low.grad.float(), exact.grad, rtol=0.05, atol=0.05)
+    torch.testing.assert_close(layer.running_var, again.running_var)
+
+
+def test_a_memory_format_is_kept() -> None:
+    other = _statistics(torch.randn(4, 3), counts=True)
+    layer = convert(nn.BatchNorm2d(3), Turns([other]))
+    x = torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last).requires_grad_()
+    y = layer(x)
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(y, layer(x.detach().contiguous()))
+
+
 def test_copies_and_files() -> None:
     ranks = Turns([torch.zeros(7)])
     synced = convert(nn.BatchNorm1d(3), ranks)
@@ -243,6 +279,20 @@ def test_what_belongs_to_the_run_already(make_run) -> None:
         with pytest.raises(ModelError, match="belongs to the run already") as caught:
             run.sync_batchnorm(model)
         assert caught.value.hint == "model = run.model(run.sync_batchnorm(model))"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"strategy": "pipeline"}, "strategy=pipeline, which cuts each replica's share to pieces"),
+        ({"strategy": "ps", "staleness": 2}, "staleness=2, under which workers go on without"),
+    ],
+)
+def test_where_ranks_do_not_compute_together(settings: dict, message: str) -> None:
+    session = SimpleNamespace(models=[], settings=Settings(name="x", exact=False, **settings))
+    with pytest.raises(ModelError, match=message) as caught:
+        synchronise(session, Net())
+    assert caught.value.hint
 
 
 @pytest.mark.parametrize("strategy", ["auto", "dp"])

@@ -1,0 +1,57 @@
+"""Strategies on GPUs; elsewhere these tests are skipped, and say so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DataParallel
+
+from lockstep.testing import RankError, run_ranks
+from tests.distributed import jobs, test_sync_batchnorm
+from tests.distributed.jobs import classes, conv_net, fit, quiet_run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
+]
+SEVERAL = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="this machine has fewer than 2 GPUs"
+)
+
+
+def train_dp(settings: dict[str, Any], keywords: dict[str, Any]) -> tuple[str, str, list[int]]:
+    with quiet_run(strategy="dp", replicas=2, **settings) as run:
+        model = run.model(conv_net(), **keywords)
+        assert isinstance(model, DataParallel)
+        assert list(model.state_dict()) == list(conv_net().state_dict())
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        fit(run, model, run.loader(classes(50, (1, 8, 8)), batch_size=16, shuffle=True), optimizer)
+        return run.digest(), run.exactness, list(model.device_ids)
+
+
+def test_dataparallel_on_one_gpu_is_the_module() -> None:
+    ((digest, exactness, ids),) = run_ranks(train_dp, 1, {}, {"device_ids": [0]})
+    assert (exactness, ids) == ("exact", [0])
+    assert run_ranks(jobs.train_conv, 1, {"replicas": 2}, {}) == [digest]
+
+
+@SEVERAL
+def test_dataparallel_takes_all_gpus() -> None:
+    ((_, exactness, ids),) = run_ranks(train_dp, 1, {"exact": False}, {})
+    assert (exactness, ids) == ("close", list(range(torch.cuda.device_count())))
+
+
+@SEVERAL
+def test_dataparallel_on_several_gpus_needs_a_word() -> None:
+    with pytest.raises(RankError, match="ExactnessError: strategy=dp on GPUs 0, 1"):
+        run_ranks(train_dp, 1, {}, {})
+
+
+@SEVERAL
+def test_batchnorm_over_gpus() -> None:
+    found = test_sync_batchnorm.shares(2, 2, {}, exchange="native")
+    expected = test_sync_batchnorm.alone(2, {})
+    for a, b in zip(found["buffers"], expected["buffers"], strict=True):
+        torch.testing.assert_close(torch.tensor(a), torch.tensor(b))
