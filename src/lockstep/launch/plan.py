@@ -189,26 +189,28 @@ def make_plan(
             error_file=error_file,
         )
 
-    def server(index: int) -> WorkerPlan:
-        error_file = error_dir / f"server-{index}.{meeting.generation}.json"
-        return WorkerPlan(
-            rank=-1 - index,
-            local_rank=index,
-            command=(*interpreter(), "-m", servers.MODULE),
-            env={**shared, **servers.variables(index), "TORCHELASTIC_ERROR_FILE": str(error_file)},
-            device="cpu",
-            log=run_dir / "logs" / f"server-{index}.log",
-            error_file=error_file,
-        )
-
+    # Servers are with the first rank, where the store is: on the node that all others reach.
+    own = 0 if meeting.first_rank else servers.count(spec, environ)
     return Plan(
         spec=spec,
         size=size,
         workers=tuple(worker(index) for index in range(n)),
-        # With the first rank, where the store is: that is the node which all others reach.
         servers=tuple(
-            map(server, range(0 if meeting.first_rank else servers.count(spec, environ)))
+            _server(index, shared, run_dir, error_dir / f"server-{index}.{meeting.generation}.json")
+            for index in range(own)
         ),
+    )
+
+
+def _server(index: int, shared: Mapping[str, str], run_dir: Path, error_file: Path) -> WorkerPlan:
+    return WorkerPlan(
+        rank=-1 - index,
+        local_rank=index,
+        command=(*interpreter(), "-m", servers.MODULE),
+        env={**shared, **servers.variables(index), "TORCHELASTIC_ERROR_FILE": str(error_file)},
+        device="cpu",
+        log=run_dir / "logs" / f"server-{index}.log",
+        error_file=error_file,
     )
 
 

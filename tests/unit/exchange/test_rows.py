@@ -113,7 +113,7 @@ def test_every_optimizer_of_torch_can_be_made_anew(name: str) -> None:
     made = optimizers.build(words[0], [[torch.nn.Parameter(torch.ones(2, 2))]])
     optimizers.set_numbers(made, words[1])
     assert type(made) is type(optimizer)
-    assert made.state_dict() == optimizer.state_dict()
+    assert made.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
 
 
 def test_numbers_that_json_has_no_word_for() -> None:
@@ -164,7 +164,9 @@ def test_state_that_is_no_tensor_and_no_number() -> None:
     optimizer = torch.optim.SGD([parameter])
     optimizer.state[parameter] = {"step": 3, "buffer": torch.ones(2)}
     entries, found = optimizers.pack(optimizer, [parameter])
-    assert optimizers.unpack(entries, found) == {0: {"step": 3, "buffer": found[0]}}
+    (state,) = optimizers.unpack(entries, found).values()
+    assert state["step"] == 3
+    assert torch.equal(state["buffer"], torch.ones(2))
     optimizer.state[parameter]["odd"] = {"a": 1}
     with pytest.raises(ModelError, match="odd of the optimizer is a dict"):
         optimizers.pack(optimizer, [parameter])

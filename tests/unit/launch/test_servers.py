@@ -1,0 +1,153 @@
+"""Servers in a plan: processes that are no ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.errors import UsageError
+from lockstep.launch import dry_run, failure
+from lockstep.launch.failure import Failure
+from lockstep.launch.forkserver import Exit
+from lockstep.launch.machine import Machine
+from lockstep.launch.method import Method
+from lockstep.launch.plan import Meeting, Plan, make_plan
+from lockstep.launch.servers import count
+from lockstep.launch.spec import LaunchSpec
+from lockstep.world import detect
+
+
+def spec(**method: Any) -> LaunchSpec:
+    return LaunchSpec(target="train.py", n=2, method=Method(**method))
+
+
+def plan(servers: int, environ: dict[str, str] | None = None, **meeting: Any) -> Plan:
+    return make_plan(
+        spec(strategy="ps", servers=servers),
+        Machine(cores=8),
+        environ or {},
+        meeting=Meeting(**meeting) if meeting else None,
+        run_dir=Path("runs/a"),
+        error_dir=Path("private"),
+    )
+
+
+def test_servers_are_none_of_the_ranks() -> None:
+    made = plan(3)
+    assert [worker.rank for worker in made.workers] == [0, 1]
+    assert made.size == 2
+    assert [server.name for server in made.servers] == ["server 0", "server 1", "server 2"]
+    assert [server.rank for server in made.servers] == [-1, -2, -3]
+    for server in made.servers:
+        assert "RANK" not in server.env, "nobody shall take it for a rank"
+        assert server.command[-2:] == ("-m", "lockstep.server"), "never the user's script"
+    logs = {one.log for one in (*made.workers, *made.servers)}
+    files = {one.error_file for one in (*made.workers, *made.servers)}
+    assert (len(logs), len(files)) == (5, 5)
+
+
+def test_servers_know_the_launch_and_see_no_gpu() -> None:
+    made = plan(2, address="10.0.0.1", port=4567, node_count=2, size=4)
+    for index, server in enumerate(made.servers):
+        assert server.env["LOCKSTEP_SERVER"] == str(index)
+        assert server.env["CUDA_VISIBLE_DEVICES"] == ""
+        for name in ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "LOCKSTEP_SERVERS"):
+            assert server.env[name] == made.workers[0].env[name]
+    assert "LOCKSTEP_SERVER" not in made.workers[0].env
+
+
+def test_the_first_rank_s_launcher_has_all_of_them() -> None:
+    assert len(plan(2, first_rank=0, size=4, node_count=2).servers) == 2
+    assert plan(2, first_rank=2, size=4, node_count=2, node_rank=1).servers == ()
+
+
+def test_a_rank_that_is_alone_meets_its_servers_in_the_launchers_store() -> None:
+    lone = LaunchSpec(target="train.py", n=1, method=Method(strategy="ps", servers=1))
+    where = {"run_dir": Path("runs/a"), "error_dir": Path("private")}
+    (worker,) = make_plan(lone, Machine(cores=8), {}, **where).workers
+    assert detect({**worker.env, "MASTER_PORT": "4567"}).agent_store
+    plain = LaunchSpec(target="train.py", n=1)
+    (worker,) = make_plan(plain, Machine(cores=8), {}, **where).workers
+    assert not detect({**worker.env, "MASTER_PORT": "4567"}).agent_store
+
+
+def test_no_servers_where_none_are_asked_for() -> None:
+    made = make_plan(
+        spec(), Machine(cores=8), {}, run_dir=Path("runs/a"), error_dir=Path("private")
+    )
+    assert made.servers == ()
+
+
+@pytest.mark.parametrize(
+    ("method", "environ", "expected"),
+    [
+        ({"strategy": "ps", "servers": 2}, {}, 2),
+        ({"servers": 2}, {}, 2),
+        ({}, {"LOCKSTEP_SERVERS": "3"}, 3),
+        ({"servers": 1, "strategy": "ps"}, {"LOCKSTEP_SERVERS": "3"}, 1),
+        ({}, {"LOCKSTEP_SERVERS": "3", "LOCKSTEP_STRATEGY": "ps"}, 3),
+        ({}, {}, 0),
+    ],
+)
+def test_how_many(method: dict[str, Any], environ: dict[str, str], expected: int) -> None:
+    assert count(spec(**method), environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("method", "environ"),
+    [
+        ({"strategy": "ps"}, {}),
+        ({"strategy": "ps", "servers": 0}, {"LOCKSTEP_SERVERS": "2"}),
+        ({"strategy": "ddp", "servers": 2}, {}),
+        ({"strategy": "ddp"}, {"LOCKSTEP_SERVERS": "2"}),
+        ({}, {"LOCKSTEP_STRATEGY": "ps"}),
+        ({}, {"LOCKSTEP_SERVERS": "-2"}),
+        ({"servers": 65}, {}),
+    ],
+)
+def test_what_cannot_be(method: dict[str, Any], environ: dict[str, str]) -> None:
+    with pytest.raises(UsageError):
+        count(spec(**method), environ)
+
+
+def test_the_flags_are_variables() -> None:
+    variables = Method(servers=2, staleness=0).variables()
+    assert (variables["LOCKSTEP_SERVERS"], variables["LOCKSTEP_STALENESS"]) == (2, 0)
+    for name in ("servers", "staleness"):
+        with pytest.raises(UsageError, match=f"--{name} is -1; expected at least 0"):
+            Method(**{name: -1})
+
+
+def test_a_dry_run_shows_them() -> None:
+    lines = dry_run.lines(plan(2))
+    assert "server 1 on cpu" in lines
+    assert "  log: runs/a/logs/server-1.log" in lines
+
+
+def test_a_verdict_names_the_server() -> None:
+    made = plan(2)
+    killed = Exit(rank=-2, pid=7, code=-9, time=1.0)
+    found = failure.collect((*made.workers, *made.servers), {-2: killed})
+    verdict = failure.verdict(found, made.size)
+    assert verdict.text.startswith("lockstep: server 1 failed on ")
+    assert verdict.brief == "server 1 was killed by signal 9 (SIGKILL)"
+    assert "log: runs/a/logs/server-1.log" in verdict.text
+
+
+def test_a_server_that_died_is_the_cause_of_what_workers_felt() -> None:
+    from lockstep.record.report import Report
+
+    made = plan(1)
+    felt = Report(rank=0, exception="PeerError", message="server 0 is gone", consequence=True)
+    failures = [
+        Failure(worker=made.workers[0], time=1.0, report=felt, exit=None),
+        Failure(
+            worker=made.servers[0],
+            time=2.0,
+            report=None,
+            exit=Exit(rank=-1, pid=7, code=-9, time=2.0),
+        ),
+    ]
+    assert failure.first(failures).worker.name == "server 0"
