@@ -121,3 +121,32 @@ def accuracy(settings: dict[str, Any], lr: float = 0.1, epochs: int = 8) -> tupl
         with torch.no_grad():
             right = run.mean(model(x).argmax(1) == y for x, y in test)
         return right, run.digest()
+
+
+def leave_alone(exchange: str) -> None:
+    """The second rank leaves a loop by itself."""
+    with quiet_run(exact=False, exchange=exchange, sync_every=4) as run:
+        model = run.model(nn.Linear(6, 4))
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for number, (x, y) in enumerate(run.loader(classes(80, (6,)), batch_size=10)):
+            run.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 1 and run.world.rank == 1:
+                break
+
+
+def two_optimizers() -> None:
+    """One for each layer of a model."""
+    with quiet_run(exact=False, exchange="local-sgd") as run:
+        model = run.model(nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 4)))
+        for layer in model:
+            run.optimizer(torch.optim.SGD(layer.parameters(), lr=0.1))
+
+
+def one_optimizer_for_two_models() -> None:
+    """Whose steps would be counted twice."""
+    with quiet_run(exact=False, exchange="diloco") as run:
+        models = [run.model(nn.Linear(6, 4)) for _ in range(2)]
+        both = [p for model in models for p in model.parameters()]
+        run.optimizer(torch.optim.SGD(both, lr=0.1))

@@ -43,6 +43,20 @@ def test_a_run_goes_on_as_if_nothing_had_been(exchange: str, tmp_path: Path) -> 
     assert len(set(whole)) == 1
 
 
+def test_a_rank_that_leaves_a_loop_by_itself_is_told() -> None:
+    with pytest.raises(
+        RankError, match=r"PeerError: since they met .* done \[4, 2\] steps of Linear"
+    ):
+        run_ranks(jobs.leave_alone, 2, "local-sgd", timeout=30)
+
+
+def test_optimizers_whose_steps_cannot_be_counted() -> None:
+    with pytest.raises(RankError, match="ModelError: Sequential has two optimizers"):
+        run_ranks(jobs.two_optimizers, 2)
+    with pytest.raises(RankError, match=r"ModelError: optimizer 1 .* holds parameters of 2 models"):
+        run_ranks(jobs.one_optimizer_for_two_models, 2)
+
+
 def test_fp16_is_refused() -> None:
     with pytest.raises(RankError, match="UsageError: precision=fp16 with exchange=diloco"):
         run_ranks(jobs.overflow, 2, {"exchange": "diloco", "exact": False})

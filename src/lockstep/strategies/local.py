@@ -16,12 +16,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.data.microbatch import Microbatch
-from lockstep.errors import ModelError
+from lockstep.errors import ModelError, PeerError
 from lockstep.strategies.buffers import Buffers, broadcast
 from lockstep.strategies.contributions import Contributions, take_gradients
 from lockstep.strategies.held import HeldModel
 from lockstep.strategies.holding import Holding
-from lockstep.strategies.means import Means, average_memory
+from lockstep.strategies.means import Means, average_memory, describe_memory
 from lockstep.strategies.outer import Mean, Nesterov, Outer
 
 #: Steps between two meetings where the user says no number. Local SGD: Lin et al., "Don't Use Large
@@ -124,19 +124,38 @@ class LocalModel(HeldModel):
         return not self._steps and not self._has_own_buffers
 
     def come_together(self) -> None:
-        """Become one model again, where ranks have gone ways of their own; all of them call this."""
+        """Become one model again, where ranks have gone ways of their own; all of them call this.
+
+        Raises:
+            PeerError: if they have not gone as many steps.
+            ModelError: if what an optimizer remembers has no mean.
+        """
         if self.is_whole:
             return
         with torch.no_grad(), self._meeting:
             if self._steps:
-                self._outer.finish(self._means.of(self._outer.outgoing()))
-                if self._optimizer is not None:
-                    average_memory(self._optimizer, self.parameters, self._means)
+                self._become_one()
             buffers = [buffer.detach() for buffer in self.module.buffers()]
             if buffers:
                 self._buffers.finish()
                 broadcast(buffers, self._group)
         self._steps, self._has_own_buffers = 0, False
+
+    def _become_one(self) -> None:
+        optimizer, parameters = self._optimizer, self.parameters
+        own = None if optimizer is None else describe_memory(optimizer, parameters)
+        told = self._means.all_of((self._steps, own))
+        steps = [theirs for theirs, _ in told]
+        if len(set(steps)) > 1:
+            raise PeerError(
+                f"since they met the last time, ranks have done {steps} steps of "
+                f"{type(self.module).__name__}; expected as many on each",
+                hint="a `break` or `continue` must not depend on the rank or on one rank's values; "
+                "reduce them first, for instance with run.mean",
+            )
+        self._outer.finish(self._means.of(self._outer.outgoing()))
+        if optimizer is not None:
+            average_memory(optimizer, parameters, [memory for _, memory in told], self._means)
 
     # --- state -----------------------------------------------------------------------------------
 

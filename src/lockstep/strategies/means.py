@@ -69,17 +69,34 @@ class Means:
         self._exchange.close()
 
 
-def average_memory(optimizer: Optimizer, parameters: Sequence[torch.Tensor], means: Means) -> None:
+def describe_memory(
+    optimizer: Optimizer, parameters: Sequence[torch.Tensor]
+) -> list[dict[str, Any]]:
+    """Return what an optimizer remembers of each parameter, without the tensors.
+
+    Raises:
+        ModelError: for what has no mean.
+    """
+    return [_describe(optimizer.state.get(parameter, {})) for parameter in parameters]
+
+
+def average_memory(
+    optimizer: Optimizer,
+    parameters: Sequence[torch.Tensor],
+    all_ranks: Sequence[list[dict[str, Any]]],
+    means: Means,
+) -> None:
     """Give an optimizer on all ranks the mean of what it remembers, such as its momentum.
 
     A rank whose samples have never used a parameter remembers nothing of it: then the mean is over the
     ranks that do, and it is this rank's, too.
 
-    Raises:
-        ModelError: for what has no mean.
+    Args:
+        optimizer: of this rank.
+        parameters: of the model.
+        all_ranks: what `describe_memory` returned on each rank.
+        means: over the ranks.
     """
-    own = [_describe(optimizer.state.get(parameter, {})) for parameter in parameters]
-    all_ranks: list[list[dict[str, Any]]] = means.all_of(own)
     union = [_merge([rank[place] for rank in all_ranks]) for place in range(len(parameters))]
     slots: list[_Slot] = []
     for place, parameter in enumerate(parameters):

@@ -59,8 +59,7 @@ class Mean:
 class Nesterov:
     """DiLoCo: the ranks' mean way is a gradient for an outer optimizer, SGD with Nesterov momentum.
 
-    Learning rate and momentum are those of Douillard et al. 2023 (arXiv:2311.08105), who found them best
-    from the smallest to the largest of their models.
+    Learning rate and momentum are those of the paper: Douillard et al. 2023 (arXiv:2311.08105).
 
     Args:
         parameters: of the model.

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
 
 from lockstep.errors import ModelError
-from lockstep.strategies.means import average_memory
+from lockstep.strategies.means import average_memory, describe_memory
 
 
 class TwoRanks:
@@ -17,12 +16,9 @@ class TwoRanks:
 
     size = 2
 
-    def __init__(self, other: Any, tensors: dict[str, torch.Tensor]) -> None:
-        self._other, self._tensors = other, tensors
+    def __init__(self, **tensors: torch.Tensor) -> None:
+        self._tensors = tensors
         self.counts: list[int] = []
-
-    def all_of(self, value: Any) -> list[Any]:
-        return [value, self._other]
 
     def of(self, tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
         self.counts = list(counts)
@@ -42,8 +38,9 @@ def stepped() -> tuple[torch.optim.Optimizer, list[torch.nn.Parameter]]:
 def test_momentum_is_averaged_over_the_ranks_that_have_one() -> None:
     optimizer, parameters = stepped()
     other = [{"momentum_buffer": ([2], "float32")}] * 2
-    means = TwoRanks(other, {"first": torch.ones(2), "second": torch.full((2,), 5.0)})
-    average_memory(optimizer, parameters, means)  # type: ignore[arg-type]
+    means = TwoRanks(first=torch.ones(2), second=torch.full((2,), 5.0))
+    both = [describe_memory(optimizer, parameters), other]
+    average_memory(optimizer, parameters, both, means)  # type: ignore[arg-type]
     assert means.counts == [2, 1]
     assert torch.equal(optimizer.state[parameters[0]]["momentum_buffer"], torch.tensor([1.5, 2.5]))
     assert torch.equal(optimizer.state[parameters[1]]["momentum_buffer"], torch.full((2,), 5.0))
@@ -56,7 +53,8 @@ def test_numbers_are_the_first_ranks_that_has_them() -> None:
         {"momentum_buffer": ([2], "float32"), "step": (None, 7)},
         {"step": (None, 5)},
     ]
-    average_memory(optimizer, parameters, TwoRanks(other, {"first": torch.ones(2)}))  # type: ignore[arg-type]
+    both = [describe_memory(optimizer, parameters), other]
+    average_memory(optimizer, parameters, both, TwoRanks(first=torch.ones(2)))  # type: ignore[arg-type]
     assert optimizer.state[parameters[0]]["step"] == 3
     assert optimizer.state[parameters[1]]["step"] == 5
 
@@ -65,4 +63,4 @@ def test_memory_without_a_mean_is_refused() -> None:
     optimizer, parameters = stepped()
     optimizer.state[parameters[0]]["codes"] = torch.zeros(4, dtype=torch.uint8)
     with pytest.raises(ModelError, match=r"remembers codes, a tensor of torch\.uint8"):
-        average_memory(optimizer, parameters, TwoRanks([{}, {}], {}))  # type: ignore[arg-type]
+        describe_memory(optimizer, parameters)
