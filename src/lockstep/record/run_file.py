@@ -30,6 +30,7 @@ class Identity:
         replicas: number of replicas.
         threads: intra-op threads per process.
         precision: numeric precision of forward passes.
+        method: `exact`, or how a run trains that need not be.
         device: kind of device.
         versions: versions of Python, torch and Lockstep.
     """
@@ -42,6 +43,7 @@ class Identity:
     threads: int
     precision: str
     device: str
+    method: str = "exact"
     versions: dict[str, str] = field(default_factory=dict)
 
     def differences(self, other: dict[str, Any]) -> list[str]:

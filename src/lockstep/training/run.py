@@ -26,7 +26,7 @@ from lockstep.training.metrics import Item, Metrics
 from lockstep.training.models import Models
 from lockstep.training.plainly import show_plainly
 from lockstep.training.session import Session
-from lockstep.training.settings import Settings, from_environment
+from lockstep.training.settings import OF_SCRIPTS, Settings, from_environment
 from lockstep.training.whereabouts import Whereabouts
 from lockstep.world.detect import given
 
@@ -103,26 +103,10 @@ class Run(Whereabouts):
         world_size: int | None = None,
         store: dist.Store | None = None,
     ) -> None:
+        asked = {**locals(), "run_dir": None if run_dir is None else Path(run_dir)}
         show_plainly()
-        settings = Settings(
-            name=name,
-            seed=seed,
-            replicas=replicas,
-            exact=exact,
-            strategy=strategy,
-            exchange=exchange,
-            precision=precision,
-            mesh=mesh,
-            sync_every=sync_every,
-            staleness=staleness,
-            devices=devices,
-            threads=threads,
-            run_dir=None if run_dir is None else Path(run_dir),
-            progress=progress,
-            stop_on_nan=stop_on_nan,
-            checkpoint_every=checkpoint_every,
-            keep=keep,
-        )
+        # An argument for each setting, under its name; the others say where the ranks meet.
+        settings = Settings(**{name: asked[name] for name in OF_SCRIPTS})
         world = given(init_method, rank, world_size, has_store=store is not None)
         self._session = Session(from_environment(settings), world, store)
         self._models = Models(self._session)
@@ -347,7 +331,7 @@ class Run(Whereabouts):
     def first(self) -> AbstractContextManager[None]:
         """Let the main rank go through the body first, then one rank per node, then all others."""
         self._loop.require_meeting_point("run.first")
-        return self._session.first()
+        return self._session.turns.first()
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""

@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,14 +19,13 @@ from lockstep.data.build import LoaderSettings
 from lockstep.data.loader import Loader
 from lockstep.data.microbatch import Microbatch
 from lockstep.data.randomness import set_key
-from lockstep.errors import DivergenceError, LockstepError, ModelError, PeerError, UsageError
+from lockstep.errors import DivergenceError, LockstepError, ModelError, UsageError
 from lockstep.exchange.choose import exactness_of
 from lockstep.layout import keys
 from lockstep.layout.classes import worst
 from lockstep.layout.mesh import SPREAD, Mesh
 from lockstep.record import report
 from lockstep.record.recorder import Recorder, RecordSettings
-from lockstep.record.run_file import Identity, script_and_arguments, versions
 from lockstep.strategies.held import HeldModel
 from lockstep.strategies.holding import Holding
 from lockstep.strategies.precision import check_precision
@@ -41,6 +40,7 @@ from lockstep.training.formation import (
     choose_mesh,
     needs_group,
 )
+from lockstep.training.identity import describe
 from lockstep.training.keeping import Keeper
 from lockstep.training.loop import Listener, Loop
 from lockstep.training.memory import Memory, find_slot
@@ -51,12 +51,12 @@ from lockstep.training.standing import Standing
 from lockstep.training.state import State
 from lockstep.training.threads import set_threads
 from lockstep.training.together import Together
+from lockstep.training.turns import Turns
 from lockstep.training.watch import Watch
-from lockstep.version import __version__
 from lockstep.world import World, mpi
 from lockstep.world.connect import connect
 from lockstep.world.devices import choose_device, make_deterministic
-from lockstep.world.meet import TIMEOUT, leave, meet
+from lockstep.world.meet import leave, meet
 
 
 class Session:
@@ -76,6 +76,7 @@ class Session:
         store: where ranks leave notes for each other.
         group: the process group; `None` on a single rank.
         models: the models that the run holds.
+        turns: who goes first.
         loop: where the run stands.
     """
 
@@ -102,7 +103,9 @@ class Session:
             if settings.exact:
                 make_deterministic(self.device)
             check_precision(settings.precision, self.device)
-            self._identity = self._describe()
+            self._identity = describe(
+                settings, replicas=self.replicas, threads=self.threads, device=self.device.type
+            )
             self._memory = Memory.find(os.environ, world, self._identity, self._meeting.number)
             always = needs_group(settings.strategy)
             connection = connect(self._meeting, self.device, always=always)
@@ -117,18 +120,12 @@ class Session:
         self.state = State()
         # Weak, so that a script may make a loader per epoch and let it go.
         self._loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
-        self._meetings = 0
+        self.turns = Turns(world, self.store, self.standing)
         self._backwards = False
         self._record = Recorder(self._record_settings(), self._identity, world, self.store)
         self._remember_directory()
         self._watch = self._start_watch()
-        listeners: list[Listener] = [self._record, self.standing]
-        if self._watch is not None:
-            listeners.append(self._watch)
-        if settings.precision == "fp16":
-            self.state.scaler = Scaler(self.group, self.device, self._record.say, self._record.log)
-            listeners.append(self.state.scaler)
-        self.loop = Loop(settings.seed, self.replicas, self.models, listeners)
+        self.loop = Loop(settings.seed, self.replicas, self.models, self._listeners())
         self._record.bind(self.loop, self.digest)
         self._faults = Faults.of(os.environ, world)
         with self._meeting.telling():
@@ -136,6 +133,16 @@ class Session:
         self.loop.at_point = self._at_point
         self._signals = Signals(self._keeper.stop, patient=world.environment == "lockstep")
         set_key(keys.derive(settings.seed, keys.INIT))
+
+    def _listeners(self) -> list[Listener]:
+        """Return who is told of steps and loops."""
+        listeners: list[Listener] = [self._record, self.standing]
+        if self._watch is not None:
+            listeners.append(self._watch)
+        if self.settings.precision == "fp16":
+            self.state.scaler = Scaler(self.group, self.device, self._record.say, self._record.log)
+            listeners.append(self.state.scaler)
+        return listeners
 
     @property
     def models(self) -> list[HeldModel]:
@@ -241,20 +248,6 @@ class Session:
             repeats=self.formation.column > 0,
         )
 
-    def _describe(self) -> Identity:
-        script, arguments = script_and_arguments()
-        return Identity(
-            name=self.settings.name,
-            script=script,
-            arguments=arguments,
-            seed=self.settings.seed,
-            replicas=self.replicas,
-            threads=self.threads,
-            precision=self.settings.precision,
-            device=self.device.type,
-            versions=versions(torch.__version__, __version__),
-        )
-
     def _start_watch(self) -> Watch | None:
         if self.group is None:
             return None
@@ -337,29 +330,6 @@ class Session:
     def epoch_ends(self, epoch: int) -> None:
         """The body of `for epoch in run.epochs(…)` is done with an epoch."""
         self._record.epoch_ends(epoch)
-
-    @contextlib.contextmanager
-    def first(self) -> Iterator[None]:
-        """Let the main rank go first, then one rank per node, then all others."""
-        self._meetings += 1
-        prefix = f"first/{self._meetings}"
-        mine = f"{prefix}/{self.world.node_rank}/{self.world.local_rank}"
-        if not self.world.is_main:
-            leader = 0 if self.world.local_rank == 0 else self.world.node_rank
-            with self.standing.meeting("run.first"):
-                self._wait(f"{prefix}/{leader}/0", leader)
-        else:
-            self.standing.pass_by("run.first")
-        yield
-        self.store.set(mine, "done")
-
-    def _wait(self, key: str, node: int) -> None:
-        try:
-            self.store.wait([key], TIMEOUT)
-        except dist.DistError as error:
-            raise PeerError(
-                f"the first rank of node {node} did not come out of run.first() within {TIMEOUT}"
-            ) from error
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""

@@ -86,6 +86,12 @@ class Settings:
             raise UsageError(f"{name} is {value!r}; expected an integer of at least 1")
 
 
+#: Settings that come from the launcher alone.
+_OF_LAUNCHERS = ("fresh", "trace", "default_replicas", "servers")
+#: Settings that a script may give.
+OF_SCRIPTS = tuple(one.name for one in fields(Settings) if one.name not in _OF_LAUNCHERS)
+
+
 def _boolean(text: str) -> bool:
     if text.lower() in _TRUE | _FALSE:
         return text.lower() in _TRUE
