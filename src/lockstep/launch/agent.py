@@ -122,7 +122,7 @@ class Agent(SimpleElasticAgent):
         self._standing.begin()
         self.plan = self._planner(self._meeting(worker_group))
         # First the servers: what a fork server remembers of its last child is a worker's.
-        for server in self.plan.servers:
+        for server in self._servers:
             self._start(server, {})
         return {
             index: self._start(worker, self._standing.variables(index))
@@ -136,6 +136,10 @@ class Agent(SimpleElasticAgent):
     @property
     def _workers(self) -> tuple[WorkerPlan, ...]:
         return self.plan.workers if self.plan is not None else ()
+
+    @property
+    def _servers(self) -> tuple[WorkerPlan, ...]:
+        return self.plan.servers if self.plan is not None else ()
 
     def _meeting(self, group: WorkerGroup) -> Meeting:
         return Meeting.of(
@@ -195,8 +199,7 @@ class Agent(SimpleElasticAgent):
         return {rank: left for rank, left in self._exits.items() if left.code not in fine}
 
     def _failures(self) -> list[Failure]:
-        servers = self.plan.servers if self.plan is not None else ()
-        return failure.collect((*self._workers, *servers), self._failed())
+        return failure.collect((*self._workers, *self._servers), self._failed())
 
     def _report(self, told: Told) -> RunResult:
         """Do what is decided on a failure of this launcher's workers, or of all that it knows."""
@@ -254,7 +257,8 @@ class Agent(SimpleElasticAgent):
     def _hang(self) -> Told | None:
         """Return what is told if no rank moves any more."""
         pids = {rank: pid for rank, pid in self._started.items() if rank not in self._exits}
-        hang = self._hangs.look(self._workers, pids, self._meeting_place.roster.size)
+        size = self._meeting_place.roster.size
+        hang = self._hangs.look(self._workers, pids, size, self._servers)
         if hang is None:
             return None
         # Another launcher may know of a failure, or of a rank that is further behind.

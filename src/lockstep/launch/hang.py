@@ -109,14 +109,19 @@ class HangWatch:
         self._still = 0.0
 
     def look(
-        self, workers: Sequence[WorkerPlan], pids: Mapping[int, int], size: int
+        self,
+        workers: Sequence[WorkerPlan],
+        pids: Mapping[int, int],
+        size: int,
+        servers: Sequence[WorkerPlan] = (),
     ) -> Hang | None:
         """Return the hang, if there is one; often called, and seldom looks.
 
         Args:
             workers: all workers of this launcher, in the order of their slots.
-            pids: process ids of those that have not ended, by rank.
+            pids: process ids of those, and of servers, that have not ended, by rank.
             size: number of ranks in the launch.
+            servers: its parameter servers, which give no sign of life: they wait for workers.
         """
         now = time.monotonic()
         passed = now - self._looked
@@ -130,6 +135,9 @@ class HangWatch:
         self._still += min(passed, _LONGEST_LOOK)
         if self._still < self._timeout:
             return None
+        stopped = [one for one in servers if one.rank in pids and is_stopped(pids[one.rank])]
+        if stopped:
+            return Hang(verdict=_of_server(stopped[0], self._timeout), progress=-2.0)
         return self._examine(workers, pids, size)
 
     @staticmethod
@@ -187,6 +195,23 @@ def verdict(stands: Sequence[Stand], size: int, timeout: float) -> Verdict:
         traceback=None,
         kind=Kind.HANG,
         brief=f"rank {rank} {what}{cause.place}",
+    )
+
+
+def _of_server(server: WorkerPlan, timeout: float) -> Verdict:
+    """Return what is said of ranks that wait for a server that is stopped."""
+    what = f"{server.name} is stopped (SIGSTOP)"
+    lines = [
+        f"lockstep: {what} on {socket.gethostname()}: no rank has moved for {timeout:g} s",
+        f"  log: {short(server.log)}",
+    ]
+    return Verdict(
+        text="\n".join(lines),
+        exit_code=1,
+        rank=server.rank,
+        traceback=None,
+        kind=Kind.HANG,
+        brief=what,
     )
 
 
