@@ -79,6 +79,7 @@ def main() -> None:
         def contest(name: str) -> Callable[[], float]:
             def case() -> float:
                 told[name].append(train(hosts, made, *CONTESTANTS[name]))
+                print(f"{name}: {told[name][-1]}", file=sys.stderr, flush=True)
                 return float(told[name][-1]["seconds"])
 
             return case

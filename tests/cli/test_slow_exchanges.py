@@ -1,0 +1,67 @@
+"""`lockstep run` with exchanges for slow links, and in fp16."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.conftest import Lockstep
+
+SCRIPT = """
+import torch, lockstep
+from torch.utils.data import TensorDataset
+
+with lockstep.Run("slow") as run:
+    model = run.model(torch.nn.Linear(3, 2))
+    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for (x,) in run.loader(TensorDataset(torch.arange(24.0).view(8, 3) / 24), batch_size=2):
+        run.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    run.print(run.exchange, run.exactness, run.scale)
+"""
+
+
+@pytest.mark.ranks(2)
+def test_flags(lockstep: Lockstep) -> None:
+    lockstep.script(SCRIPT)
+    words = ("--no-exact", "--exchange", "diloco", "--sync-every", "2", "--precision", "bf16")
+    done = lockstep("run", "-n", "2", *words, "train.py")
+    assert done.code == 0, done.err
+    assert "diloco approximate 1.0\n" in done.out
+    assert "lockstep: slow: approximate, 2 replicas on 2 ranks, cpu, exchange diloco" in done.err
+    assert "finished steps=4 " in done.out
+
+
+def test_fp16(lockstep: Lockstep) -> None:
+    lockstep.script(SCRIPT)
+    done = lockstep("run", "--precision", "fp16", "train.py")
+    assert done.code == 0, done.err
+    assert "none exact 65536.0\n" in done.out
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (
+            ("--exchange", "local-sgd"),
+            1,
+            "exchange=local-sgd trains by other sums than one process",
+        ),
+        (
+            ("--exchange", "local-sgd", "--no-exact", "--precision", "fp16"),
+            2,
+            "precision=fp16 with exchange=local-sgd",
+        ),
+        (("--sync-every", "0"), 2, "--sync-every is 0; expected at least 1"),
+        (("--sync-every", "often"), 2, "argument --sync-every: invalid int value: 'often'"),
+    ],
+)
+def test_what_cannot_work(
+    lockstep: Lockstep, words: tuple[str, ...], code: int, message: str
+) -> None:
+    lockstep.script(SCRIPT)
+    done = lockstep("run", "-n", "2", *words, "train.py")
+    assert done.code == code
+    assert message in done.err
+    assert "Traceback" not in done.err
