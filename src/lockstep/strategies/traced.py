@@ -20,6 +20,10 @@ from lockstep.layout.cut import balance
 from lockstep.strategies.stage import HINT, LIST_HINT, Program, Stage, check_order, find
 
 
+#: How much lighter the heaviest stage has to become for a part to be looked into.
+_WORTH = 0.9
+
+
 class _Tracer(fx.Tracer):
     """Keeps parts whole, but for those that are to be looked into."""
 
@@ -78,19 +82,28 @@ def cut_traced(module: nn.Module, count: int, split: Sequence[str] | None) -> Pr
 
 
 def _open(module: nn.Module, count: int, split: Sequence[str]) -> _Traced:
-    """Trace `module`, and look into parts until its stages can be made."""
+    """Trace `module`, and look into parts where that makes the heaviest stage a good deal lighter."""
     opened = frozenset(name[:end] for name in split for end, c in enumerate(name) if c == ".")
-    traced = _trace(module, opened)
+    traced = best = _trace(module, opened)
+    least = _heaviest(traced, count)
     closed: set[str] = set()
-    while not split:
-        heavy = _too_heavy(module, traced, count, closed)
-        if heavy is None:
-            break
+    while not split and (heavy := _too_heavy(module, traced, count, closed)) is not None:
         try:
             traced = _trace(module, traced.opened | {heavy})
         except ModelError:
             closed.add(heavy)
-    return traced
+            continue
+        if (weight := _heaviest(traced, count)) < _WORTH * least:
+            best, least = traced, weight
+    return best
+
+
+def _heaviest(traced: _Traced, count: int) -> float:
+    """Return the weight of the heaviest of `count` stages; infinite if there cannot be as many."""
+    weights = [weight for weight in traced.weights if weight]
+    if len(weights) < count:
+        return float("inf")
+    return max(sum(weights[place] for place in piece) for piece in balance(weights, count))
 
 
 def _too_heavy(module: nn.Module, traced: _Traced, count: int, closed: set[str]) -> str | None:
