@@ -19,7 +19,6 @@ from lockstep.errors import LockstepError, ModelError, UsageError
 from lockstep.layout.cut import balance
 from lockstep.strategies.stage import HINT, LIST_HINT, Program, Stage, check_order, find
 
-
 #: How much lighter the heaviest stage has to become for a part to be looked into.
 _WORTH = 0.9
 
