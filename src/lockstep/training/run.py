@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,7 @@ class Run(Whereabouts):
         seed: everything random follows from it.
         replicas: number of logical workers, at least as many as ranks; by default the number of ranks.
         exact: refuse what would make the result depend on the layout.
-        strategy: how models are held: `single`, `ddp`, or `auto`.
+        strategy: how models are held: `single`, `ddp`, `dp`, `ps`, `fsdp`, `pipeline`, `tensor`, or `auto`.
         exchange: how gradients meet: `shared-memory`, `tree`, `native`, `mpi`, or `auto`, the fastest
             exact one of the first three. With `exact=False` also `bf16`, `fp16` and `powersgd`, which
             ship less of them, and `local-sgd` and `diloco`, which ship weights now and then.
@@ -142,21 +142,31 @@ class Run(Whereabouts):
 
     # --- what is trained -------------------------------------------------------------------------
 
-    def model(self, module: ModelT, **settings: Any) -> ModelT:
+    @overload
+    def model(self, module: ModelT, **settings: Any) -> ModelT: ...
+
+    @overload
+    def model(self, module: Sequence[nn.Module], **settings: Any) -> nn.Sequential: ...
+
+    def model(self, module: nn.Module | Sequence[nn.Module], **settings: Any) -> nn.Module:
         """Place `module` on the device, make it identical on all ranks, and hold it.
 
         Args:
-            module: the model; it is changed in place.
+            module: the model, changed in place; or a list of modules that are called one after the other.
             settings: keyword arguments for DistributedDataParallel; used when there are several ranks.
+                Those of other strategies, which ddp ignores: for `pipeline`, `chunks` in which a batch
+                goes through the stages and `split`, names of the parts that stages begin with; for
+                `tensor`, `plan`, how torch's `parallelize_module` is to cut the model's layers.
 
         Returns:
             What the script is to call: the module itself, or a wrapper that looks like it.
 
         Raises:
             ModelError: if ranks built different models, or gradients are sparse.
+            UsageError: if a model cannot be spread over the ranks that are to hold it.
             ExactnessError: for a setting that breaks the promise.
         """
-        return self._models.add(module, settings)  # type: ignore[return-value]
+        return self._models.add(module, settings)
 
     def sync_batchnorm(self, module: ModelT) -> ModelT:
         """Return `module` with BatchNorm over the global batch, on any device; call it before `model`.
