@@ -12,7 +12,7 @@ from torch.utils.data import Subset, TensorDataset
 
 import lockstep
 from lockstep.training.preemption import Preempted
-from tests.distributed.jobs import classes, conv_net, fit, quiet_run
+from tests.distributed.jobs import Alternating, classes, conv_net, fit, quiet_run
 
 
 class Bursting(nn.Module):
@@ -150,3 +150,33 @@ def one_optimizer_for_two_models() -> None:
         models = [run.model(nn.Linear(6, 4)) for _ in range(2)]
         both = [p for model in models for p in model.parameters()]
         run.optimizer(torch.optim.SGD(both, lr=0.1))
+
+
+def scaled_and_stopped(directory: str) -> tuple[str, float]:
+    """Train in fp16 with an overflow in the third step; return digest and scale, or `preempted`."""
+    try:
+        with lockstep.Run("fp16", run_dir=directory, progress=False, precision="fp16") as run:
+            model = run.model(Bursting())
+            optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+            data = run.loader(classes(60, (6,)), batch_size=10, shuffle=True)
+            for _ in run.epochs(4):
+                for x, y in data:
+                    factor = float("inf") if run.step == 2 else 1.0
+                    run.backward(F.cross_entropy(model(x, factor), y))
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return run.digest(), run.scale
+    except Preempted:
+        return "preempted", run.scale
+
+
+def train_unused(settings: dict[str, Any]) -> tuple[str, bool]:
+    """A part that no replica ever uses, and one that some do; whether the first has kept its bits."""
+    with quiet_run(exact=False, **settings) as run:
+        net = Alternating()
+        net.never = nn.Linear(3, 4)
+        model = run.model(net)
+        before = model.never.weight.detach().clone()
+        optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), lr=0.05))
+        fit(run, model, run.loader(classes(160, (3,)), batch_size=4, shuffle=True), optimizer)
+        return run.digest(), torch.equal(before, model.never.weight)

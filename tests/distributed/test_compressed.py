@@ -35,3 +35,11 @@ def test_powersgd_compresses_as_it_is_told() -> None:
 def test_settings_that_powersgd_refuses() -> None:
     with pytest.raises(RankError, match="ModelError: PowerSGD does not take its settings: Expect"):
         run_ranks(jobs.train_local, 2, {"exchange": "powersgd"}, {"start_powerSGD_iter": 1})
+
+
+@pytest.mark.parametrize("exchange", ["bf16", "fp16", "powersgd"])
+def test_notes_on_unused_parameters_come_through(exchange: str) -> None:
+    """Weight decay must not move a part that no rank has used."""
+    first, second = run_ranks(jobs.train_unused, 2, {"exchange": exchange})
+    assert first == second
+    assert first[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -56,3 +57,15 @@ def test_ranks_that_hold_parts_agree_on_an_overflow() -> None:
     assert digests[3] == digests[2]
     assert len(set(digests)) == 5
     assert [step[1] for step in told] == [65536.0] * 3 + [32768.0] * 3
+
+
+def test_the_scale_comes_back(tmp_path: Path) -> None:
+    """Stopped after an overflow, and gone on with on another number of ranks: as if nothing had been."""
+    environ = {"LOCKSTEP_REPLICAS": "2", "LOCKSTEP_THREADS": "1"}
+    whole = run_ranks(jobs.scaled_and_stopped, 1, str(tmp_path / "whole"), environ=environ)
+    assert whole[0][1] == 32768.0
+    stop = {**environ, "LOCKSTEP_FAULTS": "term@7"}
+    first = run_ranks(jobs.scaled_and_stopped, 1, str(tmp_path / "run"), environ=stop)
+    assert first == [("preempted", 32768.0)]
+    second = run_ranks(jobs.scaled_and_stopped, 2, str(tmp_path / "run"), environ=environ)
+    assert second == whole * 2
