@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import NonFiniteLossError
@@ -154,6 +153,10 @@ class Scaler:
 
 def _gradients(model: HeldModel) -> list[torch.Tensor]:
     """Return this rank's gradients; of a sharded one its part."""
+    found = []
     with torch.no_grad():
-        there = (p.grad for p in model.parameters if p.grad is not None)
-        return [g.to_local() if isinstance(g, DTensor) else g for g in there]
+        for gradient in (p.grad for p in model.parameters if p.grad is not None):
+            # A DTensor, by what it can do: to import it takes longer than torch itself.
+            part = getattr(gradient, "to_local", None)
+            found.append(gradient if part is None else part())
+    return found
