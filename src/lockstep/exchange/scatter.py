@@ -95,6 +95,18 @@ class TreeScatter:
         return Scattering(work, outgoing, received, self._forest, share)
 
 
+def agree(number: int, group: dist.ProcessGroup) -> list[int]:
+    """Return the numbers that the ranks of `group` have come with; all of them call this together."""
+    # On the CPU: groups for GPUs have a backend for it, too (world/connect.py).
+    numbers = torch.empty(dist.get_world_size(group), dtype=torch.int64)
+    all_gather(numbers, torch.tensor([number]), group=group)
+    return [int(one) for one in numbers.tolist()]
+
+
+#: torch 2.13 has renamed it, and warns about the name that torch 2.11 has.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 def group_of_its_own(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return another process group of the same ranks; all of them make it together."""
     made: dist.ProcessGroup = dist.new_group(dist.get_process_group_ranks(group), timeout=TIMEOUT)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn, cast
 
 import torch
@@ -20,11 +20,13 @@ from lockstep.strategies.held import HeldModel
 from lockstep.strategies.holding import Holding
 from lockstep.strategies.sharding import shard
 from lockstep.strategies.shards import local, part_of, whole, whole_of
-from lockstep.strategies.units import Unit, merged, names_of
+from lockstep.strategies.units import Gather, Gathers, Unit, merged, names_of
 
-#: Notes that go with each message: the place (8 bytes), the unit, and the forward passes (4 bytes).
-_PLACE, _UNIT, _PATH = 8, 1, 4
-_NOTES = _PLACE + _UNIT + _PATH
+#: Notes that go with each message: the place (8 bytes) and the unit.
+_PLACE, _UNIT = 8, 1
+_NOTES = _PLACE + _UNIT
+#: In how many global batches ranks on GPUs compare what they gather; on CPUs they always do.
+_COMPARED = 8
 #: Optimizers that look at more of a parameter than one element at a time.
 _ACROSS = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 
@@ -74,7 +76,8 @@ class ShardedModel(HeldModel):
         units[-1].module.set_requires_gradient_sync(False)
         self._is_over = False
         self._path: list[int] = []
-        self._passed = b""
+        self._batches = 0
+        self._gathers = Gathers([unit.name for unit in units])
         self._started: list[Scattering | Gradients] = []
         self._finished = 0
         self._is_early = self._expects = False
@@ -84,6 +87,7 @@ class ShardedModel(HeldModel):
     def _watch_forward(self) -> None:
         self.module.register_forward_hook(self._watch_gradients)
         for number, unit in enumerate(self._all):
+            unit.module.set_custom_all_gather(Gather(number, self._gathers))  # type: ignore[arg-type]
             part = cast("nn.Module", unit.module)
             part.register_forward_pre_hook(_Passing(self._path, number))
             part.register_state_dict_pre_hook(_refuse_state)  # type: ignore[no-untyped-call]
@@ -111,6 +115,9 @@ class ShardedModel(HeldModel):
         """Let go of what was gathered outside of loops, and gather for the batch, where that is due."""
         if microbatch.first:
             self._let_go()
+            self._batches += 1
+            is_new = self._batches <= _COMPARED
+            self._gathers.compares = is_new or self._holding.device.type == "cpu"
         super().microbatch_begins(microbatch)
         self._path.clear()
         if microbatch.first and self._once:
@@ -130,8 +137,6 @@ class ShardedModel(HeldModel):
     def _prepare(self, microbatch: Microbatch) -> None:
         for unit in self._units:
             unit.take()
-        if microbatch.first:
-            self._passed = b""
 
     def _before_backward(self, microbatch: Microbatch, *, alone: bool) -> None:
         self._check_path()
@@ -154,7 +159,6 @@ class ShardedModel(HeldModel):
                 hint='run.model(…, gather="batch") gathers all of them once per batch; or name other '
                 "units by wrap=",
             )
-        self._passed += bytes(number % 256 for number in self._path)
 
     def _advance(self) -> None:
         """A gradient has come: send those units that are complete, in their order."""
@@ -210,13 +214,7 @@ class ShardedModel(HeldModel):
         self._started.append(self._scatter.start(out))
 
     def _notes(self, number: int) -> list[int]:
-        path = zlib.crc32(self._passed) if not self._once else 0
-        text = (
-            self._place.to_bytes(_PLACE, "big")
-            + bytes([number % 256])
-            + path.to_bytes(_PATH, "big")
-        )
-        return list(text)
+        return list(self._place.to_bytes(_PLACE, "big") + bytes([number % 256]))
 
     def _finish(self) -> None:
         """Give the parameters of the next unit their gradients, and let go of the message."""
@@ -245,17 +243,10 @@ class ShardedModel(HeldModel):
         expected = self._notes(number)
         if all(row == expected for row in notes[:, :_NOTES].int().tolist()):
             return
-        elsewhere = any(row[:_PLACE] != expected[:_PLACE] for row in notes.int().tolist())
-        if elsewhere:
-            raise PeerError(
-                f"ranks compute gradients of {type(self.module).__name__} for different batches",
-                hint="a loader was made, iterated over or left on some ranks only, or a batch was "
-                "skipped; all ranks must do the same",
-            )
-        raise ModelError(
-            f"ranks went through {type(self.module).__name__} in different ways, and may have gathered "
-            "each other's parameters for those of another unit",
-            hint='run.model(…, gather="batch") gathers all of them once per batch',
+        raise PeerError(
+            f"ranks compute gradients of {type(self.module).__name__} for different batches",
+            hint="a loader was made, iterated over or left on some ranks only, or a batch was "
+            "skipped; all ranks must do the same",
         )
 
     def _has_gradients(self) -> bool:
@@ -357,6 +348,10 @@ class ShardedModel(HeldModel):
     def close(self) -> None:
         """The run is over: there is nobody to gather from."""
         self._is_over = True
+
+    def passes_in(self, waiting: Callable[[], AbstractContextManager[None]]) -> None:
+        """Let `waiting` be entered where ranks wait for each other to gather parameters."""
+        self._gathers.waiting = waiting
 
     def _is_nonzero(self, gradient: torch.Tensor) -> bool:
         return super()._is_nonzero(local(gradient))

@@ -7,15 +7,17 @@ tensors that forward passes compute with in their place (torch 2.11 to 2.13).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from lockstep.errors import ModelError
-from lockstep.exchange.scatter import Outgoing, TreeScatter
+from lockstep.exchange.scatter import Outgoing, TreeScatter, agree, all_gather
 from lockstep.strategies.contributions import NOTHING, Gradients, add
 from lockstep.strategies.shards import assembled, cut_dimension, local
 
@@ -131,6 +133,71 @@ class Unit:
             parameter.grad = assembled(part, parameter)
         else:
             local(parameter.grad).add_(part)
+
+
+class Gathers:
+    """What the units of one model share: whether ranks compare which one they gather.
+
+    Messages for one unit may be taken for those of another: with Gloo the process ends there and then if
+    they are larger, and the numbers are wrong if they are not.
+
+    Attributes:
+        names: what the units are called.
+        compares: whether ranks do so now.
+        waiting: what is entered while they wait for each other.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+        self.compares = True
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def check(self, number: int, group: dist.ProcessGroup) -> None:
+        """Compare unit `number` with those that other ranks are about to gather.
+
+        Raises:
+            ModelError: if one of them is about to gather another.
+        """
+        if not self.compares:
+            return
+        with self.waiting():
+            numbers = agree(number, group)
+        if len(set(numbers)) > 1:
+            other = next(rank for rank, found in enumerate(numbers) if found != numbers[0])
+            raise ModelError(
+                f"rank 0 computes with {self.names[numbers[0]]}, rank {other} with "
+                f"{self.names[numbers[other]]}; expected the same units in the same order on all ranks, "
+                "since they gather the parameters together",
+                hint='where the data decides, run.model(…, gather="batch") gathers all of them once per '
+                "batch; and no rank may call the model alone",
+            )
+
+
+class Gather:
+    """Gathers the parameters of a unit, as `torch.distributed.fsdp` calls for it."""
+
+    def __init__(self, number: int, gathers: Gathers) -> None:
+        self._number, self._gathers = number, gathers
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Return memory for what is gathered."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather `input_tensor` of all ranks."""
+        self._gathers.check(self._number, group)
+        work: dist.Work | None = all_gather(
+            output_tensor, input_tensor, group=group, async_op=async_op
+        )
+        return work
 
 
 def merged(nodes: Sequence[Gradients], count: int, last: Gradients) -> list[Gradients]:

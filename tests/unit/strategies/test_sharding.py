@@ -227,3 +227,40 @@ def test_after_the_run(make_run: Callable[..., Any]) -> None:
     assert run.digest() == inside
     with pytest.raises(StepError, match="cut over ranks, and they have left the run"):
         run.export("weights.pt")
+
+
+ELEMENT_BY_ELEMENT: list[Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = [
+    lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    lambda p: torch.optim.AdamW(p, lr=0.01),
+    lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    lambda p: torch.optim.RMSprop(p, momentum=0.5, centered=True),
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+]
+
+
+@pytest.mark.parametrize("make", ELEMENT_BY_ELEMENT)
+def test_updates_have_the_same_bits_on_a_part(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+) -> None:
+    """What exactness rests on: a kernel gives an element the same bits wherever it lies in memory."""
+    generator = torch.Generator().manual_seed(0)
+    start, *gradients = torch.randn(9, 1003, generator=generator)
+
+    def updated(lo: int, hi: int) -> torch.Tensor:
+        parameter = nn.Parameter(start[lo:hi].clone())
+        optimizer = make([parameter])
+        for gradient in gradients:
+            parameter.grad = gradient[lo:hi].clone()
+            optimizer.step()
+        return parameter.detach()
+
+    whole = updated(0, 1003)
+    for lo, hi in [(0, 1), (0, 3), (0, 7), (5, 13), (1, 500), (502, 1003), (1000, 1003)]:
+        assert torch.equal(whole[lo:hi], updated(lo, hi)), (lo, hi)

@@ -1,0 +1,122 @@
+"""`strategy=fsdp` from the command line: kills, whole weights afterwards, and ranks that do not answer."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tests.conftest import Lockstep
+
+SCRIPT = """
+import sys, time, torch, torch.nn.functional as F, lockstep
+from torch import nn
+from torch.utils.data import TensorDataset
+
+FAULT = sys.argv[1] if len(sys.argv) > 1 else ""
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
+        self.extra = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x):
+        x = self.body(x)
+        return self.head(x if FAULT == "skip" and x.sum() > 0 else self.extra(x))
+
+with lockstep.Run("sharded") as run:
+    model = run.model(Net(), wrap=[nn.Linear])
+    optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+    data = TensorDataset(torch.randn(30, 4), torch.arange(30) % 2)
+    train = run.loader(data, batch_size=8, shuffle=True)
+    test = run.loader(data, batch_size=12)
+    for epoch in run.epochs(5):
+        for x, y in train:
+            run.backward(F.cross_entropy(model(x), y))
+            run.clip(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if FAULT == "slow":
+                time.sleep(0.05)
+            if FAULT == "state" and run.step == 3:
+                torch.save(model.state_dict(), "model.pt")
+        model.eval()
+        with torch.no_grad():
+            run.log(right=run.mean(model(x).argmax(1) == y for x, y in test))
+        model.train()
+        run.save()
+"""
+
+
+@pytest.fixture
+def script(lockstep: Lockstep) -> Lockstep:
+    lockstep.script(SCRIPT)
+    return lockstep
+
+
+def test_whole_and_sharded_with_kills_and_fewer_ranks(script: Lockstep) -> None:
+    layouts = ("1", "2,kill@7", "3>2@5")
+    done = script(
+        *("verify", "train.py", "--layouts", *layouts, "--strategies", "ddp,fsdp", "--json"),
+        *("--", "slow"),
+        timeout=150,
+    )
+    assert done.code == 0, done.out + done.err
+    verdict = json.loads(done.out)
+    assert verdict["same"] is True
+    assert len({layout["digest"] for layout in verdict["layouts"]}) == 1
+    kills = [(one["strategy"], one["kills"]) for one in verdict["layouts"]]
+    assert kills == [(name, kill) for name in ("ddp", "fsdp") for kill in (0, 1, 0)]
+
+
+def test_a_checkpoint_of_a_sharded_run_has_whole_weights(script: Lockstep) -> None:
+    done = script("run", "-n", "2", "--strategy", "fsdp", "--run-dir", "run", "train.py")
+    assert done.code == 0, done.err
+    assert script("export", "run").code == 0
+    weights = torch.load(script.directory / "run/model.pt", weights_only=True)
+    assert {name: tuple(value.shape) for name, value in weights.items()} == {
+        "body.0.weight": (8, 4),
+        "body.0.bias": (8,),
+        "body.1.weight": (8,),
+        "body.1.bias": (8,),
+        "body.1.running_mean": (8,),
+        "body.1.running_var": (8,),
+        "body.1.num_batches_tracked": (),
+        "extra.weight": (8, 8),
+        "extra.bias": (8,),
+        "head.weight": (2, 8),
+        "head.bias": (2,),
+    }
+    for rank in (0, 1):
+        last = (script.directory / f"run/events/rank-{rank}.jsonl").read_text().splitlines()[-1]
+        held = json.loads(last)
+        assert held["kind"] == "memory"
+        assert (
+            held["parameters"] == held["gradients"] == sum(p.numel() for p in shards(weights)) * 4
+        )
+
+
+def shards(weights: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """What each of two ranks holds of the parameters, all of which can be halved."""
+    return [
+        value[: len(value) // 2] for name, value in weights.items() if name[-4:] in ("ight", "bias")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("state", "state_dict() was called, and this rank holds a part of each"),
+        ("skip", "expected the same units in the same order on all ranks"),
+    ],
+)
+def test_one_error_and_no_hang(script: Lockstep, fault: str, message: str) -> None:
+    done = script("run", "-n", "2", "--strategy", "fsdp", "train.py", "--", fault, timeout=30)
+    assert done.code == 1
+    assert message in done.err
+    assert "ModelError" in done.err
+    assert "hint: " in done.err
+    assert "Traceback" not in done.err
