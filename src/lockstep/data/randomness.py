@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,25 +65,55 @@ class Stream:
                 self._save()
 
 
-def generators() -> list[torch.Tensor]:
-    """Return where torch's, NumPy's and Python's generators stand, for `set_generators`."""
-    _, words, position, has_gauss, gauss = np.random.get_state()
-    _, own, own_gauss = random.getstate()
-    numpy = torch.tensor([*np.asarray(words).tolist(), position, has_gauss])
-    spares = [gauss, 0.0 if own_gauss is None else own_gauss, float(own_gauss is not None)]
-    python, rest = torch.tensor(own), torch.tensor(spares, dtype=torch.float64)
-    devices = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    return [torch.get_rng_state(), numpy, python, rest, *devices]
+#: Where generators stand, for another process: torch's, NumPy's, Python's two, and the device's. `None` for
+#: those that stand where they stood.
+States = list[torch.Tensor | None]
 
 
-def set_generators(states: Sequence[torch.Tensor]) -> None:
-    """Let the generators go on from where those of `generators()` stood, in another process perhaps."""
-    cpu, numpy, python, rest, *devices = states
-    torch.set_rng_state(cpu)
-    *words, position, has_gauss = numpy.tolist()
-    gauss, own_gauss, has_own = rest.tolist()
-    key = np.array(words, dtype=np.uint32)
-    np.random.set_state(("MT19937", key, position, has_gauss, gauss))
-    random.setstate((3, tuple(python.tolist()), own_gauss if has_own else None))
-    for state in devices:
-        torch.cuda.set_rng_state(state)
+@dataclass(frozen=True, slots=True)
+class Generators:
+    """Where the global generators stand."""
+
+    cpu: torch.Tensor
+    numpy: Any
+    python: Any
+    device: torch.Tensor | None
+
+    @staticmethod
+    def now() -> Generators:
+        """Return where they stand now."""
+        used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        device = torch.cuda.get_rng_state() if used else None
+        return Generators(torch.get_rng_state(), np.random.get_state(), random.getstate(), device)
+
+    def since(self, before: Generators) -> States | None:
+        """Return where those stand that have drawn since `before`; `None` if none has."""
+        states: States = [None] * 5
+        if not torch.equal(self.cpu, before.cpu):
+            states[0] = self.cpu
+        _, words, *rest = self.numpy
+        if not np.array_equal(words, before.numpy[1]) or rest != list(before.numpy[2:]):
+            states[1] = torch.tensor([*np.asarray(words).tolist(), *rest], dtype=torch.float64)
+        if self.python != before.python:
+            _, own, spare = self.python
+            states[2] = torch.tensor(own)
+            states[3] = torch.tensor([] if spare is None else [spare], dtype=torch.float64)
+        if self.device is not None and before.device is not None:
+            moved = not torch.equal(self.device, before.device)
+            states[4] = self.device if moved else None
+        return None if all(state is None for state in states) else states
+
+
+def set_generators(states: States) -> None:
+    """Let the generators go on from where those of another process stood."""
+    cpu, numpy, python, spare, device = states
+    if cpu is not None:
+        torch.set_rng_state(cpu.cpu())  # it may have come over a GPU
+    if numpy is not None:  # words of 32 bits and counts, which float64 holds as they are
+        *words, position, has_gauss, gauss = numpy.tolist()
+        key = np.array(words, dtype=np.uint32)
+        np.random.set_state(("MT19937", key, int(position), int(has_gauss), gauss))
+    if python is not None and spare is not None:
+        random.setstate((3, tuple(python.tolist()), spare.item() if spare.numel() else None))
+    if device is not None:
+        torch.cuda.set_rng_state(device.cpu())

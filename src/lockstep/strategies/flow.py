@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lockstep.data.randomness import generators, set_generators, set_key, undisturbed
+from lockstep.data.randomness import Generators, States, set_generators, set_key, undisturbed
 from lockstep.errors import ModelError, StepError
 from lockstep.layout.keys import FORWARD, derive
 from lockstep.strategies.message import Message, Row, assemble, dismantle
@@ -164,7 +164,7 @@ class _Passing:
     def _forward_whole(self) -> Message:
         """Draw as one process would: each stage goes on from where the one before has drawn."""
         flow = self._flow
-        begin = generators()
+        begin = Generators.now()
         output, states = self._forward_chunk(0, begin)
         flow.row.flush()
         message = flow.row.share([output, states], flow.row.size - 1)
@@ -172,12 +172,12 @@ class _Passing:
         if states is not None:
             set_generators(states)
         parts = message.parts["list"][0]
-        count = len(message.tensors) - len(states or ())
+        count = len(message.tensors) - sum(state is not None for state in states or ())
         return Message(parts, message.tensors[:count], message.needy[:count])
 
     def _forward_chunk(
-        self, chunk: int, begin: list[torch.Tensor] | None = None
-    ) -> tuple[Any, list[torch.Tensor] | None]:
+        self, chunk: int, begin: Generators | None = None
+    ) -> tuple[Any, States | None]:
         """Go through the stage with one chunk; return its output where it is the model's.
 
         Args:
@@ -201,8 +201,7 @@ class _Passing:
         given = stage.module(*(values[name] for name in stage.takes))
         values |= dict(zip(stage.gives, given, strict=True))
         if begin is not None:
-            now = generators()
-            states = None if _equal(now, begin) else now
+            states = Generators.now().since(begin)
         kept = given[0] if flow.is_last else [values[name] for name in stage.keeps]
         self._left.append(_needy(kept))
         if flow.is_last:
@@ -310,10 +309,6 @@ def _needy(value: Any) -> list[torch.Tensor]:
     tensors: list[torch.Tensor] = []
     dismantle(value, tensors)
     return [tensor for tensor in tensors if torch.is_grad_enabled() and tensor.requires_grad]
-
-
-def _equal(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
 def _sizes(tensors: Sequence[torch.Tensor], chunks: int) -> list[int]:

@@ -87,12 +87,14 @@ class Row:
     Attributes:
         rank: this rank's place among them.
         size: how many there are.
+        moved: bytes that it has sent and received, without those of `gather`.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._sending: list[tuple[dist.Work, torch.Tensor]] = []
+        self.moved = {"sent": 0, "received": 0}
 
     # --- from one to the next --------------------------------------------------------------------
 
@@ -103,6 +105,7 @@ class Row:
             work = dist.isend(block, group=self._group, group_dst=to)
             assert work is not None
             self._sending.append((work, block))
+            self.moved["sent"] += block.numel()
 
     def flush(self) -> None:
         """Wait until everything is sent."""
@@ -115,6 +118,7 @@ class Row:
 
         def fill(block: torch.Tensor) -> None:
             dist.recv(block, group=self._group, group_src=source)
+            self.moved["received"] += block.numel()
 
         return _incoming(fill, self._device)
 
@@ -132,6 +136,7 @@ class Row:
 
         def fill(block: torch.Tensor) -> None:
             dist.broadcast(block, group=self._group, group_src=source)
+            self.moved["sent" if self.rank == source else "received"] += block.numel()
 
         if self.rank != source:
             return _incoming(fill, device)
@@ -144,7 +149,10 @@ class Row:
 
     def gather(self, value: Any) -> list[Any]:
         """Return what every rank gives, in the processor's memory; all call it together."""
-        return [self.share(value, other, torch.device("cpu")).value for other in range(self.size)]
+        moved, cpu = dict(self.moved), torch.device("cpu")
+        values = [self.share(value, other, cpu).value for other in range(self.size)]
+        self.moved = moved
+        return values
 
 
 def _outgoing(value: Any, device: torch.device | None = None) -> tuple[bytes, list[torch.Tensor]]:

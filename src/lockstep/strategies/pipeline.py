@@ -140,6 +140,10 @@ class PipelinedModel(HeldModel):
         norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
         return norm
 
+    def ends(self) -> dict[str, int]:
+        """Return bytes that went to other stages, and came from them."""
+        return self._row.moved
+
     def close(self) -> None:
         """Close the exchange."""
         if self._sums is not None:
