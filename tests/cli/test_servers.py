@@ -26,6 +26,7 @@ for name in sys.argv[1:]:
 SYNCHRONOUS = ["train_conv", "train_routed", "train_alternating", "train_gan", "train_adamw"]
 #: run.clip needs the whole gradient, which is in the servers there.
 UPDATED_THERE = SYNCHRONOUS[:-1]
+LATE = ("--staleness", "0")
 
 KILL_A_SERVER = """
 import os, signal, sys, time
@@ -162,33 +163,6 @@ def test_ranks_with_staleness_learn_and_agree_between_loops(lockstep: Lockstep) 
     assert sums[0] == sums[1], "between loops all ranks have the same parameters"
 
 
-@pytest.mark.ranks(3)
-@pytest.mark.parametrize("first", [("--staleness", "0"), ()])
-def test_a_run_goes_on_with_another_way_to_update(
-    lockstep: Lockstep, first: tuple[str, ...]
-) -> None:
-    """The state that is saved is the same whoever holds it."""
-    script = lockstep.script(KILL_A_SERVER)
-    expected = finished(lockstep("run", script, "-1").out)
-    lockstep.script(
-        KILL_A_SERVER.replace(
-            "            run.backward",
-            "            if run.step == 8 and 'STOP' in os.environ:\n"
-            "                run.save()\n"
-            "            if run.step == 11 and 'STOP' in os.environ:\n"
-            "                sys.exit(5)\n"
-            "            run.backward",
-        )
-    )
-    served = ["-n", "2", "--servers", "2", "--strategy", "ps", "--run-dir", "r"]
-    broken = lockstep("run", *served, *first, script, "-1", env={"STOP": "1"})
-    assert "exit code 5" in broken.err
-    done = lockstep("run", *served, *(() if first else ("--staleness", "0")), script, "-1")
-    assert done.code == 0, done.err
-    assert "goes on after step 9" in done.err
-    assert finished(done.out) == expected
-
-
 # --- failures ---------------------------------------------------------------------------------------
 
 
@@ -263,6 +237,42 @@ def test_an_interrupt_ends_servers_too(lockstep: Lockstep) -> None:
     process.send_signal(signal.SIGINT)
     assert lockstep.finish(process, 20).code == 128 + signal.SIGINT
     assert lockstep.gone(int(log.split("process ")[1].split()[0]), 1)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("first", "second"), [((), LATE), (LATE, ()), (LATE, LATE)])
+def test_a_run_that_makes_room_goes_on_with_another_way_to_update(
+    lockstep: Lockstep, first: tuple[str, ...], second: tuple[str, ...]
+) -> None:
+    """SIGTERM to all processes, as Slurm sends it: servers serve as long as there are workers.
+
+    The state that is saved is the same whoever holds it.
+    """
+    script = lockstep.script(KILL_A_SERVER)
+    expected = finished(lockstep("run", script, "-1").out)
+    slow = KILL_A_SERVER.replace(
+        "            run.backward(",
+        "            if 'SLOW' in os.environ:\n"
+        "                time.sleep(0.2)\n"
+        "                Path('begun').write_text('yes')\n"
+        "            run.backward(",
+    )
+    script = lockstep.script(slow)
+    words = ["-n", "2", "--servers", "2", "--strategy", "ps", "--run-dir", "r"]
+    process = lockstep.start("run", *words, *first, script, "-1", env={"SLOW": "1"})
+    lockstep.wait_for("begun")
+    pids = [
+        int(log.split("process ")[1].split()[0])
+        for log in lockstep.wait_for("r/logs/server-0.log", "r/logs/server-1.log")
+    ]
+    for pid in (*pids, process.pid):
+        os.kill(pid, signal.SIGTERM)
+    done = lockstep.finish(process)
+    assert done.code == 75, done.err
+    assert all(lockstep.gone(pid, 1) for pid in pids)
+    again = lockstep("run", *words, *second, script, "-1")
+    assert "goes on after step" in again.err
+    assert finished(again.out) == expected
 
 
 # --- what is written --------------------------------------------------------------------------------
@@ -407,6 +417,9 @@ with lockstep.Run("spoilt", replicas=2) as run:
         run.backward(F.cross_entropy(model(x), y))
         if CASE == "clip":
             run.clip(model, 1.0)
+        if CASE == "weights":
+            with torch.no_grad():
+                model.weight.clamp_(-1, 1)
         if CASE == "gradient":
             for p in model.parameters():
                 p.grad.mul_(2)
@@ -424,6 +437,7 @@ with lockstep.Run("spoilt", replicas=2) as run:
         ("two", "holds parameters of 2 models"),
         ("clip", "run.clip needs the whole gradient of Linear"),
         ("gradient", "the script has changed a gradient of Linear"),
+        ("weights", "the script has changed parameters of SGD itself"),
     ],
 )
 def test_what_servers_cannot_do(lockstep: Lockstep, case: str, message: str) -> None:

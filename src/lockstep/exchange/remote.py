@@ -79,6 +79,7 @@ class RemoteOptimizer:
         self._shards = self._deal(links, forest)
         self._begun = False
         self._life = self._steps = 0
+        self._versions: list[int] = []  # of the parameters, as the servers gave them
 
     def _deal(self, links: Links, forest: Forest) -> list[_Shard]:
         owners = deal([p.numel() for p in self.parameters], len(links.links))
@@ -147,6 +148,8 @@ class RemoteOptimizer:
         """
         if not self._begun:
             self._begin()
+        else:
+            self._check_untouched()
         self._steps += 1
         groups = optimizers.numbers(self._optimizer)
         for shard in self._shards:
@@ -161,6 +164,15 @@ class RemoteOptimizer:
                 meta={**meta, "unused": unused},
             )
         self._take(self._shards)
+
+    def _check_untouched(self) -> None:
+        """Refuse parameters that the script has changed: the servers know nothing of it."""
+        if self._versions != [p._version for p in self.parameters]:
+            raise StepError(
+                f"the script has changed parameters of {type(self._optimizer).__name__} itself; expected "
+                "only its steps to do so, which happen in the servers",
+                hint="leave out the staleness: then every worker updates its own copy",
+            )
 
     def _fill(self, shard: _Shard, nodes: Sequence[Node]) -> list[int]:
         """Write a server's share of the nodes; return which of its parameters have no gradient here."""
@@ -193,6 +205,7 @@ class RemoteOptimizer:
                 own: list[torch.Tensor] = [self.parameters[place] for place in shard.places]
                 with torch.no_grad():
                     torch._foreach_copy_(own, shard.rows.views(shard.incoming))
+        self._versions = [p._version for p in self.parameters]
 
     # --- the newest ------------------------------------------------------------------------------
 

@@ -95,7 +95,7 @@ def _tell(error: BaseException, environ: Mapping[str, str], home: str | None) ->
     file = environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         report.write(told, Path(file))
-    if told.consequence and _note(told, environ):
+    if told.consequence and SERVER not in environ and _note(told, environ):
         return told.exit_code
     sys.excepthook(type(error), error, error.__traceback__)
     return told.exit_code

@@ -58,7 +58,8 @@ class Server:
 
     def run(self) -> None:
         """Serve until `end` is called and all workers have left."""
-        while self._homes or not self._ending:
+        # Guests who have not said who they are keep nobody up.
+        while not self._ending or any(room is not None for room in self._homes.values()):
             for key, events in self._selector.select():
                 if key.fileobj is self._listener:
                     self._accept()
