@@ -58,6 +58,7 @@ WAYS = [
     Way("exact", (3, 4), {"strategy": "ddp", "exchange": "tree"}),
     Way("exact", (2,), {"strategy": "ddp", "exchange": "native"}),
     Way("exact", (2,), {"strategy": "ps"}, servers=2),
+    Way("exact", (2,), {"strategy": "ps", "staleness": 0}, servers=1),
     Way("exact", (1, 3), {"strategy": "fsdp"}),
     Way("exact", (2,), {"strategy": "pipeline"}),
     Way("exact", (4,), {"strategy": "pipeline", "mesh": "2x2"}),

@@ -53,7 +53,6 @@ def check_settings(
         ModelError: for sparse gradients, or a setting that DDP does not have or that cannot be passed on.
     """
     refuse_sparse(module)
-    refuse_unconverted(module)
     refuse_unknown(DistributedDataParallel, settings, POWERSGD_KEYWORDS)
     for name, (reason, hint) in REFUSED.items():
         if not _is_default(name, settings):

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel
 
 from lockstep.errors import DeviceError, ExactnessError
-from lockstep.strategies.checks import index_of, refuse_sparse, refuse_unconverted, refuse_unknown
+from lockstep.strategies.checks import index_of, refuse_sparse, refuse_unknown
 from lockstep.strategies.held import HeldModel
 from lockstep.strategies.holding import Holding
 from lockstep.strategies.single import SingleModel
@@ -54,7 +54,6 @@ def check_settings(
         ModelError: for sparse gradients, or a setting that DataParallel does not have.
     """
     refuse_sparse(module)
-    refuse_unconverted(module)
     refuse_unknown(DataParallel, settings)
     if device.type == "cpu":
         _refuse_devices(settings)

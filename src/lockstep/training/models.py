@@ -14,7 +14,7 @@ from lockstep.errors import ModelError
 from lockstep.exchange.links import connect
 from lockstep.layout.classes import LOCAL_EXCHANGES, worst
 from lockstep.strategies import dp, spreading
-from lockstep.strategies.checks import check_same_models, check_settings
+from lockstep.strategies.checks import check_same_models, check_settings, refuse_unconverted
 from lockstep.strategies.ddp import replicate, spans_devices
 from lockstep.strategies.frozen import FrozenModel, is_trainable
 from lockstep.strategies.fsdp import hold_sharded
@@ -97,6 +97,7 @@ class Models:
     def _check(self, module: nn.Module, settings: dict[str, Any]) -> None:
         if any(module in (held.module, held.wrapped) for held in self._session.models):
             raise ModelError(f"this {type(module).__name__} belongs to the run already")
+        refuse_unconverted(module)
         asked = self._session.settings
         check: Callable[..., None] = _CHECKS.get(asked.strategy, check_settings)
         check(module, settings, exact=asked.exact, device=self._session.device)

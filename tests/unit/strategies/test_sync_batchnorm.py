@@ -295,8 +295,8 @@ def test_where_ranks_do_not_compute_together(settings: dict, message: str) -> No
     assert caught.value.hint
 
 
-@pytest.mark.parametrize("strategy", ["auto", "dp"])
-def test_pytorchs_own_layer_has_to_be_converted(make_run, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["auto", "dp", "fsdp"])
+def test_pytorchs_own_layer_has_to_be_converted(make_run, lone_group, strategy: str) -> None:
     with make_run(strategy=strategy) as run:
         with pytest.raises(ModelError, match="the layer 1 is PyTorch's SyncBatchNorm") as caught:
             run.model(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)))
