@@ -53,6 +53,7 @@ def test_resnet_18() -> None:
         jobs.train_routed,  # parameters that nobody uses, or not all replicas
         jobs.train_gan,  # two models and passes over a batch
         jobs.train_frozen,
+        jobs.train_two_models,  # one loss and one optimizer
         jobs.train_with_breaks,
         sharded.train_tangled,
         sharded.average_weights,

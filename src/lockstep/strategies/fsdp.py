@@ -47,6 +47,7 @@ class ShardedModel(HeldModel):
     """
 
     is_split = True
+    mixes = True
 
     def __init__(
         self,

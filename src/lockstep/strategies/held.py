@@ -52,11 +52,13 @@ class HeldModel(abc.ABC):
         gradient_bytes: what this rank's gradients take, once they have been there.
         exactness: `exact`, `close` or `approximate`: what holding it so makes of the run.
         is_split: whether this rank holds a part of it only, so that all ranks make its state together.
+        mixes: whether an optimizer, or a norm, may be that of other such models, too, though it is split.
         acts_alone: whether it must have an optimizer that holds parameters of no other model.
     """
 
     exactness = "exact"
     is_split = False
+    mixes = False
     acts_alone = False
 
     def __init__(

@@ -36,7 +36,8 @@ def gate_optimizer(
         ModelError: if it holds a parameter of no model that the run holds.
     """
     own = _models_of(optimizer, models, index)
-    alone = [model for model in own if model.is_split or model.acts_alone]
+    mixed = all(model.mixes for model in own)
+    alone = [model for model in own if (model.is_split and not mixed) or model.acts_alone]
     if alone and len(own) > 1:
         what = "is split over ranks" if alone[0].is_split else "is trained by each rank by itself"
         raise ModelError(
@@ -149,7 +150,7 @@ def clip(
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     own = {id(p) for p in parameters}
     owners = [model for model in models if own & {id(p) for p in model.parameters}]
-    if len(owners) != 1:
+    if not owners or (len(owners) > 1 and not all(model.mixes for model in owners)):
         raise ModelError(
             f"run.clip was given parameters of {len(owners)} models; expected those of one, since a "
             "model is split over ranks"
