@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,14 +20,22 @@ from lockstep.exchange.links import Links
 from lockstep.exchange.remote import RemoteOptimizer
 from tests.unit.server.conftest import Service, workers
 
+_LOCK = threading.Lock()
 Make = Callable[[list[nn.Parameter]], Optimizer]
 NOTHING = -0.0
 
 
-def net() -> nn.Module:
+@functools.cache
+def _net() -> nn.Module:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Conv2d(1, 3, 3), nn.Flatten(), nn.Linear(48, 7), nn.Linear(7, 2))
     return module.to(memory_format=torch.channels_last)
+
+
+def net() -> nn.Module:
+    """Return a new model with the same weights; the generator that makes them is all threads' own."""
+    with _LOCK:
+        return copy.deepcopy(_net())
 
 
 def gradients(module: nn.Module, step: int, replica: int = 0) -> list[torch.Tensor]:
