@@ -69,7 +69,9 @@ class Server:
                     self._wake.recv(64)
             self._watch_output()
         self._selector.close()
-        for one in (*self._homes, self._listener, self._wake, self._waker):
+        for guest in self._homes:
+            guest.close()
+        for one in (self._listener, self._wake, self._waker):
             one.close()
 
     def _accept(self) -> None:
