@@ -62,3 +62,16 @@ def test_a_plan_is_missing(lockstep: Lockstep) -> None:
     done = lockstep("run", "-n", "2", "--strategy", "tensor", "--no-exact", "train.py")
     assert done.code == 2, done.err
     assert "run.model was given no plan for Sequential" in done.err
+
+
+def test_a_rank_that_leaves_its_row_is_named(lockstep: Lockstep) -> None:
+    leaving = "for x, y in run.loader(data, batch_size=8, shuffle=True):"
+    text = LISTED.replace("replicas=4", "replicas=1")
+    lockstep.script(
+        text.replace(
+            leaving, leaving + "\n                if run.step == 2 and run.world.rank: break"
+        )
+    )
+    done = lockstep("run", "-n", "2", "--strategy", "pipeline", "train.py")
+    assert done.code == 1, done.err
+    assert "EarlyExitError: rank 1 left this loop in batch 2" in done.err

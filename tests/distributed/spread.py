@@ -189,19 +189,6 @@ def backward_twice() -> None:
             run.backward(loss)
 
 
-def leave_early() -> None:
-    """Rank 1 leaves the loop, and rank 0 goes on with a stage whose output nobody takes."""
-    with quiet_run() as run:
-        model = run.model([nn.Linear(6, 4), nn.Linear(4, 4)])
-        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        for number, (x, y) in enumerate(run.loader(classes(48, (6,)), batch_size=8)):
-            if number == 2 and run.world.rank == 1:
-                break
-            run.backward(F.cross_entropy(model(x), y))
-            optimizer.step()
-            optimizer.zero_grad()
-
-
 def hold(model: str, settings: dict[str, Any], **run_settings: Any) -> None:
     """Only give the run a model."""
     with quiet_run(**run_settings) as run:

@@ -58,6 +58,11 @@ class Formation:
         own = block(replicas, mesh.data, row)
         return Formation(mesh, row, column, replicas, own, Forest.of(replicas, mesh.data, row))
 
+    @property
+    def ranks_of_row(self) -> range:
+        """The ranks that hold this rank's model together."""
+        return range(self.row * self.mesh.model, (self.row + 1) * self.mesh.model)
+
 
 @dataclass(frozen=True, slots=True)
 class Groups:

@@ -301,7 +301,8 @@ class Session:
 
     def passing(self) -> contextlib.AbstractContextManager[None]:
         """Return what is entered while ranks that hold one model wait for each other."""
-        return contextlib.nullcontext() if self._watch is None else self._watch.passing()
+        row = self.formation.ranks_of_row
+        return contextlib.nullcontext() if self._watch is None else self._watch.passing(row)
 
     def after_backward(self) -> None:
         """Take note that gradients have met."""

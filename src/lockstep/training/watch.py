@@ -68,7 +68,8 @@ class Watch:
         self._meetings = 0
         self._outer: list[tuple[str, int]] = []
         self._loop = ""
-        self._in_backward = self._in_pass = False
+        self._in_backward = False
+        self._row: Sequence[int] = ()
         self._looks = 0
         self._moves = 0
         self._seen: dict[int, Waiting] = {}
@@ -106,13 +107,13 @@ class Watch:
             self._in_backward = False
 
     @contextlib.contextmanager
-    def passing(self) -> Iterator[None]:
-        """Go through a model that other ranks have stages of, and wait for them."""
-        self._in_pass = True
+    def passing(self, row: Sequence[int]) -> Iterator[None]:
+        """Go through a model of which each rank of `row` has a stage, and wait for them."""
+        self._row = row
         try:
             yield
         finally:
-            self._in_pass = False
+            self._row = ()
 
     def step_ends(self, step: int, microbatch: Microbatch) -> None:
         """The parameters have been updated."""
@@ -150,8 +151,10 @@ class Watch:
         self._hear_moves()
         if self._pulse is not None and (error := self._pulse.lost()) is not None:
             self._end(error)
-        if self._in_backward or self._in_pass:
-            self._compare_loops()
+        if self._in_backward:
+            self._compare_loops(self._others)
+        elif self._row:
+            self._compare_loops([other for other in self._row if other != self._rank])
         if self._standing.waits:
             self._compare_calls()
 
@@ -173,9 +176,9 @@ class Watch:
             what = str(error).partition("\n")[0]
             self._end(PeerError(f"the store is gone, and with it the rank that hosts it: {what}"))
 
-    def _compare_loops(self) -> None:
-        """This rank waits in a backward pass: does another one never come to it?"""
-        for other in self._others:
+    def _compare_loops(self, others: Sequence[int]) -> None:
+        """This rank waits in a pass through a model: does another one never come to it?"""
+        for other in others:
             left = self._read(f"{self._loop}/{other}")
             ended = self._read(f"end/{other}")
             # A loop that another rank has been through may be one of its own, before another call: then

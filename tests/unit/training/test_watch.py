@@ -111,3 +111,21 @@ def test_a_store_that_is_gone_ends_who_waits(ranks: list[Rank], capfd) -> None:
     assert until(lambda: ranks[0].told)
     assert "the store is gone, and with it the rank that hosts it" in ranks[0].told[0].message
     capfd.readouterr()
+
+
+@pytest.mark.parametrize(("row", "told"), [((0, 1), True), ((0,), False)])
+def test_ranks_of_one_model_wait_for_each_other_alone(
+    ranks: list[Rank], row: tuple[int, ...], told: bool, capfd
+) -> None:
+    """Other rows may be through with a loop that only evaluates."""
+    for rank in ranks:
+        rank.watch.loop_begins(0, 0, 0)
+    ranks[1].watch.loop_ends(0, 0, 0, 2, early=True)
+    with ranks[0].watch.passing(row):
+        if told:
+            assert until(lambda: ranks[0].told)
+            assert "rank 1 left this loop in batch 2" in ranks[0].told[0].message
+        else:
+            time.sleep(0.3)
+            assert not ranks[0].told
+    assert ("lockstep: error: " in capfd.readouterr().err) == told
