@@ -218,3 +218,22 @@ def twice() -> list[float]:
             optimizer.step()
             optimizer.zero_grad()
         return flat([*model.parameters(), *model.buffers()])
+
+
+@pytest.mark.parametrize("synced", [True, False])
+def test_a_rank_that_leaves_after_the_first_batch_is_named(synced: bool) -> None:
+    """The other waits for its statistics; or, without, in the first place where DDP could wait."""
+    with pytest.raises(RankError, match=r"EarlyExitError|MismatchError|died with exit code 1"):
+        run_ranks(leave, 2, synced, timeout=30)
+
+
+def leave(synced: bool) -> None:
+    with quiet_run() as run:
+        module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        model = run.model(run.sync_batchnorm(module) if synced else module)
+        data = TensorDataset(torch.arange(32.0).view(16, 2))
+        for (x,) in run.loader(data, batch_size=4):
+            if run.world.rank == 1 and x[0, 0] > 8:
+                break
+            run.backward(model(x).square().mean())
+            model.zero_grad()

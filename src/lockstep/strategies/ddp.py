@@ -120,6 +120,9 @@ class ReplicatedModel(HeldModel):
             one.finish(total)
         self.contributions.take()  # the hook has used them, bucket by bucket
         self._drop_unused()
+        # After its first backward pass DDP lets ranks agree on buckets. By itself it does so in the next
+        # forward pass, where nobody watches over ranks that wait.
+        self._ddp.reducer._rebuild_buckets()
 
     def _reach_the_rest(self) -> None:
         """Give DDP the gradients that it still waits for: of parameters that the loss did not use."""

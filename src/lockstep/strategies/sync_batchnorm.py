@@ -37,7 +37,7 @@ class Ranks:
     Args:
         group: their process group, used for nothing else; `None` for a single one.
         counts: whether what this rank computes on counts, or only stands in for samples.
-        meeting: entered while ranks wait for each other in a forward pass.
+        meeting: makes what is entered while ranks wait for each other in a forward pass.
         exactness: class of a run with such layers.
     """
 
@@ -45,11 +45,11 @@ class Ranks:
         self,
         group: dist.ProcessGroup | None,
         counts: Callable[[], bool] = lambda: True,
-        meeting: AbstractContextManager[None] | None = None,
+        meeting: Callable[[], AbstractContextManager[None]] = nullcontext,
         exactness: str = "exact",
     ) -> None:
         self.exactness = exactness
-        self.meeting = meeting or nullcontext()
+        self.meeting = meeting
         self.counts = counts
         self.size = 1 if group is None else dist.get_world_size(group)
         if group is not None:
@@ -98,7 +98,7 @@ class SyncedBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         counts = self.ranks.counts() and input.numel() > 0
         own = _statistics(input.detach(), counts=counts)
-        with self.ranks.meeting:
+        with self.ranks.meeting():
             count, mean, squares = _unpack(self.ranks.fold(own, _merge))
         # Only where this rank has one value at most can there be no more in all: reading costs a wait.
         if (not counts or input.numel() == input.shape[1]) and count.item() <= 1:

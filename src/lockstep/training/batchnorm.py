@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch.distributed as dist
 from torch import nn
 
@@ -20,7 +23,12 @@ def synchronise(session: Session, module: nn.Module) -> nn.Module:
     with session.together.meeting("run.sync_batchnorm"):
         group = _group(session)
     exactness = "exact" if replicas == 1 else "close" if replicas == ranks else "approximate"
-    meeting = session.standing.meeting("the statistics of BatchNorm")
+    standing = session.standing.meeting("the statistics of BatchNorm")
+
+    @contextlib.contextmanager
+    def meeting() -> Iterator[None]:
+        with standing, session.passing():
+            yield
 
     def counts() -> bool:
         microbatch = session.loop.microbatch
