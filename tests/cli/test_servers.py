@@ -118,6 +118,18 @@ def test_more_replicas_than_servers_than_ranks(lockstep: Lockstep) -> None:
     assert digest_of(done.out) == digest_of(lockstep.python("train.py").out)
 
 
+@pytest.mark.ranks(3)
+def test_verify_finds_no_difference_between_strategies(lockstep: Lockstep) -> None:
+    words = ["--layouts", "1,2", "--strategies", "ddp,ps", "--json"]
+    digits = str(ROOT / "examples/digits.py")
+    done = lockstep("verify", *words, digits, "--", "--epochs", "1", timeout=180)
+    assert done.code == 0, done.err
+    verdict = json.loads(done.out)
+    assert verdict["same"] is True
+    assert [one["strategy"] for one in verdict["layouts"]] == ["ddp", "ddp", "ps", "ps"]
+    assert len({one["digest"] for one in verdict["layouts"]}) == 1
+
+
 # --- staleness --------------------------------------------------------------------------------------
 
 APART = """
