@@ -81,6 +81,11 @@ def train(kind: str, **settings: Any) -> tuple[str, list[str]]:
                 outputs = ((model(x), y) for x, y in rest)
                 logits = ((o["logits"] if isinstance(o, dict) else o, y) for o, y in outputs)
                 seen.append(run.mean(F.cross_entropy(o, y) for o, y in logits).hex())
+            with torch.inference_mode():
+                rows = run.gather(
+                    o["logits"] if isinstance(o, dict) else o for o in (model(x) for x, _ in rest)
+                )
+                seen.append(rows.double().sum().item().hex())
         return run.digest(), seen
 
 
@@ -117,6 +122,28 @@ def train_both_ways() -> str:
                 optimizer.step()
                 optimizer.zero_grad()
         return run.digest()
+
+
+def train_below_a_critic() -> str:
+    """A loss through a model that every rank has whole, and that has nothing to train."""
+    with quiet_run() as run:
+        critic = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        for parameter in critic.parameters():
+            parameter.requires_grad_(False)
+        critic = run.model(critic)
+        model = run.model([nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)])
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for x, y in run.loader(classes(32, (6,)), batch_size=8, shuffle=True):
+            run.backward(F.cross_entropy(critic(model(x)), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        return run.digest()
+
+
+def call_with(value: Any) -> None:
+    with quiet_run() as run:
+        model = run.model([nn.Linear(6, 4), nn.Linear(4, 4)])
+        model(value)
 
 
 def go_on(directory: str, strategy: str, mesh: str | None, slow: float = 0.0) -> str:

@@ -53,8 +53,9 @@ def test_bits_of_resnet18_with_dropout() -> None:
     assert_same(jobs.train_resnet, meshes=[(3, "1x3"), (4, "2x2")])
 
 
-def test_gradients_go_from_one_model_to_the_other() -> None:
-    assert_same(spread.train_both_ways, meshes=[(2, "1x2"), (4, "2x2")])
+@pytest.mark.parametrize("job", [spread.train_both_ways, spread.train_below_a_critic])
+def test_gradients_go_from_one_model_to_the_other(job: Any) -> None:
+    assert_same(job, meshes=[(2, "1x2"), (4, "2x2")])
 
 
 @pytest.mark.parametrize("exchange", ["tree", "native"])
@@ -177,3 +178,8 @@ def test_settings_of_a_pipeline_are_nothing_to_other_strategies() -> None:
 def test_a_second_backward_pass() -> None:
     with pytest.raises(RankError, match="a second backward pass through one call of the model"):
         run_ranks(spread.backward_twice, 2, environ=environ("1x2", 1))
+
+
+def test_an_input_that_cannot_be_cut() -> None:
+    with pytest.raises(RankError, match="was called with something else than tensors"):
+        run_ranks(spread.call_with, 2, {1, 2}, environ=environ("1x2", 1))

@@ -298,7 +298,14 @@ class _Passing:
 
 
 def _dismantled(values: Values, tensors: list[torch.Tensor]) -> Values:
-    return {name: dismantle(value, tensors) for name, value in values.items()}
+    try:
+        return {name: dismantle(value, tensors) for name, value in values.items()}
+    except ModelError as error:
+        raise ModelError(
+            "a model in stages was called with something else than tensors and numbers in tuples, lists "
+            f"and dictionaries: {error.message.partition(' would')[0]}",
+            hint="take it apart in the script, and call the model with its tensors",
+        ) from error
 
 
 def _pairs(message: Message) -> list[tuple[torch.Tensor, bool]]:

@@ -31,6 +31,8 @@ def cut(module: nn.Module, count: int, split: Sequence[str] | None) -> Program:
         UsageError: if the stages don't fit the ranks.
         ModelError: if the model cannot be cut, or not there.
     """
+    if isinstance(split, str) or not isinstance(split, Sequence | None):
+        raise UsageError(f"split is {split!r}; expected a list of names of the model's parts")
     if split is not None and len(split) != count - 1:
         raise UsageError(
             f"pipeline stages don't fit ranks: split names {len(split)} places, which makes "

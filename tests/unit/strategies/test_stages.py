@@ -168,6 +168,12 @@ def test_cuts_at_wrong_places(model, split, match):
         cut(model, 2, split)
 
 
+@pytest.mark.parametrize("split", ["layer2", 3, {"1"}])
+def test_cuts_that_are_no_list(split):
+    with pytest.raises(UsageError, match="expected a list of names"):
+        cut(row(), 2, split)
+
+
 def test_cuts_in_another_order():
     with pytest.raises(ModelError, match="split is third, second"):
         cut(Skipping(), 3, ["third", "second"])
