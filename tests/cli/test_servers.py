@@ -293,14 +293,16 @@ def test_a_run_that_makes_room_goes_on_with_another_way_to_update(
 @pytest.mark.ranks(4)
 def test_bytes_are_counted(lockstep: Lockstep) -> None:
     words = ["-n", "2", "--servers", "2", "--strategy", "ps", "--run-dir", "r"]
-    done = lockstep("run", *words, lockstep.script(SCRIPT))
+    two = SCRIPT.replace("optimizer = ", "run.model(nn.Linear(3, 3)); optimizer = ")
+    done = lockstep("run", *words, lockstep.script(two))
     told = re.findall(
         r"^lockstep: server (\d): [\d.]+ MB in, [\d.]+ MB out$", done.err, re.MULTILINE
     )
     assert told == ["0", "1"]
     for rank in (0, 1):
         lines = (lockstep.directory / f"r/events/rank-{rank}.jsonl").read_text().splitlines()
-        (moved,) = [one for one in map(json.loads, lines) if one["kind"] == "traffic"]
+        moved, idle = [one for one in map(json.loads, lines) if one["kind"] == "traffic"]
+        assert 0 < idle["sent"] < 1000
         # 58 parameters, and notes of a few more elements, in each of eight steps and both ways.
         for way in ("sent", "received"):
             assert 8 * 58 * 4 < moved[way] < 8 * 58 * 4 * 3

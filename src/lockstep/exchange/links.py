@@ -151,11 +151,12 @@ class Links:
     Args:
         links: one to each server, in order.
         leads: whether this is the rank that speaks for all.
+        tells: whether it tells the user, for all models, what the servers have moved.
     """
 
-    def __init__(self, links: Sequence[Link], *, leads: bool) -> None:
+    def __init__(self, links: Sequence[Link], *, leads: bool, tells: bool = False) -> None:
         self.links = tuple(links)
-        self.leads = leads
+        self.leads, self.tells = leads, tells
 
     @property
     def sent(self) -> int:
@@ -190,6 +191,8 @@ def connect(
     store: dist.Store,
     key: str,
     threads: int,
+    *,
+    tells: bool,
 ) -> Links:
     """Return new connections to the `count` servers of the launch; all ranks connect.
 
@@ -201,6 +204,7 @@ def connect(
         store: where ranks leave notes for each other.
         key: what the connections are for; used once per run.
         threads: intra-op threads of each rank.
+        tells: whether it is the first model of the run that has connections.
 
     Raises:
         PeerError: if a server is gone.
@@ -216,7 +220,8 @@ def connect(
         link.send(Kind.HELLO, meta={"token": place.token, "threads": threads, **me})
         link.receive(Kind.WELCOME)
         links.append(link)
-    return Links(links, leads=forest.rank == 0)
+    leads = forest.rank == 0
+    return Links(links, leads=leads, tells=leads and tells)
 
 
 def _complaint(meta: Mapping[str, Any]) -> RunError:

@@ -9,7 +9,7 @@ from torch import nn
 
 from lockstep.exchange.links import Links
 from lockstep.exchange.server import ServerExchange
-from lockstep.strategies.ddp import ReplicatedModel
+from lockstep.strategies.ddp import ReplicatedModel, spans_devices
 from lockstep.strategies.holding import Holding
 
 
@@ -33,14 +33,14 @@ def hold_served(
     module: nn.Module, holding: Holding, settings: dict[str, Any], links: Links
 ) -> ServedModel:
     """Hold a copy of `module` whose gradients meet in the servers that `links` lead to."""
-    if holding.device.type == "cuda":
+    if holding.device.type == "cuda" and not spans_devices(module):
         settings = {"device_ids": [holding.device.index], **settings}
     return ServedModel(module, holding, links, settings)
 
 
 def tell(links: Links, say: Callable[[str], None]) -> dict[str, int]:
-    """Let the rank that leads say what the servers have moved; return what this rank has."""
-    if links.leads:
+    """Let one model of one rank say what the servers have moved; return what this rank has."""
+    if links.tells:
         for line in links.counts():
             say(f"lockstep: {line}")
     return {"sent": links.sent, "received": links.received}

@@ -48,6 +48,7 @@ class Models:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self._is_served = False  # whether a model has connections to servers
 
     def add(self, model: Any, settings: dict[str, Any]) -> nn.Module:
         """Place and hold `model`, a module or a list of them, and return what the script is to call.
@@ -142,7 +143,9 @@ class Models:
             holding.store,
             str(holding.number),
             session.threads,
+            tells=not self._is_served,
         )
+        self._is_served = True
         if late is None:
             return hold_served(module, holding, settings, links)
         return hold_remotely(
