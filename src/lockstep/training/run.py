@@ -153,10 +153,11 @@ class Run(Whereabouts):
 
         Args:
             module: the model, changed in place; or a list of modules that are called one after the other.
-            settings: keyword arguments for DistributedDataParallel; used when there are several ranks.
-                Those of other strategies, which ddp ignores: for `pipeline`, `chunks` in which a batch
-                goes through the stages and `split`, names of the parts that stages begin with; for
-                `tensor`, `plan`, how torch's `parallelize_module` is to cut the model's layers.
+            settings: keyword arguments for DistributedDataParallel, or DataParallel with `dp`; checked on
+                every layout, used where the model is held so. Those of other strategies, which ddp
+                ignores: for `pipeline`, `chunks` in which a batch goes through the stages and
+                `split`, names of the parts that stages begin with; for `tensor`, `plan`, how torch's
+                `parallelize_module` is to cut the model's layers.
 
         Returns:
             What the script is to call: the module itself, or a wrapper that looks like it.
