@@ -328,6 +328,17 @@ def test_other_ways_to_start(lockstep: Lockstep, start: str) -> None:
     assert digest_of(done.out) == digest_of(lockstep.python(script).out)
 
 
+@pytest.mark.ranks(3)
+def test_a_function_is_launched_with_servers(lockstep: Lockstep) -> None:
+    call = SCRIPT.replace("    main()\n", "    lockstep.launch(main, n=2)\n")
+    script = lockstep.script(call)
+    done = lockstep.python(script, env={"LOCKSTEP_SERVERS": "1", "LOCKSTEP_STRATEGY": "ps"})
+    assert done.code == 0, done.err
+    assert "exchange server" in done.err
+    lockstep.script(SCRIPT)
+    assert digest_of(done.out) == digest_of(lockstep.python(script).out)
+
+
 # --- bad input --------------------------------------------------------------------------------------
 
 
