@@ -81,6 +81,7 @@ class ShardedModel(HeldModel):
         self._gathers = Gathers([unit.name for unit in units])
         self._started: list[Scattering | Gradients] = []
         self._finished = 0
+        self._used: dict[int, list[bool]] = {}
         self._is_early = self._expects = False
         self._place = 0
         self._watch_forward()
@@ -211,6 +212,7 @@ class ShardedModel(HeldModel):
             return
         used = [any(node[i] is not None for node in nodes) for i in range(len(places))]
         out = unit.pack(self._scatter, nodes, self._size, _NOTES + len(places))
+        self._used[number] = used
         out.notes[:] = torch.tensor([*self._notes(number), *used], dtype=out.notes.dtype)
         self._started.append(self._scatter.start(out))
 
@@ -230,9 +232,8 @@ class ShardedModel(HeldModel):
             return
         total, notes = started.finish()
         self._check_notes(number, notes)
-        own = notes[dist.get_rank(self._holding.group), _NOTES:]
-        used = [True] * len(unit.parameters)
-        if not notes.is_cuda or not bool(own.all()):
+        used = self._used[number]
+        if not all(used):  # otherwise nobody waits for a device to tell
             used = (notes[:, _NOTES:] != 0).any(0).tolist()
         for is_used, (parameter, part) in zip(used, unit.unpack(total, self._size), strict=True):
             if is_used:
