@@ -20,6 +20,9 @@ from lockstep.errors import ModelError
 
 _BLOCK = 512  # bytes; one message is enough for the header of a few tensors
 _LENGTH = 8
+_SMALL = (
+    1 << 14
+)  # bytes up to which a tensor goes in one piece with others: each piece takes its time
 
 
 def dismantle(value: Any, tensors: list[torch.Tensor]) -> Any:
@@ -100,7 +103,7 @@ class Row:
 
     def send(self, value: Any, to: int) -> None:
         """Begin to send `value` to another rank; nothing in it may change until `flush`."""
-        header, flats = _outgoing(value)
+        header, flats = _outgoing(value, self._device)
         for block in (*_blocks(header), *flats):
             work = dist.isend(block, group=self._group, group_dst=to)
             assert work is not None
@@ -155,8 +158,8 @@ class Row:
         return values
 
 
-def _outgoing(value: Any, device: torch.device | None = None) -> tuple[bytes, list[torch.Tensor]]:
-    """Return the header of a message, and its tensors as flat bytes."""
+def _outgoing(value: Any, device: torch.device) -> tuple[bytes, list[torch.Tensor]]:
+    """Return the header of a message, and its tensors as pieces of bytes on `device`."""
     tensors: list[torch.Tensor] = []
     parts = dismantle(value, tensors)
     kinds, flats = [], []
@@ -165,9 +168,15 @@ def _outgoing(value: Any, device: torch.device | None = None) -> tuple[bytes, li
         kind = str(tensor.dtype).removeprefix("torch.")
         kinds.append([kind, list(plain.shape), list(plain.stride()), tensor.requires_grad])
         if plain.numel():
-            flat = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
-            flats.append(flat if device is None else flat.to(device))
-    return json.dumps([parts, kinds]).encode(), flats
+            flats.append(_flat(plain).to(device))
+    small = [flat for flat in flats if flat.numel() <= _SMALL]
+    large = [flat for flat in flats if flat.numel() > _SMALL]
+    return json.dumps([parts, kinds]).encode(), [*([torch.cat(small)] if small else ()), *large]
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor that fills its memory."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -207,9 +216,16 @@ def _incoming(fill: Any, device: torch.device) -> Message:
     parts, kinds = json.loads(header)
     tensors, needy = [], []
     for kind, shape, stride, needs in kinds:
-        tensor = torch.empty_strided(shape, stride, dtype=getattr(torch, kind), device=device)
-        if tensor.numel():
-            fill(tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8))
-        tensors.append(tensor)
+        dtype = getattr(torch, kind)
+        tensors.append(torch.empty_strided(shape, stride, dtype=dtype, device=device))
         needy.append(needs)
+    flats = [_flat(tensor) for tensor in tensors if tensor.numel()]
+    small = [flat for flat in flats if flat.numel() <= _SMALL]
+    if small:
+        piece = torch.empty(sum(map(len, small)), dtype=torch.uint8, device=device)
+        fill(piece)
+        torch._foreach_copy_(small, torch.split(piece, [len(flat) for flat in small]))
+    for flat in flats:
+        if flat.numel() > _SMALL:
+            fill(flat)
     return Message(parts, tensors, needy)

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 def sent(value: object) -> Message:
     """Send a value to a message's other end, block by block."""
-    header, flats = message._outgoing(value)
+    header, flats = message._outgoing(value, CPU)
     blocks = deque([*message._blocks(header), *flats])
     received = message._incoming(lambda block: block.copy_(blocks.popleft()), CPU)
     assert not blocks
@@ -41,6 +41,7 @@ def same(one: object, other: object) -> bool:
     [
         torch.randn(3, 4),
         torch.tensor(True),
+        [torch.randn(5000), torch.ones(3), torch.randn(70, 100), torch.zeros(0), torch.arange(9)],
         torch.empty(0, 5),
         torch.arange(6, dtype=torch.bfloat16),
         (1, 2.5, None, "x", True, float("inf")),
