@@ -33,6 +33,10 @@ with lockstep.Run("sharded") as run:
     data = TensorDataset(torch.randn(30, 4), torch.arange(30) % 2)
     train = run.loader(data, batch_size=8, shuffle=True)
     test = run.loader(data, batch_size=12)
+    if FAULT == "alone":
+        if run.main:
+            model.eval()(torch.ones(1, 4))
+        run.barrier()
     for epoch in run.epochs(5):
         for x, y in train:
             run.backward(F.cross_entropy(model(x), y))
@@ -107,16 +111,17 @@ def shards(weights: dict[str, torch.Tensor]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("fault", "message"),
+    ("fault", "kind", "message"),
     [
-        ("state", "state_dict() was called, and this rank holds a part of each"),
-        ("skip", "expected the same units in the same order on all ranks"),
+        ("state", "ModelError", "state_dict() was called, and this rank holds a part of each"),
+        ("skip", "ModelError", "expected the same units in the same order on all ranks"),
+        ("alone", "MismatchError", "rank 0 is in the gathering of parameters"),
     ],
 )
-def test_one_error_and_no_hang(script: Lockstep, fault: str, message: str) -> None:
+def test_one_error_and_no_hang(script: Lockstep, fault: str, kind: str, message: str) -> None:
     done = script("run", "-n", "2", "--strategy", "fsdp", "train.py", "--", fault, timeout=30)
     assert done.code == 1
     assert message in done.err
-    assert "ModelError" in done.err
+    assert kind in done.err
     assert "hint: " in done.err
     assert "Traceback" not in done.err

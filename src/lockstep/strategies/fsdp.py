@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, cast
 
 import torch
@@ -78,7 +78,9 @@ class ShardedModel(HeldModel):
         self._is_over = False
         self._path: list[int] = []
         self._batches = 0
-        self._gathers = Gathers([unit.name for unit in units])
+        self._waits_in_pass: Callable[[], AbstractContextManager[None]] = nullcontext
+        own = group_of_its_own(group) if group is not None else None
+        self._gathers = Gathers([unit.name for unit in units], own)
         self._started: list[Scattering | Gradients] = []
         self._finished = 0
         self._used: dict[int, list[bool]] = {}
@@ -271,6 +273,7 @@ class ShardedModel(HeldModel):
                 hint="call run.export and the like inside of `with lockstep.Run(…) as run:`",
             )
         self._let_go()
+        self._gathers.check_all()
         # Only who saves is refused: see _refuse_state.
         state: dict[str, Any] = whole_of(self.module.state_dict(keep_vars=True))
         return state
@@ -352,8 +355,13 @@ class ShardedModel(HeldModel):
         self._is_over = True
 
     def passes_in(self, waiting: Callable[[], AbstractContextManager[None]]) -> None:
-        """Let `waiting` be entered where ranks wait for each other to gather parameters."""
-        self._gathers.waiting = waiting
+        """Let `waiting` be entered where ranks wait for each other in a backward pass."""
+        self._waits_in_pass = waiting
+
+    def gathers_in(self, meeting: AbstractContextManager[None]) -> None:
+        """Let `meeting` be entered where ranks wait for each other to gather parameters."""
+        # In a backward pass ranks meet already.
+        self._gathers.waiting = lambda: self._waits_in_pass() if self._expects else meeting
 
     def _is_nonzero(self, gradient: torch.Tensor) -> bool:
         return super()._is_nonzero(local(gradient))

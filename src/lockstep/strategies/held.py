@@ -350,6 +350,9 @@ class HeldModel(abc.ABC):
         saved = self.module.state_dict(keep_vars=True)
         return {name: value for name, value in self.module.named_buffers() if name not in saved}
 
+    def gathers_in(self, meeting: AbstractContextManager[None]) -> None:  # noqa: B027
+        """Let `meeting` be entered where ranks wait for each other's parts of parameters."""
+
     def passes_in(self, waiting: Callable[[], AbstractContextManager[None]]) -> None:  # noqa: B027
         """Let `waiting` be entered where ranks wait for each other inside of a pass through the model."""
 

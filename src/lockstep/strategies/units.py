@@ -141,33 +141,42 @@ class Gathers:
     Messages for one unit may be taken for those of another: with Gloo the process ends there and then if
     they are larger, and the numbers are wrong if they are not.
 
-    Attributes:
+    Args:
         names: what the units are called.
+        group: of its own, so that ranks which call something else wait, and are told of; `None` for one
+            rank.
+
+    Attributes:
         compares: whether ranks do so now.
         waiting: what is entered while they wait for each other.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = names
+    def __init__(self, names: Sequence[str], group: dist.ProcessGroup | None) -> None:
+        self.names = [*names, "all units, for run.digest, run.save and the like"]
+        self._group = group
         self.compares = True
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
 
-    def check(self, number: int, group: dist.ProcessGroup) -> None:
+    def check_all(self) -> None:
+        """Compare with other ranks that are about to gather the whole model."""
+        self.check(len(self.names) - 1)
+
+    def check(self, number: int) -> None:
         """Compare unit `number` with those that other ranks are about to gather.
 
         Raises:
             ModelError: if one of them is about to gather another.
         """
-        if not self.compares:
+        if not self.compares or self._group is None:
             return
         with self.waiting():
-            numbers = agree(number, group)
+            numbers = agree(number, self._group)
         if len(set(numbers)) > 1:
             other = next(rank for rank, found in enumerate(numbers) if found != numbers[0])
             raise ModelError(
-                f"rank 0 computes with {self.names[numbers[0]]}, rank {other} with "
+                f"rank 0 is about to gather {self.names[numbers[0]]}, rank {other} "
                 f"{self.names[numbers[other]]}; expected the same units in the same order on all ranks, "
-                "since they gather the parameters together",
+                "since they gather them together",
                 hint='where the data decides, run.model(…, gather="batch") gathers all of them once per '
                 "batch; and no rank may call the model alone",
             )
@@ -193,7 +202,7 @@ class Gather:
         async_op: bool = False,
     ) -> dist.Work | None:
         """Gather `input_tensor` of all ranks."""
-        self._gathers.check(self._number, group)
+        self._gathers.check(self._number)
         work: dist.Work | None = all_gather(
             output_tensor, input_tensor, group=group, async_op=async_op
         )

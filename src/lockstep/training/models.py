@@ -69,6 +69,7 @@ class Models:
         with undisturbed(), session.together.meeting("run.model"):
             held = self._hold(module, settings, spread)
         held.passes_in(session.passing)
+        held.gathers_in(session.standing.meeting("the gathering of parameters"))
         held.meets_in(session.standing.meeting("the exchange of buffers"))
         self._take(held)
         return held.wrapped
