@@ -323,7 +323,7 @@ def test_the_plan_shows_servers(lockstep: Lockstep) -> None:
 def test_other_ways_to_start(lockstep: Lockstep, start: str) -> None:
     script = lockstep.script(SCRIPT)
     words = ["-n", "2", "--servers", "1", "--strategy", "ps", "--start", start]
-    done = lockstep("run", *words, script)
+    done = lockstep("run", *words, script, timeout=120)  # four interpreters import torch
     assert done.code == 0, done.err
     assert digest_of(done.out) == digest_of(lockstep.python(script).out)
 
