@@ -410,7 +410,7 @@ def test_settings_that_cannot_work(
 def test_no_servers_without_their_launcher(lockstep: Lockstep) -> None:
     script = lockstep.script(SCRIPT)
     done = lockstep.python(script, env={"LOCKSTEP_STRATEGY": "ps", "LOCKSTEP_SERVERS": "1"})
-    assert done.code == 2
+    assert done.code == 1  # the interpreter's, whatever the error
     assert "strategy=ps, started by single" in done.err
     assert "hint: lockstep run -n WORKERS --servers 1 --strategy ps SCRIPT" in done.err
     assert "Traceback" not in done.err
