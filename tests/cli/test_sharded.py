@@ -61,19 +61,19 @@ def script(lockstep: Lockstep) -> Lockstep:
     return lockstep
 
 
-def test_whole_and_sharded_with_kills_and_fewer_ranks(script: Lockstep) -> None:
-    layouts = ("1", "2,kill@7", "3>2@5")
+def test_whole_and_sharded_with_a_kill(script: Lockstep) -> None:
+    layouts = ("1", "2,kill@7")
     done = script(
         *("verify", "train.py", "--layouts", *layouts, "--strategies", "ddp,fsdp", "--json"),
         *("--", "slow"),
-        timeout=150,
+        timeout=120,
     )
     assert done.code == 0, done.out + done.err
     verdict = json.loads(done.out)
     assert verdict["same"] is True
     assert len({layout["digest"] for layout in verdict["layouts"]}) == 1
     kills = [(one["strategy"], one["kills"]) for one in verdict["layouts"]]
-    assert kills == [(name, kill) for name in ("ddp", "fsdp") for kill in (0, 1, 0)]
+    assert kills == [(name, kill) for name in ("ddp", "fsdp") for kill in (0, 1)]
 
 
 def test_a_checkpoint_of_a_sharded_run_has_whole_weights(script: Lockstep) -> None:
