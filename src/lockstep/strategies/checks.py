@@ -172,3 +172,24 @@ def check_same_models(
         f"{differing[0]}; rank 0 has {differing[1]}",
         hint="build the model from the same arguments on every rank, never from the rank",
     )
+
+
+def as_module(model: Any) -> nn.Module:
+    """Return a list of modules as one, and a module as it is.
+
+    Raises:
+        ModelError: for anything else.
+    """
+    if isinstance(model, nn.Module):
+        return model
+    if not isinstance(model, list | tuple) or not model:
+        raise ModelError(
+            f"run.model was given a {type(model).__name__}; expected a Module or a list of Modules"
+        )
+    for place, part in enumerate(model):
+        if not isinstance(part, nn.Module):
+            raise ModelError(
+                f"entry {place} of the list given to run.model is a {type(part).__name__}; "
+                "expected a Module"
+            )
+    return nn.Sequential(*model)

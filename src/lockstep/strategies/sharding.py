@@ -19,13 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.errors import ModelError
 from lockstep.strategies.checks import refuse_sparse
+from lockstep.strategies.keywords import OWN_SHARDING, SHARDING
 
 #: Parts with fewer parameters stay in the unit of the model itself: a message each would cost more.
 MIN_PARAMETERS = 65_536
-#: What is passed on to `fully_shard`.
-PASSED = ("reshard_after_forward", "shard_placement_fn", "mp_policy", "offload_policy")
-#: What is ours.
-OWN = ("wrap", "gather")
 #: When whole parameters are gathered: before each unit computes, or once for a global batch.
 GATHERS = ("unit", "batch")
 _KINDS = {"mp_policy": MixedPrecisionPolicy, "offload_policy": OffloadPolicy}
@@ -35,13 +32,6 @@ _WHY = {
     "dp_mesh_dims": "ranks shard over the run's own mesh",
     "ignored_params": "their gradients would not meet",
 }
-
-
-def taken_by(strategy: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return `settings` without those for sharding where the strategy is another: one script serves all."""
-    if strategy == "fsdp":
-        return settings
-    return {name: value for name, value in settings.items() if name not in (*OWN, *PASSED)}
 
 
 def check_sharding(
@@ -54,12 +44,12 @@ def check_sharding(
             parameters without dimensions, or ones that are not contiguous.
     """
     for name in settings:
-        if name not in (*PASSED, *OWN):
+        if name not in (*SHARDING, *OWN_SHARDING):
             known = inspect.signature(fully_shard).parameters
             why = _WHY.get(name, "fully_shard does not have it" if name not in known else "")
             raise ModelError(
                 f"run.model was given {name}, which strategy=fsdp does not take: {why}",
-                hint=f"its settings are {', '.join((*OWN, *PASSED))}",
+                hint=f"its settings are {', '.join((*OWN_SHARDING, *SHARDING))}",
             )
     if settings.get("gather", "unit") not in GATHERS:
         raise ModelError(
@@ -111,7 +101,7 @@ def shard(module: nn.Module, mesh: DeviceMesh, settings: dict[str, Any]) -> list
     # The model's own unit lets go of its parameters after a forward pass, too: otherwise the tensors
     # registered in the model would be other ones after an evaluation.
     passed: dict[str, Any] = {"reshard_after_forward": True}
-    passed |= {name: settings[name] for name in PASSED if name in settings}
+    passed |= {name: settings[name] for name in SHARDING if name in settings}
     parts = [module.get_submodule(name) for name in names]
     units = []
     for part in [*dict.fromkeys(parts), module]:

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_cut(value: Any) -> TypeGuard[DTensor]:
+    """Whether a tensor is cut over ranks.
+
+    Its module takes half a second to import, and nobody has made one before it was.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
 
 
 def whole(value: Any) -> Any:
@@ -14,7 +26,7 @@ def whole(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     value = value.detach()
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return value.full_tensor() if is_cut(value) else value
 
 
 def whole_of(state: Mapping[str, Any]) -> Any:
@@ -24,7 +36,7 @@ def whole_of(state: Mapping[str, Any]) -> Any:
 
 def local(value: torch.Tensor) -> torch.Tensor:
     """Return what this rank holds of a tensor."""
-    if not isinstance(value, DTensor):
+    if not is_cut(value):
         return value
     own: torch.Tensor = value.detach().to_local()  # type: ignore[attr-defined]
     return own
@@ -37,6 +49,8 @@ def bytes_here(tensors: Iterable[torch.Tensor]) -> int:
 
 def cut_dimension(like: DTensor) -> int:
     """Return along which dimension a tensor is cut."""
+    from torch.distributed.tensor import Shard
+
     (placement,) = like.placements
     assert isinstance(placement, Shard)
     return placement.dim
@@ -55,6 +69,8 @@ def part_of(value: torch.Tensor, like: DTensor) -> DTensor:
 
 def assembled(own: torch.Tensor, like: DTensor) -> DTensor:
     """Return the tensor cut as `like` of which this rank holds `own`."""
+    from torch.distributed.tensor import DTensor
+
     made: DTensor = DTensor.from_local(
         own,
         like.device_mesh,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -10,13 +10,7 @@ from torch import nn
 from lockstep.errors import UsageError
 from lockstep.strategies.held import HeldModel
 from lockstep.strategies.holding import Holding
-from lockstep.strategies.pipeline import hold_pipelined
-from lockstep.strategies.tensor import hold_tensors
 
-_HOLD: dict[str, Callable[[nn.Module, Holding, Mapping[str, Any]], HeldModel]] = {
-    "pipeline": hold_pipelined,
-    "tensor": hold_tensors,
-}
 #: What they take besides the model; other strategies ignore it, so that one script serves all.
 _OWN = ("chunks", "split", "plan")
 #: Exchanges that sum what one column of ranks has, apart from the other columns.
@@ -45,4 +39,11 @@ def hold(
             f"{', '.join(_EXCHANGES)}, which serve the ranks that hold one part of a model",
             hint="leave the exchange to 'auto'",
         )
-    return _HOLD[strategy](module, holding, settings)
+    # Half a second of imports each, which other strategies do without.
+    if strategy == "pipeline":
+        from lockstep.strategies.pipeline import hold_pipelined
+
+        return hold_pipelined(module, holding, settings)
+    from lockstep.strategies.tensor import hold_tensors
+
+    return hold_tensors(module, holding, settings)

@@ -112,24 +112,3 @@ def _check_shared(module: nn.Module, program: Program) -> None:
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_parameters()
     yield from module.named_buffers()
-
-
-def as_module(model: Any) -> nn.Module:
-    """Return a list of modules as one, and a module as it is.
-
-    Raises:
-        ModelError: for anything else.
-    """
-    if isinstance(model, nn.Module):
-        return model
-    if not isinstance(model, list | tuple) or not model:
-        raise ModelError(
-            f"run.model was given a {type(model).__name__}; expected a Module or a list of Modules"
-        )
-    for place, part in enumerate(model):
-        if not isinstance(part, nn.Module):
-            raise ModelError(
-                f"entry {place} of the list given to run.model is a {type(part).__name__}; "
-                "expected a Module"
-            )
-    return nn.Sequential(*model)

@@ -252,7 +252,7 @@ class Loop:
         set_key(keys.derive(self._seed, keys.BETWEEN, loader, epoch, round_, step, -1))
 
     def needs_stand_ins(self) -> bool:
-        """Whether replicas without a sample take part: where gradients, buffers or parts of a model meet."""
+        """Whether replicas without a sample take part: gradients, buffers or parts of a model meet."""
         return torch.is_grad_enabled() or any(
             model.trains_buffers or model.is_split for model in self._models
         )

@@ -14,29 +14,24 @@ from lockstep.errors import ModelError
 from lockstep.exchange.links import connect
 from lockstep.layout.classes import LOCAL_EXCHANGES, worst
 from lockstep.strategies import dp, spreading
-from lockstep.strategies.checks import check_same_models, check_settings, refuse_unconverted
+from lockstep.strategies.checks import (
+    as_module,
+    check_same_models,
+    check_settings,
+    refuse_unconverted,
+)
 from lockstep.strategies.ddp import replicate, spans_devices
 from lockstep.strategies.frozen import FrozenModel, is_trainable
-from lockstep.strategies.fsdp import hold_sharded
 from lockstep.strategies.held import HeldModel
 from lockstep.strategies.holding import Holding
+from lockstep.strategies.keywords import taken_by
 from lockstep.strategies.local import hold_local
 from lockstep.strategies.precision import REDUCED, autocast_forward
 from lockstep.strategies.ps import hold_served
 from lockstep.strategies.remote import hold_remotely
-from lockstep.strategies.sharding import check_sharding, taken_by
 from lockstep.strategies.single import SingleModel
-from lockstep.strategies.stages import as_module
 from lockstep.strategies.sync_batchnorm import layers
 from lockstep.training.session import Session
-
-#: Who checks the keywords of run.model, where they are not DistributedDataParallel's.
-_CHECKS: dict[str, Callable[..., None]] = {"dp": dp.check_settings, "fsdp": check_sharding}
-#: Strategies that need no more than that.
-_HOLD: dict[str, Callable[[nn.Module, Holding, dict[str, Any]], HeldModel]] = {
-    "dp": dp.scatter,
-    "fsdp": hold_sharded,
-}
 
 
 class Models:
@@ -101,7 +96,7 @@ class Models:
             raise ModelError(f"this {type(module).__name__} belongs to the run already")
         refuse_unconverted(module)
         asked = self._session.settings
-        check: Callable[..., None] = _CHECKS.get(asked.strategy, check_settings)
+        check = _check_of(asked.strategy)
         check(module, settings, exact=asked.exact, device=self._session.device)
 
     def _hold(
@@ -118,8 +113,10 @@ class Models:
         strategy = session.settings.strategy
         if self._is_spread:
             return spreading.hold(strategy, module, holding, spread)
-        if strategy in _HOLD:
-            return _HOLD[strategy](module, holding, settings)
+        if strategy == "dp":
+            return dp.scatter(module, holding, settings)
+        if strategy == "fsdp":
+            return _shard(module, holding, settings)
         if strategy == "ps":
             return self._serve(module, holding, settings)
         return self._replicate(module, holding, settings)
@@ -180,3 +177,21 @@ class Models:
             f"the run holds {len(held)} models; expected one of them to be named",
             hint="pass what run.model returned",
         )
+
+
+def _check_of(strategy: str) -> Callable[..., None]:
+    """Return what checks the keywords of `run.model`: DistributedDataParallel's, or a strategy's own."""
+    if strategy == "dp":
+        return dp.check_settings
+    if strategy == "fsdp":
+        from lockstep.strategies.sharding import check_sharding
+
+        return check_sharding
+    return check_settings
+
+
+def _shard(module: nn.Module, holding: Holding, settings: dict[str, Any]) -> HeldModel:
+    # Half a second of imports, which other strategies do without.
+    from lockstep.strategies.fsdp import hold_sharded
+
+    return hold_sharded(module, holding, settings)

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from lockstep.errors import ModelError, UsageError
+from lockstep.strategies.checks import as_module
 from lockstep.strategies.stage import Program
-from lockstep.strategies.stages import as_module, cut
+from lockstep.strategies.stages import cut
 from tests.vision import resnet18
 
 
