@@ -146,6 +146,13 @@ def test_importing_the_package_does_not_import_torch() -> None:
     )
 
 
+def test_a_run_imports_no_strategy_that_it_may_not_need() -> None:
+    """Half a second each, in every start and every restart."""
+    heavy = ("torch.distributed.tensor", "torch.distributed.fsdp", "sympy")
+    loaded = f"import sys, lockstep.training.run; print([n for n in {heavy!r} if n in sys.modules])"
+    assert fresh(loaded) == "[]"
+
+
 def test_public_names() -> None:
     names = ["LockstepError", "Run", "World", "__version__", "detect", "launch"]
     assert sorted(lockstep.__all__) == names
