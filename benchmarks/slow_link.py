@@ -30,20 +30,20 @@ from tests.hosts import Host, Hosts, missing
 SCRIPT = Path(__file__).parent / "contestants" / "over_link.py"
 PLAIN = "plain DDP (tree)"
 LOCAL = "local-sgd, every 16 steps"
-#: Name, exchange, steps between meetings, learning rate.
+#: Name, exchange and what else it is told, learning rate.
 CONTESTANTS = {
-    PLAIN: ("tree", "1", "0.1"),
-    "bf16": ("bf16", "1", "0.1"),
-    "powersgd, rank 4": ("powersgd", "1", "0.1"),
-    LOCAL: ("local-sgd", "16", "0.1"),
-    "diloco, every 50 steps": ("diloco", "50", "0.03"),
+    PLAIN: (("tree",), "0.1"),
+    "bf16": (("bf16",), "0.1"),
+    "powersgd, rank 4": (("powersgd",), "0.1"),
+    LOCAL: (("local-sgd", "--sync-every", "16"), "0.1"),
+    "diloco, every 50 steps": (("diloco", "--sync-every", "50"), "0.03"),
 }
 _TOLD = "told: "
 
 
-def train(hosts: Hosts, made: list[Host], exchange: str, every: str, lr: str) -> dict[str, Any]:
+def train(hosts: Hosts, made: list[Host], exchange: tuple[str, ...], lr: str) -> dict[str, Any]:
     """Train over the link, and return what the main rank tells."""
-    flags = ("--no-exact", "--exchange", exchange, "--sync-every", every)
+    flags = ("--no-exact", "--exchange", *exchange)
     script = (str(SCRIPT), "--lr", lr, "--interface", "eth0")
     with tempfile.TemporaryDirectory() as directory:
         place = ("--nnodes", "2", "-n", "1", "--master-addr", made[0].name)

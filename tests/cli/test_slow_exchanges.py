@@ -53,6 +53,16 @@ def test_fp16(lockstep: Lockstep) -> None:
             2,
             "precision=fp16 with exchange=local-sgd",
         ),
+        (
+            ("--exchange", "powersgd", "--no-exact", "--precision", "fp16"),
+            2,
+            "precision=fp16 with exchange=powersgd",
+        ),
+        (
+            ("--exchange", "tree", "--sync-every", "8"),
+            2,
+            "sync_every is 8 with exchange=tree, whose ranks meet in every step",
+        ),
         (("--sync-every", "0"), 2, "--sync-every is 0; expected at least 1"),
         (("--sync-every", "often"), 2, "argument --sync-every: invalid int value: 'often'"),
     ],

@@ -107,7 +107,8 @@ def choose_mesh(settings: Settings, world: World) -> Mesh:
     """Return the mesh of a run.
 
     Raises:
-        UsageError: if strategy, mesh, number of ranks and of servers cannot go together.
+        UsageError: if strategy, mesh, number of ranks and of servers cannot go together, or a setting
+            has nothing that it could set.
         ExactnessError: for a staleness that breaks the promise.
     """
     for strategy in ("single", "dp"):
@@ -117,6 +118,7 @@ def choose_mesh(settings: Settings, world: World) -> Mesh:
                 hint="strategy='ddp', or leave it to 'auto'",
             )
     _check_servers(settings, world)
+    _check_meetings(settings)
     return choose(settings.mesh, settings.strategy, world.size)
 
 
@@ -165,6 +167,16 @@ def _check_servers(settings: Settings, world: World) -> None:
         )
 
 
+def _check_meetings(settings: Settings) -> None:
+    """Refuse steps between two meetings where ranks meet in every step."""
+    if settings.sync_every is not None and settings.exchange not in LOCAL_EXCHANGES:
+        raise UsageError(
+            f"sync_every is {settings.sync_every} with exchange={settings.exchange}, whose ranks meet in "
+            f"every step; expected an exchange of {', '.join(LOCAL_EXCHANGES)}",
+            hint="--exchange local-sgd, or leave out --sync-every",
+        )
+
+
 def _check_approximate(settings: Settings) -> None:
     """Refuse exchanges that ship less than all gradients where they cannot work."""
     exchange, strategy = settings.exchange, settings.strategy
@@ -177,6 +189,12 @@ def _check_approximate(settings: Settings) -> None:
         raise UsageError(
             f"precision=fp16 with exchange={exchange}: ranks that train by themselves do not agree on "
             "the steps that a loss scale leaves out",
+            hint="precision='bf16', which needs no loss scale",
+        )
+    if exchange == "powersgd" and settings.precision == "fp16":
+        raise UsageError(
+            "precision=fp16 with exchange=powersgd: ranks add what they left out of one step to the next, "
+            "and would keep the infinite gradients of an overflow for ever",
             hint="precision='bf16', which needs no loss scale",
         )
 

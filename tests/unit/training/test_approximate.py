@@ -47,6 +47,17 @@ def test_fp16_by_ranks_that_train_by_themselves(exchange: str) -> None:
     assert choose(exchange=exchange, exact=False, precision="bf16") == exchange
 
 
+def test_fp16_by_ranks_that_remember_what_they_left_out() -> None:
+    """An infinite gradient would be added to every step that follows."""
+    with pytest.raises(
+        UsageError, match="precision=fp16 with exchange=powersgd: ranks add"
+    ) as seen:
+        choose(exchange="powersgd", exact=False, precision="fp16")
+    assert "bf16" in seen.value.hint
+    assert choose(exchange="powersgd", exact=False, precision="bf16") == "powersgd"
+    assert choose(exchange="bf16", exact=False, precision="fp16") == "bf16"
+
+
 def test_fp16_by_servers_that_update() -> None:
     settings = Settings(name="test", strategy="ps", staleness=0, servers=1, precision="fp16")
     world = World(rank=0, size=1, address="x", port=1, environment="lockstep")
@@ -57,6 +68,22 @@ def test_fp16_by_servers_that_update() -> None:
 def test_sync_every() -> None:
     with pytest.raises(UsageError, match="sync_every is 0; expected an integer of at least 1"):
         Settings(name="test", sync_every=0)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("exchange", ["auto", "tree", "powersgd"])
+def test_sync_every_where_ranks_meet_in_every_step(exchange: str, size: int) -> None:
+    world = World(rank=0, size=size, local_size=size, address="x", port=1)
+    settings = Settings(name="test", sync_every=4, exchange=exchange, exact=False)
+    with pytest.raises(UsageError, match=f"sync_every is 4 with exchange={exchange}") as seen:
+        choose_mesh(settings, world)
+    assert "local-sgd" in seen.value.hint
+
+
+@pytest.mark.parametrize("exchange", LOCAL_EXCHANGES)
+def test_sync_every_of_ranks_that_meet_seldom(exchange: str) -> None:
+    settings = Settings(name="test", sync_every=4, exchange=exchange, exact=False)
+    assert choose_mesh(settings, WORLD) == Mesh(2)
 
 
 def test_keywords_are_those_of_powersgd() -> None:
