@@ -103,6 +103,50 @@ def train_and_stop(directory: str, exchange: str, slow: float = 0.0) -> str:
         return "preempted"
 
 
+def out_of_phase(directory: str, slow: float = 0.0) -> tuple[str, list[int]]:
+    """Two models, the second of which begins three batches later; digest and steps of points."""
+    points: list[int] = []
+    try:
+        with lockstep.Run(
+            *("two",),
+            run_dir=directory,
+            progress=False,
+            exact=False,
+            exchange="local-sgd",
+            sync_every=4,
+        ) as run:
+            models = [run.model(nn.Linear(6, 4)) for _ in range(2)]
+            steps = [run.optimizer(torch.optim.SGD(m.parameters(), lr=0.1)) for m in models]
+            at_point = run._loop.at_point
+            run._loop.at_point = lambda: (points.append(run.step), at_point())[1]
+            for x, y in run.loader(classes(600, (6,)), batch_size=10):
+                time.sleep(slow)
+                for model, optimizer in zip(models[: 1 + (run.step > 2)], steps, strict=False):
+                    run.backward(F.cross_entropy(model(x), y))
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return run.digest(), points
+    except Preempted:
+        return "preempted", points
+
+
+def with_barriers(settings: dict[str, Any], often: bool) -> str:
+    """Train; after every batch, wait for all."""
+    with quiet_run(exact=False, **settings) as run:
+        model = run.model(conv_net())
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in run.batches(run.loader(classes(67, (1, 8, 8)), batch_size=16)):
+            for x, y in batch:
+                run.backward(F.cross_entropy(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+            if often:
+                run.barrier()
+                with run.first():
+                    pass
+        return run.digest()
+
+
 def accuracy(settings: dict[str, Any], lr: float = 0.1, epochs: int = 8) -> tuple[float, str]:
     """Train an MLP on the scans of digits; return its accuracy on those it has not seen."""
     from sklearn.datasets import load_digits

@@ -50,6 +50,26 @@ def test_a_rank_that_leaves_a_loop_by_itself_is_told() -> None:
         run_ranks(jobs.leave_alone, 2, "local-sgd", timeout=30)
 
 
+def test_where_one_model_meets_all_do(tmp_path: Path) -> None:
+    """Two models out of phase are whole together all the same: the run can be saved, and ended."""
+    environ = {"LOCKSTEP_REPLICAS": "2", "LOCKSTEP_THREADS": "1"}
+    whole = run_ranks(jobs.out_of_phase, 2, str(tmp_path / "whole"), environ=environ)
+    assert [points for _, points in whole] == [list(range(4, 61, 4))] * 2
+    place = str(tmp_path / "run")
+    faults = {**environ, "LOCKSTEP_FAULTS": "term@8"}
+    first = run_ranks(jobs.out_of_phase, 2, place, 0.02, environ=faults)
+    assert [digest for digest, _ in first] == ["preempted"] * 2
+    second = run_ranks(jobs.out_of_phase, 2, place, environ=environ)
+    assert [digest for digest, _ in second] == [digest for digest, _ in whole]
+
+
+@pytest.mark.parametrize("exchange", ["local-sgd", "diloco"])
+def test_a_barrier_is_no_meeting(exchange: str) -> None:
+    settings = {"exchange": exchange, "sync_every": 4}
+    seldom, often = (run_ranks(jobs.with_barriers, 2, settings, one) for one in (False, True))
+    assert seldom == often
+
+
 def test_optimizers_whose_steps_cannot_be_counted() -> None:
     with pytest.raises(RankError, match="ModelError: Sequential has two optimizers"):
         run_ranks(jobs.two_optimizers, 2)

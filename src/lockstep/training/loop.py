@@ -63,6 +63,7 @@ class Loop:
         self._fresh = False  # whether there was an update since the last point
         self._restore: Restore | None = None
         self._updated = False
+        self._has_met = False
         self._passed: Microbatch | None = None
         self._has_approached = False
         self._trains = False  # whether the outermost loop has updated parameters
@@ -167,7 +168,9 @@ class Loop:
         # A loop that was left in the middle of a batch has not let the ranks' buffers meet.
         for model in self._models:
             model.finish_buffers()
-        if not self._loops:
+        # Models count their own steps until they meet: where one has, all do, or there might never be a
+        # batch after which all are whole.
+        if self._has_met or not self._loops:
             self.come_together()
         if not all(model.is_whole for model in self._models):
             return  # ranks that go ways of their own for some steps will be one again
@@ -194,8 +197,12 @@ class Loop:
             )
         return self._active[-1]
 
-    def require_meeting_point(self, call: str) -> None:
+    def require_meeting_point(self, call: str, *, of_models: bool = True) -> None:
         """Refuse a collective call where ranks may host different numbers of replicas.
+
+        Args:
+            call: its name.
+            of_models: whether it needs the same models on all ranks: then they become the same here.
 
         Raises:
             StepError: inside a microbatch, when there are several replicas.
@@ -208,7 +215,8 @@ class Loop:
                 "`for batch in run.batches(loader): …`",
             )
         self.settle()
-        self.come_together()
+        if of_models:
+            self.come_together()
 
     def settle(self) -> None:
         """Let ranks agree on what a `break` has left open; all of them come here together."""
@@ -219,6 +227,7 @@ class Loop:
     def come_together(self) -> None:
         """Let ranks that have trained by themselves for some steps be one model again, between batches."""
         if not self._active:
+            self._has_met = False
             for model in self._models:
                 model.come_together()
 
@@ -227,8 +236,12 @@ class Loop:
         return not self._active or self._active[-1].last
 
     def updated(self) -> None:
-        """An optimizer has updated its parameters."""
+        """An optimizer is about to update its parameters."""
         self._updated = True
+
+    def stepped(self, models: Sequence[HeldModel]) -> None:
+        """An optimizer has updated `models`: if they are whole, and others are not, they have just met."""
+        self._has_met |= all(model.is_whole for model in models)
 
     def new_loader(self) -> int:
         """Return the number of a loader that the script makes now."""

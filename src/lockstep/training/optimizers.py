@@ -70,7 +70,9 @@ def gate_optimizer(
             # torch's schedulers warn where they find that no step came before theirs.
             self._opt_called = True  # type: ignore[attr-defined]
             return None
-        return own[0].update(act) if len(own) == 1 else act()
+        result = own[0].update(act) if len(own) == 1 else act()
+        loop.stepped(own)
+        return result
 
     act = optimizer.step
     optimizer.step = MethodType(functools.wraps(act)(step), optimizer)  # type: ignore[method-assign]

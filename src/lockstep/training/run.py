@@ -341,12 +341,12 @@ class Run(Whereabouts):
 
     def first(self) -> AbstractContextManager[None]:
         """Let the main rank go through the body first, then one rank per node, then all others."""
-        self._loop.require_meeting_point("run.first")
+        self._loop.require_meeting_point("run.first", of_models=False)
         return self._session.turns.first()
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""
-        self._loop.require_meeting_point("run.barrier")
+        self._loop.require_meeting_point("run.barrier", of_models=False)
         self._session.barrier()
 
     def print(self, *values: object, sep: str = " ") -> None:

@@ -126,6 +126,63 @@ def test_what_evaluation_draws_between_batches_is_the_same_on_every_layout() -> 
         test_what_the_script_draws_between_batches_is_the_same_on_every_layout()
 
 
+class Counting:
+    """A model that meets its like after some steps, as the loop sees it."""
+
+    is_split = trains_buffers = False
+
+    def __init__(self, every: int) -> None:
+        self.every, self.steps, self.met = every, 0, 0
+
+    is_whole = property(lambda self: not self.steps)
+
+    def step(self) -> None:
+        self.steps = (self.steps + 1) % self.every
+
+    def come_together(self) -> None:
+        self.met += bool(self.steps)
+        self.steps = 0
+
+    def nothing(self, *_: Any, **__: Any) -> None: ...
+
+    finish_buffers = check_whole = microbatch_begins = microbatch_ends = nothing
+
+
+def count_points(every: tuple[int, ...], late: tuple[int, ...]) -> list[int]:
+    """After which of 12 batches all models are whole, where some begin to step later than others."""
+    models = [Counting(one) for one in every]
+    _, loader = make(1, length=48, loop=(loop := Loop(0, 1, models, [Listener()])))
+    points = []
+    loop.at_point = lambda: points.append(loop.steps)
+    for number, _ in enumerate(loader):
+        for model, first in zip(models, late, strict=True):
+            if number >= first:
+                loop.updated()
+                model.step()
+                loop.stepped([model])
+    return points
+
+
+def test_where_one_model_meets_all_do() -> None:
+    """Otherwise two that count their steps out of phase are never whole after the same batch."""
+    assert count_points((4, 4), (0, 0)) == [4, 8, 12]
+    assert count_points((4, 4), (0, 1)) == [4, 8, 12]
+    assert count_points((4, 5), (0, 0)) == [4, 8, 12]
+    assert count_points((3, 4), (2, 0)) == [4, 7, 10]
+    assert count_points((4, 4), (0, 12)) == [4, 8, 12]
+    assert count_points((1, 1), (0, 3)) == list(range(1, 13))
+
+
+def test_a_barrier_is_no_matter_of_models() -> None:
+    model = Counting(4)
+    loop = Loop(0, 1, [model], [Listener()])
+    model.step()
+    loop.require_meeting_point("run.barrier", of_models=False)
+    assert (model.steps, model.met) == (1, 0)
+    loop.require_meeting_point("run.mean")
+    assert (model.steps, model.met) == (0, 1)
+
+
 def test_updates_act_on_the_last_microbatch_and_outside_of_loops() -> None:
     loop, loader = make()
     assert loop.acts_now()
