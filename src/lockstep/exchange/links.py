@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lockstep.errors import ModelError, PeerError, RunError
 from lockstep.exchange.base import Forest
-from lockstep.exchange.frames import HEADER, Header, Kind, frame, parse, view
+from lockstep.exchange.frames import HEADER, LONGEST_META, Header, Kind, frame, parse, view
 from lockstep.world import servers
 from lockstep.world.model import World
 
@@ -87,22 +87,49 @@ class Link:
             PeerError: if the server is gone, or another worker.
             ModelError: if it cannot do what is asked for.
         """
-        header = Header.unpack(self._take(HEADER.size))
-        meta = parse(self._take(header.meta))
+        header, meta = self._head()
         self.received += header.size
         if header.kind == Kind.ERROR:
             raise _complaint(meta)
-        assert header.kind == kind, f"{self.name} answered with {header.kind}, not {kind}"
+        if header.kind != kind:
+            raise self.strange(f"answered with kind {header.kind}; expected {kind} ({kind.name})")
         rest = torch.empty(0, dtype=torch.uint8)
         if not header.payload:
             return Answer(header, meta, rest)
         if not into:
-            rest = torch.empty(header.payload, dtype=torch.uint8)
+            rest = self._room_for(header.payload)
             into = [rest]
-        assert sum(view(one).nbytes for one in into) == header.payload, "as many bytes as asked for"
+        expected = sum(view(one).nbytes for one in into)
+        if expected != header.payload:
+            raise self.strange(f"sends {header.payload} bytes; expected {expected}")
         for one in into:
             self._fill(view(one))
         return Answer(header, meta, rest)
+
+    def _head(self) -> tuple[Header, dict[str, Any]]:
+        """Read what comes before a frame's tensors."""
+        header = Header.unpack(self._take(HEADER.size))
+        if header.meta > LONGEST_META:
+            raise self.strange(
+                f"sends {header.meta} bytes of JSON; expected {LONGEST_META} at most"
+            )
+        try:
+            return header, parse(self._take(header.meta))
+        except (ValueError, RecursionError) as error:
+            raise self.strange(f"sends JSON that is none: {error}") from error
+
+    def _room_for(self, size: int) -> torch.Tensor:
+        try:
+            return torch.empty(size, dtype=torch.uint8)
+        except (RuntimeError, TypeError) as error:
+            raise self.strange(f"sends {size} bytes, for which there is no memory") from error
+
+    def strange(self, what: str) -> PeerError:
+        """Return what to raise where a server says what no server says."""
+        return PeerError(
+            f"{self.name} {what}",
+            hint="are its node and this one at the same version of Lockstep?",
+        )
 
     def _take(self, count: int) -> bytearray:
         data = bytearray(count)
@@ -123,11 +150,10 @@ class Link:
         """Return why a server took nothing more: what it has said before it went, if anything."""
         try:
             while True:
-                header = Header.unpack(self._take(HEADER.size))
-                meta = parse(self._take(header.meta))
+                header, meta = self._head()
                 if header.kind == Kind.ERROR:
                     return _complaint(meta)
-                self._take(header.payload)
+                self._fill(view(self._room_for(header.payload)))
         except PeerError as gone:
             return gone
 
@@ -227,7 +253,7 @@ def connect(
 def _complaint(meta: Mapping[str, Any]) -> RunError:
     """Return what a server has against going on: another worker, or what it was asked to do."""
     kind = ModelError if meta.get("kind") == "model" else PeerError
-    return kind(str(meta["message"]), hint=meta.get("hint"))
+    return kind(str(meta.get("message")), hint=meta.get("hint"))
 
 
 def megabytes(count: int) -> str:

@@ -88,7 +88,11 @@ class ServerExchange:
             total = self._memory.take(host, numel)
             for link, part in self._shares(numel):
                 answer = link.receive(Kind.SUM, [total[part.start : part.stop]])
-                assert answer.header.number == pending.number, "sums come in order"
+                if answer.header.number != pending.number:
+                    seen, expected = answer.header.number, pending.number
+                    raise link.strange(
+                        f"sends the sum of bucket {seen}; expected bucket {expected}"
+                    )
             pending.future.set_result(total.to(pending.like.device))
         self._memory.pass_ends()
 

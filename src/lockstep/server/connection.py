@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,8 @@ from lockstep.server.memory import Lease, Pool
 _PIECES = 512
 #: Bytes that one worker may send before another one's turn comes.
 _TURN = 1 << 24
+#: Bytes of this machine: no frame of a worker has as many.
+_MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class BrokenError(Exception):
@@ -136,12 +139,18 @@ class Connection:
             self._check(header)
             text = bytearray(header.meta)
             yield memoryview(text)
-            payload = self._pool.take(header.payload)
+            payload = self._take(header.payload)
             yield view(payload)
-            try:
-                yield Frame(header, parse(text), payload)
-            except ValueError as error:
-                raise BrokenError(f"JSON that is none: {error}") from error
+            yield Frame(header, _read(text), payload)
+
+    def _take(self, size: int) -> torch.Tensor:
+        """Return memory for the tensors of a frame, of any size that a frame's header may name."""
+        try:
+            if size <= _MEMORY:
+                return self._pool.take(size)
+        except RuntimeError as error:
+            raise BrokenError(f"no memory for the {size} bytes that it sends: {error}") from error
+        raise BrokenError(f"it is about to send {size} bytes, more than this machine's memory")
 
     def _check(self, header: Header) -> None:
         known = self.rank >= 0
@@ -182,7 +191,7 @@ class Connection:
             except BlockingIOError:
                 return
             except OSError:
-                self._out.clear()  # the worker is gone: reading will say so
+                self._drop_all()  # the worker is gone: reading will say so
                 return
             self.sent += count
             self._drop(count)
@@ -196,10 +205,25 @@ class Connection:
         if count:
             self._out[0].view = self._out[0].view[count:]
 
+    def _drop_all(self) -> None:
+        """Give up what waits: nobody is there to take it."""
+        while self._out:
+            lease = self._out.popleft().lease
+            if lease is not None:
+                lease.done()
+
     def complain(self, message: str, hint: str | None = None, *, kind: str = "peer") -> None:
         """Tell the worker why it cannot go on: another one (`peer`), or what it asks for (`model`)."""
         self.send(Kind.ERROR, meta={"message": message, "hint": hint, "kind": kind})
 
     def close(self) -> None:
         """Close the connection."""
+        self._drop_all()
         self._socket.close()
+
+
+def _read(text: bytearray) -> dict[str, Any]:
+    try:
+        return parse(text)
+    except (ValueError, RecursionError) as error:
+        raise BrokenError(f"JSON that is none: {error}") from error

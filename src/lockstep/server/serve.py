@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import selectors
 import socket
 import sys
+import time
 from typing import Any
 
 import torch
@@ -18,6 +20,13 @@ from lockstep.server.memory import Pool
 from lockstep.server.room import Room
 
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+#: Seconds that a guest has to say who it is; workers do as soon as they are connected.
+GREETING_SECONDS = 10.0
+#: Guests at a time that have not said it yet; others wait until the system lets them in.
+GUESTS = 128
+#: Seconds without new connections where the system has no room for one more.
+_PAUSE = 0.5
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Server:
@@ -34,6 +43,8 @@ class Server:
         self._pool = Pool()
         self._rooms: dict[str, Room] = {}
         self._homes: dict[Connection, Room | None] = {}
+        self._guests: dict[Connection, float] = {}  # until when they may say who they are
+        self._closed_until: float | None = None  # when the door opens again; None while it is open
         self._writing: set[Connection] = set()
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, _READ)
@@ -60,7 +71,7 @@ class Server:
         """Serve until `end` is called and all workers have left."""
         # Guests who have not said who they are keep nobody up.
         while not self._ending or any(room is not None for room in self._homes.values()):
-            for key, events in self._selector.select():
+            for key, events in self._selector.select(self._patience()):
                 if key.fileobj is self._listener:
                     self._accept()
                 elif isinstance(key.fileobj, Connection):
@@ -68,20 +79,61 @@ class Server:
                 else:
                     self._wake.recv(64)
             self._watch_output()
+            self._watch_guests()
         self._selector.close()
         for guest in self._homes:
             guest.close()
         for one in (self._listener, self._wake, self._waker):
             one.close()
 
+    # --- guests ----------------------------------------------------------------------------------
+
     def _accept(self) -> None:
         try:
             accepted, _ = self._listener.accept()
         except (BlockingIOError, ConnectionError):
             return  # it has thought better of it
-        connection = Connection(accepted, self._pool)
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            self._close_door(_PAUSE)
+            return
+        try:
+            connection = Connection(accepted, self._pool)
+        except OSError:
+            accepted.close()  # it is gone already
+            return
         self._homes[connection] = None
+        self._guests[connection] = time.monotonic() + GREETING_SECONDS
         self._selector.register(connection, _READ)
+        if self._is_full:
+            self._close_door(0.0)
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._guests) >= GUESTS
+
+    def _close_door(self, seconds: float) -> None:
+        self._closed_until = time.monotonic() + seconds
+        self._selector.unregister(self._listener)
+
+    def _patience(self) -> float | None:
+        """Return for how long nothing but what others send needs attention."""
+        due = list(self._guests.values())
+        if self._closed_until is not None and not self._is_full:
+            due.append(self._closed_until)
+        return max(0.0, min(due) - time.monotonic()) if due else None
+
+    def _watch_guests(self) -> None:
+        """Part with those who do not say who they are, and let others in when there is room."""
+        now = time.monotonic()
+        for guest in [one for one, until in self._guests.items() if until <= now]:
+            self._part(guest, BrokenError("it does not say who it is"))
+        if self._closed_until is not None and now >= self._closed_until and not self._is_full:
+            self._closed_until = None
+            self._selector.register(self._listener, _READ)
+
+    # --- those who are there ---------------------------------------------------------------------
 
     def _attend(self, connection: Connection, events: int) -> None:
         try:
@@ -112,17 +164,22 @@ class Server:
 
     def _greet(self, connection: Connection, meta: dict[str, Any]) -> None:
         """Let a worker in that knows the token."""
+        token = meta.get("token")  # before anything else is looked at
+        known = isinstance(token, str) and hmac.compare_digest(
+            token.encode(errors="replace"), self._token.encode()
+        )
+        if not known:
+            raise BrokenError("it does not belong to this launch")
         try:
-            token, name = str(meta["token"]), str(meta["room"])
+            name = str(meta["room"])
             rank, size, replicas = int(meta["rank"]), int(meta["size"]), int(meta["replicas"])
             threads = int(meta["threads"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise BrokenError("it does not say who it is") from error
-        if not hmac.compare_digest(token.encode(), self._token.encode()):
-            raise BrokenError("it does not belong to this launch")
         if not 0 <= rank < size <= replicas or threads < 1:
             raise BrokenError("it says what cannot be")
         connection.rank = rank
+        del self._guests[connection]
         torch.set_num_threads(threads)
         room = self._rooms.setdefault(name, Room(size, replicas, self._pool))
         self._homes[connection] = room
@@ -130,6 +187,7 @@ class Server:
 
     def _part(self, connection: Connection, why: BrokenError) -> None:
         room = self._homes.pop(connection)
+        self._guests.pop(connection, None)
         self._writing.discard(connection)
         self._selector.unregister(connection)
         self._moved[0] += connection.received

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from lockstep.exchange.choose import POWERSGD_KEYWORDS
 from lockstep.exchange.links import Links
 from lockstep.exchange.server import ServerExchange
 from lockstep.strategies.ddp import ReplicatedModel, spans_devices
@@ -33,6 +34,7 @@ def hold_served(
     module: nn.Module, holding: Holding, settings: dict[str, Any], links: Links
 ) -> ServedModel:
     """Hold a copy of `module` whose gradients meet in the servers that `links` lead to."""
+    settings = {k: v for k, v in settings.items() if k not in POWERSGD_KEYWORDS}
     if holding.device.type == "cuda" and not spans_devices(module):
         settings = {"device_ids": [holding.device.index], **settings}
     return ServedModel(module, holding, links, settings)

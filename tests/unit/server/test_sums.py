@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import time
 from collections.abc import Callable
@@ -12,7 +11,7 @@ import torch
 
 from lockstep.errors import PeerError
 from lockstep.exchange.base import Forest
-from lockstep.exchange.frames import HEADER, Kind, frame
+from lockstep.exchange.frames import Kind
 from lockstep.exchange.links import Link, Links
 from lockstep.exchange.server import ServerExchange
 from lockstep.layout.replicas import block
@@ -118,7 +117,7 @@ def test_two_models_do_not_meet(serve: Callable[[int], Service]) -> None:
         assert torch.equal(second, expected(leaves(2, 10, 5)))
 
 
-# --- who is gone, and who does not belong here ------------------------------------------------------
+# --- who is gone -------------------------------------------------------------------------------------
 
 
 def test_a_worker_that_dies_ends_the_others_wait(serve: Callable[[int], Service]) -> None:
@@ -187,42 +186,3 @@ def test_workers_with_different_buckets(serve: Callable[[int], Service]) -> None
             exchange.start([torch.ones(4 + rank)], last=True)
 
     workers(2, worker)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 4,
-        HEADER.pack(Kind.HELLO, 0, 1 << 20, 0, 0, 0),  # JSON longer than a greeting
-        HEADER.pack(Kind.HELLO, 0, 2, 0, 0, 1 << 40) + b"{}",  # a terabyte to follow
-        HEADER.pack(Kind.PUSH, 0, 0, 1, 0, 16) + bytes(16),  # no greeting
-        HEADER.pack(Kind.HELLO, 0, 3, 0, 0, 0) + b"{]]",
-        HEADER.pack(Kind.HELLO, 0, 2, 0, 0, 0) + b"[]",
-        b"".join(frame(Kind.HELLO, meta={"token": "x", "room": "r", "rank": 0})),
-        b"".join(
-            frame(
-                Kind.HELLO,
-                meta={"token": "x", "room": "r", "rank": 0, "size": 1, "replicas": 1, "threads": 1},
-            )
-        ),
-    ],
-)
-def test_strangers_are_shown_the_door_and_disturb_nobody(
-    serve: Callable[[int], Service], words: bytes
-) -> None:
-    service = serve(1)
-    links = service.join(0, 1, 1)
-    stranger = service.connect(0)
-    stranger.sendall(words)
-    with contextlib.suppress(ConnectionResetError):
-        assert stranger.recv(1) == b""
-    values = leaves(1, 100)
-    assert torch.equal(train(links, Forest.of(1, 1, 0), [values])[0], values[0])
-
-
-def test_a_guest_who_says_nothing_keeps_nobody_waiting(serve: Callable[[int], Service]) -> None:
-    service = serve(1)
-    silent = service.connect(0)
-    silent.sendall(HEADER.pack(Kind.HELLO, 0, 100, 0, 0, 0)[:5])
-    values = leaves(1, 100)
-    assert torch.equal(train(service.join(0, 1, 1), Forest.of(1, 1, 0), [values])[0], values[0])
