@@ -32,6 +32,21 @@ def test_flags(lockstep: Lockstep) -> None:
     assert "finished steps=4 " in done.out
 
 
+@pytest.mark.ranks(2)
+def test_keywords_without_effect_are_named(lockstep: Lockstep) -> None:
+    """But not those for PowerSGD, which scripts may pass with every exchange."""
+    keywords = (
+        "torch.nn.Linear(3, 2), bucket_cap_mb=1, matrix_approximation_rank=2, static_graph=True"
+    )
+    lockstep.script(SCRIPT.replace("torch.nn.Linear(3, 2)", keywords))
+    done = lockstep("run", "-n", "2", "--no-exact", "--exchange", "diloco", "train.py")
+    assert done.code == 0, done.err
+    told = (
+        "lockstep: exchange diloco: no effect of bucket_cap_mb, static_graph: no gradients meet\n"
+    )
+    assert done.err.count(told) == 1
+
+
 def test_fp16(lockstep: Lockstep) -> None:
     lockstep.script(SCRIPT)
     done = lockstep("run", "--precision", "fp16", "train.py")

@@ -130,6 +130,35 @@ def out_of_phase(directory: str, slow: float = 0.0) -> tuple[str, list[int]]:
         return "preempted", points
 
 
+def by_samples(settings: dict[str, Any]) -> list[float]:
+    """Plain SGD on batches of which ranks have different numbers of samples; return all weights."""
+    with quiet_run(**settings) as run:
+        model = run.model(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)))
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+        fit(run, model, run.loader(classes(67, (6,)), batch_size=16, shuffle=True), optimizer)
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
+
+
+def with_keywords(exchange: str, keywords: dict[str, Any]) -> None:
+    """Keywords of DistributedDataParallel."""
+    with quiet_run(exact=False, exchange=exchange) as run:
+        run.model(conv_net(), **keywords)
+
+
+def differing_memory(rounds: int) -> list[list[Any]]:
+    """What ranks tell each other, where it is the same and where it is not."""
+    from lockstep.strategies.means import Means
+
+    with quiet_run(exact=False) as run:
+        group = run._session.group
+        assert group is not None
+        means, told = Means(group, torch.device("cpu")), []
+        for _ in range(rounds):
+            told.append(means.all_of([run.world.rank, 5], {"same": [1, None, "é"]}))
+            told.append(means.all_of([7], ["x"] * (3 * run.world.rank)))
+        return told
+
+
 def with_barriers(settings: dict[str, Any], often: bool) -> str:
     """Train; after every batch, wait for all."""
     with quiet_run(exact=False, **settings) as run:

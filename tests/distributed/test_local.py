@@ -70,6 +70,28 @@ def test_a_barrier_is_no_meeting(exchange: str) -> None:
     assert seldom == often
 
 
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 3), (3, 7)])
+def test_ranks_weigh_their_samples(ranks: int, replicas: int) -> None:
+    """Plain SGD that meets in every step is SGD on all samples, however they are split over ranks."""
+    settings = {"exact": False, "replicas": replicas}
+    expected = run_ranks(jobs.by_samples, 1, settings)[0]
+    local = {**settings, "exchange": "local-sgd", "sync_every": 1}
+    for reached in run_ranks(jobs.by_samples, ranks, local):
+        assert reached == pytest.approx(expected, abs=1e-5)
+
+
+def test_what_ranks_tell_each_other() -> None:
+    for told in run_ranks(jobs.differing_memory, 3, 2):
+        assert told[::2] == [[([rank, 5], {"same": [1, None, "é"]}) for rank in range(3)]] * 2
+        assert told[1::2] == [[([7], ["x"] * (3 * rank)) for rank in range(3)]] * 2
+
+
+@pytest.mark.parametrize("name", ["broadcast_buffers", "forward_sync_buffers"])
+def test_keywords_that_ask_for_other_results(name: str) -> None:
+    with pytest.raises(RankError, match=f"ModelError: {name}=False with exchange=local-sgd"):
+        run_ranks(jobs.with_keywords, 2, "local-sgd", {name: False})
+
+
 def test_optimizers_whose_steps_cannot_be_counted() -> None:
     with pytest.raises(RankError, match="ModelError: Sequential has two optimizers"):
         run_ranks(jobs.two_optimizers, 2)

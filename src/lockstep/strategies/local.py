@@ -17,11 +17,13 @@ from torch.optim import Optimizer
 
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import ModelError, PeerError
+from lockstep.exchange.choose import POWERSGD_KEYWORDS
 from lockstep.strategies.buffers import Buffers, broadcast
+from lockstep.strategies.checks import shares_buffers
 from lockstep.strategies.contributions import Contributions, take_gradients
 from lockstep.strategies.held import HeldModel
 from lockstep.strategies.holding import Holding
-from lockstep.strategies.means import Means, average_memory, describe_memory
+from lockstep.strategies.means import Means, average_memory, describe_memory, shares_of
 from lockstep.strategies.outer import Mean, Nesterov, Outer
 
 #: Steps between two meetings where the user says no number. Local SGD: Lin et al., "Don't Use Large
@@ -51,12 +53,14 @@ class LocalModel(HeldModel):
         self.contributions = Contributions(own, len(own))
         self._buffers = Buffers(module, own, None)
         self._group = holding.group
-        self._means = Means(holding.group)
+        self._means = Means(holding.group, holding.device)
         self._every, self._outer = every, outer
         self._optimizer: Optimizer | None = None
         self._meeting: AbstractContextManager[None] = nullcontext()
         self._weight = 0.0
         self._steps = 0
+        # Samples of a batch whose step has not happened yet; and those of the steps since ranks have met.
+        self._batch = self._samples = 0
         self._has_own_buffers = False
 
     @property
@@ -77,17 +81,18 @@ class LocalModel(HeldModel):
 
     def _prepare(self, microbatch: Microbatch) -> None:
         if microbatch.first:
-            self._weight = 0.0
+            self._weight, self._batch = 0.0, 0
 
     def _meet(self, microbatch: Microbatch) -> None:
         self._weight += microbatch.weight
+        self._batch += microbatch.size
         self.contributions.push(take_gradients(self.parameters))
         if not microbatch.last:
             return
         (total,) = self.contributions.take()
         for parameter, gradient in zip(self.parameters, total, strict=True):
             parameter.grad = gradient
-        # The mean over this rank's samples; where it has none, zeros, so that all ranks count alike.
+        # The mean over this rank's samples; where it has none, zeros, so that all ranks step alike.
         there = [gradient for gradient in total if gradient is not None]
         if there and self._weight:
             torch._foreach_div_(there, self._weight)
@@ -112,6 +117,7 @@ class LocalModel(HeldModel):
             self._outer.begin()
         result = act()
         self._steps += 1
+        self._samples, self._batch = self._samples + self._batch, 0
         if self._steps == self._every:
             self.come_together()
         return result
@@ -139,13 +145,14 @@ class LocalModel(HeldModel):
             if buffers:
                 self._buffers.finish()
                 broadcast(buffers, self._group)
-        self._steps, self._has_own_buffers = 0, False
+        self._steps, self._samples, self._has_own_buffers = 0, 0, False
 
     def _become_one(self) -> None:
         optimizer, parameters = self._optimizer, self.parameters
         own = None if optimizer is None else describe_memory(optimizer, parameters)
-        told = self._means.all_of((self._steps, own))
-        steps = [theirs for theirs, _ in told]
+        told = self._means.all_of([self._steps, self._samples], own)
+        steps = [theirs for (theirs, _), _ in told]
+        weights = [samples for (_, samples), _ in told]
         if len(set(steps)) > 1:
             raise PeerError(
                 f"since they met the last time, ranks have done {steps} steps of "
@@ -153,9 +160,11 @@ class LocalModel(HeldModel):
                 hint="a `break` or `continue` must not depend on the rank or on one rank's values; "
                 "reduce them first, for instance with run.mean",
             )
-        self._outer.finish(self._means.of(self._outer.outgoing()))
+        share = shares_of(weights)[self._means.rank]
+        self._outer.finish(self._means.of(self._outer.outgoing(), [share] * len(parameters)))
         if optimizer is not None:
-            average_memory(optimizer, parameters, [memory for _, memory in told], self._means)
+            memories = [memory for _, memory in told]
+            average_memory(optimizer, parameters, memories, weights, self._means)
 
     # --- state -----------------------------------------------------------------------------------
 
@@ -178,9 +187,19 @@ class LocalModel(HeldModel):
         self._means.close()
 
 
-def hold_local(module: nn.Module, holding: Holding) -> LocalModel:
-    """Let each rank train `module` by itself for some steps at a time."""
+def hold_local(module: nn.Module, holding: Holding, settings: Mapping[str, Any]) -> LocalModel:
+    """Let each rank train `module` by itself for some steps at a time.
+
+    Args:
+        module: the user's model, already on its device.
+        holding: where it is to live.
+        settings: keyword arguments for DistributedDataParallel, which nothing here needs.
+
+    Raises:
+        ModelError: for one that asks for other results.
+    """
     assert holding.group is not None
+    _check_settings(settings, holding)
     parameters = [p for p in module.parameters() if p.requires_grad]
     # As DistributedDataParallel does: all begin with what rank 0 has.
     with torch.no_grad():
@@ -188,3 +207,22 @@ def hold_local(module: nn.Module, holding: Holding) -> LocalModel:
         broadcast([tensor.detach() for tensor in both], holding.group)
     outer: Outer = Mean(parameters) if holding.exchange == "local-sgd" else Nesterov(parameters)
     return LocalModel(module, holding, holding.sync_every or EVERY[holding.exchange], outer)
+
+
+def _check_settings(settings: Mapping[str, Any], holding: Holding) -> None:
+    """Refuse what would change the result in DistributedDataParallel; of the rest, say that it is idle."""
+    if not shares_buffers(dict(settings)):
+        name = next(
+            name for name in settings if name.endswith("_buffers") and settings[name] is False
+        )
+        raise ModelError(
+            f"{name}=False with exchange={holding.exchange}, whose ranks take rank 0's buffers when they "
+            "meet",
+            hint=f"leave {name} out: between two meetings each rank has buffers of its own",
+        )
+    idle = sorted(name for name in settings if name not in POWERSGD_KEYWORDS)
+    if idle:
+        holding.say(
+            f"lockstep: exchange {holding.exchange}: no effect of {', '.join(idle)}: "
+            "no gradients meet"
+        )

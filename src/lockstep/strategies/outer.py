@@ -27,8 +27,8 @@ class Outer(Protocol):
         """Take what `state` returned."""
 
 
-class Mean:
-    """Local SGD: the mean of the parameters (Stich, ICLR 2019, arXiv:1805.09767).
+class _Way:
+    """The way that a rank has gone since all were one.
 
     Args:
         parameters: of the model.
@@ -36,17 +36,31 @@ class Mean:
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
+        # Where all ranks were one. When they are one again it is where the parameters are.
+        self._anchors = [parameter.detach().clone() for parameter in parameters]
 
     def begin(self) -> None:
-        """Nothing is to be remembered."""
+        """Remember where the way begins: the script may have loaded other weights since the last one."""
+        torch._foreach_copy_(self._anchors, self._now())
+
+    def _now(self) -> list[torch.Tensor]:
+        # Asked for anew each time: a script may give a parameter other memory.
+        return [parameter.detach() for parameter in self._parameters]
 
     def outgoing(self) -> list[torch.Tensor]:
-        """Return the parameters."""
-        return [parameter.detach() for parameter in self._parameters]
+        """Return the way of this rank, backwards, as gradients point."""
+        return list(torch._foreach_sub(self._anchors, self._now()))
+
+
+class Mean(_Way):
+    """Local SGD: the mean of the parameters (Stich, ICLR 2019, arXiv:1805.09767).
+
+    It is taken of the ways. So a parameter that no rank has moved keeps its bits, whatever ranks weigh.
+    """
 
     def finish(self, means: Sequence[torch.Tensor]) -> None:
         """Take the mean."""
-        _copy(self.outgoing(), means)
+        torch._foreach_copy_(self._now(), torch._foreach_sub(self._anchors, list(means)))
 
     def state(self) -> dict[str, Any]:
         """Return nothing."""
@@ -56,7 +70,7 @@ class Mean:
         """There is nothing to take."""
 
 
-class Nesterov:
+class Nesterov(_Way):
     """DiLoCo: the ranks' mean way is a gradient for an outer optimizer, SGD with Nesterov momentum.
 
     Learning rate and momentum are those of the paper: Douillard et al. 2023 (arXiv:2311.08105).
@@ -70,19 +84,8 @@ class Nesterov:
     def __init__(
         self, parameters: Sequence[torch.Tensor], lr: float = 0.7, momentum: float = 0.9
     ) -> None:
-        self._parameters = parameters
-        # Where all ranks were one. When they are one again it is where the parameters are.
-        self._anchors = [parameter.detach().clone() for parameter in parameters]
+        super().__init__(parameters)
         self._optimizer = torch.optim.SGD(self._anchors, lr=lr, momentum=momentum, nesterov=True)
-
-    def begin(self) -> None:
-        """Remember where the way begins: the script may have loaded other weights since the last one."""
-        _copy(self._anchors, [parameter.detach() for parameter in self._parameters])
-
-    def outgoing(self) -> list[torch.Tensor]:
-        """Return the way of this rank, backwards, as gradients point."""
-        now = [parameter.detach() for parameter in self._parameters]
-        return list(torch._foreach_sub(self._anchors, now))
 
     def finish(self, means: Sequence[torch.Tensor]) -> None:
         """Let the outer optimizer go the mean way."""
@@ -90,7 +93,7 @@ class Nesterov:
             anchor.grad = mean
         self._optimizer.step()
         self._optimizer.zero_grad()
-        _copy([parameter.detach() for parameter in self._parameters], self._anchors)
+        torch._foreach_copy_(self._now(), self._anchors)
 
     def state(self) -> dict[str, Any]:
         """Return the outer momentum."""
@@ -99,7 +102,3 @@ class Nesterov:
     def load(self, state: Mapping[str, Any]) -> None:
         """Take the outer momentum."""
         self._optimizer.load_state_dict(dict(state))
-
-
-def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    torch._foreach_copy_(list(targets), list(sources))

@@ -127,7 +127,7 @@ class Models:
         if holding.group is None:
             return SingleModel(module, holding.replicas)
         if holding.exchange in LOCAL_EXCHANGES:
-            return hold_local(module, holding)
+            return hold_local(module, holding, settings)
         return replicate(module, holding, settings)
 
     def _serve(self, module: nn.Module, holding: Holding, settings: dict[str, Any]) -> HeldModel:

@@ -12,10 +12,14 @@ from lockstep.strategies.outer import Mean, Nesterov
 def test_local_sgd_takes_the_mean() -> None:
     parameter = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
     outer = Mean([parameter])
+    with torch.no_grad():
+        parameter.fill_(1.0)  # as a script may that loads other weights
     outer.begin()
-    assert torch.equal(outer.outgoing()[0], torch.tensor([1.0, 2.0]))
-    outer.finish([torch.tensor([3.0, 4.0])])
-    assert torch.equal(parameter.data, torch.tensor([3.0, 4.0]))
+    with torch.no_grad():
+        parameter.copy_(torch.tensor([3.0, -1.0]))
+    assert torch.equal(outer.outgoing()[0], torch.tensor([-2.0, 2.0]))
+    outer.finish([torch.tensor([-3.0, 0.0])])
+    assert torch.equal(parameter.data, torch.tensor([4.0, 1.0]))
     assert outer.state() == {}
 
 
