@@ -8,12 +8,14 @@ worker                                         server
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 
 from lockstep.errors import StepError
 from lockstep.exchange import optimizers
@@ -48,6 +50,14 @@ class _Shard:
     has: int = -1
 
 
+class _Elsewhere(defaultdict[Any, Any]):
+    """What an optimizer has in the place of its state while the servers hold that."""
+
+    def clear(self) -> None:
+        """Refuse: there is nothing here to clear, and the servers would keep theirs."""
+        raise _state_changed()
+
+
 class RemoteOptimizer:
     """An optimizer whose parameters and state are with the servers, from its first step on.
 
@@ -80,6 +90,11 @@ class RemoteOptimizer:
         self._begun = False
         self._life = self._steps = 0
         self._versions: list[int] = []  # of the parameters, as the servers gave them
+        self._elsewhere: _Elsewhere | None = None
+        self._check_hooks()
+        # A script may load a state at any time: the servers get it then, with the newest parameters.
+        optimizer.register_load_state_dict_pre_hook(lambda *_: self.catch_up())
+        optimizer.register_load_state_dict_post_hook(lambda *_: self.begins_anew())
 
     def _deal(self, links: Links, forest: Forest) -> list[_Shard]:
         owners = deal([p.numel() for p in self.parameters], len(links.links))
@@ -104,6 +119,16 @@ class RemoteOptimizer:
         """Parameters or state were loaded here: the servers get them with the next step."""
         self._begun = False
 
+    def bring_back(self) -> None:
+        """Have the state here that the servers have, as if the optimizer had stepped here."""
+        if not self._begun:
+            return
+        state = self._memory()
+        self._begun = False
+        self._optimizer.state = defaultdict(dict)
+        for place, own in sorted(state.items()):
+            self._optimizer.state[self.parameters[place]] = own
+
     def _begin(self) -> None:
         """Let the servers hold what is here; the rank that leads sends it."""
         self._begun = True
@@ -112,7 +137,7 @@ class RemoteOptimizer:
             shard.has = self._steps
             if self._leads:
                 self._send(shard)
-        self._optimizer.state.clear()  # it is theirs now
+        self._optimizer.state = self._elsewhere = _Elsewhere(dict)  # it is theirs now
 
     def _send(self, shard: _Shard) -> None:
         own = [self.parameters[place] for place in shard.places]
@@ -146,6 +171,8 @@ class RemoteOptimizer:
         Raises:
             PeerError: if a server or another rank is gone.
         """
+        self._check_hooks()
+        self._check_parameters()
         if not self._begun:
             self._begin()
         else:
@@ -164,9 +191,42 @@ class RemoteOptimizer:
                 meta={**meta, "unused": unused},
             )
         self._take(self._shards)
+        # A scheduler that was made before the run knew the optimizer counts steps of its own; it warns
+        # where it finds none.
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def _check_hooks(self) -> None:
+        """Refuse hooks around steps: they would look at gradients and state that only servers have."""
+        own = self._optimizer
+        hooks = [
+            *(own._optimizer_step_pre_hooks.values(), own._optimizer_step_post_hooks.values()),
+            torch_optimizer._global_optimizer_pre_hooks.values(),
+            torch_optimizer._global_optimizer_post_hooks.values(),
+        ]
+        if any(hooks):
+            raise StepError(
+                f"{type(own).__name__} has hooks around its steps, which happen in the servers; "
+                "expected none",
+                hint="leave out register_step_pre_hook and register_step_post_hook, or the staleness: then "
+                "every worker updates its own copy",
+            )
+
+    def _check_parameters(self) -> None:
+        """Refuse parameters that came or went since the run was given the optimizer."""
+        now = [p for group in self._optimizer.param_groups for p in group["params"]]
+        known = self.parameters
+        if len(now) != len(known) or any(a is not b for a, b in zip(now, known, strict=True)):
+            raise StepError(
+                f"{type(self._optimizer).__name__} has {len(now)} parameters, of which not all are "
+                f"those {len(known)} that it had when it was given to run.optimizer",
+                hint="call add_param_group before run.optimizer",
+            )
 
     def _check_untouched(self) -> None:
-        """Refuse parameters that the script has changed: the servers know nothing of it."""
+        """Refuse parameters and state that the script has changed: the servers know nothing of it."""
+        state = self._optimizer.state
+        if state is not self._elsewhere or any(state.values()):
+            raise _state_changed()
         if self._versions != [p._version for p in self.parameters]:
             raise StepError(
                 f"the script has changed parameters of {type(self._optimizer).__name__} itself; expected "
@@ -222,6 +282,10 @@ class RemoteOptimizer:
         own = self._optimizer.state_dict()
         if not self._begun:
             return own
+        return {**own, "state": dict(sorted(self._memory().items()))}
+
+    def _memory(self) -> dict[int, dict[str, Any]]:
+        """Return the state that the servers have, by the places of parameters."""
         state: dict[int, dict[str, Any]] = {}
         for shard in self._shards:
             meta = self._wish(shard, self._steps)
@@ -230,4 +294,13 @@ class RemoteOptimizer:
             rows = Rows([Spec.parse(words) for words in answer.meta["tensors"]])
             found = optimizers.unpack(answer.meta["state"], rows.views(answer.payload))
             state |= {shard.places[place]: one for place, one in found.items()}
-        return {**own, "state": dict(sorted(state.items()))}
+        return state
+
+
+def _state_changed() -> StepError:
+    return StepError(
+        "the script has changed the state of an optimizer itself; expected only its steps to do so, which "
+        "happen in the servers",
+        hint="optimizer.load_state_dict(…) reaches the servers; or leave out the staleness: then every "
+        "worker updates its own copy",
+    )

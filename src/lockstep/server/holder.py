@@ -7,13 +7,14 @@ has sent its own may go on with parameters that are a few updates behind; it say
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from lockstep.errors import ModelError
 from lockstep.exchange import optimizers
 from lockstep.exchange.base import Forest
 from lockstep.exchange.frames import Kind
@@ -165,6 +166,7 @@ class Holder:
         for place, parameter in enumerate(self._parameters):
             parameter.grad = None if place in unused else gradients[place]
         optimizer.step()
+        _check_numbers(optimizer, frames[0].meta["groups"])
         for parameter in self._parameters:
             parameter.grad = None
         for frame in frames:
@@ -231,3 +233,15 @@ class Holder:
         rows = Rows([Spec.of(tensor) for tensor in tensors])
         meta: dict[str, Any] = {"state": entries, "tensors": [spec.words() for spec in rows.specs]}
         connection.send(Kind.MEMORY, [rows.row(tensors)], number=self._version, meta=meta)
+
+
+def _check_numbers(optimizer: Optimizer, given: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse an optimizer that counts in its groups: the next step brings the worker's numbers again."""
+    for now, words in zip(optimizers.numbers(optimizer), given, strict=True):
+        changed = [name for name, value in words.items() if repr(now[name]) != repr(value)]
+        if changed:
+            raise ModelError(
+                f"a step of {type(optimizer).__name__} changes {', '.join(changed)} of its parameter "
+                "groups, which in servers no worker would learn of",
+                hint="leave out the staleness: then every worker updates its own copy",
+            )

@@ -191,10 +191,13 @@ class RemoteModel(HeldModel):
         return super().state()
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take a whole model's `state_dict`; the servers get it with the next step."""
-        super().load(state)
+        """Take a whole model's `state_dict`; the servers get it with the next step.
+
+        Optimizers keep what they remember, as they do where they step on every rank.
+        """
         for remote in self._remotes:
-            remote.begins_anew()
+            remote.bring_back()
+        super().load(state)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the `state_dict` that an optimizer would have if it had stepped here."""
@@ -202,9 +205,7 @@ class RemoteModel(HeldModel):
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Give an optimizer its state; the servers get it with the next step."""
-        self._catch_up()
         optimizer.load_state_dict(state)
-        self._remote(optimizer).begins_anew()
 
     def _remote(self, optimizer: Optimizer) -> RemoteOptimizer:
         return next(remote for remote in self._remotes if remote.belongs_to(optimizer))

@@ -150,7 +150,7 @@ def test_a_server_without_room_for_one_more_file_waits(monkeypatch: pytest.Monke
     finally:
         server.end()
         thread.join(SECONDS)
-    assert not listener.refusals
+    assert listener.refusals == 0
 
 
 def test_memory_comes_back_from_workers_that_are_gone() -> None:

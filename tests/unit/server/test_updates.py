@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 import threading
@@ -68,11 +69,16 @@ def alone(make: Make, steps: int, replicas: int = 1) -> tuple[nn.Module, Optimiz
     module = net()
     optimizer = make(list(module.parameters()))
     for step in range(1, steps + 1):
-        parts = [gradients(module, step, replica) for replica in range(replicas)]
-        for parameter, *own in zip(module.parameters(), *parts, strict=True):
-            parameter.grad = own[0] if replicas == 1 else own[0] + own[1]
-        optimizer.step()
+        one_more(module, optimizer, step, replicas)
     return module, optimizer
+
+
+def one_more(module: nn.Module, optimizer: Optimizer, step: int, replicas: int = 1) -> None:
+    """Make one more step of one process."""
+    parts = [gradients(module, step, replica) for replica in range(replicas)]
+    for parameter, *own in zip(module.parameters(), *parts, strict=True):
+        parameter.grad = own[0] if replicas == 1 else own[0] + own[1]
+    optimizer.step()
 
 
 def same(values: list[torch.Tensor], module: nn.Module) -> bool:
@@ -232,6 +238,123 @@ def test_values_loaded_later_replace_those_of_the_servers(serve: Callable[[int],
     expected, _ = alone(sgd, 2, replicas=2)
     for values in workers(2, train):
         assert same(values, expected)
+
+
+def test_a_script_that_loads_a_state_reaches_the_servers(serve: Callable[[int], Service]) -> None:
+    service = serve(2)
+    _, saved = alone(sgd, 1, replicas=2)
+
+    def train(rank: int) -> list[torch.Tensor]:
+        links = service.join(rank, 2, 2)
+        worker = Worker(links, Forest.of(2, 2, rank), sgd, staleness=3 * rank)
+        for step in (1, 2):
+            worker.step(step)
+        worker.optimizer.load_state_dict(copy.deepcopy(saved.state_dict()))
+        worker.step(3)
+        worker.remote.catch_up()
+        return worker.values
+
+    module, optimizer = alone(sgd, 2, replicas=2)
+    optimizer.load_state_dict(copy.deepcopy(saved.state_dict()))
+    one_more(module, optimizer, 3, replicas=2)
+    for values in workers(2, train):
+        assert same(values, module)
+
+
+def test_an_optimizer_keeps_its_memory_when_parameters_are_loaded(
+    serve: Callable[[int], Service],
+) -> None:
+    worker = Worker(serve(2).join(0, 1, 1), Forest.of(1, 1, 0), adamw)
+    for step in (1, 2):
+        worker.step(step)
+    worker.remote.bring_back()
+    worker.module.load_state_dict(net().state_dict())
+    module, optimizer = alone(adamw, 2)
+    module.load_state_dict(net().state_dict())
+    found, expected = worker.remote.state(), optimizer.state_dict()
+    assert str(found) == str(expected), "it is here until the next step"
+    one_more(module, optimizer, 3)
+    worker.step(3)
+    assert same(worker.values, module)
+
+
+# --- what servers would not learn of ------------------------------------------------------------------
+
+
+def _pre(worker: Worker) -> None:
+    worker.optimizer.register_step_pre_hook(lambda *_: None)
+
+
+def _post(worker: Worker) -> None:
+    worker.optimizer.register_step_post_hook(lambda *_: None)
+
+
+def _fill(worker: Worker) -> None:
+    worker.optimizer.state[worker.remote.parameters[0]]["momentum_buffer"] = torch.zeros(1)
+
+
+def _replace(worker: Worker) -> None:
+    worker.optimizer.state = collections.defaultdict(dict)
+
+
+def _clear(worker: Worker) -> None:
+    worker.optimizer.state.clear()
+
+
+def _grow(worker: Worker) -> None:
+    worker.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_pre, "SGD has hooks around its steps"),
+        (_post, "SGD has hooks around its steps"),
+        (_fill, "the script has changed the state of an optimizer itself"),
+        (_replace, "the script has changed the state of an optimizer itself"),
+        (_clear, "the script has changed the state of an optimizer itself"),
+        (_grow, "SGD has 7 parameters, of which not all are those 6"),
+    ],
+)
+def test_what_a_script_does_to_an_optimizer(
+    serve: Callable[[int], Service], change: Callable[[Worker], None], message: str
+) -> None:
+    worker = Worker(serve(1).join(0, 1, 1), Forest.of(1, 1, 0), sgd)
+    worker.step(1)
+    assert not worker.optimizer.state[worker.remote.parameters[0]], "who looks changes nothing"
+    worker.step(2)
+    copy.deepcopy(worker.optimizer)
+    with pytest.raises(StepError, match=message) as refused:  # noqa: PT012 - one of the two refuses
+        change(worker)
+        worker.step(3)
+    assert refused.value.hint
+
+
+def test_hooks_are_refused_before_anything_is_trained(serve: Callable[[int], Service]) -> None:
+    def hooked(parameters: list[nn.Parameter]) -> Optimizer:
+        made = sgd(parameters)
+        made.register_step_post_hook(lambda *_: None)
+        return made
+
+    with pytest.raises(StepError, match="hooks around its steps"):
+        Worker(serve(1).join(0, 1, 1), Forest.of(1, 1, 0), hooked)
+
+
+class Counting(torch.optim.SGD):
+    """An optimizer that keeps a number in its parameter groups."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.param_groups[0]["count"] = self.param_groups[0].get("count", 0) + 1
+
+
+def test_an_optimizer_that_counts_in_its_groups(serve: Callable[[int], Service]) -> None:
+    def counting(parameters: list[nn.Parameter]) -> Optimizer:
+        return Counting([{"params": parameters, "count": 0}], lr=0.1)
+
+    worker = Worker(serve(1).join(0, 1, 1), Forest.of(1, 1, 0), counting)
+    with pytest.raises(ModelError, match="a step of Counting changes count of its parameter"):
+        worker.step(1)
 
 
 # --- gradients that are missing, and what cannot be ---------------------------------------------------
