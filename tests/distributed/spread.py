@@ -216,6 +216,132 @@ def backward_twice() -> None:
             run.backward(loss)
 
 
+# --- corners ---------------------------------------------------------------------------------------
+
+
+def train_against_itself() -> str:
+    """Gradients of an input by torch.autograd.grad, which leave those of parameters alone (FGSM)."""
+    with quiet_run() as run:
+        model = run.model(
+            nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 4))
+        )
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for x, y in run.loader(classes(24, (6,)), batch_size=8, shuffle=True):
+            x.requires_grad_(True)
+            (away,) = torch.autograd.grad(F.cross_entropy(model(x), y), x)
+            attacked = (x + 0.1 * away.sign()).detach()
+            run.backward(F.cross_entropy(model(attacked), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        return run.digest()
+
+
+def train_partly(frozen: list[int]) -> str:
+    """Fine-tuning: parts are frozen before run.model."""
+    with quiet_run() as run:
+        parts = [nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 4)]
+        for place in frozen:
+            parts[place].requires_grad_(False)
+        model = run.model(parts)
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        for x, y in run.loader(classes(24, (6,)), batch_size=8, shuffle=True):
+            run.backward(F.cross_entropy(model(x), y))
+            run.clip(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        return run.digest()
+
+
+class Careful(nn.Module):
+    """Draws, refuses some inputs by an exception of its own, and spoils some backward passes."""
+
+    class RefusedError(ValueError):
+        """Needs two arguments, as some exceptions do."""
+
+        def __init__(self, what: str, number: int) -> None:
+            super().__init__(f"{what} {number}")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + torch.randn(())
+        if x.isnan().any():
+            raise self.RefusedError("nan", 3)
+        return x
+
+
+def train_careful() -> tuple[str, list[str]]:
+    """Exceptions inside of the model, which the script catches."""
+    with quiet_run() as run:
+        middle = nn.Sequential(nn.Linear(8, 8), Careful())
+        model = run.model([nn.Linear(6, 8), middle, nn.Linear(8, 4)])
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        caught = []
+        for x, y in run.loader(classes(24, (6,)), batch_size=8, shuffle=True):
+            for bad in (torch.full((2, 6), float("nan")), torch.ones(2, 5)):
+                try:
+                    model(bad)
+                except Careful.RefusedError:
+                    caught.append("refused")
+                except RuntimeError as error:
+                    caught.append(str(error).partition(" (")[0])
+            run.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        return run.digest(), sorted(set(caught))
+
+
+def train_average() -> str:
+    """An average of weights: a copy from before run.model, which is given to the run, too."""
+    with quiet_run() as run:
+        net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+        average = run.model(copy.deepcopy(net))
+        model = run.model(net)
+        optimizer = run.optimizer(torch.optim.Adagrad(model.parameters(), lr=0.1))
+        for batch in run.batches(run.loader(classes(24, (6,)), batch_size=8, shuffle=True)):
+            for x, y in batch:
+                run.backward(F.cross_entropy(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+            with torch.no_grad():
+                for mean, own in zip(average.parameters(), model.parameters(), strict=True):
+                    mean.lerp_(own, 0.3)
+        run.save()
+        return run.digest()
+
+
+def train_in_corners() -> list[Any]:
+    """All of these."""
+    frozen = ([0], [1], [0, 1], [2])
+    return [
+        *(train_partly(list(places)) for places in frozen),
+        train_against_itself(),
+        train_careful(),
+        train_average(),
+    ]
+
+
+def call_alone(where: str) -> None:
+    """The main rank calls the model once more than the others."""
+    with quiet_run() as run:
+        model = run.model([nn.Linear(6, 4), nn.Linear(4, 4)])
+        extra = torch.ones(8, 6)
+        if run.main and where == "before":
+            model(extra)
+        for x, y in run.loader(classes(16, (6,)), batch_size=8):
+            if run.main and where == "inside":
+                model(x)
+            if where == "noise":
+                x.add_(run.world.rank)
+            run.backward(F.cross_entropy(model(x), y))
+
+
+def differentiate_twice() -> None:
+    with quiet_run() as run:
+        model = run.model([nn.Linear(6, 4), nn.Linear(4, 4)])
+        for x, _ in run.loader(classes(8, (6,)), batch_size=8):
+            x.requires_grad_(True)
+            torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+
+
 def hold(model: str, settings: dict[str, Any], **run_settings: Any) -> None:
     """Only give the run a model."""
     with quiet_run(**run_settings) as run:

@@ -71,6 +71,11 @@ def test_a_mesh_of_whole_models_is_what_ddp_does() -> None:
     assert run_ranks(jobs.train_conv, 2, settings, {}) == [expected] * 2
 
 
+def test_frozen_parts_gradients_of_inputs_exceptions_and_averages() -> None:
+    """Each is a few steps; in one launch, as starting ranks takes longer than that."""
+    assert_same(spread.train_in_corners, replicas=2, meshes=[(3, "1x3"), (4, "2x2")])
+
+
 # --- chunks ----------------------------------------------------------------------------------------
 
 
@@ -183,3 +188,24 @@ def test_a_second_backward_pass() -> None:
 def test_an_input_that_cannot_be_cut() -> None:
     with pytest.raises(RankError, match="was called with something else than tensors"):
         run_ranks(spread.call_with, 2, {1, 2}, environ=environ("1x2", 1))
+
+
+@pytest.mark.parametrize(
+    ("where", "match"),
+    [
+        (
+            "before",
+            r"forward pass of call 1 .*, outside of a loop, at spread\.py:\d+[,;]",
+        ),
+        ("inside", r"the (forward pass of call 2|backward pass of call 1) of model 0"),
+        ("noise", "calls Sequential at spread.* with another input than rank"),
+    ],
+)
+def test_a_rank_that_calls_the_model_by_itself(where: str, match: str) -> None:
+    with pytest.raises(RankError, match=match):
+        run_ranks(spread.call_alone, 2, where, environ=environ("1x2", 1))
+
+
+def test_gradients_of_gradients() -> None:
+    with pytest.raises(RankError, match="create_graph=True through a model in stages"):
+        run_ranks(spread.differentiate_twice, 2, environ=environ("1x2", 1))

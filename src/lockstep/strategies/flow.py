@@ -6,19 +6,26 @@ stages in the other direction. So the script's loop is the one it would be on a 
 
 All chunks of a batch go forward, one after the other, before the first goes back (GPipe, Huang et al.,
 arXiv:1811.06965), as the loss is the script's affair and needs the whole output.
+
+A stage that fails goes on with its messages, and says in them that it has failed: so no rank waits for one
+that does not come, and all of them raise, as a script may catch it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NoReturn
 
 import torch
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 
 from lockstep.data.randomness import Generators, States, set_generators, set_key, undisturbed
 from lockstep.errors import ModelError, StepError
 from lockstep.layout.keys import FORWARD, derive
+from lockstep.strategies.calls import Calls, describe, fingerprint, revive
+from lockstep.strategies.chunks import merge, put_together, sizes_of
 from lockstep.strategies.message import Message, Row, assemble, dismantle
 from lockstep.strategies.stage import Program, Stage
 
@@ -45,6 +52,7 @@ class _Arrive(torch.autograd.Function):
         return tensor
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None]:
         (ctx.arrival.gradient,) = gradients
         return None, None
@@ -63,6 +71,12 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise StepError(
+                "create_graph=True through a model in stages; expected a backward pass whose gradients "
+                "need no gradients themselves",
+                hint="strategy='ddp' or 'fsdp', or a penalty that needs no second derivatives",
+            )
         return None, None, None, *ctx.passing.backward(list(gradients))
 
 
@@ -70,18 +84,20 @@ class Flow:
     """What a rank does in the passes through one model.
 
     Args:
-        program: the model's stages.
+        program: the model's stages; this rank needs its own alone.
         row: the ranks that have one each.
         chunks: in how many parts a batch goes through the stages.
+        calls: compares passes with those of the other ranks.
 
     Attributes:
         leaf: what the graph of a loss ends at where it depends on the model.
         waiting: entered while ranks of the row wait for each other.
     """
 
-    def __init__(self, program: Program, row: Row, chunks: int) -> None:
-        self.program, self.row, self.chunks = program, row, chunks
+    def __init__(self, program: Program, row: Row, chunks: int, calls: Calls) -> None:
+        self.program, self.row, self.chunks, self.calls = program, row, chunks, calls
         self.leaf = torch.zeros((), requires_grad=True)
+        self._end = get_gradient_edge(self.leaf).node
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @property
@@ -99,8 +115,20 @@ class Flow:
         """Whether this rank's stage ends it."""
         return self.row.rank == self.row.size - 1
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether the backward pass that runs now is one for all parameters, and not `autograd.grad`.
+
+        torch.autograd.graph.register_multi_grad_hook asks the engine the same way (torch 2.13).
+        """
+        return torch._C._will_engine_execute_node(self._end)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's output, on every rank of the row; all of them call with the same input."""
+        """Return the model's output, on every rank of the row; all of them call with the same input.
+
+        Raises:
+            MismatchError: if another rank is in another pass, or calls with another input.
+        """
         values = self.program.bind(args, kwargs)
         passing = _Passing(self, values)
         with self.waiting():
@@ -123,9 +151,6 @@ class _Passing:
     Args:
         flow: what the rank does.
         values: what the call begins with.
-
-    Attributes:
-        given: tensors of the call that need gradients.
     """
 
     def __init__(self, flow: Flow, values: Values) -> None:
@@ -135,11 +160,14 @@ class _Passing:
         self._tensors = tensors
         grad = torch.is_grad_enabled()
         self._given = [p for p, tensor in enumerate(tensors) if grad and tensor.requires_grad]
-        self._sizes = _sizes(tensors, flow.chunks)
+        self._sizes = sizes_of(tensors, flow.chunks)
         self._arrived: list[list[_Arrival]] = []
         self._begun: list[list[_Arrival]] = []
         self._left: list[list[torch.Tensor]] = []
+        self._number = flow.calls.next()
         self._is_over = False
+        self._error: Exception | None = None  # this rank's own
+        self._told: list[Any] | None = None  # what ranks say of the first one
 
     @property
     def given(self) -> list[torch.Tensor]:
@@ -150,6 +178,7 @@ class _Passing:
 
     def forward(self) -> Message:
         """Go through this rank's stage with all chunks, and return the model's output."""
+        self._flow.calls.meet("forward pass", self._number, fingerprint(self._parts, self._tensors))
         if len(self._sizes) == 1:
             return self._forward_whole()
         # What a chunk draws cannot go on from where the chunk before has drawn in later stages.
@@ -157,20 +186,30 @@ class _Passing:
         with undisturbed():
             set_key(key)
             outputs = [self._forward_chunk(chunk)[0] for chunk in range(len(self._sizes))]
-        self._flow.row.flush()
-        merged = _merge(outputs, self._sizes) if self._flow.is_last else None
-        return self._flow.row.share(merged, self._flow.row.size - 1)
+        merged = None
+        if self._flow.is_last:
+            with self._telling():
+                merged = merge(outputs, self._sizes)
+        return self._share(merged, None)
 
     def _forward_whole(self) -> Message:
         """Draw as one process would: each stage goes on from where the one before has drawn."""
-        flow = self._flow
-        begin = Generators.now()
-        output, states = self._forward_chunk(0, begin)
-        flow.row.flush()
-        message = flow.row.share([output, states], flow.row.size - 1)
-        _, states = message.value
+        return self._share(*self._forward_chunk(0, Generators.now()))
+
+    def _share(self, output: Any, states: States | None) -> Message:
+        """Return the last rank's `output`, and take its generators' states; or raise what a stage has."""
+        row = self._flow.row
+        row.flush()
+        message = self._tell(
+            lambda: row.share([output, states, self._told], row.size - 1),
+            lambda: row.share([None, states, self._told], row.size - 1),
+        )
+        _, states, told = message.value
         if states is not None:
             set_generators(states)
+        if told is not None:
+            self._told = told
+            self._raise()
         parts = message.parts["list"][0]
         count = len(message.tensors) - sum(state is not None for state in states or ())
         return Message(parts, message.tensors[:count], message.needy[:count])
@@ -185,29 +224,71 @@ class _Passing:
             begin: where the generators stood when the model was called, if the stages draw in turn;
                 then where they stand afterwards is returned, or `None` if nobody has drawn.
         """
-        flow, stage = self._flow, self._flow.stage
-        values = self._begin(chunk)
-        states = None
-        arrived: list[_Arrival] = []
-        if not flow.is_first:
-            message = flow.row.receive(flow.row.rank - 1)
-            came, states = message.value
-            tensors = [self._enter(t, n, arrived) for t, n in _pairs(message)]
-            came, _ = assemble(message.parts, tensors)
-            values |= dict(zip(flow.program.stages[flow.row.rank - 1].keeps, came, strict=True))
-        self._arrived.append(arrived)
-        if states is not None:
-            set_generators(states)
-        given = stage.module(*(values[name] for name in stage.takes))
-        values |= dict(zip(stage.gives, given, strict=True))
-        if begin is not None:
-            states = Generators.now().since(begin)
-        kept = given[0] if flow.is_last else [values[name] for name in stage.keeps]
-        self._left.append(_needy(kept))
+        flow = self._flow
+        message = None if flow.is_first else flow.row.receive(flow.row.rank - 1)
+        if message is not None:
+            _, states, told = message.value
+            self._told = self._told or told
+            if states is not None:
+                set_generators(states)
+        kept: Any = None
+        with self._telling():
+            kept = self._compute(chunk, message)
+        states = None if begin is None else Generators.now().since(begin)
         if flow.is_last:
             return kept, states
-        flow.row.send([kept, states], flow.row.rank + 1)
+        self._tell(
+            lambda: flow.row.send([kept, states, self._told], flow.row.rank + 1),
+            lambda: flow.row.send([None, states, self._told], flow.row.rank + 1),
+        )
         return None, states
+
+    def _compute(self, chunk: int, message: Message | None) -> Any:
+        """Return what this rank's stage, or the model, gives for a chunk; nothing after an error."""
+        if self._told is not None:
+            return None
+        flow, stage = self._flow, self._flow.stage
+        values = self._begin(chunk)
+        arrived: list[_Arrival] = []
+        if message is not None:
+            tensors = [self._enter(t, n, arrived) for t, n in _pairs(message)]
+            came, *_ = assemble(message.parts, tensors)
+            values |= dict(zip(flow.program.stages[flow.row.rank - 1].keeps, came, strict=True))
+        self._arrived.append(arrived)
+        given = stage.module(*(values[name] for name in stage.takes))
+        values |= dict(zip(stage.gives, given, strict=True))
+        kept = given[0] if flow.is_last else [values[name] for name in stage.keeps]
+        self._left.append(_needy(kept))
+        return kept
+
+    # --- what goes wrong ---------------------------------------------------------------------------
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Keep an exception of the body for the messages that the other ranks wait for."""
+        try:
+            yield
+        except Exception as error:
+            self._keep(error)
+
+    def _keep(self, error: Exception) -> None:
+        row = self._flow.row
+        self._error = error
+        self._told = describe(error, row.of_run(row.rank), str(self._flow.stage))
+
+    def _tell(self, act: Callable[[], Any], instead: Callable[[], Any]) -> Any:
+        """Send by `act`; where the value cannot be sent, say so by `instead`: nothing has gone by then."""
+        try:
+            return act()
+        except ModelError as error:
+            self._keep(error)
+        return instead()
+
+    def _raise(self) -> NoReturn:
+        """Raise what a stage has, on every rank; nothing goes back through this call."""
+        assert self._told is not None
+        self._left, self._arrived, self._begun = [], [], []
+        raise self._error or revive(self._told)
 
     def _begin(self, chunk: int) -> Values:
         """Return what the call begins with, cut to a chunk."""
@@ -247,31 +328,52 @@ class _Passing:
         if self._is_over:
             raise StepError(
                 "a second backward pass through one call of the model; expected one",
-                hint="add the losses, and call run.backward for their sum",
+                hint="add the losses, and call run.backward for their sum; or call the model again",
             )
         self._is_over = True
-        flow = self._flow
+        flow, accumulates = self._flow, self._flow.accumulates
+        kind = "backward pass" if accumulates else "backward pass for inputs alone"
         with flow.waiting():
+            flow.calls.meet(kind, self._number)
             for chunk, left in enumerate(self._left):
                 own = self._returning(chunk, gradients)
-                pairs = [(o, g) for o, g in zip(left, own, strict=True) if g is not None]
-                if pairs:
-                    torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
-                if not flow.is_first:
-                    flow.row.send([a.gradient for a in self._arrived[chunk]], flow.row.rank - 1)
+                with self._telling():
+                    self._backward_chunk(left, own, accumulates=accumulates)
+                # The rank before waits for it where its header said that a gradient is needed.
+                if self._arrived[chunk]:
+                    came = [a.gradient for a in self._arrived[chunk]]
+                    flow.row.send([came, self._told], flow.row.rank - 1)
             flow.row.flush()
             result = self._gradients_of_inputs()
+        if self._told is not None:
+            flow.calls.fails()
+            self._raise()
         self._left, self._arrived, self._begun = [], [], []
         return result
 
+    def _backward_chunk(
+        self, left: list[torch.Tensor], gradients: Gradients, *, accumulates: bool
+    ) -> None:
+        """Go back through the stage; into gradients of its parameters, or to where it begins only."""
+        pairs = [(o, g) for o, g in zip(left, gradients, strict=False) if g is not None]
+        if self._told is not None or not pairs:
+            return
+        outputs, gradients = [o for o, _ in pairs], [g for _, g in pairs]
+        if accumulates:
+            torch.autograd.backward(outputs, gradients)
+        else:  # all that arrives or begins here hangs on the leaf
+            torch.autograd.grad(outputs, [self._flow.leaf], gradients, allow_unused=True)
+
     def _returning(self, chunk: int, gradients: Gradients) -> Gradients:
-        """Return the gradients of what the stage gave for a chunk."""
+        """Return the gradients of what the stage gave for a chunk; nothing after an error."""
         flow = self._flow
         if not self._left[chunk]:
             return []
         if not flow.is_last:
-            came: Gradients = flow.row.receive(flow.row.rank + 1).value
-            return came
+            came, told = flow.row.receive(flow.row.rank + 1).value
+            self._told = self._told or told
+            returned: Gradients = came
+            return returned
         if len(self._sizes) == 1:
             return gradients
         start, size = sum(self._sizes[:chunk]), self._sizes[chunk]
@@ -282,14 +384,15 @@ class _Passing:
         if not self._given:
             return []
         own = [
-            _put_together([begun[place].gradient for begun in self._begun], self._tensors[given])
+            put_together([begun[place].gradient for begun in self._begun], self._tensors[given])
             for place, given in enumerate(self._given)
         ]
         names = set(self._flow.program.inputs.values())
         total: Gradients = [None] * len(own)
         for number in reversed(range(self._flow.row.size)):
             if names & set(self._flow.program.stages[number].takes):
-                came = self._flow.row.share(own, number).value
+                came, told = self._flow.row.share([own, self._told], number).value
+                self._told = self._told or told
                 total = [
                     b if a is None else a if b is None else a + b
                     for a, b in zip(total, came, strict=True)
@@ -316,49 +419,3 @@ def _needy(value: Any) -> list[torch.Tensor]:
     tensors: list[torch.Tensor] = []
     dismantle(value, tensors)
     return [tensor for tensor in tensors if torch.is_grad_enabled() and tensor.requires_grad]
-
-
-def _sizes(tensors: Sequence[torch.Tensor], chunks: int) -> list[int]:
-    """Return how many samples each chunk has: no chunk is empty, whatever the batch."""
-    batch = next((len(tensor) for tensor in tensors if tensor.dim()), 1)
-    count = max(1, min(chunks, batch))
-    size, extra = divmod(batch, count)
-    return [size + (place < extra) for place in range(count)]
-
-
-def _merge(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Put the outputs of all chunks together."""
-    columns: list[list[torch.Tensor]] = []
-    parts = None
-    for output in outputs:
-        tensors: list[torch.Tensor] = []
-        own = dismantle(output, tensors)
-        parts = own if parts is None else parts
-        if own != parts:
-            raise ModelError("chunks of one batch have outputs of different forms")
-        columns.append(tensors)
-    merged = []
-    for row in zip(*columns, strict=True):
-        if any(not t.dim() or len(t) != size for t, size in zip(row, sizes, strict=True)):
-            raise ModelError(
-                f"the model's output has shape {tuple(row[0].shape)} for a chunk of {sizes[0]} "
-                "samples; expected one row per sample, to put the chunks together",
-                hint="chunks=1 gives the model whole batches",
-            )
-        merged.append(torch.cat([t.detach() for t in row]).requires_grad_(row[0].requires_grad))
-    return assemble(parts, merged)
-
-
-def _put_together(parts: Sequence[torch.Tensor | None], whole: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient of a tensor of the call from those of its chunks."""
-    found = [part for part in parts if part is not None]
-    if not found:
-        return None
-    if len(found) == 1 and found[0].shape == whole.shape:
-        return found[0]
-    if whole.dim() and sum(map(len, found)) == len(whole) and len(found) == len(parts):
-        return torch.cat(found)
-    total = found[0]
-    for part in found[1:]:
-        total = total + part
-    return total

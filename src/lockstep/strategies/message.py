@@ -20,6 +20,7 @@ from lockstep.errors import ModelError
 
 _BLOCK = 512  # bytes; one message is enough for the header of a few tensors
 _LENGTH = 8
+_WORDS = 512  # bytes
 _SMALL = (
     1 << 14
 )  # bytes up to which a tensor goes in one piece with others: each piece takes its time
@@ -98,6 +99,17 @@ class Row:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._sending: list[tuple[dist.Work, torch.Tensor]] = []
         self.moved = {"sent": 0, "received": 0}
+
+    def of_run(self, place: int) -> int:
+        """Return the number in the run of the rank at `place`."""
+        return dist.get_global_rank(self._group, place)
+
+    def compare(self, text: bytes) -> list[bytes]:
+        """Return what every rank says in some words; all call it together."""
+        own = _bytes(text[:_WORDS].ljust(_WORDS, b" "))
+        told = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(told, own, group=self._group)
+        return [one.numpy().tobytes().rstrip() for one in told]
 
     # --- from one to the next --------------------------------------------------------------------
 

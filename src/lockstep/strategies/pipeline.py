@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import ExactnessError, ModelError, UsageError
 from lockstep.strategies.buffers import Buffers
+from lockstep.strategies.calls import OUTSIDE, Calls
 from lockstep.strategies.contributions import take_gradients
 from lockstep.strategies.flow import Flow
 from lockstep.strategies.held import HeldModel
@@ -65,7 +66,15 @@ class PipelinedModel(HeldModel):
         self._flow.waiting = waiting
 
     def _prepare(self, microbatch: Microbatch) -> None:
-        pass  # nothing sits between the stage and its gradients
+        where = (
+            f"batch {microbatch.step} of loader {microbatch.loader}, replica {microbatch.replica}"
+        )
+        self._flow.calls.where = f"epoch {microbatch.epoch}, {where}, turn {microbatch.turn}"
+
+    def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
+        """The loop's body is done with `microbatch`."""
+        super().microbatch_ends(microbatch, left=left)
+        self._flow.calls.where = OUTSIDE
 
     def _meet(self, microbatch: Microbatch) -> None:
         if not self._several_replicas:
@@ -117,13 +126,15 @@ class PipelinedModel(HeldModel):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the `state_dict` that an optimizer of the whole model would have."""
         state = optimizer.state_dict()
-        return {**state, "state": dict(sorted(self._gathered(state["state"]).items()))}
+        held = _held_numbers(
+            optimizer, state
+        )  # Adagrad has state of others' parameters, too: no values
+        own = {number: value for number, value in state["state"].items() if number in held}
+        return {**state, "state": dict(sorted(self._gathered(own).items()))}
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Give an optimizer its part of what `optimizer_state` returned."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        numbers = [number for group in state["param_groups"] for number in group["params"]]
-        held = {n for n, p in zip(numbers, parameters, strict=False) if not p.is_meta}
+        held = _held_numbers(optimizer, state)
         own = {number: value for number, value in state["state"].items() if number in held}
         optimizer.load_state_dict({**state, "state": own})
 
@@ -183,7 +194,8 @@ def hold_pipelined(
     _keep(module, held, holding.device)
     own = [p for p in module.parameters() if p.requires_grad and not p.is_meta]
     sums = make_sums(own, holding, row.rank)
-    return PipelinedModel(module, holding, Flow(program, row, chunks), sums)
+    calls = Calls(row, holding.number, type(module).__name__)
+    return PipelinedModel(module, holding, Flow(program.only(row.rank), row, chunks, calls), sums)
 
 
 def _chunks(asked: Any, stages: int, *, exact: bool) -> int:
@@ -229,6 +241,13 @@ def _tensors(module: nn.Module) -> list[torch.Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
+def _held_numbers(optimizer: Optimizer, state: Mapping[str, Any]) -> set[int]:
+    """Return the numbers in an optimizer's `state` of the parameters that this rank has."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    return {n for n, p in zip(numbers, parameters, strict=False) if not p.is_meta}
+
+
 def _is_meta(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_meta
 
@@ -247,7 +266,7 @@ class _Refusal:
         raise ModelError(
             f"copy.deepcopy of {self._name}, of which this rank has a stage; a copy would be no model",
             hint="copy the module before run.model, and give the copy to run.model, too: it is cut alike, "
-            "so that an average of weights works on both",
+            "so that an average of weights works on both; leave requires_grad on",
         )
 
 

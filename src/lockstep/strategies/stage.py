@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -60,6 +60,14 @@ class Program:
     signature: inspect.Signature
     inputs: dict[str, str]
     fixed: dict[str, Any]
+
+    def only(self, number: int) -> Program:
+        """Return the program with one stage's module: others would keep what they use in memory."""
+        kept = (
+            s if n == number else replace(s, module=nn.Identity())
+            for n, s in enumerate(self.stages)
+        )
+        return replace(self, stages=tuple(kept))
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the values that a call of the model begins with.
