@@ -243,7 +243,7 @@ def scaled_and_stopped(directory: str) -> tuple[str, float]:
         return "preempted", run.scale
 
 
-def train_unused(settings: dict[str, Any]) -> tuple[str, bool]:
+def train_unused(settings: dict[str, Any], batch: int = 4) -> tuple[str, bool]:
     """A part that no replica ever uses, and one that some do; whether the first has kept its bits."""
     with quiet_run(exact=False, **settings) as run:
         net = Alternating()
@@ -251,5 +251,5 @@ def train_unused(settings: dict[str, Any]) -> tuple[str, bool]:
         model = run.model(net)
         before = model.never.weight.detach().clone()
         optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), lr=0.05))
-        fit(run, model, run.loader(classes(160, (3,)), batch_size=4, shuffle=True), optimizer)
+        fit(run, model, run.loader(classes(160, (3,)), batch_size=batch, shuffle=True), optimizer)
         return run.digest(), torch.equal(before, model.never.weight)

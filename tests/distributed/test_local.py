@@ -80,6 +80,14 @@ def test_ranks_weigh_their_samples(ranks: int, replicas: int) -> None:
         assert reached == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.parametrize("exchange", ["local-sgd", "diloco"])
+def test_weights_that_nobody_has_moved_keep_their_bits(exchange: str) -> None:
+    """Whatever ranks weigh: a weighted mean of equal numbers may be another one."""
+    settings = {"exchange": exchange, "sync_every": 3, "replicas": 7}
+    for _digest, same in run_ranks(jobs.train_unused, 3, settings, 10):
+        assert same
+
+
 def test_what_ranks_tell_each_other() -> None:
     for told in run_ranks(jobs.differing_memory, 3, 2):
         assert told[::2] == [[([rank, 5], {"same": [1, None, "é"]}) for rank in range(3)]] * 2
