@@ -6,11 +6,8 @@ A worker describes its optimizer, and a server makes one like it. Nothing is unp
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,16 +31,8 @@ def describe(optimizer: Optimizer) -> Words:
             "module, which a server can import: it never runs the script",
             hint="move the class to a file beside the script, and import it from there",
         )
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    depth = kind.__module__.count(".")
-    root = str(Path(file).resolve().parents[depth]) if file else None
     defaults = {name: _plain(name, value) for name, value in optimizer.defaults.items()}
-    return {
-        "module": kind.__module__,
-        "name": kind.__qualname__,
-        "root": root,
-        "defaults": defaults,
-    }
+    return {"module": kind.__module__, "name": kind.__qualname__, "defaults": defaults}
 
 
 def numbers(optimizer: Optimizer) -> list[Words]:
@@ -80,7 +69,7 @@ def build(words: Mapping[str, Any], groups: Sequence[Sequence[torch.nn.Parameter
     Raises:
         ModelError: if there is no such class, or it cannot be made from its defaults.
     """
-    kind = _find(str(words["module"]), str(words["name"]), words["root"])
+    kind = _find(str(words["module"]), str(words["name"]))
     known = inspect.signature(kind).parameters
     takes_all = any(one.kind is one.VAR_KEYWORD for one in known.values())
     given = {
@@ -97,17 +86,15 @@ def build(words: Mapping[str, Any], groups: Sequence[Sequence[torch.nn.Parameter
         ) from error
 
 
-def _find(module: str, name: str, root: Any) -> type[Optimizer]:
+def _find(module: str, name: str) -> type[Optimizer]:
     try:
-        if isinstance(root, str) and importlib.util.find_spec(module.partition(".")[0]) is None:
-            sys.path.append(root)
         found: Any = importlib.import_module(module)
         for part in name.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         raise ModelError(
             f"a server cannot import the optimizer {name} from {module}: {error}",
-            hint="the module must lie where the servers' node finds it, too",
+            hint="it must lie beside the script, or be installed, or PYTHONPATH must name its place",
         ) from error
     if not (isinstance(found, type) and issubclass(found, Optimizer)):
         raise ModelError(f"{module}.{name} is no torch.optim.Optimizer")

@@ -196,18 +196,27 @@ def make_plan(
         size=size,
         workers=tuple(worker(index) for index in range(n)),
         servers=tuple(
-            _server(index, shared, run_dir, error_dir / f"server-{index}.{meeting.generation}.json")
+            _server(
+                index,
+                spec,
+                shared,
+                run_dir,
+                error_dir / f"server-{index}.{meeting.generation}.json",
+            )
             for index in range(own)
         ),
     )
 
 
-def _server(index: int, shared: Mapping[str, str], run_dir: Path, error_file: Path) -> WorkerPlan:
+def _server(
+    index: int, spec: LaunchSpec, shared: Mapping[str, str], run_dir: Path, error_file: Path
+) -> WorkerPlan:
+    own = {**servers.variables(index, spec), "TORCHELASTIC_ERROR_FILE": str(error_file)}
     return WorkerPlan(
         rank=-1 - index,
         local_rank=index,
         command=(*interpreter(), "-m", servers.MODULE),
-        env={**shared, **servers.variables(index), "TORCHELASTIC_ERROR_FILE": str(error_file)},
+        env={**shared, **own},
         device="cpu",
         log=run_dir / "logs" / f"server-{index}.log",
         error_file=error_file,

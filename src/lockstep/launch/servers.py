@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 from lockstep.errors import UsageError
 from lockstep.launch.spec import LaunchSpec
 from lockstep.layout.servers import check
-from lockstep.world.environments.lockstep import SERVER, SERVERS
+from lockstep.world.environments.lockstep import SERVER, SERVER_ROOT, SERVERS
 
 #: What a server runs: never the user's script.
 MODULE = "lockstep.server"
@@ -29,7 +31,14 @@ def count(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
     return servers
 
 
-def variables(index: int) -> dict[str, str]:
+def variables(index: int, spec: LaunchSpec) -> dict[str, str]:
     """Return what a server's environment has that the workers' has not."""
     # It computes on the CPU, whatever the workers do.
-    return {SERVER: str(index), "CUDA_VISIBLE_DEVICES": ""}
+    return {SERVER: str(index), SERVER_ROOT: _root(spec), "CUDA_VISIBLE_DEVICES": ""}
+
+
+def _root(spec: LaunchSpec) -> str:
+    """Return where a worker finds modules of the script's: nothing that a worker says adds to it."""
+    if spec.kind == "script":
+        return str(Path(spec.target).resolve().parent)
+    return str(Path(sys.path[0] if spec.kind == "function" and sys.path else "").resolve())

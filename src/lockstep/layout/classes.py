@@ -31,6 +31,13 @@ APPROXIMATE_EXCHANGES = ("bf16", "fp16", "powersgd", "local-sgd", "diloco")
 LOCAL_EXCHANGES = ("local-sgd", "diloco")
 
 
+def of_staleness(staleness: int | None, device: str) -> str:
+    """Return the class of a run whose servers update, on the CPU, with a staleness; of others `exact`."""
+    if staleness:
+        return "approximate"
+    return "exact" if staleness is None or device == "cpu" else "close"
+
+
 def worst(classes: Iterable[str]) -> str:
     """Return the class of a run whose parts are in `classes`."""
     return max(classes, key=EXACTNESS.index, default="exact")

@@ -10,7 +10,7 @@ import torch
 
 from lockstep.server.serve import Server
 from lockstep.world import servers
-from lockstep.world.environments.lockstep import SERVER
+from lockstep.world.environments.lockstep import SERVER, SERVER_ROOT
 
 
 def main() -> None:
@@ -23,6 +23,9 @@ def main() -> None:
         signal.signal(signum, lambda *_: server.end())
     _say(f"server {index}: process {os.getpid()} listens at {place.address} on port {place.port}")
     servers.publish(os.environ, index, place)
+    root = os.environ.get(SERVER_ROOT)
+    if root is not None and not sys.flags.safe_path:
+        sys.path.insert(0, root)  # as a worker has it: optimizers' classes may be defined there
     if "LOCKSTEP_STALENESS" in os.environ:
         _prepare()
     server.run()

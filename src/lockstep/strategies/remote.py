@@ -18,9 +18,12 @@ from torch.optim import Optimizer
 
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import ExactnessError, ModelError, StepError
+from lockstep.exchange.choose import POWERSGD_KEYWORDS
 from lockstep.exchange.links import Links
 from lockstep.exchange.remote import RemoteOptimizer
+from lockstep.layout.classes import of_staleness
 from lockstep.strategies.buffers import Buffers, broadcast
+from lockstep.strategies.checks import shares_buffers
 from lockstep.strategies.contributions import NOTHING, Gradients, take_gradients
 from lockstep.strategies.held import HeldModel
 from lockstep.strategies.holding import Holding
@@ -62,12 +65,10 @@ class RemoteModel(HeldModel):
         self._place = 0
         self._apart = 0  # updates since the ranks were at one step, where they need not be
         self._owes_buffers = False
+        self.exactness = of_staleness(staleness, holding.device.type)
         if staleness:
-            self.exactness = "approximate"
             # Ranks are in different batches: their buffers meet now and then.
             self._buffers = Buffers(module, holding.block, None)
-        elif holding.device.type != "cpu":
-            self.exactness = "close"
 
     @property
     def wrapped(self) -> nn.Module:
@@ -224,6 +225,7 @@ class RemoteModel(HeldModel):
 def hold_remotely(
     module: nn.Module,
     holding: Holding,
+    settings: Mapping[str, Any],
     links: Links,
     staleness: int,
     waiting: AbstractContextManager[None],
@@ -232,8 +234,10 @@ def hold_remotely(
 
     Raises:
         ExactnessError: on a GPU, with `exact`.
+        ModelError: for keywords that would make the result another.
     """
     assert holding.group is not None
+    _check_settings(settings, staleness, holding)
     if holding.exact and holding.device.type != "cpu":
         raise ExactnessError(
             f"staleness={staleness} on {holding.device}: servers update on the CPU, whose kernels round "
@@ -245,6 +249,22 @@ def hold_remotely(
         both = [*module.parameters(), *module.buffers()]
         broadcast([tensor.detach() for tensor in both], holding.group)
     return RemoteModel(module, holding, links, staleness, waiting)
+
+
+def _check_settings(settings: Mapping[str, Any], staleness: int, holding: Holding) -> None:
+    """Refuse keywords that would make the result another, and say that the others have no effect."""
+    if not shares_buffers(dict(settings)):
+        raise ModelError(
+            f"broadcast_buffers=False with staleness={staleness}: all workers have replica 0's buffers "
+            "when their models meet; expected buffers that are everybody's",
+            hint="leave out broadcast_buffers, or the staleness: then each rank may keep its own",
+        )
+    idle = sorted(name for name in settings if name not in POWERSGD_KEYWORDS)
+    if idle:
+        holding.say(
+            f"lockstep: {', '.join(idle)} of run.model: without effect with staleness={staleness}, where "
+            "DistributedDataParallel has no part"
+        )
 
 
 def _version(gradient: torch.Tensor | None) -> int:

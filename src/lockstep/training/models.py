@@ -147,7 +147,7 @@ class Models:
         if late is None:
             return hold_served(module, holding, settings, links)
         return hold_remotely(
-            module, holding, links, late, session.standing.meeting("optimizer.step")
+            module, holding, settings, links, late, session.standing.meeting("optimizer.step")
         )
 
     def load(self, model: nn.Module | None, weights: Mapping[str, torch.Tensor]) -> None:

@@ -22,7 +22,7 @@ from lockstep.data.randomness import set_key
 from lockstep.errors import DivergenceError, LockstepError, ModelError, UsageError
 from lockstep.exchange.choose import exactness_of
 from lockstep.layout import keys
-from lockstep.layout.classes import worst
+from lockstep.layout.classes import of_staleness, worst
 from lockstep.layout.mesh import SPREAD, Mesh
 from lockstep.record import report
 from lockstep.record.recorder import Recorder, RecordSettings
@@ -188,7 +188,8 @@ class Session:
     def exactness(self) -> str:
         """`exact`, `close` where another layout rounds otherwise, or `approximate`."""
         exchange = exactness_of(self.exchange, self.formation.forest)
-        return worst([exchange, *(model.exactness for model in self.models)])
+        late = of_staleness(self.settings.staleness, self.device.type)
+        return worst([exchange, late, *(model.exactness for model in self.models)])
 
     @property
     def mesh(self) -> DeviceMesh:

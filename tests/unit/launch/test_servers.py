@@ -55,6 +55,7 @@ def test_servers_know_the_launch_and_see_no_gpu() -> None:
         assert server.env["CUDA_VISIBLE_DEVICES"] == ""
         for name in ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "LOCKSTEP_SERVERS"):
             assert server.env[name] == made.workers[0].env[name]
+        assert server.env["LOCKSTEP_SERVER_ROOT"] == str(Path.cwd()), "where train.py is"
     assert "LOCKSTEP_SERVER" not in made.workers[0].env
 
 

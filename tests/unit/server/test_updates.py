@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import functools
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -439,6 +440,24 @@ def test_an_optimizer_that_a_server_cannot_make(serve: Callable[[int], Service])
     worker = Worker(serve(1).join(0, 1, 1), Forest.of(1, 1, 0), lambda p: Needy(p, 3))
     with pytest.raises(ModelError, match="cannot make the optimizer Needy from its defaults"):
         worker.step(1)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "message"),
+    [
+        ("no.such.module", "Mine", "a server cannot import the optimizer Mine from no.such.module"),
+        ("torch.optim", "NoSuch", "a server cannot import the optimizer NoSuch"),
+        ("os", "system", "os.system is no torch.optim.Optimizer"),
+    ],
+)
+def test_an_optimizer_that_is_not_there(
+    serve: Callable[[int], Service], module: str, name: str, message: str
+) -> None:
+    worker = Worker(serve(1).join(0, 1, 1), Forest.of(1, 1, 0), sgd)
+    worker.remote._words |= {"module": module, "name": name, "root": "/"}
+    with pytest.raises(ModelError, match=message):
+        worker.step(1)
+    assert "/" not in sys.path, "nothing that a worker says is searched for modules"
 
 
 def test_a_worker_that_dies_ends_the_others_update(serve: Callable[[int], Service]) -> None:

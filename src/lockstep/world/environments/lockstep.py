@@ -13,6 +13,8 @@ MARK = "LOCKSTEP_LAUNCHER"
 SERVERS = "LOCKSTEP_SERVERS"
 #: Set by the launcher in a server, which is no worker: its number.
 SERVER = "LOCKSTEP_SERVER"
+#: Set by the launcher in a server: where the script's own modules are.
+SERVER_ROOT = "LOCKSTEP_SERVER_ROOT"
 
 
 def detect(environ: Mapping[str, str]) -> World | None:
