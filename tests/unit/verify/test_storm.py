@@ -23,7 +23,7 @@ def work(rank, generation, done):
         for step in range(done + 1, steps + 1):
             time.sleep(0.02)
             print(json.dumps({"kind": "step", "step": step, "digest": ""}), file=file)
-    time.sleep(1.0)
+    time.sleep(3.0)  # the storm may be late, on a machine with other work
 
 def generation(number, done):
     workers = []
