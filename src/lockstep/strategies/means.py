@@ -78,13 +78,10 @@ class Means:
         sizes = [one[-1 - _DIGEST] for one in heads]
         if all(one[-_DIGEST:] == head[-_DIGEST:] for one in heads):
             return [(one, value) for one in told]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-        texts = [
-            bytes(row[:size].tolist())
-            for row, size in zip(self._gather(padded), sizes, strict=True)
-        ]
-        return [(one, json.loads(text)) for one, text in zip(told, texts, strict=True)]
+        # Spaces at its end are no part of a JSON text.
+        padded = torch.frombuffer(bytearray(text.ljust(max(sizes))), dtype=torch.uint8)
+        texts = [row.numpy().tobytes() for row in self._gather(padded)]
+        return [(one, json.loads(theirs)) for one, theirs in zip(told, texts, strict=True)]
 
     def _gather(self, row: torch.Tensor) -> torch.Tensor:
         """Return the rows of all ranks."""

@@ -50,7 +50,7 @@ class Run(Whereabouts):
             exact one of the first three. With `exact=False` also `bf16`, `fp16` and `powersgd`, which
             ship less of them, and `local-sgd` and `diloco`, which ship weights now and then.
         sync_every: steps that ranks train by themselves with `local-sgd` (by default 16) and `diloco`
-            (by default 50).
+            (by default 50); refused with other exchanges.
         mesh: `DATAxMODEL`, such as `2x2`: how many models, and over how many ranks each is spread.
         staleness: for strategy `ps`: servers update, and a worker goes on with parameters that lack at
             most so many updates; by default workers update by themselves.
@@ -133,7 +133,7 @@ class Run(Whereabouts):
             return
         try:
             self._session.script_ends()
-            self._end = own = self.digest()
+            self._end = own = self._session.digest()
             self._session.finish(own, footprint(self._session.state, self.device))
         except BaseException as late:
             self._session.close(late)
@@ -354,9 +354,15 @@ class Run(Whereabouts):
         self._session.print(sep.join(str(value) for value in values))
 
     def digest(self) -> str:
-        """Return the SHA-256 of all models and registered objects, as `sha256:…`."""
+        """Return the SHA-256 of all models and registered objects, as `sha256:…`.
+
+        Raises:
+            StepError: inside a microbatch, where a model is cut over ranks and there are several replicas.
+        """
         if self._end is not None and self._session.state.is_split:
             return self._end  # the other ranks, which hold the rest of the models, have left
+        if self._session.state.is_split:
+            self._loop.require_meeting_point("run.digest")
         self._loop.come_together()
         return self._session.digest()
 
@@ -371,11 +377,12 @@ class Run(Whereabouts):
             ModelError: if it is not clear which one.
             CheckpointError: if the file cannot be written.
             UsageError: if its suffix is another.
+            StepError: inside a microbatch, where the model is cut over ranks and there are several replicas.
         """
-        if self._loop.microbatch is None:
-            self._loop.settle()
-            self._loop.come_together()
-        state = self._models.find(model).state()
+        held = self._models.find(model)
+        if held.is_split or self._loop.microbatch is None:
+            self._loop.require_meeting_point("run.export")
+        state = held.state()
         if self.main:
             plain.write_weights(Path(path), state)
 
