@@ -425,3 +425,46 @@ def train_alternating() -> str:
         optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), lr=0.05))
         fit(run, model, run.loader(classes(160, (3,)), batch_size=4, shuffle=True), optimizer)
         return run.digest()
+
+
+def train_two_optimizers() -> str:
+    """Two optimizers on parts of one model, one of which lets a scheduler count before the run knows it."""
+    with quiet_run() as run:
+        model = run.model(conv_net())
+        first = torch.optim.AdamW(model[0].parameters(), lr=0.01)
+        rates = run.scheduler(torch.optim.lr_scheduler.ExponentialLR(first, 0.9))
+        steps = [
+            run.optimizer(first),
+            run.optimizer(torch.optim.SGD(model[1:].parameters(), lr=0.1, momentum=0.9)),
+        ]
+        for x, y in run.loader(classes(50, (1, 8, 8)), batch_size=16, shuffle=True):
+            run.backward(F.cross_entropy(model(x), y))
+            for optimizer in steps:
+                optimizer.step()
+                optimizer.zero_grad()
+            rates.step()
+        return run.digest()
+
+
+def train_with_loads() -> str:
+    """Weights are loaded between epochs, and once an optimizer's state: it keeps the rest of its memory."""
+    with quiet_run() as run, tempfile.TemporaryDirectory() as directory:
+        model = run.model(conv_net())
+        optimizer = run.optimizer(torch.optim.Adam(model.parameters(), lr=0.01))
+        weights = f"{directory}/weights.pt"
+        torch.save(model.state_dict(), weights)
+        data = run.loader(classes(50, (1, 8, 8)), batch_size=16, shuffle=True)
+        for epoch in run.epochs(3):
+            for x, y in data:
+                run.backward(F.cross_entropy(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+            if epoch == 0:
+                run.load(weights)
+        nothing = {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
+        optimizer.load_state_dict(nothing)  # begins anew
+        for x, y in data:
+            run.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        return run.digest()

@@ -196,21 +196,16 @@ def make_plan(
         size=size,
         workers=tuple(worker(index) for index in range(n)),
         servers=tuple(
-            _server(
-                index,
-                spec,
-                shared,
-                run_dir,
-                error_dir / f"server-{index}.{meeting.generation}.json",
-            )
+            _server(index, spec, shared, run_dir, error_dir / f"{meeting.generation}.json")
             for index in range(own)
         ),
     )
 
 
 def _server(
-    index: int, spec: LaunchSpec, shared: Mapping[str, str], run_dir: Path, error_file: Path
+    index: int, spec: LaunchSpec, shared: Mapping[str, str], run_dir: Path, errors: Path
 ) -> WorkerPlan:
+    error_file = errors.with_name(f"server-{index}.{errors.name}")
     own = {**servers.variables(index, spec), "TORCHELASTIC_ERROR_FILE": str(error_file)}
     return WorkerPlan(
         rank=-1 - index,
