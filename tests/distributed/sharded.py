@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from lockstep.errors import LockstepError
 from tests.distributed.jobs import classes, conv_net, fit, quiet_run
 
 
@@ -116,7 +119,8 @@ def average_weights() -> tuple[str, float]:
         optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         train = run.loader(classes(40, (6,)), batch_size=8, shuffle=True)
         test = run.loader(classes(21, (6,), seed=1), batch_size=10)
-        right = 0.0
+        with torch.inference_mode():  # before anything has been gathered
+            right = run.mean(model(x).argmax(1) == y for x, y in test)
         for _ in run.epochs(2):
             for batch in run.batches(train):
                 for x, y in batch:
@@ -169,21 +173,49 @@ def memory_of(directory: str, rank: int) -> dict[str, int]:
     return json.loads(lines[-1])
 
 
-def misuse(how: str) -> None:
-    """What a script may do wrong with a sharded model."""
+def misuse() -> dict[str, str]:
+    """What a script may do wrong with a sharded model, and what it is told."""
+    told = {}
     with quiet_run() as run:
         model = run.model(conv_net(), wrap=[nn.Linear])
-        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        for x, y in run.loader(classes(16, (1, 8, 8)), batch_size=8):
-            if how == "backward":
-                F.cross_entropy(model(x), y).backward()
-                continue
-            run.backward(F.cross_entropy(model(x), y))
+        wrong = {
+            "state": model.state_dict,
+            "part": model[5].state_dict,
+            "copy": lambda: copy.deepcopy(model),
+            "digest": run.digest,
+            "export": lambda: run.export("model.pt"),
+        }
+        for x, y in run.loader(classes(8, (1, 8, 8)), batch_size=8):
+            for how, call in wrong.items():
+                told[how] = said(call)
+            x.requires_grad_()
+            loss = F.cross_entropy(model(x), y)
+            told["twice"] = said(partial(torch.autograd.grad, loss, x, create_graph=True))
+            loss = F.cross_entropy(model(x), y)
+            told["backward"] = said(loss.backward)
+            break
+    return told
+
+
+def said(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except LockstepError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def train_with_penalty() -> str:
+    """The loss has a gradient with respect to the inputs in it, which is differentiated once more."""
+    with quiet_run() as run:
+        net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4))
+        model = run.model(net, wrap=[nn.Linear], gather="batch")
+        optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+        for x, y in run.loader(classes(24, (6,)), batch_size=8):
+            x.requires_grad_()
+            out = model(x)
+            (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+            run.backward(F.cross_entropy(out, y) + slope.square().mean())
             optimizer.step()
             optimizer.zero_grad()
-            if how == "state":
-                model.state_dict()
-            if how == "part":
-                model[5].state_dict()
-            if how == "copy":
-                copy.deepcopy(model)
+        return run.digest()

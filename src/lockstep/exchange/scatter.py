@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -95,12 +96,13 @@ class TreeScatter:
         return Scattering(work, outgoing, received, self._forest, share)
 
 
-def agree(number: int, group: dist.ProcessGroup) -> list[int]:
-    """Return the numbers that the ranks of `group` have come with; all of them call this together."""
+def agree(numbers: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
+    """Return the numbers that each rank of `group` has come with; all of them call this together."""
     # On the CPU: groups for GPUs have a backend for it, too (world/connect.py).
-    numbers = torch.empty(dist.get_world_size(group), dtype=torch.int64)
-    all_gather(numbers, torch.tensor([number]), group=group)
-    return [int(one) for one in numbers.tolist()]
+    gathered = torch.empty(dist.get_world_size(group) * len(numbers), dtype=torch.int64)
+    all_gather(gathered, torch.tensor(numbers), group=group)
+    found: list[list[int]] = gathered.view(-1, len(numbers)).tolist()
+    return found
 
 
 #: torch 2.13 has renamed it, and warns about the name that torch 2.11 has.

@@ -20,13 +20,18 @@ from lockstep.strategies.held import HeldModel
 from lockstep.strategies.holding import Holding
 from lockstep.strategies.sharding import shard
 from lockstep.strategies.shards import local, part_of, whole, whole_of
-from lockstep.strategies.units import Gather, Gathers, Unit, merged, names_of
+from lockstep.strategies.units import (
+    Gather,
+    Gathers,
+    Unit,
+    merged,
+    names_of,
+    refuse_graphs_of_gradients,
+)
 
 #: Notes that go with each message: the place (8 bytes) and the unit.
 _PLACE, _UNIT = 8, 1
 _NOTES = _PLACE + _UNIT
-#: In how many global batches ranks on GPUs compare what they gather; on CPUs they always do.
-_COMPARED = 8
 #: Optimizers that look at more of a parameter than one element at a time.
 _ACROSS = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 
@@ -77,10 +82,10 @@ class ShardedModel(HeldModel):
         units[-1].module.set_requires_gradient_sync(False)
         self._is_over = False
         self._path: list[int] = []
-        self._batches = 0
         self._waits_in_pass: Callable[[], AbstractContextManager[None]] = nullcontext
         own = group_of_its_own(group) if group is not None else None
-        self._gathers = Gathers([unit.name for unit in units], own)
+        names, on_cpu = [unit.name for unit in units], holding.device.type == "cpu"
+        self._gathers = Gathers(names, own, always=on_cpu)
         self._started: list[Scattering | Gradients] = []
         self._finished = 0
         self._used: dict[int, list[bool]] = {}
@@ -97,9 +102,17 @@ class ShardedModel(HeldModel):
             part.register_state_dict_pre_hook(_refuse_state)  # type: ignore[no-untyped-call]
             # What copy.deepcopy asks an object for.
             part.__dict__["__deepcopy__"] = _Refusal(type(self.module).__name__)
+        # The tensors that torch gathers into are made by the first gathering: one under
+        # torch.inference_mode() would make ones that no backward pass could use.
+        with torch.inference_mode(False):
+            for unit in self._all:
+                unit.module.unshard()
+                unit.module.reshard()
 
-    def _watch_gradients(self, *_: object) -> None:
+    def _watch_gradients(self, *called: object) -> None:
         """Take gradients as they come, of all parameters that have been gathered by now."""
+        if called and not self._may_skip:
+            refuse_graphs_of_gradients(type(self.module).__name__, called[-1])
         for unit in self._units:
             unit.watch(self._advance)
 
@@ -119,9 +132,7 @@ class ShardedModel(HeldModel):
         """Let go of what was gathered outside of loops, and gather for the batch, where that is due."""
         if microbatch.first:
             self._let_go()
-            self._batches += 1
-            is_new = self._batches <= _COMPARED
-            self._gathers.compares = is_new or self._holding.device.type == "cpu"
+            self._gathers.batch_begins(microbatch)
         super().microbatch_begins(microbatch)
         self._path.clear()
         if microbatch.first and self._once:
@@ -132,6 +143,7 @@ class ShardedModel(HeldModel):
         """Let go of what is gathered for the batch."""
         if microbatch.last or left:
             self._let_go()
+            self._gathers.batch_ends()
         super().microbatch_ends(microbatch, left=left)
 
     def _let_go(self) -> None:
@@ -408,8 +420,8 @@ class _Refusal:
     def __call__(self, _memo: object) -> NoReturn:
         raise ModelError(
             f"copy.deepcopy of {self._name}, which is cut over ranks; a copy would be no model",
-            hint="copy the module before run.model, and give the copy to run.model, too: their parameters "
-            "are cut alike, so that an average of weights works on them",
+            hint="copy the module before run.model, and give the copy to run.model, too, with "
+            "requires_grad as it is: their parameters are cut alike, which an average of weights needs",
         )
 
 

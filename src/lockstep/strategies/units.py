@@ -15,8 +15,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_leaves
 
-from lockstep.errors import ModelError
+from lockstep.data.microbatch import Microbatch
+from lockstep.errors import MismatchError, ModelError, StepError
 from lockstep.exchange.scatter import Outgoing, TreeScatter, agree, all_gather
 from lockstep.strategies.contributions import NOTHING, Gradients, add
 from lockstep.strategies.shards import assembled, cut_dimension, local
@@ -145,41 +147,85 @@ class Gathers:
         names: what the units are called.
         group: of its own, so that ranks which call something else wait, and are told of; `None` for one
             rank.
+        always: whether they compare every unit, and not in the first batches only.
 
     Attributes:
-        compares: whether ranks do so now.
         waiting: what is entered while they wait for each other.
     """
 
-    def __init__(self, names: Sequence[str], group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, names: Sequence[str], group: dist.ProcessGroup | None, *, always: bool
+    ) -> None:
         self.names = [*names, "all units, for run.digest, run.save and the like"]
-        self._group = group
-        self.compares = True
+        self._group, self._always = group, always
+        self._place = _OUTSIDE
+        self._batches = 0  # in which something was gathered
+        self._is_first = False
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def batch_begins(self, microbatch: Microbatch) -> None:
+        """What is gathered from here on is for this batch."""
+        loader, epoch, round_, step, _ = microbatch.numbers
+        self._place, self._is_first = (loader, epoch, round_, step, microbatch.turn), True
+
+    def batch_ends(self) -> None:
+        """What is gathered from here on is for no batch."""
+        self._place, self._is_first = _OUTSIDE, False
 
     def check_all(self) -> None:
         """Compare with other ranks that are about to gather the whole model."""
-        self.check(len(self.names) - 1)
+        self._compare(len(self.names) - 1)
 
     def check(self, number: int) -> None:
         """Compare unit `number` with those that other ranks are about to gather.
 
+        Where not all are compared, the first of each batch is: ranks may be in different batches.
+
         Raises:
-            ModelError: if one of them is about to gather another.
+            MismatchError: if another rank is in another batch.
+            ModelError: if one of them is about to gather another unit.
         """
-        if not self.compares or self._group is None:
+        is_first, self._is_first = self._is_first, False
+        self._batches += is_first
+        if is_first or self._always or self._batches <= _COMPARED:
+            self._compare(number)
+
+    def _compare(self, number: int) -> None:
+        if self._group is None:
             return
         with self.waiting():
-            numbers = agree(number, self._group)
-        if len(set(numbers)) > 1:
-            other = next(rank for rank, found in enumerate(numbers) if found != numbers[0])
+            found = agree([*self._place, number], self._group)
+        first = found[0]
+        other, there = next(
+            ((rank, one) for rank, one in enumerate(found) if one != first), (0, first)
+        )
+        if there[:-1] != first[:-1]:
+            raise MismatchError(
+                f"rank 0 is {_tell(first[:-1])}, rank {other} {_tell(there[:-1])}, and both are about to "
+                "gather parameters; expected all ranks in the same batch",
+                hint="a `break` or `continue` must not depend on the rank or on one rank's values; reduce "
+                "them first, for instance with run.mean",
+            )
+        if there != first:
             raise ModelError(
-                f"rank 0 is about to gather {self.names[numbers[0]]}, rank {other} "
-                f"{self.names[numbers[other]]}; expected the same units in the same order on all ranks, "
+                f"rank 0 is about to gather {self.names[first[-1]]}, rank {other} "
+                f"{self.names[there[-1]]}; expected the same units in the same order on all ranks, "
                 "since they gather them together",
                 hint='where the data decides, run.model(…, gather="batch") gathers all of them once per '
                 "batch; and no rank may call the model alone",
             )
+
+
+#: In how many global batches ranks on GPUs compare all that they gather; on CPUs they always do.
+_COMPARED = 8
+_OUTSIDE = (-1, -1, -1, -1, -1)
+
+
+def _tell(place: Sequence[int]) -> str:
+    if tuple(place) == _OUTSIDE:
+        return "outside of a batch"
+    loader, epoch, _, step, _ = place
+    return f"in batch {step} of loader {loader} in epoch {epoch}"
 
 
 class Gather:
@@ -232,6 +278,22 @@ def _fsdp_params(module: FSDPModule) -> list[Any]:
     if len(groups) > 1:
         raise ModelError("shard_placement_fn names meshes of its own; expected Shard or None")
     return [one for group in groups for one in group.fsdp_params]
+
+
+def refuse_graphs_of_gradients(name: str, output: object) -> None:
+    """Refuse create_graph=True for what a model has computed: its parameters are let go of after a pass."""
+
+    def check(_gradient: torch.Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise StepError(
+                f"a gradient was taken with create_graph=True through {name}, whose parameters are let go "
+                "of after a backward pass; expected one backward pass",
+                hint='run.model(…, gather="batch") keeps them for the whole batch',
+            )
+
+    for tensor in tree_leaves(output):
+        if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+            tensor.register_hook(check)  # type: ignore[no-untyped-call]
 
 
 def names_of(module: nn.Module, units: Sequence[FSDPModule]) -> dict[int, str]:

@@ -357,7 +357,7 @@ class Run(Whereabouts):
         """Return the SHA-256 of all models and registered objects, as `sha256:…`.
 
         Raises:
-            StepError: inside a microbatch, where a model is cut over ranks and there are several replicas.
+            StepError: inside a microbatch, with several replicas and a model that is cut over ranks.
         """
         if self._end is not None and self._session.state.is_split:
             return self._end  # the other ranks, which hold the rest of the models, have left
@@ -377,7 +377,7 @@ class Run(Whereabouts):
             ModelError: if it is not clear which one.
             CheckpointError: if the file cannot be written.
             UsageError: if its suffix is another.
-            StepError: inside a microbatch, where the model is cut over ranks and there are several replicas.
+            StepError: inside a microbatch, with several replicas and a model that is cut over ranks.
         """
         held = self._models.find(model)
         if held.is_split or self._loop.microbatch is None:
