@@ -237,3 +237,16 @@ def leave(synced: bool) -> None:
                 break
             run.backward(model(x).square().mean())
             model.zero_grad()
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    with pytest.raises(RankError, match=r"StepError: a gradient was taken with create_graph=True"):
+        run_ranks(penalised, 2)
+
+
+def penalised() -> None:
+    with quiet_run() as run:
+        norm = run.sync_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+        model = run.model(norm)
+        for (x,) in run.loader(TensorDataset(torch.arange(32.0).view(16, 2)), batch_size=4):
+            torch.autograd.grad(model(x.requires_grad_()).square().sum(), x, create_graph=True)

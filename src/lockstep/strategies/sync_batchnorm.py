@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from lockstep.errors import ModelError
+from lockstep.errors import ModelError, StepError
 from lockstep.exchange.base import Forest
 from lockstep.exchange.tree import GroupWire
 from lockstep.layout.tree import fold
@@ -167,6 +167,13 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():  # with create_graph: what meets here has no gradient of its own
+            raise StepError(
+                "a gradient was taken with create_graph=True through a layer of run.sync_batchnorm, whose "
+                "backward pass has no gradient itself; expected one backward pass",
+                hint="leave the model as it is, or use GroupNorm or LayerNorm in what is differentiated "
+                "twice",
+            )
         x, weight, mean, invstd, count = ctx.saved_tensors
         kind = mean.dtype
         shape, dims = _across(x)

@@ -12,6 +12,7 @@ from lockstep.errors import ExactnessError, ModelError
 from lockstep.strategies.sync_batchnorm import Ranks, convert
 from lockstep.training.session import Session
 from lockstep.world.connect import keep
+from lockstep.world.meet import TIMEOUT
 
 
 def synchronise(session: Session, module: nn.Module) -> nn.Module:
@@ -84,6 +85,8 @@ def _group(session: Session) -> dist.ProcessGroup | None:
     if data is None or dist.get_world_size(data) == 1:
         return None
     members = dist.get_process_group_ranks(data)
-    group: dist.ProcessGroup = dist.new_group(members, use_local_synchronization=True)
+    group: dist.ProcessGroup = dist.new_group(
+        members, timeout=TIMEOUT, use_local_synchronization=True
+    )
     keep(group)
     return group
