@@ -52,6 +52,11 @@ class Rhythm:
         )
 
     @property
+    def has_begun(self) -> bool:
+        """Whether a snapshot has been taken: on all ranks of the launcher, or on none."""
+        return self._taken > 0
+
+    @property
     def needs_memory(self) -> bool:
         """Whether this rank is to take memory, since nobody has yet."""
         if not self._leads or self._last is not None:

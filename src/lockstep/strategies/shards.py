@@ -30,8 +30,15 @@ def whole(value: Any) -> Any:
 
 
 def whole_of(state: Mapping[str, Any]) -> Any:
-    """Return a mapping of the same type with all of each tensor."""
-    return type(state)({name: whole(value) for name, value in state.items()})  # type: ignore[call-arg]
+    """Return a mapping of the same type with all of each tensor; in host memory, where it was cut.
+
+    A device has room for one such tensor at a time, not for all of a model and its optimizer.
+    """
+    return type(state)({name: _kept(value) for name, value in state.items()})  # type: ignore[call-arg]
+
+
+def _kept(value: Any) -> Any:
+    return whole(value).cpu() if is_cut(value) else whole(value)
 
 
 def local(value: torch.Tensor) -> torch.Tensor:

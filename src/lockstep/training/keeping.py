@@ -21,6 +21,8 @@ from lockstep.training.state import State
 #: At which point memory for checkpoints is taken, and what writes them imported: in the background, but
 #: not for runs that are over at once.
 _PREPARED_AT = 50
+#: Up to which point ranks look for memory for snapshots, where they gather the state for it together.
+_LOOKED_UNTIL = 1 << 14
 
 
 @dataclass(slots=True)
@@ -110,7 +112,9 @@ class Keeper:
         if rhythm is None:
             return False
         if self._state.is_split:
-            return self._points & (self._points - 1) == 0  # at points 1, 2, 4, 8 and so on
+            # At points 1, 2, 4, 8 and so on, until there is a snapshot: all ranks take them at the same.
+            is_time = self._points & (self._points - 1) == 0 and self._points <= _LOOKED_UNTIL
+            return is_time and not rhythm.has_begun
         return rhythm.needs_memory
 
     def _prepare(self, rhythm: Rhythm, text: str, tensors: dict[str, torch.Tensor]) -> None:
