@@ -41,6 +41,16 @@ class Rhythm:
         self._steps = 0
         self._last: tuple[int, float] | None = None
 
+    def go_on(self, steps: int) -> None:
+        """The run goes on after so many steps, and its memory is there: the next step has a snapshot.
+
+        A generation that is killed after its first step has not lived in vain.
+        """
+        self._steps = steps
+        self._last = (steps, time.monotonic())
+        if self._leads:
+            self._board.plan_snapshot(steps + 1, self._number)
+
     def due(self, steps: int) -> int:
         """Return the number of the snapshot that is due at this point, after so many steps; 0 for none.
 

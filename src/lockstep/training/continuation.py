@@ -94,6 +94,7 @@ class Continuation:
     def _go_on(self, disk: Checkpoints, *, is_new: bool) -> None:
         snapshots = None if self.memory is None else self.memory.snapshots
         saved = None if is_new else Search(self.meeting, self.group, snapshots, disk).find()
+        has_memory = snapshots is not None and snapshots.found is not None
         if snapshots is not None:
             snapshots.forget()
         if saved is None:
@@ -101,6 +102,8 @@ class Continuation:
             return
         position = saved.position
         self.record.begin(position.steps, saved.source)
+        if self.memory is not None and has_memory:
+            self.memory.rhythm.go_on(position.steps)
         self.loop.resume(position, lambda whole: saved.restore(self.state, whole=whole))
 
     def _agreement(self) -> Agreement:

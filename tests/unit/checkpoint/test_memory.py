@@ -197,6 +197,21 @@ def test_all_ranks_follow_the_first(memory):
     assert taken[0][:3] == [8, 9, 10]
 
 
+def test_a_generation_that_goes_on_has_a_snapshot_of_its_first_step(memory):
+    team = ranks(memory, 2)
+    board = Board(memory.board)
+    rhythms = [Rhythm(one, board, leads=part == 0) for part, one in enumerate(team)]
+    for rhythm in rhythms:
+        rhythm.go_on(7)
+    assert [rhythm.needs_memory for rhythm in rhythms] == [False, False]
+    for step in (8, 9):
+        for rhythm in rhythms:
+            number = rhythm.due(step)
+            assert number, f"a snapshot is due after step {step}"
+            rhythm.take(number, f"text {step}", state(step), time.monotonic())
+        assert found(memory) == step
+
+
 def test_a_snapshot_that_costs_much_is_taken_seldom(memory, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("lockstep.checkpoint.rhythm.time.monotonic", lambda: clock[0])
