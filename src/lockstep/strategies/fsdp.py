@@ -310,6 +310,7 @@ class ShardedModel(HeldModel):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the `state_dict` that an optimizer of the whole model would have."""
+        self._gathers.check_optimizer()
         state = optimizer.state_dict()
         held = {number: whole_of(own) for number, own in state["state"].items()}
         return {**state, "state": held}

@@ -156,7 +156,8 @@ class Gathers:
     def __init__(
         self, names: Sequence[str], group: dist.ProcessGroup | None, *, always: bool
     ) -> None:
-        self.names = [*names, "all units, for run.digest, run.save and the like"]
+        whole = "all units, for run.digest, run.save and the like"
+        self.names = [*names, whole, "the state of an optimizer, for run.save and the like"]
         self._group, self._always = group, always
         self._place = _OUTSIDE
         self._batches = 0  # in which something was gathered
@@ -174,6 +175,10 @@ class Gathers:
 
     def check_all(self) -> None:
         """Compare with other ranks that are about to gather the whole model."""
+        self._compare(len(self.names) - 2)
+
+    def check_optimizer(self) -> None:
+        """Compare with other ranks that are about to gather the state of an optimizer."""
         self._compare(len(self.names) - 1)
 
     def check(self, number: int) -> None:
