@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 import lockstep
@@ -89,10 +90,11 @@ def train(kind: str, **settings: Any) -> tuple[str, list[str]]:
         return run.digest(), seen
 
 
-def train_chunks(chunks: int | None, norm: bool = False) -> tuple[str, str, float, list[float]]:
+def train_chunks(chunks: int | None, middle: str = "") -> tuple[str, str, float, list[float]]:
     """Train with a batch in several parts; return digest, class, the last loss and all weights."""
     with quiet_run(exact=False) as run:
-        parts = [nn.Linear(6, 16), nn.BatchNorm1d(16) if norm else nn.ReLU(), nn.Linear(16, 4)]
+        between = {"norm": nn.BatchNorm1d(16), "draws": Drawing(), "drops": nn.Dropout(0.5)}
+        parts = [nn.Linear(6, 16), between.get(middle, nn.ReLU()), nn.Linear(16, 4)]
         model = run.model(parts, chunks=chunks) if chunks else run.model(parts)
         optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         loss = torch.zeros(())
@@ -391,6 +393,62 @@ def train_tensor(directory: str | None = None, slow: float = 0.0) -> tuple[str, 
             return run.digest(), run.exactness, weights
     except Preempted:
         return "preempted", "", []
+
+
+class Functional(Mlp):
+    """Draws for activations that are cut, where no part shows it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.narrow(F.dropout(F.gelu(self.wide(self.norm(x))), 0.5, self.training))
+
+
+def classes_of_tensors() -> list[str]:
+    """Return the class of a run whose model draws by a part, and of one that draws by itself."""
+    found = []
+    with quiet_run(exact=False) as run:
+        dropping = nn.ModuleDict({"drop": nn.Dropout(0.5), "wide": nn.Linear(2, 2)})
+        run.model(dropping, plan={"wide": ColwiseParallel()})
+        found.append(run.exactness)
+    with quiet_run(exact=False) as run:
+        model = run.model(Functional(), plan=plan())
+        found.append(run.exactness)
+        model.eval()(torch.ones(2, 12))
+        found.append(run.exactness)
+        model.train()(torch.ones(2, 12))
+        found.append(run.exactness)
+    return found
+
+
+class Precise(torch.optim.Optimizer):
+    """Sums gradients in a type that is not the parameters'."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            total = torch.zeros_like(parameter, dtype=torch.float64)
+            self.state[parameter].setdefault("total", total).add_(parameter.grad)
+
+
+def load_precise() -> list[tuple[str, bool]]:
+    """Return what an optimizer's state is after it has been loaded: its types, and whether it is cut."""
+    with quiet_run(exact=False) as run:
+        model = run.model(Mlp(), plan=plan())
+        optimizer = run.optimizer(Precise(model.parameters()))
+        for x, y in run.loader(classes(8, (12,)), batch_size=8):
+            run.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+        held = run._models.find(None)
+        before = held.optimizer_state(optimizer)
+        run._session.state.load(run._session.state.gather(), whole=True)
+        after = held.optimizer_state(optimizer)
+        assert all(
+            torch.equal(before["state"][n]["total"], after["state"][n]["total"])
+            for n in before["state"]
+        )
+        totals = {n: optimizer.state[p]["total"] for n, p in model.named_parameters()}
+        return [(n, isinstance(t, DTensor) and t.dtype == torch.float64) for n, t in totals.items()]
 
 
 def hold_tensor(plan: Any, width: int = 32, **settings: Any) -> None:

@@ -100,12 +100,18 @@ def test_as_many_chunks_as_stages_unless_asked_otherwise() -> None:
     assert one == whole != two[0][0]
 
 
+@pytest.mark.parametrize("middle", ["draws", "drops"])
+def test_what_draws_draws_for_each_chunk(middle: str) -> None:
+    found = run_ranks(spread.train_chunks, 2, 2, middle, environ=environ("1x2", 1))
+    assert [exactness for _, exactness, *_ in found] == ["approximate"] * 2
+
+
 def test_batchnorm_sees_each_chunk() -> None:
-    ((_, _, loss, _),) = run_ranks(spread.train_chunks, 1, 2, True, environ=environ(None, 1))
+    ((_, _, loss, _),) = run_ranks(spread.train_chunks, 1, 2, "norm", environ=environ(None, 1))
     ((_, exactness, own, _), _) = run_ranks(
-        spread.train_chunks, 2, 2, True, environ=environ("1x2", 1)
+        spread.train_chunks, 2, 2, "norm", environ=environ("1x2", 1)
     )
-    assert exactness == "close"
+    assert exactness == "approximate"
     assert own == pytest.approx(loss, rel=0.5)
     assert own != pytest.approx(loss, rel=1e-4)
 

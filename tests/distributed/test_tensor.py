@@ -40,6 +40,17 @@ def test_a_run_goes_on_with_another_mesh(tmp_path) -> None:
     assert [digest for digest, _, _ in found] == [whole] * 2
 
 
+def test_what_draws_makes_a_run_approximate() -> None:
+    found = run_ranks(spread.classes_of_tensors, 2, environ=environ("1x2"))
+    assert found == [["approximate", "close", "close", "approximate"]] * 2
+
+
+def test_types_of_an_optimizers_state_stay() -> None:
+    cut = {"wide.weight", "wide.bias", "narrow.weight", "narrow.bias"}
+    for found in run_ranks(spread.load_precise, 2, environ=environ("1x2")):
+        assert {name for name, is_cut in found if is_cut} == cut
+
+
 def test_the_mesh() -> None:
     found = run_ranks(spread.look_at_mesh, 4, environ=environ("2x2"))
     assert [tuple(place) for _, _, place in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]

@@ -81,6 +81,14 @@ def refuse_unknown(wrapper: type, settings: dict[str, Any], others: Sequence[str
         )
 
 
+def is_harmless(name: str, settings: dict[str, Any]) -> bool:
+    """Whether a setting is DDP's, or an exchange's, and changes no result and nothing that is refused."""
+    if name in POWERSGD_KEYWORDS:
+        return True
+    known = inspect.signature(DistributedDataParallel).parameters
+    return name in known and (name not in (*REFUSED, *INEXACT) or _is_default(name, settings))
+
+
 def _is_default(name: str, settings: dict[str, Any]) -> bool:
     """Whether a setting says what holds without it. By identity: a value may be a tensor."""
     value = settings.get(name)

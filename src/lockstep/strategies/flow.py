@@ -92,6 +92,7 @@ class Flow:
     Attributes:
         leaf: what the graph of a loss ends at where it depends on the model.
         waiting: entered while ranks of the row wait for each other.
+        drawn: called when a chunk has drawn, on any rank.
     """
 
     def __init__(self, program: Program, row: Row, chunks: int, calls: Calls) -> None:
@@ -99,6 +100,7 @@ class Flow:
         self.leaf = torch.zeros((), requires_grad=True)
         self._end = get_gradient_edge(self.leaf).node
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.drawn: Callable[[], None] = _nothing
 
     @property
     def stage(self) -> Stage:
@@ -168,6 +170,7 @@ class _Passing:
         self._is_over = False
         self._error: Exception | None = None  # this rank's own
         self._told: list[Any] | None = None  # what ranks say of the first one
+        self._has_drawn = False  # a chunk, in this stage or in those before
 
     @property
     def given(self) -> list[torch.Tensor]:
@@ -201,10 +204,12 @@ class _Passing:
         row = self._flow.row
         row.flush()
         message = self._tell(
-            lambda: row.share([output, states, self._told], row.size - 1),
-            lambda: row.share([None, states, self._told], row.size - 1),
+            lambda: row.share([output, states, self._told, self._has_drawn], row.size - 1),
+            lambda: row.share([None, states, self._told, self._has_drawn], row.size - 1),
         )
-        _, states, told = message.value
+        _, states, told, has_drawn = message.value
+        if has_drawn:
+            self._flow.drawn()
         if states is not None:
             set_generators(states)
         if told is not None:
@@ -227,19 +232,23 @@ class _Passing:
         flow = self._flow
         message = None if flow.is_first else flow.row.receive(flow.row.rank - 1)
         if message is not None:
-            _, states, told = message.value
-            self._told = self._told or told
+            _, states, told, has_drawn = message.value
+            self._told, self._has_drawn = self._told or told, self._has_drawn or has_drawn
             if states is not None:
                 set_generators(states)
         kept: Any = None
+        before = begin or Generators.now()
         with self._telling():
             kept = self._compute(chunk, message)
-        states = None if begin is None else Generators.now().since(begin)
+        states = Generators.now().since(before)
+        if begin is None:
+            self._has_drawn |= states is not None
+            states = None
         if flow.is_last:
             return kept, states
         self._tell(
-            lambda: flow.row.send([kept, states, self._told], flow.row.rank + 1),
-            lambda: flow.row.send([None, states, self._told], flow.row.rank + 1),
+            lambda: flow.row.send([kept, states, self._told, self._has_drawn], flow.row.rank + 1),
+            lambda: flow.row.send([None, states, self._told, self._has_drawn], flow.row.rank + 1),
         )
         return None, states
 
@@ -398,6 +407,10 @@ class _Passing:
                     for a, b in zip(total, came, strict=True)
                 ]
         return total
+
+
+def _nothing() -> None:
+    """Where nobody asks whether a chunk has drawn."""
 
 
 def _dismantled(values: Values, tensors: list[torch.Tensor]) -> Values:

@@ -4,16 +4,41 @@ from __future__ import annotations
 
 from typing import Any
 
+from lockstep.errors import ExactnessError
+from lockstep.strategies.checks import is_harmless
+
 #: What is passed on to torch's `fully_shard`.
 SHARDING = ("reshard_after_forward", "shard_placement_fn", "mp_policy", "offload_policy")
 #: What says how a model is sharded, besides.
 OWN_SHARDING = ("wrap", "gather")
 
 
-def taken_by(strategy: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return `settings` without those for sharding where the strategy is another: one script serves all."""
-    if strategy == "fsdp":
+#: What DataParallel takes as DistributedDataParallel does.
+_SCATTERING = ("device_ids", "output_device", "dim")
+
+
+def taken_by(strategy: str, settings: dict[str, Any], *, exact: bool) -> dict[str, Any]:
+    """Return `settings` without those that other strategies have: one script serves all.
+
+    What another strategy would refuse stays, to be refused by this one, too.
+
+    Raises:
+        ExactnessError: with `exact`, for one that lets its strategy compute in other numbers than this one.
+    """
+    if strategy != "fsdp":
+        if exact and settings.get("mp_policy") is not None:
+            raise ExactnessError(
+                f"mp_policy with strategy={strategy}, which does not know it; with strategy=fsdp the bits "
+                "would be others",
+                hint="precision='bf16' computes in reduced precision with every strategy",
+            )
+        others = (*OWN_SHARDING, *SHARDING)
+        settings = {name: value for name, value in settings.items() if name not in others}
+    if strategy not in ("fsdp", "dp"):
         return settings
+    kept = _SCATTERING if strategy == "dp" else ()
     return {
-        name: value for name, value in settings.items() if name not in (*OWN_SHARDING, *SHARDING)
+        name: value
+        for name, value in settings.items()
+        if name in kept or not is_harmless(name, settings)
     }

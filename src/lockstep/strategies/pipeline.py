@@ -16,6 +16,7 @@ from lockstep.errors import ExactnessError, ModelError, UsageError
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.calls import OUTSIDE, Calls
 from lockstep.strategies.contributions import take_gradients
+from lockstep.strategies.draws import draws, looks_at_batches
 from lockstep.strategies.flow import Flow
 from lockstep.strategies.held import HeldModel
 from lockstep.strategies.holding import Holding
@@ -42,7 +43,11 @@ class PipelinedModel(HeldModel):
 
     def __init__(self, module: nn.Module, holding: Holding, flow: Flow, sums: Sums | None) -> None:
         super().__init__(module, holding.block, holding.replicas, holding.group)
-        self.exactness = "exact" if flow.chunks == 1 else "close"
+        self._say = holding.say
+        if flow.chunks > 1:  # what looks at a whole batch, or draws for it, does another thing then
+            other = looks_at_batches(module) or draws(module)
+            self.exactness = "approximate" if other else "close"
+            flow.drawn = self._has_drawn
         self._row, self._flow, self._sums = flow.row, flow, sums
         group = holding.group if holding.mesh is None or holding.mesh["data"].size() > 1 else None
         self._buffers = Buffers(flow.stage.module, holding.block, group)
@@ -64,6 +69,12 @@ class PipelinedModel(HeldModel):
     def passes_in(self, waiting: Callable[[], AbstractContextManager[None]]) -> None:
         """Let `waiting` be entered while ranks of a row wait for each other."""
         self._flow.waiting = waiting
+
+    def _has_drawn(self) -> None:
+        if self.exactness != "approximate":
+            self.exactness = "approximate"
+            name = type(self.module).__name__
+            self._say(f"lockstep: {name} draws, for each chunk by itself: the run is approximate")
 
     def _prepare(self, microbatch: Microbatch) -> None:
         where = (

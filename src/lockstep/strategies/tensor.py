@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import ExactnessError, ModelError, UsageError
 from lockstep.strategies.contributions import Gradients, take_gradients
+from lockstep.strategies.draws import DrawWatch, draws
 from lockstep.strategies.held import HeldModel
 from lockstep.strategies.holding import Holding
 from lockstep.strategies.shards import local, whole, whole_of
@@ -37,7 +38,17 @@ class TensorModel(HeldModel):
 
     def __init__(self, module: nn.Module, holding: Holding, sums: Sums | None) -> None:
         super().__init__(module, holding.block, holding.replicas, holding.group)
-        self._sums = sums
+        self._sums, self._say = sums, holding.say
+        if draws(module):
+            self.exactness = "approximate"
+        else:
+            DrawWatch(module, self._has_drawn)
+
+    def _has_drawn(self) -> None:
+        # Each rank draws for its part of the activations, as many numbers as that has: the same on all.
+        self.exactness = "approximate"
+        name = type(self.module).__name__
+        self._say(f"lockstep: {name} draws, on each rank for its part: the run is approximate")
 
     @property
     def wrapped(self) -> nn.Module:
@@ -102,6 +113,11 @@ class TensorModel(HeldModel):
             for number, own in state["state"].items()
         }
         optimizer.load_state_dict({**state, "state": cut})
+        for number, own in cut.items():  # torch has given all of it the parameters' type
+            for name, value in own.items():
+                now = optimizer.state[owner[number]].get(name)
+                if isinstance(now, torch.Tensor) and now.dtype != value.dtype:
+                    optimizer.state[owner[number]][name] = value
 
     def total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         """Return the norm of all gradients."""

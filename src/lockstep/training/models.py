@@ -55,7 +55,7 @@ class Models:
         session = self._session
         module = as_module(model)
         spread, settings = spreading.take(settings)
-        settings = taken_by(session.settings.strategy, settings)
+        settings = taken_by(session.settings.strategy, settings, exact=session.settings.exact)
         self._check(module, settings)
         self._place(module)
         if session.settings.precision in REDUCED:

@@ -76,8 +76,8 @@ def test_devices_without_a_gpu(make_run, settings: dict) -> None:
 
 
 def test_keywords_are_dataparallels(make_run) -> None:
-    with pytest.raises(ModelError, match="DataParallel has no setting bucket_cap_mb") as caught:
-        train(make_run(strategy="dp"), bucket_cap_mb=1)
+    with pytest.raises(ModelError, match="DataParallel has no setting bucket_cap") as caught:
+        train(make_run(strategy="dp"), bucket_cap=1)
     assert caught.value.hint == "its settings are device_ids, output_device, dim"
 
 

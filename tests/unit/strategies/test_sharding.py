@@ -92,7 +92,7 @@ def test_a_part_with_two_names_is_one_unit(run: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"find_unused_parameters": True}, "run.model was given find_unused_parameters"),
+        ({"bucket_cap": True}, "run.model was given bucket_cap"),
         ({"ignored_params": set()}, "given ignored_params.*their gradients would not meet"),
         ({"mesh": None}, "given mesh.*over the run's own mesh"),
         ({"gather": "never"}, "gather='never'; expected 'unit' or 'batch'"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -104,6 +106,20 @@ def test_stages_are_made_of_the_models_own_parts():
     own = {id(p) for p in model.parameters()}
     held = [id(p) for stage in cut(model, 3, None).stages for p in stage.module.parameters()]
     assert sorted(held) == sorted(own)
+
+
+def test_parameters_of_other_stages_are_let_go_of():
+    """A graph that uses a parameter directly has it, too."""
+    program = cut(Skipping(), 3, None)
+    held = weakref.ref(program.stages[2].module)
+    program = program.only(0)
+    gc.collect()
+    assert held() is None
+    assert [bool(list(stage.module.parameters())) for stage in program.stages] == [
+        True,
+        False,
+        False,
+    ]
 
 
 def test_a_part_that_cannot_be_traced_stays_whole():

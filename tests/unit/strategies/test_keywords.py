@@ -1,0 +1,52 @@
+"""Keywords of run.model that belong to other strategies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lockstep.errors import ExactnessError
+from lockstep.strategies.keywords import taken_by
+
+DDP = {"find_unused_parameters": True, "static_graph": True, "bucket_cap_mb": 3}
+FSDP = {"wrap": [], "reshard_after_forward": False}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kept"),
+    [("ddp", DDP), ("fsdp", FSDP), ("dp", {}), ("pipeline", DDP), ("ps", DDP)],
+)
+def test_what_others_have_has_no_effect(strategy: str, kept: dict[str, Any]) -> None:
+    assert taken_by(strategy, {**DDP, **FSDP}, exact=True) == kept
+
+
+def test_what_two_have() -> None:
+    assert taken_by("dp", {"dim": 1, "static_graph": True}, exact=True) == {"dim": 1}
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "dp"])
+@pytest.mark.parametrize(
+    ("settings", "is_kept"),
+    [
+        ({"bucket_cap": 3}, True),
+        ({"process_group": object()}, True),
+        ({"process_group": None}, False),
+        ({"broadcast_buffers": False}, True),
+        ({"broadcast_buffers": True}, False),
+        ({"start_powerSGD_iter": 3}, False),
+    ],
+)
+def test_what_nobody_takes_stays_to_be_refused(
+    strategy: str, settings: dict[str, Any], is_kept: bool
+) -> None:
+    assert taken_by(strategy, settings, exact=True) == (settings if is_kept else {})
+
+
+def test_other_numbers_with_another_strategy() -> None:
+    settings = {"mp_policy": object()}
+    assert taken_by("fsdp", settings, exact=True) == settings
+    assert taken_by("ddp", settings, exact=False) == {}
+    assert taken_by("ddp", {"mp_policy": None}, exact=True) == {}
+    with pytest.raises(ExactnessError, match="mp_policy with strategy=ddp"):
+        taken_by("ddp", settings, exact=True)
