@@ -34,6 +34,10 @@ with lockstep.Run("slow", replicas=2, threads=1) as run:
 """
 
 
+#: Seconds until no node holds the credential of the job's life before: a node refuses it, started sooner.
+_EXPIRED = 6.0
+
+
 class Job:
     """A job that `lockstep submit` follows."""
 
@@ -64,6 +68,7 @@ class Job:
         while not re.search(rf"PENDING(.|\n)* Restarts={restarts} ", self._show()):
             assert time.monotonic() < deadline, self._show()
             time.sleep(0.1)
+        time.sleep(_EXPIRED)
         self._slurm("scontrol", "update", f"JobId={self.number}", "StartTime=now")
 
     def _show(self) -> str:
