@@ -389,3 +389,12 @@ def test_fork_server_workers_differ_in_randomness_and_have_their_threads(lockste
     assert first[0] != second[0]
     assert first[1] != second[1]
     assert first[2] == second[2] == "3"
+
+
+@pytest.mark.ranks(1)
+def test_what_an_optimizer_imports_is_imported_before_the_fork(lockstep):
+    """Otherwise every rank of every generation would take a second for it."""
+    script = lockstep.script(
+        "import sys; print('torch._dynamo' in sys.modules); from torch import optim"
+    )
+    assert lockstep("run", script).out == "True\n"

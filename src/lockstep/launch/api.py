@@ -16,7 +16,7 @@ from lockstep.launch.interrupts import Interrupted, listening
 from lockstep.launch.output import say
 from lockstep.launch.placement import asked, ranks_without_looking
 from lockstep.launch.plan import Meeting, count_ranks, make_plan, share_of_threads
-from lockstep.launch.preload import preload
+from lockstep.launch.preload import likely, preload
 from lockstep.launch.roster import NotNeeded
 from lockstep.launch.spec import LaunchSpec
 from lockstep.launch.supervise import RunPlace, private_directory, supervise
@@ -111,7 +111,7 @@ def _prepare(spec: LaunchSpec) -> LaunchSpec:
     if spec.start != "fork":
         return spec
     with _threads_shared(spec):
-        reason = preload()
+        reason = preload(likely(spec, os.environ))
     if reason is None:
         if ties := openmp.tying(os.environ):
             say(

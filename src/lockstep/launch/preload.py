@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import importlib.util
 import threading
+from collections.abc import Mapping, Sequence
 
-from lockstep.launch import processes
+from lockstep.launch import processes, source
 from lockstep.launch.openmp import untied
+from lockstep.launch.spec import LaunchSpec
 
 #: Modules that workers are likely to import and that start neither threads nor CUDA.
 MODULES = (
@@ -17,27 +20,46 @@ MODULES = (
     "torch.utils.data",
     "lockstep.training.run",
 )
+#: A second of imports, which the first optimizer of a process brings in.
+_DYNAMO = "torch._dynamo"
+#: Strategies that take longer to import than all others together.
+_STRATEGIES = ("fsdp", "pipeline", "tensor")
 
 
-def preload() -> str | None:
-    """Import what workers will need; return why this process should not be forked afterwards, if so."""
+def likely(spec: LaunchSpec, env: Mapping[str, str]) -> tuple[str, ...]:
+    """Return what the workers of `spec` will import besides, as far as its source and flags tell."""
+    strategy = spec.method.strategy or env.get("LOCKSTEP_STRATEGY")
+    if strategy in _STRATEGIES:
+        return (_DYNAMO, f"lockstep.strategies.{strategy}")
+    return (_DYNAMO,) if source.names(spec, "optim") else ()
+
+
+def preload(more: Sequence[str] = ()) -> str | None:
+    """Import what workers will need; return why this process should not be forked afterwards, if so.
+
+    Args:
+        more: modules besides those that all workers need.
+    """
     if threading.active_count() > 1:
         return "Python threads run in the launcher already"
     # The collector would walk the growing heap again and again, and find nothing to free.
     gc.disable()
     try:
-        return _import_all()
+        return _import_all(more)
     finally:
         gc.enable()
 
 
-def _import_all() -> str | None:
+def _import_all(more: Sequence[str]) -> str | None:
     with untied():
         importlib.import_module("torch")
     # OpenBLAS starts its threads when it is loaded, and takes them through forks by itself.
     threads = processes.task_count()
     for name in MODULES:
         if importlib.util.find_spec(name) is not None:
+            importlib.import_module(name)
+    with contextlib.suppress(ImportError):  # who needs it will say so
+        for name in more:
             importlib.import_module(name)
     if processes.task_count() > threads:
         return "an import started threads in the launcher"

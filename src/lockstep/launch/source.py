@@ -28,6 +28,14 @@ def imports(spec: LaunchSpec, package: str) -> bool:
     return any(name.partition(".")[0] == package for name in _imported(parse(spec)))
 
 
+def names(spec: LaunchSpec, word: str) -> bool:
+    """Return whether the source of `spec` says `word`: as a name, an attribute or a part of an import."""
+    tree = parse(spec)
+    said = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    said |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return word in said or any(word in name.split(".") for name in _imported(tree))
+
+
 def _imported(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -1,0 +1,51 @@
+"""What a launcher imports for its workers, as far as flags and source tell what they need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.launch.method import Method
+from lockstep.launch.preload import likely
+from lockstep.launch.spec import LaunchSpec
+
+DYNAMO = "torch._dynamo"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch\ntorch.optim.SGD([])",
+        "from torch import optim\noptim.SGD([])",
+        "from torch.optim import SGD",
+        "import torch.optim.lr_scheduler as s",
+    ],
+)
+def test_a_script_with_an_optimizer(tmp_path: Path, text: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    assert likely(LaunchSpec(target=str(script)), {}) == (DYNAMO,)
+
+
+@pytest.mark.parametrize("text", ["import torch\n# torch.optim", "'optim'", "def half a script"])
+def test_a_script_without_one(tmp_path: Path, text: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    assert likely(LaunchSpec(target=str(script)), {}) == ()
+
+
+def test_a_strategy_with_imports_of_its_own() -> None:
+    spec = LaunchSpec(target="no_such_script.py", method=Method(strategy="fsdp"))
+    assert likely(spec, {}) == (DYNAMO, "lockstep.strategies.fsdp")
+
+
+def test_a_strategy_that_the_environment_names() -> None:
+    spec = LaunchSpec(target="no_such_script.py")
+    assert likely(spec, {"LOCKSTEP_STRATEGY": "tensor"}) == (DYNAMO, "lockstep.strategies.tensor")
+    assert likely(spec, {"LOCKSTEP_STRATEGY": "ddp"}) == ()
+
+
+def test_a_flag_wins_over_the_environment() -> None:
+    spec = LaunchSpec(target="no_such_script.py", method=Method(strategy="ddp"))
+    assert likely(spec, {"LOCKSTEP_STRATEGY": "tensor"}) == ()
