@@ -100,8 +100,8 @@ def test_a_kill_at_every_moment(lockstep, script):
     assert done.code == 0, done.err
     assert digest(done.out) == digest(undisturbed.out)
     generations = json.loads((lockstep.directory / "run/run.json").read_text())["generations"]
-    # The first one died before it opened a run.
-    assert len(generations) == len(MOMENTS), generations
+    # The first one died before it opened a run, the second one while it did: rank 0 may not have got there.
+    assert len(MOMENTS) - 1 <= len(generations) <= len(MOMENTS), generations
     assert done.err.count("killed by signal 9") == len(MOMENTS), done.err
     steps = [generation.get("step", 0) for generation in generations]
     assert steps == sorted(steps), "no snapshot was lost"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -28,6 +29,8 @@ _START_SECONDS = 0.6
 _LOOK = 0.002
 _LOOK_FOR_WORKERS = 0.02
 _LOOK_FOR_GENERATIONS = 0.02
+#: Seconds after a kill within which a launcher may still make workers of the same generation.
+_SAME_GENERATION = 0.02
 #: Seconds that a step is taken to last before any has been seen.
 _PACE = 0.01
 
@@ -147,9 +150,11 @@ class _Workers:
         if not victims:
             return False
         victims[int(choice * len(victims))].kill()
+        moment = time.clock_gettime(time.CLOCK_BOOTTIME)
         self._struck.update(self._now)
-        # One of them may have been made a moment later.
-        self._struck.update(self._all())
+        # One of them may have been made a moment later, and this look may take as long as a restart.
+        late = [one for one in self._all() if _born(one) < moment + _SAME_GENERATION]
+        self._struck.update(late)
         return True
 
     def _all(self) -> list[psutil.Process]:
@@ -168,6 +173,15 @@ def _is_caught(pid: int) -> bool:
     except OSError:
         return False
     return place.startswith("pipe:") or place.endswith(".log")
+
+
+def _born(process: psutil.Process) -> float:
+    """Return when a process was made, by the clock that counts from the machine's start."""
+    try:
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0  # it is over
+    return int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def _parent(process: psutil.Process) -> int:
