@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -43,6 +44,7 @@ class Models:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self._tried = 0  # models that were to be held: what failed has left notes for other ranks
         self._is_served = False  # whether a model has connections to servers
 
     def add(self, model: Any, settings: dict[str, Any]) -> nn.Module:
@@ -103,7 +105,7 @@ class Models:
         self, module: nn.Module, settings: dict[str, Any], spread: dict[str, Any]
     ) -> HeldModel:
         session = self._session
-        number = len(session.models)
+        number, self._tried = self._tried, self._tried + 1
         holding = session.holding(number)
         if session.groups.everyone is not None:
             world = session.world
@@ -143,12 +145,17 @@ class Models:
             session.threads,
             tells=not self._is_served,
         )
+        waiting = session.standing.meeting("optimizer.step")
+        with contextlib.ExitStack() as failed:
+            failed.callback(links.close)
+            held: HeldModel = (
+                hold_served(module, holding, settings, links)
+                if late is None
+                else hold_remotely(module, holding, settings, links, late, waiting)
+            )
+            failed.pop_all()
         self._is_served = True
-        if late is None:
-            return hold_served(module, holding, settings, links)
-        return hold_remotely(
-            module, holding, settings, links, late, session.standing.meeting("optimizer.step")
-        )
+        return held
 
     def load(self, model: nn.Module | None, weights: Mapping[str, torch.Tensor]) -> None:
         """Give a model of the run other weights.
