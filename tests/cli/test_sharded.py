@@ -40,7 +40,10 @@ with lockstep.Run("sharded") as run:
         run.barrier()
     for epoch in run.epochs(5):
         for x, y in train:
-            run.backward(F.cross_entropy(model(x), y))
+            loss = F.cross_entropy(model(x), y)
+            if FAULT == "replica" and run.step == 2 and run.world.rank:
+                break
+            run.backward(loss)
             run.clip(model, 1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -139,3 +142,12 @@ def test_a_rank_that_leaves_is_named_and_not_tried_again(script: Lockstep) -> No
         done.err,
     ), done.err
     assert "native code" not in done.err
+
+
+def test_a_rank_that_leaves_between_its_replicas_is_named(script: Lockstep) -> None:
+    """The other one waits in a backward pass that is not its last in the batch."""
+    options = ("--strategy", "fsdp", "--replicas", "4")
+    done = script("run", "-n", "2", *options, "train.py", "--", "replica", timeout=30)
+    assert done.code == 1
+    early = "EarlyExitError: rank 1 left this loop in batch 2, rank 0 waits for it in batch 2"
+    assert early in done.err

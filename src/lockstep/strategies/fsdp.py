@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn, cast
 
 import torch
@@ -82,7 +82,6 @@ class ShardedModel(HeldModel):
         units[-1].module.set_requires_gradient_sync(False)
         self._is_over = False
         self._path: list[int] = []
-        self._waits_in_pass: Callable[[], AbstractContextManager[None]] = nullcontext
         own = group_of_its_own(group) if group is not None else None
         names, on_cpu = [unit.name for unit in units], holding.device.type == "cpu"
         self._gathers = Gathers(names, own, always=on_cpu)
@@ -367,14 +366,13 @@ class ShardedModel(HeldModel):
         """The run is over: there is nobody to gather from."""
         self._is_over = True
 
-    def passes_in(self, waiting: Callable[[], AbstractContextManager[None]]) -> None:
-        """Let `waiting` be entered where ranks wait for each other in a backward pass."""
-        self._waits_in_pass = waiting
-
-    def gathers_in(self, meeting: AbstractContextManager[None]) -> None:
-        """Let `meeting` be entered where ranks wait for each other to gather parameters."""
-        # In a backward pass ranks meet already.
-        self._gathers.waiting = lambda: self._waits_in_pass() if self._expects else meeting
+    def gathers_in(
+        self,
+        meeting: AbstractContextManager[None],
+        in_pass: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Let `meeting`, or `in_pass`, be entered where ranks wait for each other to gather parameters."""
+        self._gathers.waiting = lambda: in_pass() if self._expects else meeting
 
     def _is_nonzero(self, gradient: torch.Tensor) -> bool:
         return super()._is_nonzero(local(gradient))

@@ -350,8 +350,17 @@ class HeldModel(abc.ABC):
         saved = self.module.state_dict(keep_vars=True)
         return {name: value for name, value in self.module.named_buffers() if name not in saved}
 
-    def gathers_in(self, meeting: AbstractContextManager[None]) -> None:  # noqa: B027
-        """Let `meeting` be entered where ranks wait for each other's parts of parameters."""
+    def gathers_in(  # noqa: B027
+        self,
+        meeting: AbstractContextManager[None],
+        in_pass: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Let `meeting` be entered where ranks wait for each other's parts of parameters.
+
+        Args:
+            meeting: for a wait that is a call by itself.
+            in_pass: for one inside of `run.backward`, which is a call on its last microbatch only.
+        """
 
     def passes_in(self, waiting: Callable[[], AbstractContextManager[None]]) -> None:  # noqa: B027
         """Let `waiting` be entered where ranks wait for each other inside of a pass through the model."""

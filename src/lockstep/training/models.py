@@ -66,7 +66,8 @@ class Models:
         with undisturbed(), session.together.meeting("run.model"):
             held = self._hold(module, settings, spread)
         held.passes_in(session.passing)
-        held.gathers_in(session.standing.meeting("the gathering of parameters"))
+        meeting = session.standing.meeting("the gathering of parameters")
+        held.gathers_in(meeting, session.gathering)
         held.meets_in(session.standing.meeting("the exchange of buffers"))
         self._take(held)
         return held.wrapped

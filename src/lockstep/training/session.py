@@ -302,7 +302,13 @@ class Session:
 
     def passing(self) -> contextlib.AbstractContextManager[None]:
         """Return what is entered while ranks that hold one model wait for each other."""
-        row = self.formation.ranks_of_row
+        return self._passing(self.formation.ranks_of_row)
+
+    def gathering(self) -> contextlib.AbstractContextManager[None]:
+        """Return what is entered while all ranks wait for each other's parts in a backward pass."""
+        return self._passing(range(self.world.size))
+
+    def _passing(self, row: range) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._watch is None else self._watch.passing(row)
 
     def after_backward(self) -> None:

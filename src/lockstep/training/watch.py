@@ -59,8 +59,7 @@ class Watch:
         self._meeting = replace(meeting, store=own)
         self._standing = standing
         self._rank, size = meeting.world.rank, meeting.world.size
-        ahead = range(1, min(size, _COMPARED + 1))
-        self._others = [(self._rank + distance) % size for distance in ahead]
+        self._others = _after(self._rank, range(size))
         self._pulse = None if watched else Pulse(self._thread_store, self._rank, size)
         self._fail = fail
         self._loops = 0
@@ -69,7 +68,7 @@ class Watch:
         self._outer: list[tuple[str, int]] = []
         self._loop = ""
         self._in_backward = False
-        self._row: Sequence[int] = ()
+        self._row = range(0)
         self._looks = 0
         self._moves = 0
         self._seen: dict[int, Waiting] = {}
@@ -107,13 +106,13 @@ class Watch:
             self._in_backward = False
 
     @contextlib.contextmanager
-    def passing(self, row: Sequence[int]) -> Iterator[None]:
-        """Go through a model of which each rank of `row` has a stage, and wait for them."""
-        self._row = row
+    def passing(self, row: range) -> Iterator[None]:
+        """Go through a model of which each rank of `row` has a part, and wait for them."""
+        before, self._row = self._row, row
         try:
             yield
         finally:
-            self._row = ()
+            self._row = before
 
     def step_ends(self, step: int, microbatch: Microbatch) -> None:
         """The parameters have been updated."""
@@ -151,10 +150,11 @@ class Watch:
         self._hear_moves()
         if self._pulse is not None and (error := self._pulse.lost()) is not None:
             self._end(error)
+        row = self._row  # the main thread may go on
         if self._in_backward:
             self._compare_loops(self._others)
-        elif self._row:
-            self._compare_loops([other for other in self._row if other != self._rank])
+        elif row:
+            self._compare_loops(_after(self._rank, row))
         if self._standing.waits:
             self._compare_calls()
 
@@ -245,6 +245,12 @@ class Watch:
         """Stop looking."""
         self._stop.set()
         self._thread.join()
+
+
+def _after(rank: int, ranks: range) -> list[int]:
+    """Return those of `ranks` that `rank`, one of them, compares itself with: the next ones, around."""
+    place, size = ranks.index(rank), len(ranks)
+    return [ranks[(place + ahead) % size] for ahead in range(1, min(size, _COMPARED + 1))]
 
 
 def _main_frame() -> FrameType | None:

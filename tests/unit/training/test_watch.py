@@ -113,9 +113,9 @@ def test_a_store_that_is_gone_ends_who_waits(ranks: list[Rank], capfd) -> None:
     capfd.readouterr()
 
 
-@pytest.mark.parametrize(("row", "told"), [((0, 1), True), ((0,), False)])
+@pytest.mark.parametrize(("row", "told"), [(range(2), True), (range(1), False)])
 def test_ranks_of_one_model_wait_for_each_other_alone(
-    ranks: list[Rank], row: tuple[int, ...], told: bool, capfd
+    ranks: list[Rank], row: range, told: bool, capfd
 ) -> None:
     """Other rows may be through with a loop that only evaluates."""
     for rank in ranks:
@@ -129,3 +129,16 @@ def test_ranks_of_one_model_wait_for_each_other_alone(
             time.sleep(0.3)
             assert not ranks[0].told
     assert ("lockstep: error: " in capfd.readouterr().err) == told
+
+
+@pytest.mark.parametrize(
+    ("rank", "ranks", "compared"),
+    [
+        (1, range(4), [2, 3, 0]),
+        (5, range(4, 6), [4]),
+        (0, range(1), []),
+        (98, range(100), [99, 0, 1, 2, 3, 4, 5, 6]),
+    ],
+)
+def test_each_rank_looks_at_the_next_ones(rank: int, ranks: range, compared: list[int]) -> None:
+    assert watch._after(rank, ranks) == compared
