@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # Each has an mpiexec and a libmpi of its own: neither can go into the virtual environment with the other.
 MPI := .mpi/mpich/.installed .mpi/openmpi/.installed
 
-.PHONY: install mpi demo test test-inside test-outside lint bench test-gpu clean
+.PHONY: install mpi demo test test-inside test-outside test-slurm test-nodes lint bench test-gpu clean
 
 install: $(STAMP)
 
@@ -26,17 +26,23 @@ mpi: $(MPI)
 demo: install
 	$(BIN)/lockstep run -n 2 examples/digits.py
 
-# Two halves beside each other, since most tests wait for processes that they have started; then those that share a Slurm or
-# a network.
+# Two parts beside each other, since most tests wait for processes that they have started; then those whose processes are on
+# several nodes.
 test: install mpi
 	$(MAKE) --no-print-directory --output-sync=target -j 2 test-inside test-outside
-	$(BIN)/python -m pytest tests/slurm tests/nodes
+	$(MAKE) --no-print-directory --output-sync=target -j 2 test-slurm test-nodes
 
 test-inside:
 	$(BIN)/python -m pytest tests/unit tests/distributed tests/gpu
 
 test-outside:
 	$(BIN)/python -m pytest tests/cli tests/mpi
+
+test-slurm:
+	$(BIN)/python -m pytest tests/slurm
+
+test-nodes:
+	$(BIN)/python -m pytest tests/nodes
 
 lint: install
 	$(BIN)/ruff check .

@@ -63,20 +63,21 @@ def plan() -> dict[str, ParallelStyle]:
     return {"0": ColwiseParallel(), "2": RowwiseParallel()}
 
 
-def train(settings: dict[str, Any], norm: str = "") -> Told:
+def train(settings: dict[str, Any], norm: str = "", epochs: int = 12) -> Told:
     """Train a small net.
 
     Args:
         settings: of the run.
         norm: `synced` for a net with BatchNorm over the global batch, `plain` for one as it is.
+        epochs: of 30 steps each.
     """
     with warnings.catch_warnings():
         # Some of torch's own ways to hold a model warn of others.
         warnings.simplefilter("ignore", category=FutureWarning)
-        return _train(settings, norm)
+        return _train(settings, norm, epochs)
 
 
-def _train(settings: dict[str, Any], norm: str) -> Told:
+def _train(settings: dict[str, Any], norm: str, epochs: int) -> Told:
     training, rest = data()
     with quiet_run(**settings) as run:
         module: nn.Module = net(norm=bool(norm))
@@ -84,7 +85,7 @@ def _train(settings: dict[str, Any], norm: str) -> Told:
             module = run.sync_batchnorm(module)
         model = run.model(module, plan=plan())  # which strategies that don't cut layers leave aside
         optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
-        for _ in run.epochs(12):
+        for _ in run.epochs(epochs):
             for x, y in run.loader(training, batch_size=48, shuffle=True):
                 run.backward(F.cross_entropy(model(x), y))
                 optimizer.step()
@@ -109,7 +110,7 @@ def _train(settings: dict[str, Any], norm: str) -> Told:
 
 def main() -> None:
     """Train as `sys.argv[1]` says, in JSON, and write what is told to the file `sys.argv[2]`."""
-    told = train(json.loads(sys.argv[1]))
+    told = train(json.loads(sys.argv[1]), epochs=int(sys.argv[3]))
     if told["weights"]:
         Path(sys.argv[2]).write_text(json.dumps(told))
 

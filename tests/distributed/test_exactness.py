@@ -29,6 +29,8 @@ REPLICAS = 4
 CLOSE = 1e-4
 #: By how much a run of other mathematics may recognise fewer of the 360 digits.
 WORSE = 0.03
+#: How long a way is trained, in epochs of 30 steps. What is not exact has shown itself after a few.
+EPOCHS = {"exact": 3, "close": 12, "approximate": 12}
 
 
 @dataclass(frozen=True)
@@ -81,18 +83,18 @@ WAYS = [
 
 
 @functools.cache
-def reference(precision: str, norm: str) -> Told:
+def reference(precision: str, norm: str, epochs: int) -> Told:
     """One process: with all replicas, or with one where statistics are over the global batch."""
     settings = {"replicas": 1 if norm else REPLICAS, "precision": precision}
-    return run_ranks(on_digits.train, 1, settings, "plain" if norm else "")[0]
+    return run_ranks(on_digits.train, 1, settings, "plain" if norm else "", epochs)[0]
 
 
 def go(way: Way, ranks: int, lockstep: Lockstep) -> Told:
     replicas = ranks if way.norm else REPLICAS
-    settings = {"replicas": replicas, **way.settings}
+    settings, epochs = {"replicas": replicas, **way.settings}, EPOCHS[way.stated]
     if not way.servers:
-        return run_ranks(on_digits.train, ranks, settings, way.norm, timeout=120)[0]
-    arguments = [json.dumps(settings), "told.json"]
+        return run_ranks(on_digits.train, ranks, settings, way.norm, epochs, timeout=120)[0]
+    arguments = [json.dumps(settings), "told.json", str(epochs)]
     counts = ["-n", str(ranks), "--servers", str(way.servers)]
     places = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     environ = {"PYTHONPATH": os.pathsep.join(filter(None, places))}
@@ -105,8 +107,8 @@ def go(way: Way, ranks: int, lockstep: Lockstep) -> Told:
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_a_run_keeps_the_class_that_it_states(way: Way, lockstep: Lockstep) -> None:
-    expected = reference(way.settings.get("precision", "fp32"), way.norm)
-    assert expected["accuracy"] > 0.93
+    expected = reference(way.settings.get("precision", "fp32"), way.norm, EPOCHS[way.stated])
+    assert expected["accuracy"] > (0.93 if way.stated != "exact" else 0.8)
     for ranks in way.ranks:
         told = go(way, ranks, lockstep)
         assert told["exactness"] == way.stated
@@ -135,5 +137,5 @@ def test_every_name_that_a_run_takes_has_a_way() -> None:
 
 def test_the_classes_tell_ways_apart() -> None:
     """Half precision is another run, not a rounding: its weights would not pass for close."""
-    one, other = (torch.tensor(reference(p, "")["weights"]) for p in ("fp32", "bf16"))
+    one, other = (torch.tensor(reference(p, "", 12)["weights"]) for p in ("fp32", "bf16"))
     assert (one - other).abs().max() > 10 * CLOSE
