@@ -1,4 +1,4 @@
-"""DataParallel from the command line, on a machine without a GPU."""
+"""DataParallel from the command line, on a machine without a GPU (A1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lockstep export`: plain weights from a run directory, without the run's script."""
+"""`lockstep export`: plain weights from a run directory, without the run's script (A15)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models over rows of ranks, through the launcher: what dies, and what cannot be."""
+"""Models over rows of ranks, through the launcher: what dies, and what cannot be (A5)."""
 
 from __future__ import annotations
 

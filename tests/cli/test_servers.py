@@ -1,4 +1,4 @@
-"""`lockstep run --servers`: parameter servers beside the ranks, in real processes."""
+"""`lockstep run --servers`: parameter servers beside the ranks, in real processes (A3)."""
 
 from __future__ import annotations
 

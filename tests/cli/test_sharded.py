@@ -1,4 +1,4 @@
-"""`strategy=fsdp` from the command line: kills, whole weights afterwards, and ranks that do not answer."""
+"""`strategy=fsdp` from the command line: kills, whole weights afterwards, ranks that do not answer (A5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints that several processes write together, and any number reads."""
+"""Checkpoints that several processes write together, and any number reads (A15)."""
 
 from __future__ import annotations
 

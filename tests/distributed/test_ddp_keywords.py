@@ -1,4 +1,4 @@
-"""Keywords of DistributedDataParallel whose effect needs several ranks."""
+"""Keywords of DistributedDataParallel whose effect needs several ranks (A2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sharded model trains as a whole one does, bit for bit; and says what cannot be done with it."""
+"""A sharded model trains as a whole one does, bit for bit; and says what cannot be done with it (A5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models over rows of ranks: the bits of one process, whichever way the ranks stand."""
+"""Models over rows of ranks: the bits of one process, whichever way the ranks stand (A5)."""
 
 from __future__ import annotations
 

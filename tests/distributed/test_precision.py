@@ -1,4 +1,4 @@
-"""fp16 with a loss scale: its decisions are the run's, not a rank's."""
+"""fp16 with a loss scale: its decisions are the run's, not a rank's (A17)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""run.sync_batchnorm against BatchNorm in one process, on the whole global batch."""
+"""run.sync_batchnorm against BatchNorm in one process, on the whole global batch (A14)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers over rows of ranks: the same mathematics, and the same bits for any number of rows."""
+"""Layers over rows of ranks: the same mathematics, and the same bits for any number of rows (A5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""fp16 and exchanges of the approximate class on CUDA devices; elsewhere skipped, and said so."""
+"""fp16 and exchanges of the approximate class on CUDA devices; elsewhere skipped, and said so (A17)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strategies on GPUs; elsewhere these tests are skipped, and say so."""
+"""Strategies on GPUs; elsewhere these tests are skipped, and say so (A1, A2, A5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mpiexec -n N python script.py` gives the digest that `python script.py` gives."""
+"""`mpiexec -n N python script.py` gives the digest that `python script.py` gives (A4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameter servers of a launch on several hosts: they are with the first rank, and all reach them."""
+"""Parameter servers of a launch on several hosts: they are with the first rank, and all reach them (A3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain weights: what other programs write is read, and what is written they can read."""
+"""Plain weights: what other programs write is read, and what is written they can read (A15)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exchanges over a process group, on the only group that needs no other process: of one rank."""
+"""The exchanges over a process group, on the only group that needs no other process: of one rank (A4)."""
 
 from __future__ import annotations
 

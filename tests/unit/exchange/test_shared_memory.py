@@ -1,4 +1,4 @@
-"""The exchange through shared memory, its ranks played by threads of this process."""
+"""The exchange through shared memory, its ranks played by threads of this process (A4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which strategies have servers, and how parameters are dealt out."""
+"""Which strategies have servers, and how parameters are dealt out (A3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The synchronous server: sums in tree order, for workers that come in any order."""
+"""The synchronous server: sums in tree order, for workers that come in any order (A3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The asynchronous server: updates of whole batches, and how far workers may be ahead of them."""
+"""The asynchronous server: updates of whole batches, and how far workers may be ahead of them (A3)."""
 
 from __future__ import annotations
 

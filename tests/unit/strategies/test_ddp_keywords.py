@@ -1,4 +1,4 @@
-"""Every keyword of DistributedDataParallel: what it does here, or that it is refused.
+"""Every keyword of DistributedDataParallel: what it does here, or that it is refused (A2).
 
 The table names all of them: a keyword that a later torch brings fails the first test until it has a row.
 Effects show on a group of one rank; what needs several is in tests/distributed/test_ddp_keywords.py.

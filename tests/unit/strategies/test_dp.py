@@ -1,4 +1,4 @@
-"""DataParallel: its defaults, its fallback, and what is refused.
+"""DataParallel: its defaults, its fallback, and what is refused (A1).
 
 No test here computes on a GPU. What a GPU would have to do is left to tests/gpu; the choice of devices
 is a function of numbers, and DataParallel itself, without a GPU, is a wrapper around one call.

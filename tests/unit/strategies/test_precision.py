@@ -1,4 +1,4 @@
-"""bf16 inside forward passes, fp32 outside."""
+"""bf16 inside forward passes, fp32 outside (A17)."""
 
 from __future__ import annotations
 

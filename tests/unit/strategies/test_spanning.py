@@ -1,4 +1,4 @@
-"""Modules whose parts lie on several devices. No GPU is needed to ask; none of this has run on several."""
+"""Modules whose parts lie on several devices (A5). No GPU is needed; none of this has run on several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BatchNorm over all ranks' samples: its arithmetic, ranks as turns within this process.
+"""BatchNorm over all ranks' samples: its arithmetic, ranks as turns within this process (A14).
 
 Ranks that exchange messages are in tests/distributed/test_sync_batchnorm.py.
 """

@@ -1,4 +1,4 @@
-"""The loss scale of fp16."""
+"""The loss scale of fp16 (A17)."""
 
 from __future__ import annotations
 
