@@ -1,4 +1,4 @@
-"""A run goes on, on another number of ranks, from wherever its state is."""
+"""A run goes on, on another number of ranks, from wherever its state is (A15)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.testing import run_ranks
+from lockstep.testing.ranks import RankError
 from lockstep.training.preemption import Preempted
 from lockstep.training.resume import Saved, Search
 
@@ -65,6 +67,40 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(tmp_path):
     assert steps[0] == 0
     assert 5 < steps[1] < 45
     assert steps[2] == 45
+
+
+def few(directory: str, batch_size: int, samples: int, later: int) -> tuple[str, int]:
+    """Train for two epochs, the second one over `later` samples; return how that ended."""
+    try:
+        with lockstep.Run("few", run_dir=Path(directory), progress=False) as run:
+            model = run.model(nn.Linear(2, 1))
+            optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            for epoch in run.epochs(2):
+                data = TensorDataset(torch.ones(later if epoch else samples, 2))
+                for (x,) in run.loader(data, batch_size=batch_size, shuffle=True):
+                    run.backward(model(x).square().mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+    except Preempted:
+        return "preempted", run.step
+    return "finished", run.step
+
+
+def test_the_rest_of_a_loop_over_other_batches_is_refused(tmp_path):
+    """Batch 3 of 8 samples would be other samples than batch 3 of 16: some twice, some never."""
+    place = str(tmp_path / "run")
+    environ = {"LOCKSTEP_REPLICAS": "2", "LOCKSTEP_THREADS": "1"}
+    stop = {**environ, "LOCKSTEP_FAULTS": "term@2"}
+    assert run_ranks(few, 1, place, 16, 64, 80, environ=stop) == [("preempted", 2)]
+    with pytest.raises(RankError) as caught:
+        run_ranks(few, 1, place, 8, 64, 80, environ=environ)
+    assert "RunDirectoryError" in str(caught.value)
+    assert "batch 2 of a loop of epoch 0 over loader 0" in str(caught.value)
+    assert "batch_size: 16 recorded, 8 now" in str(caught.value)
+    with pytest.raises(RankError, match="samples: 64 recorded, 96 now"):
+        run_ranks(few, 2, place, 16, 96, 80, environ=environ)
+    # Data of a later epoch is the script's own affair, as in a curriculum.
+    assert run_ranks(few, 2, place, 16, 64, 48, environ=environ) == [("finished", 7)] * 2
 
 
 class _Meeting:

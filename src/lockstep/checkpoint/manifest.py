@@ -18,7 +18,7 @@ from lockstep.version import __version__
 
 NAME = "manifest.json"
 #: Counts changes that an older Lockstep could not read.
-FORMAT = 1
+FORMAT = 2
 #: Files and directories hold state: they are for the user alone.
 FILE_MODE, DIRECTORY_MODE = 0o600, 0o700
 

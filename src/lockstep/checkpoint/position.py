@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lockstep.data.microbatch import Batching
+
 
 @dataclass(frozen=True, slots=True)
 class LoopPosition:
@@ -18,6 +20,7 @@ class LoopPosition:
         batches: how many global batches it is done with.
         steps: updates that the run had done then.
         complete: whether it is over, by `break` for instance.
+        batching: how it makes its batches; `None` where a state of format 1 does not say.
     """
 
     loader: int
@@ -26,11 +29,20 @@ class LoopPosition:
     batches: int = 0
     steps: int = 0
     complete: bool = False
+    batching: Batching | None = None
 
     @property
     def key(self) -> tuple[int, int, int]:
         """Which loop it is."""
         return (self.loader, self.stretch, self.round)
+
+    @staticmethod
+    def parse(told: Mapping[str, Any]) -> LoopPosition:
+        """Read what `Position.as_json` has made of it."""
+        batching = told.get("batching")
+        return LoopPosition(
+            **{**told, "batching": None if batching is None else Batching(**batching)}
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,5 +90,5 @@ class Position:
             loaders=int(told["loaders"]),
             before=int(told["before"]),
             phases=tuple((int(one), int(two), int(three)) for one, two, three in told["phases"]),
-            loops=tuple(LoopPosition(**one) for one in told["loops"]),
+            loops=tuple(LoopPosition.parse(one) for one in told["loops"]),
         )

@@ -127,7 +127,7 @@ class Loader:
 
     def _loop(self, *, shown: bool) -> Iterator[GlobalBatch]:
         """Yield each global batch; where it is shown to the script, that may draw before its passes."""
-        start = self._observer.loop_begins(self.number)
+        start = self._observer.loop_begins(self.number, self._source.batching)
         step = start.batch
         early = True
         try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from lockstep.layout.order import Indices
@@ -65,6 +66,32 @@ class Microbatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Batching:
+    """What decides which samples a batch of a given number holds, besides the run's seed.
+
+    Attributes:
+        batch_size: samples per global batch.
+        samples: how many a loop goes through; `None` for a stream, whose length nobody knows.
+        order: `sequential`, `shuffled`, `stream`, or the class of the sampler that draws it.
+        drop_last: whether a short last batch is left out.
+    """
+
+    batch_size: int
+    samples: int | None
+    order: str
+    drop_last: bool
+
+    def differences(self, now: Batching) -> list[str]:
+        """Return one line per value that is another one `now`."""
+        values = asdict(now)
+        return [
+            f"{name}: {recorded!r} recorded, {values[name]!r} now"
+            for name, recorded in asdict(self).items()
+            if recorded != values[name]
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
     """Where a loop over a loader starts.
 
@@ -84,8 +111,12 @@ class Start:
 class Observer(Protocol):
     """Who is told where a loop over microbatches stands: the run."""
 
-    def loop_begins(self, loader: int) -> Start:
-        """Return where a loop over `loader` that begins now starts."""
+    def loop_begins(self, loader: int, batching: Callable[[], Batching]) -> Start:
+        """Return where a loop over `loader` that begins now starts.
+
+        `batching` says how it makes its batches; a sampler's length may be known only when the run has
+        its state back, so that it is asked then.
+        """
 
     def batch_begins(self, loader: int, epoch: int, round_: int, step: int) -> None:
         """The script is about to see a global batch as a whole."""

@@ -19,6 +19,10 @@ from lockstep.layout.order import Listed, Order, Sequential, Shuffled
 class OrderSource(Protocol):
     """Gives each loop over the data its order."""
 
+    @property
+    def name(self) -> str:
+        """What kind of order it is."""
+
     def __len__(self) -> int:
         """Number of positions in an order."""
 
@@ -33,6 +37,11 @@ class DatasetOrder:
     length: int
     shuffle: bool
     seed: int
+
+    @property
+    def name(self) -> str:
+        """What kind of order it is."""
+        return "shuffled" if self.shuffle else "sequential"
 
     def __len__(self) -> int:
         return self.length
@@ -53,6 +62,11 @@ class SamplerOrder:
 
     sampler: Any
     seed: int
+
+    @property
+    def name(self) -> str:
+        """What kind of order it is: the sampler's class."""
+        return type(self.sampler).__name__
 
     def __len__(self) -> int:
         return len(self.sampler)

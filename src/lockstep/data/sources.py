@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lockstep.data.fetch import Collate, Fetch, Request
-from lockstep.data.microbatch import Microbatch
+from lockstep.data.microbatch import Batching, Microbatch
 from lockstep.data.orders import OrderSource
 from lockstep.data.randomness import Stream, set_key, undisturbed
 from lockstep.layout import keys
@@ -36,6 +36,9 @@ class Split:
 
 class Source(Protocol):
     """What a loader draws from."""
+
+    def batching(self) -> Batching:
+        """Return how a loop that begins now makes its batches."""
 
     def batches(self, loader: int, epoch: int, round_: int, first: int = 0) -> Iterator[Batch]:
         """Yield this rank's part of each global batch of one loop over the data, from number `first` on."""
@@ -134,6 +137,15 @@ class MapSource:
         batch_size = self._split.batch_size
         return length // batch_size if self._drop_last else -(-length // batch_size)
 
+    def batching(self) -> Batching:
+        """Return how a loop that begins now makes its batches."""
+        return Batching(
+            batch_size=self._split.batch_size,
+            samples=len(self._orders),
+            order=self._orders.name,
+            drop_last=self._drop_last,
+        )
+
     def batches(self, loader: int, epoch: int, round_: int, first: int = 0) -> Iterator[Batch]:
         """Yield this rank's part of each global batch of one loop over the data, from number `first` on."""
         order = self._orders.order(loader, epoch, round_)
@@ -229,6 +241,15 @@ class StreamSource:
                 num_workers=workers.count,
                 **{**settings, "persistent_workers": False},  # each loop's worker knows its key
             )
+
+    def batching(self) -> Batching:
+        """Return how a loop that begins now makes its batches."""
+        return Batching(
+            batch_size=self._split.batch_size,
+            samples=None,
+            order="stream",
+            drop_last=self._drop_last,
+        )
 
     def batches(self, loader: int, epoch: int, round_: int, first: int = 0) -> Iterator[Batch]:
         """Yield this rank's part of each global batch of one loop over the stream.

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from lockstep.checkpoint.position import LoopPosition, Position
-from lockstep.data.microbatch import Microbatch, Start
+from lockstep.data.microbatch import Batching, Microbatch, Start
 from lockstep.data.randomness import set_key
 from lockstep.errors import StepError
 from lockstep.layout import keys
@@ -247,15 +247,22 @@ class Loop:
         """Return the number of a loader that the script makes now."""
         return self._track.new_loader()
 
-    def loop_begins(self, loader: int) -> Start:
-        """Return where a loop over `loader` that begins now starts."""
+    def loop_begins(self, loader: int, batching: Callable[[], Batching]) -> Start:
+        """Return where a loop over `loader` that begins now starts.
+
+        Raises:
+            StepError: inside a microbatch, with several replicas.
+            RunDirectoryError: if the run was in the middle of this loop, which now makes other batches.
+        """
         self.require_meeting_point("iterating over a loader")
         self._approach()
-        start = self._track.loop_begins(loader)
+        now = batching()
+        start = self._track.loop_begins(loader, now)
         self._arrive()
         if not self._loops:
             self._trains = start.batch > 0 or start.is_over
-        self._loops.append(LoopPosition(loader, start.epoch, start.round, start.batch))
+        position = LoopPosition(loader, start.epoch, start.round, start.batch, batching=now)
+        self._loops.append(position)
         for listener in self._listeners:
             listener.loop_begins(loader, start.epoch, start.round)
         return start

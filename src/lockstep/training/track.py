@@ -11,8 +11,8 @@ from collections import defaultdict
 from dataclasses import replace
 
 from lockstep.checkpoint.position import LoopPosition, Position
-from lockstep.data.microbatch import Start
-from lockstep.errors import CheckpointError
+from lockstep.data.microbatch import Batching, Start
+from lockstep.errors import CheckpointError, RunDirectoryError
 
 
 class Track:
@@ -119,14 +119,19 @@ class Track:
         number, self._loaders = self._loaders, self._loaders + 1
         return number
 
-    def loop_begins(self, loader: int) -> Start:
-        """Return where a loop over `loader` that begins now starts."""
+    def loop_begins(self, loader: int, batching: Batching) -> Start:
+        """Return where a loop over `loader` that begins now starts.
+
+        Raises:
+            RunDirectoryError: if the run was in the middle of it, when it had another `batching`.
+        """
         round_ = self._rounds[loader]
         self._rounds[loader] += 1
         start = Start(epoch=self.stretch, round=round_)
         done = self._done(loader, round_)
         if done is None:
             return start
+        self._check_the_same(done, batching)
         self._passed += 1
         self._loops.append(done)
         self.steps = done.steps
@@ -136,6 +141,20 @@ class Track:
         loops = () if self._target is None else self._target.loops
         key = (loader, self.stretch, round_)
         return next((loop for loop in loops if loop.key == key), None)
+
+    def _check_the_same(self, done: LoopPosition, batching: Batching) -> None:
+        """Refuse to go on in the middle of a loop whose batches are others now; one that is over may be."""
+        if done.complete or done.batching is None:
+            return
+        differences = done.batching.differences(batching)
+        if differences:
+            where = "" if self._epoch is None else f" of epoch {self._epoch}"
+            raise RunDirectoryError(
+                f"the run stopped after batch {done.batches} of a loop{where} over loader {done.loader}, "
+                "which makes other batches now: " + "; ".join(differences),
+                hint="go on with the batch size and the data that it began with; --fresh begins anew, "
+                "--run-dir names another directory",
+            )
 
     def trained(self, loop: LoopPosition) -> None:
         """A loop that has updated parameters stands at `loop`."""

@@ -1,4 +1,4 @@
-"""Checkpoints of one rank, or of several threads that stand for ranks: whole, or not there."""
+"""Checkpoints of one rank, or of several threads that stand for ranks: whole, or not there (A15)."""
 
 from __future__ import annotations
 
@@ -191,11 +191,11 @@ def test_another_runs_checkpoint_is_not_removed_but_by_a_new_beginning(make, dir
 def test_newer_version_is_skipped_and_left_alone(make, directory, warned) -> None:
     save(make(), 1, 2)
     path = directory / "step-00000002/manifest.json"
-    content = {**json.loads(path.read_text()), "format": 2, "lockstep": "7.0"}
+    content = {**json.loads(path.read_text()), "format": 9, "lockstep": "7.0"}
     path.write_text(json.dumps(content))
     checkpoints = make(keep=1)
     assert whole(checkpoints, 1)
-    assert "format 2, written by Lockstep 7.0; expected format 1" in warned[0]
+    assert "format 9, written by Lockstep 7.0; expected format 2" in warned[0]
     save(checkpoints, 3)
     assert names(directory) == ["step-00000002", "step-00000003"]
 

@@ -81,8 +81,8 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
 
 
 def test_a_newer_format_names_the_version_that_wrote_it() -> None:
-    content = {**json.loads(example().dumps()), "format": 2, "lockstep": "9.1", "more": []}
-    with pytest.raises(NewerFormatError, match=r"format 2, written by Lockstep 9\.1") as caught:
+    content = {**json.loads(example().dumps()), "format": 9, "lockstep": "9.1", "more": []}
+    with pytest.raises(NewerFormatError, match=r"format 9, written by Lockstep 9\.1") as caught:
         Manifest.loads(json.dumps(content))
     assert "install" in (caught.value.hint or "")
 

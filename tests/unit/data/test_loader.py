@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, RandomSampler, TensorDataset
 
 from lockstep.data.build import LoaderSettings, build
 from lockstep.data.loader import Loader
-from lockstep.data.microbatch import Microbatch, Start
+from lockstep.data.microbatch import Batching, Microbatch, Start
 from lockstep.data.sources import Workers
 from lockstep.layout.replicas import block
 
@@ -30,7 +31,8 @@ class Journal:
         self.start = Start(epoch=0, round=0)
         self._rounds = 0
 
-    def loop_begins(self, loader: int) -> Start:
+    def loop_begins(self, loader: int, batching: Callable[[], Batching]) -> Start:
+        self.batching = batching()
         self.lines.append(("loop", loader))
         self._rounds += 1
         return replace(self.start, round=self._rounds - 1)
@@ -80,6 +82,22 @@ def test_the_observer_hears_of_everything_in_order() -> None:
         ("begin", 1, 1, 0), ("body", [5]), ("end", 1, 1, 0),
         ("over", 3, 0, 0, 2, False),
     ]  # fmt: skip
+
+
+def test_the_observer_hears_how_batches_are_made() -> None:
+    data = TensorDataset(torch.arange(10))
+    settings = LoaderSettings(batch_size=4)
+    half = RandomSampler(data, num_samples=5)
+    for asked, expected in (
+        (settings, (10, "sequential", False)),
+        (replace(settings, shuffle=True, drop_last=True), (10, "shuffled", True)),
+        (replace(settings, sampler=half), (5, "RandomSampler", False)),
+    ):
+        journal = Journal()
+        source = build(data, asked, 2, range(2), 0)
+        list(Loader(source, journal, number=0, batch_size=4, device=None))
+        made = journal.batching
+        assert (made.batch_size, made.samples, made.order, made.drop_last) == (4, *expected)
 
 
 def test_a_break_ends_the_loop_early() -> None:

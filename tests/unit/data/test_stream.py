@@ -132,3 +132,8 @@ def test_a_random_collate_function_draws_the_same_on_every_layout() -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_empty_stream_has_no_batch(ranks: int) -> None:
     assert read(0, ranks) == {}
+
+
+def test_a_stream_has_no_number_of_samples() -> None:
+    made = build(Drawing(6), LoaderSettings(batch_size=3), 1, range(1), 0).batching()
+    assert (made.batch_size, made.samples, made.order) == (3, None, "stream")
