@@ -18,6 +18,8 @@ from lockstep.strategies.message import Row
 OUTSIDE = "outside of a loop"
 #: Bytes of each tensor that are compared: enough to tell batches, and next to nothing to read.
 _COMPARED = 4096
+#: Bytes of a script's name that are told: a message has room for some 500 in all.
+_NAMED = 80
 #: Code that is not the script's.
 _OTHERS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), "<frozen ")
 _HINT = (
@@ -70,8 +72,7 @@ class Calls:
             MismatchError: if another rank is in another pass, or the same with another input.
         """
         own = [self._number, kind, call, self.where, self._failed, values]
-        said = json.dumps([own, _script()]).encode()
-        told = [json.loads(one) for one in self._row.compare(said)]
+        told = [_parse(one) for one in self._row.compare(_say(own, _script()))]
         for rank, (theirs, line) in enumerate(told):
             if theirs != own:
                 mine = told[self._row.rank][1]
@@ -105,12 +106,23 @@ def _told(said: Sequence[Any]) -> str:
     return f"the {kind} of call {call} of model {number} (counted from 0), {where},"
 
 
+def _say(own: Sequence[Any], line: str) -> bytes:
+    """Return a pass as words for `Row.compare`; the line comes last, as a long one is cut."""
+    return json.dumps(own).encode() + b"\n" + line.encode(errors="replace")
+
+
+def _parse(said: bytes) -> tuple[list[Any], str]:
+    own, _, line = said.partition(b"\n")
+    return json.loads(own), line.decode(errors="ignore")
+
+
 def _script() -> str:
     """Return the line of the script that has led here."""
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OTHERS):
         frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name[-80:]}:{frame.f_lineno}"
+    name = Path(frame.f_code.co_filename).name.encode(errors="replace")[-_NAMED:]
+    return f"{name.decode(errors='ignore')}:{frame.f_lineno}"
 
 
 def fingerprint(parts: Any, tensors: Sequence[torch.Tensor]) -> str:

@@ -105,7 +105,7 @@ class Row:
         return dist.get_global_rank(self._group, place)
 
     def compare(self, text: bytes) -> list[bytes]:
-        """Return what every rank says in some words; all call it together."""
+        """Return what every rank says in some words, 512 bytes at most; all call it together."""
         own = _bytes(text[:_WORDS].ljust(_WORDS, b" "))
         told = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(told, own, group=self._group)
