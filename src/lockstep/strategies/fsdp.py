@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lockstep.data.microbatch import Microbatch
-from lockstep.errors import ExactnessError, ModelError, PeerError, StepError
+from lockstep.errors import ModelError, PeerError, StepError
 from lockstep.exchange.scatter import Scattering, TreeScatter, group_of_its_own
 from lockstep.strategies.contributions import Gradients
 from lockstep.strategies.held import HeldModel
@@ -28,12 +28,11 @@ from lockstep.strategies.units import (
     names_of,
     refuse_graphs_of_gradients,
 )
+from lockstep.strategies.updates import check_updates
 
 #: Notes that go with each message: the place (8 bytes) and the unit.
 _PLACE, _UNIT = 8, 1
 _NOTES = _PLACE + _UNIT
-#: Optimizers that look at more of a parameter than one element at a time.
-_ACROSS = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 
 
 class ShardedModel(HeldModel):
@@ -347,20 +346,8 @@ class ShardedModel(HeldModel):
         Raises:
             ExactnessError: for one that looks at whole tensors, or rounds by place in memory.
         """
-        name = type(optimizer).__name__
-        fused = any(group.get("fused") for group in optimizer.param_groups)
-        on_cpu = any(not local(p).is_cuda for p in self.parameters)
-        if not self._holding.exact or not (name in _ACROSS or (fused and on_cpu)):
-            return
-        what = (
-            "computes on whole parameters" if name in _ACROSS else "is fused, which rounds by place"
-        )
-        raise ExactnessError(
-            f"{name} {what}; with strategy=fsdp it sees shards, so the result would depend on the layout",
-            hint="take fused=True out"
-            if fused
-            else "AdamW, SGD and others that go element by element, strategy='ddp', or exact=False",
-        )
+        if self._holding.exact:
+            check_updates(optimizer, self.parameters)
 
     def close(self) -> None:
         """The run is over: there is nobody to gather from."""

@@ -157,6 +157,22 @@ def test_optimizers_that_look_across_elements_where_that_is_allowed(
     with make_run(strategy="fsdp", exact=False) as run:
         model = run.model(nn.Linear(4, 4))
         run.optimizer(torch.optim.AdamW(model.parameters(), fused=True))
+        short = run.model(nn.Linear(4, 4).bfloat16())
+        run.optimizer(torch.optim.SGD(short.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_updates_of_16_bit_parameters_on_the_cpu(run: Any, kind: torch.dtype) -> None:
+    """What is left of a shard after whole vectors is rounded otherwise; frozen ones are not updated."""
+    model = run.model(nn.Linear(4, 4).to(kind))
+    with pytest.raises(
+        ExactnessError, match=f"SGD updates parameters of {kind} on the CPU"
+    ) as error:
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert "fp32 parameters with precision='bf16'" in (error.value.hint or "")
+    frozen = nn.Linear(4, 4).to(kind).requires_grad_(False)
+    partly = run.model(nn.Sequential(frozen, nn.Linear(4, 4)), wrap=["0", "1"])
+    run.optimizer(torch.optim.SGD(partly[1].parameters(), lr=0.1))
 
 
 def test_other_exchanges(make_run: Callable[..., Any]) -> None:
