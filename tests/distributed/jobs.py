@@ -302,6 +302,33 @@ def train_two_models(exchange: str = "auto") -> str:
         return run.digest()
 
 
+class Formats(nn.Module):
+    """Parameters that lie in memory in another order than that of their indices, or with gaps; complex ones."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+        self.transposed = nn.Parameter(torch.randn(4, 5).t())
+        self.gaps = nn.Parameter(torch.randn(8, 4)[::2])
+        self.phases = nn.Parameter(torch.randn(outputs, 4, dtype=torch.complex64).t())
+        self.unused = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv(x.view(-1, 3, 4, 4)).relu().mean((2, 3)) @ self.transposed @ self.gaps
+        return (y.to(torch.complex64) @ self.phases).abs()
+
+
+def train_formats(settings: dict[str, Any], models: int = 1) -> str:
+    """One loss through one or two models whose parameters lie in memory in several ways."""
+    with quiet_run(**settings) as run:
+        parts = [run.model(Formats(48 if k + 1 < models else 4)) for k in range(models)]
+        both = [p for part in parts for p in part.parameters()]
+        optimizer = run.optimizer(torch.optim.Adam(both, lr=0.01))
+        data = run.loader(classes(40, (48,)), batch_size=8, shuffle=True)
+        fit(run, nn.Sequential(*parts), data, optimizer, 1)
+        return run.digest()
+
+
 class Codebook(nn.Module):
     """Changes a buffer in a method that is called before `forward`, and reads it."""
 

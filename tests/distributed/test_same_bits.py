@@ -57,6 +57,13 @@ def test_every_exact_exchange(exchange: str, replicas: int) -> None:
         assert run_ranks(jobs.train_conv, ranks, settings, {})[:1] == first
 
 
+@pytest.mark.parametrize("exchange", ["tree", "shared-memory"])
+@pytest.mark.parametrize("models", [1, 2])
+def test_parameters_in_any_order_of_memory(exchange: str, models: int) -> None:
+    """Channels last, transposed, with gaps, complex: with replicas kept on a rank, and summed late."""
+    assert_same(jobs.train_formats, [1, 2, 3, 4], {"exchange": exchange}, models, replicas=4)
+
+
 def test_native_where_it_provably_is_exact() -> None:
     first = run_ranks(jobs.train_conv, 1, {"replicas": 4}, {})
     assert run_ranks(jobs.train_conv, 2, {"replicas": 4, "exchange": "native"}, {})[:1] == first

@@ -15,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from lockstep.errors import ModelError
 from lockstep.exchange.base import Forest, Sum
 from lockstep.exchange.compressed import CompressedExchange, done
+from lockstep.exchange.flat import shape_in_memory
 from lockstep.exchange.tree import GroupWire
 
 #: Where they differ from PyTorch's: of higher rank, since the paper takes 2 to 4; from the 10th step on in
@@ -57,7 +58,8 @@ class PowerSGDExchange(CompressedExchange):
 
     def announce(self, parameters: Sequence[torch.Tensor]) -> None:
         """Say whose gradients the next bucket holds."""
-        self._shapes = [p.shape if p.dim() else torch.Size([1]) for p in parameters]
+        shapes = [shape_in_memory(p) for p in parameters]
+        self._shapes = [shape if len(shape) else torch.Size([1]) for shape in shapes]
         # DistributedDataParallel makes other buckets after the first step: what was left out of one must
         # not be added to another.
         key = tuple(id(p) for p in parameters)

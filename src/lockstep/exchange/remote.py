@@ -20,6 +20,7 @@ from torch.optim import optimizer as torch_optimizer
 from lockstep.errors import StepError
 from lockstep.exchange import optimizers
 from lockstep.exchange.base import Forest
+from lockstep.exchange.flat import as_real
 from lockstep.exchange.frames import Kind
 from lockstep.exchange.links import Link, Links
 from lockstep.exchange.rows import Rows, Spec
@@ -247,7 +248,7 @@ class RemoteOptimizer:
             for own, (place, view) in enumerate(zip(shard.places, views, strict=True)):
                 gradient = node[place]
                 if gradient is None:
-                    view.fill_(self._nothing)
+                    as_real(view).fill_(self._nothing)
                 else:
                     view.copy_(gradient)
                     used.add(own)

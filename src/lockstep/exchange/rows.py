@@ -69,7 +69,11 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A part of a row whose elements have one type."""
+    """A part of a row whose elements have one type.
+
+    Complex ones are two real ones each: torch multiplies what it adds to a complex number by a complex one,
+    which changes signs of zeros.
+    """
 
     dtype: torch.dtype
     start: int
@@ -108,7 +112,7 @@ class Rows:
             end += specs[place].bytes
         bounds.append(end)
         self.segments = [
-            Segment(dtype, start, stop)
+            Segment(dtype.to_real(), start, stop)
             for dtype, (start, stop) in zip(dtypes, pairwise(bounds), strict=False)
         ]
         self.bytes = -(-end // _ALIGNMENT) * _ALIGNMENT

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from lockstep.exchange.flat import as_real, parts
 from lockstep.layout.tree import leaves, merges
 
 #: What a missing gradient is where memory has to hold one: `x + -0.0` is `x` in all its bits, which
@@ -18,12 +19,33 @@ Gradients = list[torch.Tensor | None]
 
 def add(left: Gradients, right: Gradients) -> Gradients:
     """Add `right` into `left` and return it; a missing gradient changes nothing."""
+    left[:] = [None if a is None else a.resolve_conj() for a in left]
     both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
     if both:
-        torch._foreach_add_([a for a, _ in both], [b for _, b in both])
+        # Of complex numbers as exchanges add them: to add a complex number, torch multiplies it by one.
+        torch._foreach_add_([as_real(a) for a, _ in both], [as_real(b) for _, b in both])
     if len(both) < len(left):
         left[:] = [b if a is None else a for a, b in zip(left, right, strict=True)]
     return left
+
+
+def nothing_like(parameter: torch.Tensor) -> torch.Tensor:
+    """Return what holds the place of a missing gradient of `parameter`."""
+    value = complex(NOTHING, NOTHING) if parameter.is_complex() else NOTHING
+    return torch.full_like(parameter, value)
+
+
+def write(
+    flat: torch.Tensor,
+    gradients: Sequence[torch.Tensor | None],
+    parameters: Sequence[torch.Tensor],
+) -> None:
+    """Write the gradients of `parameters` to `flat`, `NOTHING` where there are none."""
+    for part, gradient in zip(parts(flat, parameters), gradients, strict=True):
+        if gradient is None:
+            part.fill_(NOTHING)
+        else:
+            part.copy_(as_real(gradient))
 
 
 class Contributions:

@@ -14,8 +14,9 @@ from lockstep.data.microbatch import Microbatch
 from lockstep.errors import ModelError, PeerError
 from lockstep.exchange.base import Exchange, Remembering, Sum
 from lockstep.exchange.choose import POWERSGD_KEYWORDS, make
+from lockstep.exchange.flat import as_typed, parts
 from lockstep.strategies.checks import shares_buffers
-from lockstep.strategies.contributions import NOTHING, Gradients, take_gradients
+from lockstep.strategies.contributions import nothing_like, take_gradients, write
 from lockstep.strategies.held import HeldModel
 from lockstep.strategies.holding import Holding
 from lockstep.strategies.wrapper import Replicated, own_buffers, wrap
@@ -34,12 +35,11 @@ class _Late:
 
     def finish(self, total: Sum) -> None:
         """Give the parameters their part of the sum."""
-        whole, offset = total.wait(), 0
-        for parameter in self.parameters:
-            part = whole[offset : offset + parameter.numel()].view_as(parameter)
+        for parameter, part in zip(
+            self.parameters, parts(total.wait(), self.parameters), strict=True
+        ):
             assert parameter.grad is not None, "DDP has put the bucket there"
-            parameter.grad.copy_(part)
-            offset += parameter.numel()
+            parameter.grad.copy_(as_typed(part, parameter))
 
 
 class ReplicatedModel(HeldModel):
@@ -136,7 +136,7 @@ class ReplicatedModel(HeldModel):
                 hint="leave find_unused_parameters out: then they are found",
             )
         rest = [self.parameters[place] for place in sorted(self._unused)]
-        torch.autograd.backward(rest, [torch.full_like(p, NOTHING) for p in rest])
+        torch.autograd.backward(rest, [nothing_like(p) for p in rest])
 
     def _drop_unused(self) -> None:
         """Leave parameters that no replica has used without a gradient, as a single rank does."""
@@ -206,9 +206,11 @@ class ReplicatedModel(HeldModel):
         kept = len(nodes) - self.contributions.pending_merges
         places = [self._places[id(p)] for p in parameters] if nodes else []
         for slot, node in zip(slots, nodes[:kept], strict=False):
-            _flatten(node, places, parameters, slot)
+            write(slot, [node[place] for place in places], parameters)
         for node in reversed(nodes[kept:]):
-            buffer.add_(_flatten(node, places, parameters, torch.empty_like(buffer)))
+            flat = torch.empty_like(buffer)
+            write(flat, [node[place] for place in places], parameters)
+            buffer.add_(flat)
         if slots[kept].data_ptr() != buffer.data_ptr():
             slots[kept].copy_(buffer)
 
@@ -257,22 +259,6 @@ def spans_devices(module: nn.Module) -> bool:
     """
     places = {t.device for t in (*module.parameters(), *module.buffers())}
     return len({place for place in places if place.type != "cpu"}) > 1
-
-
-def _flatten(
-    node: Gradients, places: list[int], parameters: list[torch.Tensor], out: torch.Tensor
-) -> torch.Tensor:
-    """Write a node's gradients of `parameters` to `out`, `NOTHING` where there are none."""
-    offset = 0
-    for place, parameter in zip(places, parameters, strict=True):
-        part = out[offset : offset + parameter.numel()]
-        gradient = node[place]
-        if gradient is None:
-            part.fill_(NOTHING)
-        else:
-            part.copy_(gradient.reshape(-1))
-        offset += parameter.numel()
-    return out
 
 
 def _done(value: torch.Tensor) -> Sum:

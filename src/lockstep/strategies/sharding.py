@@ -41,7 +41,7 @@ def check_sharding(
 
     Raises:
         ModelError: for an unknown setting, a model that is sharded already, or one with sparse gradients,
-            parameters without dimensions, or ones that are not contiguous.
+            parameters without dimensions, complex ones, or ones that are not contiguous.
     """
     for name in settings:
         if name not in (*SHARDING, *OWN_SHARDING):
@@ -79,6 +79,9 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         problem = "is a DTensor already"
     elif parameter.dim() == 0:
         problem, hint = "has no dimension to be cut along", "give it the shape (1,)"
+    elif parameter.is_complex():
+        problem = "is complex"
+        hint = "make it real, with a last dimension of two, and use torch.view_as_complex of it"
     elif not parameter.is_contiguous():
         problem = "is not contiguous in memory"
         hint = "leave out memory_format, or parameter.data = parameter.data.contiguous()"

@@ -9,7 +9,8 @@ import torch
 
 from lockstep.exchange.base import Exchange
 from lockstep.exchange.choose import make
-from lockstep.strategies.contributions import NOTHING, Gradients
+from lockstep.exchange.flat import as_typed, numel, parts
+from lockstep.strategies.contributions import Gradients, write
 from lockstep.strategies.holding import Holding
 
 _BUCKET_BYTES = 25 << 20
@@ -39,16 +40,16 @@ class Sums:
         for number, bucket in enumerate(self._buckets):
             last = number == len(self._buckets) - 1
             parameters = [self._parameters[p] for p in bucket]
-            numel = sum(p.numel() for p in parameters)
+            size = numel(parameters)
             # Behind the last gradients: how many ranks use each parameter.
             notes = len(self._parameters) if last else 0
-            memory = parameters[0].new_empty(numel)
+            memory = parameters[0].new_empty(size, dtype=parameters[0].dtype.to_real())
             slots = self._exchange.slots(memory, notes)
             for position, (slot, node) in enumerate(zip(slots, nodes, strict=True)):
-                _write(slot, [node[p] for p in bucket], parameters)
+                write(slot[:size], [node[p] for p in bucket], parameters)
                 if last:
                     used = [position == 0 and self._is_used(nodes, p) for p in range(notes)]
-                    slot[numel:] = torch.tensor(used, dtype=slot.dtype)
+                    slot[size:] = torch.tensor(used, dtype=slot.dtype)
             sums.append(self._exchange.start(slots, last=last, place=place))
         return self._read([total.wait() for total in sums], nodes)
 
@@ -60,16 +61,14 @@ class Sums:
         used = sums[-1][-len(self._parameters) :].tolist()
         result: Gradients = [None] * len(self._parameters)
         for bucket, total in zip(self._buckets, sums, strict=True):
-            offset = 0
-            for place in bucket:
-                parameter = self._parameters[place]
-                part = total[offset : offset + parameter.numel()].view(parameter.shape)
-                offset += parameter.numel()
+            parameters = [self._parameters[place] for place in bucket]
+            for place, part in zip(bucket, parts(total, parameters), strict=True):
                 if used[place]:
                     # Into the memory of this rank's own gradient: the sum's belongs to the exchange.
                     own = next((n[place] for n in nodes if n[place] is not None), None)
+                    parameter = self._parameters[place]
                     result[place] = own = torch.empty_like(parameter) if own is None else own
-                    own.copy_(part)
+                    own.copy_(as_typed(part, parameter))
         return result
 
     def close(self) -> None:
@@ -113,16 +112,3 @@ def _buckets(parameters: Sequence[torch.Tensor]) -> list[list[int]]:
             buckets[-1].append(place)
             size += parameter.numel() * parameter.element_size()
     return buckets
-
-
-def _write(
-    slot: torch.Tensor, gradients: Sequence[torch.Tensor | None], parameters: Sequence[torch.Tensor]
-) -> None:
-    offset = 0
-    for gradient, parameter in zip(gradients, parameters, strict=True):
-        part = slot[offset : offset + parameter.numel()]
-        if gradient is None:
-            part.fill_(NOTHING)
-        else:
-            part.copy_(gradient.reshape(-1))
-        offset += parameter.numel()

@@ -58,6 +58,16 @@ def test_segments_cover_all_elements_of_a_type() -> None:
     assert sizes == [(torch.float64, 2), (torch.float32, 8)]
 
 
+def test_complex_numbers_are_summed_as_two_real_ones() -> None:
+    """Torch multiplies what it adds to a complex number by one: -0.0 would be 0.0 afterwards."""
+    row = Rows([Spec.of(torch.zeros(3, dtype=torch.complex64))])
+    (segment,) = row.segments
+    one, other = (torch.full((3,), complex(-0.0, -0.0)) for _ in range(2))
+    total = segment.of(row.row([one])).add_(segment.of(row.row([other])))
+    assert total.dtype == torch.float32
+    assert total.signbit().all()
+
+
 def test_specs_go_through_json() -> None:
     for one in tensors():
         spec = Spec.of(one)

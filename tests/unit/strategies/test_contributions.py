@@ -10,7 +10,14 @@ from torch import nn
 
 from lockstep.layout.replicas import block
 from lockstep.layout.tree import fold, merges, nodes, total
-from lockstep.strategies.contributions import NOTHING, Contributions, add, take_gradients
+from lockstep.strategies.contributions import (
+    NOTHING,
+    Contributions,
+    add,
+    nothing_like,
+    take_gradients,
+    write,
+)
 
 
 def bits(value: torch.Tensor | None) -> bytes | None:
@@ -97,3 +104,14 @@ def test_taking_gradients_leaves_none() -> None:
     taken = take_gradients(parameters)
     assert (taken[0].item(), taken[1]) == (1.0, None)
     assert [p.grad for p in parameters] == [None, None]
+
+
+def test_what_stands_for_a_missing_gradient_changes_no_bit() -> None:
+    for dtype in (torch.float32, torch.complex64):
+        parameter = torch.zeros(2, dtype=dtype)
+        zeros = torch.full_like(parameter, complex(-0.0, -0.0) if dtype.is_complex else -0.0)
+        flat = torch.ones(4 if dtype.is_complex else 2)
+        write(flat, [None], [parameter])
+        assert torch.signbit(flat).all()
+        (total,) = add([zeros.clone()], [nothing_like(parameter)])
+        assert bits(total) == bits(zeros)

@@ -112,11 +112,13 @@ def test_settings_that_make_no_sense(run: Any, settings: dict[str, Any], message
 def test_models_that_cannot_be_sharded(run: Any) -> None:
     flat = nn.Linear(3, 3)
     flat.scale = nn.Parameter(torch.ones(()))
+    pairs = nn.Linear(3, 3, dtype=torch.complex64)
     turned = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
     mixed = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double())
     for module, message in [
         (flat, "the parameter scale has no dimension to be cut along"),
         (turned, "the parameter weight is not contiguous"),
+        (pairs, "the parameter weight is complex"),
         (mixed, r"types torch\.float32, torch\.float64; expected one type in each unit"),
         (nn.Embedding(3, 3, sparse=True), "sparse=True; expected dense gradients"),
     ]:
