@@ -303,7 +303,7 @@ def train_two_models(exchange: str = "auto") -> str:
 
 
 class Formats(nn.Module):
-    """Parameters that lie in memory in another order than that of their indices, or with gaps; complex ones."""
+    """Parameters that lie in memory in other orders than that of indices, or with gaps; complex ones."""
 
     def __init__(self, outputs: int) -> None:
         super().__init__()
