@@ -1,9 +1,10 @@
-"""Launches that go on when a worker, a cable or a node is gone (A6, A8, B3, B4, B7)."""
+"""Launches that go on when a worker, a cable or a node is gone (A6, A8, B1, B3, B4, B7)."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,32 +20,57 @@ from tests.hosts import Host, Hosts, Switch
 
 pytestmark = pytest.mark.ranks(3)
 
-#: Notes who is in each generation, and goes on until it is told to stop.
+#: Notes who is in each generation and the digest after each step, until it is told to stop or has made
+#: as many steps as it is asked for.
 SCRIPT = """
-import json, os, time
+import json, os, sys, time
 from pathlib import Path
-import torch, torch.distributed as dist
+import torch, torch.distributed as dist, torch.nn.functional as F
+from torch.utils.data import TensorDataset
+import lockstep
 
-rank, generation = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
-dist.init_process_group("gloo")
-total = torch.ones(1)
-dist.all_reduce(total)
-assert total == dist.get_world_size()
-note = {
-    "generation": int(generation), "rank": rank, "pid": os.getpid(), "host": os.uname().nodename,
-    "replicas": os.environ.get("LOCKSTEP_DEFAULT_REPLICAS"), "size": int(total),
-}
-draft = Path(f"notes/.{generation}-{rank}")
-draft.write_text(json.dumps(note))
-draft.rename(f"notes/{generation}-{rank}")
-for step in range(100_000):
-    told = torch.tensor([int(rank == 0 and Path("stop").exists())])
-    dist.all_reduce(told)
-    if told:
-        break
-    if rank == 0:
-        Path("step").write_text(f"{step}")
+def write(name, text):
+    draft = Path(f"{name}.draft")
+    draft.write_text(text)
+    draft.rename(name)
+
+def ends(run):
+    if len(sys.argv) > 1:
+        return run.step == int(sys.argv[1])
     time.sleep(0.02)
+    told = torch.tensor([int(run.main and Path("stop").exists())])
+    if run.world.size > 1:
+        dist.all_reduce(told)
+    return bool(told)
+
+with lockstep.Run("elastic", threads=1, progress=False) as run:
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, 3, (96,), generator=generator)
+    data = TensorDataset(torch.randn(96, 4, generator=generator), labels)
+    layers = [torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 3)]
+    model = run.model(torch.nn.Sequential(*layers))
+    optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+    loader = run.loader(data, batch_size=16, shuffle=True)
+    generation, rank = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)), run.world.rank
+    note = {
+        "generation": generation, "rank": rank, "pid": os.getpid(), "host": os.uname().nodename,
+        "replicas": run.replicas, "size": run.world.size,
+    }
+    write(f"notes/{generation}-{rank}", json.dumps(note))
+    over = False  # an epoch that a restart goes on with may have no batch left
+    for _ in run.epochs(100_000):
+        for batch in run.batches(loader):
+            for x, y in batch:
+                run.backward(F.cross_entropy(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+            digest = run.digest()
+            if run.main:
+                write("step", f"{run.step} {digest}")
+            if over := ends(run):
+                break
+        if over:
+            break
 """
 
 
@@ -58,7 +84,7 @@ class Site:
 
     def start(self, name: str, *flags: str) -> subprocess.Popen[str]:
         """Start a node on a host."""
-        words = ("run", "--max-restarts", "3", *flags, "train.py")
+        words = ("run", "--max-restarts", "3", "--run-dir", "run", *flags, "train.py")
         return self.hosts[name].start(
             *(sys.executable, "-m", "lockstep", *words),
             cwd=self.directory,
@@ -70,7 +96,7 @@ class Site:
         newest: list[dict[str, Any]] = []
 
         def is_there() -> bool:
-            files = [one for one in (self.directory / "notes").iterdir() if one.name[0] != "."]
+            files = [one for one in (self.directory / "notes").iterdir() if not one.suffix]
             notes = [json.loads(file.read_text()) for file in files]
             last = max((note["generation"] for note in notes), default=0)
             newest[:] = [note for note in notes if note["generation"] == last]
@@ -96,7 +122,25 @@ class Site:
     @property
     def step(self) -> int:
         """What the first rank has come to."""
-        return int((self.directory / "step").read_text() or 0)
+        return self.reached()[0]
+
+    def reached(self) -> tuple[int, str]:
+        """What the first rank has come to, and the digest there."""
+        file = self.directory / "step"
+        step, digest = file.read_text().split() if file.exists() else ("0", "")
+        return int(step), digest
+
+    def undisturbed(self, steps: int, replicas: int) -> str:
+        """Return the digest after `steps` steps of one process that nothing happens to."""
+        done = subprocess.run(
+            [sys.executable, "train.py", str(steps)],
+            cwd=self.directory,
+            env={**os.environ, "LOCKSTEP_REPLICAS": str(replicas), "LOCKSTEP_RUN_DIR": "alone"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return digest_of(done.stdout, steps)
 
 
 @pytest.fixture
@@ -109,6 +153,12 @@ def site(hosts: Hosts, tmp_path: Path) -> Site:
     switch = hosts.switch()
     hosts.plug_all(switch, list(made.values()))
     return Site(tmp_path, made, switch)
+
+
+def digest_of(out: str, steps: int) -> str:
+    """Return what the last line of a run says."""
+    (found,) = re.findall(rf"finished steps={steps} seconds=\S+ digest=(sha256:\w+)", out)
+    return str(found)
 
 
 def wait_until(condition: Callable[[], bool], what: str, seconds: float = 30) -> None:
@@ -131,7 +181,7 @@ def test_a_killed_worker_a_cable_out_for_a_while_and_for_ever(hosts: Hosts, site
     )
 
     site.switch.cut(site.hosts["b"])
-    time.sleep(8)
+    time.sleep(10)
     site.switch.mend(site.hosts["b"])
     step = site.step
     wait_until(lambda: site.step > step + 1, "it does not go on", 30)
@@ -141,6 +191,9 @@ def test_a_killed_worker_a_cable_out_for_a_while_and_for_ever(hosts: Hosts, site
     cut = time.monotonic()
     done = hosts.finish(started, code=1)
     assert time.monotonic() - cut < 30
+    reached, digest = site.reached()
+    assert reached > step
+    assert site.undisturbed(reached, replicas=2) == digest
     assert "node 1 (b) was lost" in done[0].err
     assert "node 0 (a) was lost" in done[1].err
     assert all("restart 1" in one.err for one in done)
@@ -154,10 +207,14 @@ def test_nodes_come_and_go_and_the_first_is_lost_for_good(hosts: Hosts, site: Si
     nodes = {"a": first, "b": site.start("b", *flags)}
     notes = site.await_world("ab")
     assert [note["rank"] for note in notes] == [0, 1]
-    assert {note["replicas"] for note in notes} == {"3"}, "as many as there may ever be ranks"
+    assert {note["replicas"] for note in notes} == {3}, "as many as there may ever be ranks"
 
+    wait_until(lambda: site.step >= 10, "it does not train")
     nodes["c"] = site.start("c", *flags)
     site.await_world("abc")
+    grown = site.step
+    assert grown >= 10
+    wait_until(lambda: site.step > grown + 5, "it does not go on")
     site.kill("b", nodes["b"])
     site.await_world("ac")
     site.kill("a", nodes["a"])
@@ -172,4 +229,6 @@ def test_nodes_come_and_go_and_the_first_is_lost_for_good(hosts: Hosts, site: Si
     (stayed,) = hosts.finish([nodes["c"]])
     assert "stopped by SIGTERM" in left.err
     assert "b comes" in stayed.err
+    steps, digest = site.reached()
+    assert digest_of(stayed.out, steps) == digest == site.undisturbed(steps, replicas=3)
     assert list((site.directory / "meeting").iterdir()) == [], "nothing stays"
