@@ -356,7 +356,7 @@ class Agent(SimpleElasticAgent):
             self._neighbours.leave(text.removeprefix("lockstep: "))
             return
         verdict = Verdict(
-            text=text, exit_code=exit_code, rank=-1, traceback=None, kind=Kind.REFUSED
+            text=text, exit_code=exit_code, name=None, traceback=None, kind=Kind.REFUSED
         )
         self._neighbours.fail(Told(verdict=verdict, consequence=False, time=time.time()))
 

@@ -333,7 +333,7 @@ class Chair:
 def lost_verdict(name: str, why: str, *, hint: str | None = None) -> Verdict:
     """Return the verdict over a launch that has lost a launcher."""
     lines = [f"lockstep: {name} was lost: {why}", *([f"  hint: {hint}"] if hint else [])]
-    return Verdict(text="\n".join(lines), exit_code=1, rank=-1, traceback=None, kind=Kind.LOST)
+    return Verdict(text="\n".join(lines), exit_code=1, name=None, traceback=None, kind=Kind.LOST)
 
 
 def parse_verdict(told: Mapping[str, Any]) -> Verdict:

@@ -65,7 +65,7 @@ class Verdict:
     Attributes:
         text: the lines for the user.
         exit_code: what the launcher ends with.
-        rank: the rank that failed first.
+        name: of the rank or server that failed first; `None` where it was neither.
         traceback: its Python traceback, where there was one.
         kind: what the failure comes from.
         brief: one line, for a failure that is not the end; by default the first of `text`.
@@ -73,7 +73,7 @@ class Verdict:
 
     text: str
     exit_code: int
-    rank: int
+    name: str | None
     traceback: str | None
     kind: Kind = Kind.SCRIPT
     brief: str = ""
@@ -113,9 +113,8 @@ def verdict(
             `None` where it doesn't say.
     """
     cause = first(failures)
-    rank = cause.worker.rank
     name = cause.worker.name
-    place = f"{name} of {size}" if rank >= 0 else name
+    place = f"{name} of {size}" if cause.worker.rank >= 0 else name
     lines = [
         f"lockstep: {place} failed on {socket.gethostname()}: " + _what(cause, killed_for_memory)
     ]
@@ -126,7 +125,7 @@ def verdict(
     return Verdict(
         text="\n".join(lines),
         exit_code=cause.report.exit_code if cause.report else 1,
-        rank=rank,
+        name=name,
         traceback=cause.report.traceback if cause.report else None,
         kind=kind(
             cause.report, cause.exit.code if cause.exit else 1, consequence=cause.consequence
@@ -146,7 +145,7 @@ def preempted(step: int, run_dir: Path) -> Verdict:
         f"lockstep: preempted after step {step}; "
         f"the same command with --run-dir {short(run_dir)} continues"
     )
-    return Verdict(text=text, exit_code=PREEMPTED, rank=-1, traceback=None)
+    return Verdict(text=text, exit_code=PREEMPTED, name=None, traceback=None)
 
 
 class MemoryKills:

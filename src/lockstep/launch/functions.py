@@ -22,6 +22,7 @@ from typing import Any, Literal, NoReturn
 
 from lockstep.errors import PREEMPTED, RunError, UsageError
 from lockstep.launch import forksafety, machine, processes, worker
+from lockstep.launch.failure import Verdict
 from lockstep.launch.forkserver import Job, Request
 from lockstep.launch.interrupts import Interrupted, listening
 from lockstep.launch.output import say
@@ -119,11 +120,16 @@ def _run(spec: LaunchSpec, job: Job, private: Path, name: str, timeout: float | 
             say(verdict.text)
             raise SystemExit(PREEMPTED)
         if verdict is not None:
-            error = RunError(verdict.text)
-            if verdict.traceback:
-                error.add_note(f"\non rank {verdict.rank}:\n{verdict.traceback}")
-            raise error
+            raise failed(verdict)
     return plan.size
+
+
+def failed(verdict: Verdict) -> RunError:
+    """Return the error for a launch that failed: the verdict, and the traceback behind it as a note."""
+    error = RunError(verdict.text)
+    if verdict.traceback:
+        error.add_note(f"\non {verdict.name}:\n{verdict.traceback}")
+    return error
 
 
 def _pass_on(signum: signal.Signals) -> NoReturn:

@@ -191,7 +191,7 @@ def verdict(stands: Sequence[Stand], size: int, timeout: float) -> Verdict:
     return Verdict(
         text="\n".join(lines),
         exit_code=1,
-        rank=rank,
+        name=cause.worker.name,
         traceback=None,
         kind=Kind.HANG,
         brief=f"rank {rank} {what}{cause.place}",
@@ -208,7 +208,7 @@ def _of_server(server: WorkerPlan, timeout: float) -> Verdict:
     return Verdict(
         text="\n".join(lines),
         exit_code=1,
-        rank=server.rank,
+        name=server.name,
         traceback=None,
         kind=Kind.HANG,
         brief=what,

@@ -45,7 +45,9 @@ def say(chair: Chair, index: int, now: float = 0.0, **news: Any) -> Answer:
 
 
 def verdict(rank: int) -> Verdict:
-    return Verdict(text=f"rank {rank} failed", exit_code=1, rank=rank, traceback="Traceback …")
+    return Verdict(
+        text=f"rank {rank} failed", exit_code=1, name=f"rank {rank}", traceback="Traceback …"
+    )
 
 
 def told(rank: int, *, when: float = 1.0, consequence: bool = False) -> Told:
@@ -71,7 +73,9 @@ def test_causes_come_before_consequences_and_early_before_late(
 
 
 def test_what_is_said_survives_json() -> None:
-    odd = Verdict(text="é\n\udcff\0 '\"", exit_code=137, rank=3, traceback=None, kind=Kind.HANG)
+    odd = Verdict(
+        text="é\n\udcff\0 '\"", exit_code=137, name="rank 3", traceback=None, kind=Kind.HANG
+    )
     said = Said(index=2, generation=5, failure=Told(verdict=odd, consequence=True, time=1.5))
     assert Said.parse(json.loads(json.dumps(asdict(said)))) == said
     answer = Answer(decision=Decision(kind="round", text="x", verdict=odd, staying=(0, 2)), port=7)

@@ -60,7 +60,7 @@ def test_the_earliest_exception_is_the_cause(workers):
     tell(workers[2], ValueError("first"), 1.0)
     tell(workers[0], ValueError("second"), 2.0)
     verdict = judge(workers, left(0, 1), left(2, 1))
-    assert verdict.rank == 2
+    assert verdict.name == "rank 2"
     assert "ValueError: first" in verdict.text
 
 
@@ -77,9 +77,9 @@ def test_the_earliest_exception_is_the_cause(workers):
 )
 def test_a_cause_is_preferred_to_earlier_consequences(workers, consequence):
     tell(workers[0], consequence, 1.0)
-    assert judge(workers, left(0, 1, 1.0), left(1, -9, 2.0)).rank == 1
+    assert judge(workers, left(0, 1, 1.0), left(1, -9, 2.0)).name == "rank 1"
     tell(workers[2], KeyError("x"), 1.5)
-    assert judge(workers, left(0, 1, 1.0), left(1, -9, 2.0)).rank == 2
+    assert judge(workers, left(0, 1, 1.0), left(1, -9, 2.0)).name == "rank 2"
 
 
 def test_a_runtime_error_of_the_script_is_no_consequence():
@@ -91,13 +91,13 @@ def test_an_exec_worker_that_blames_its_peer_is_a_consequence(workers):
     workers[0].log.write_text("RuntimeError: Connection closed by peer [127.0.0.1]:1\n")
     workers[1].log.write_text("KeyError: 'x'\n")
     verdict = judge(workers, left(0, 1, 1.0), left(1, 1, 2.0))
-    assert verdict.rank == 1
+    assert verdict.name == "rank 1"
     assert "  | KeyError: 'x'" in verdict.text
 
 
 def test_a_worker_that_told_but_has_not_ended_counts(workers):
     tell(workers[1], ValueError("hangs at exit"), 1.0)
-    assert judge(workers, left(0, -6, 2.0)).rank == 1
+    assert judge(workers, left(0, -6, 2.0)).name == "rank 1"
 
 
 def test_place_hint_and_exit_code(workers):
@@ -163,7 +163,7 @@ def test_the_short_form_is_one_line(workers):
 
 def test_a_verdict_of_others_has_its_first_line_as_short_form():
     text = "lockstep: node 1 was lost: no sign\n  hint: x"
-    one = failure.Verdict(text=text, exit_code=1, rank=-1, traceback=None)
+    one = failure.Verdict(text=text, exit_code=1, name=None, traceback=None)
     assert one.brief == "node 1 was lost: no sign"
 
 

@@ -106,7 +106,7 @@ def test_nobody_moves(looks: Looks, clock: Clock, slots: list[Slot]) -> None:
     assert looks.after(clock, 10) is None
     found = looks.after(clock, 2)
     assert found is not None
-    assert (found.verdict.rank, found.verdict.kind) == (1, Kind.HANG)
+    assert (found.verdict.name, found.verdict.kind) == ("rank 1", Kind.HANG)
     assert found.progress == 7.0
 
 
@@ -160,7 +160,7 @@ def test_ranks_that_have_ended_are_not_looked_for(
     del looks.pids[1]
     found = looks.after(clock, 20)
     assert found is not None
-    assert found.verdict.rank == 0
+    assert found.verdict.name == "rank 0"
     looks.pids.clear()
     assert looks.after(clock, 100) is None
 
@@ -196,7 +196,8 @@ def test_the_rank_with_fewest_meetings_is_behind(tmp_path: Path) -> None:
 
 
 def test_of_two_the_one_that_does_not_wait_is_behind(tmp_path: Path) -> None:
-    assert hang.verdict([stand(0, tmp_path), stand(1, tmp_path, waiting=0)], 2, 5).rank == 1
+    found = hang.verdict([stand(0, tmp_path), stand(1, tmp_path, waiting=0)], 2, 5)
+    assert found.name == "rank 1"
 
 
 def test_a_stopped_rank_is_the_cause(tmp_path: Path) -> None:

@@ -61,7 +61,9 @@ def roster(index: int, count: int, *, speaks: bool = True) -> Roster:
 
 
 def verdict(rank: int) -> Verdict:
-    return Verdict(text=f"rank {rank} failed", exit_code=1, rank=rank, traceback="Traceback …")
+    return Verdict(
+        text=f"rank {rank} failed", exit_code=1, name=f"rank {rank}", traceback="Traceback …"
+    )
 
 
 def cause(rank: int) -> Told:
@@ -189,7 +191,7 @@ def test_a_launcher_that_never_came_is_lost(make: Maker, lost_soon: None) -> Non
         found = problem_of(one)
         assert found is not None
         assert found.text.startswith("lockstep: node 1 (host1) was lost: no sign of its launcher")
-        assert (found.exit_code, found.rank) == (1, -1)
+        assert (found.exit_code, found.name) == (1, None)
 
 
 def test_a_launcher_that_has_ended_is_lost(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:

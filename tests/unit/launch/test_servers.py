@@ -137,6 +137,27 @@ def test_a_verdict_names_the_server() -> None:
     assert "log: runs/a/logs/server-1.log" in verdict.text
 
 
+def test_the_traceback_of_a_server_is_said_to_be_its_own() -> None:
+    from lockstep.launch.functions import failed
+    from lockstep.record.report import Report
+
+    made = plan(2)
+    told = Report(rank=-2, exception="ValueError", message="bad", traceback="Traceback: bad")
+    broken = Failure(worker=made.servers[1], time=1.0, report=told, exit=None)
+    verdict = failure.verdict([broken], made.size)
+    assert verdict.name == "server 1"
+    assert failed(verdict).__notes__ == ["\non server 1:\nTraceback: bad"]
+
+
+def test_a_verdict_over_nobody_names_nobody() -> None:
+    from lockstep.launch.chair import lost_verdict
+    from lockstep.launch.functions import failed
+
+    verdict = lost_verdict("node 1", "its launcher has ended")
+    assert verdict.name is None
+    assert failed(verdict).__dict__.get("__notes__") is None
+
+
 def test_a_server_that_died_is_the_cause_of_what_workers_felt() -> None:
     from lockstep.record.report import Report
 
