@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DataParallel
 
+from lockstep.strategies.buffers import broadcast
 from lockstep.testing import RankError, run_ranks
 from tests.distributed import jobs, test_sync_batchnorm
 from tests.distributed.jobs import classes, conv_net, fit, quiet_run
@@ -55,3 +57,18 @@ def test_batchnorm_over_gpus() -> None:
     expected = test_sync_batchnorm.alone(2, {})
     for a, b in zip(found["buffers"], expected["buffers"], strict=True):
         torch.testing.assert_close(torch.tensor(a), torch.tensor(b))
+
+
+def test_buffers_on_the_processor_and_on_a_gpu() -> None:
+    assert run_ranks(broadcast_both, 1) == [[1.0, 2.0, 3.0]]
+
+
+def broadcast_both() -> list[float]:
+    """As for a module that spans devices; a group of one rank copies nothing, but is asked for each."""
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    places = ["cuda", "cpu", "cuda"]
+    tensors = [torch.tensor(k + 1.0, device=place) for k, place in enumerate(places)]
+    broadcast(tensors, dist.group.WORLD)
+    dist.destroy_process_group()
+    return [tensor.item() for tensor in tensors]

@@ -82,7 +82,23 @@ def _copy(source: list[torch.Tensor], target: list[torch.Tensor]) -> None:
 
 
 def broadcast(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Send rank 0's tensors to all, as bytes and in one message."""
+    """Send rank 0's tensors to all, as bytes and in one message for each device that they are on.
+
+    A module may span several devices, which are others on every rank; in their order they are the same.
+    """
+    for together in by_device(tensors):
+        _broadcast(together, group)
+
+
+def by_device(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return tensors that are on one device together, in the order in which devices come first."""
+    found: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.device, []).append(tensor)
+    return list(found.values())
+
+
+def _broadcast(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     parts = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
     flat = torch.cat(parts)
     dist.broadcast(flat, group_src=0, group=group)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from lockstep.strategies.buffers import Buffers
+from lockstep.strategies.buffers import Buffers, broadcast, by_device
+from lockstep.testing import run_ranks
+from tests.distributed.jobs import quiet_run
 
 
 class Counter(nn.Module):
@@ -104,3 +110,38 @@ def test_over_a_group(lone_group) -> None:
     buffers = Buffers(module, range(2), lone_group)
     step(module, buffers, [1.0, 10.0])
     assert state(module) == ([1.0, 1.0], 1)
+
+
+def test_tensors_of_one_device_go_together() -> None:
+    """A module that spans devices; none but the processor is needed here."""
+    here, there = ([torch.zeros(k, device=device) for k in (1, 2)] for device in ("cpu", "meta"))
+    for tensors, expected in [
+        ([], []),
+        (here, [here]),
+        ([there[0], here[0], here[1], there[1]], [there, here]),
+    ]:
+        groups = by_device(tensors)
+        assert [[id(one) for one in group] for group in groups] == [
+            [id(one) for one in group] for group in expected
+        ]
+
+
+@pytest.mark.ranks(2)
+def test_tensors_of_several_kinds_come_from_rank_0() -> None:
+    first, second = run_ranks(broadcast_kinds, 2)
+    assert first == second == [[0.0, 0.0], 0, [False], [], [[0j, 0j]]]
+
+
+def broadcast_kinds() -> list[Any]:
+    with quiet_run() as run:
+        rank = run.world.rank
+        tensors = [
+            torch.full((2,), float(rank)),
+            torch.tensor(rank),
+            torch.tensor([bool(rank)]),
+            torch.zeros(0),
+            torch.full((2, 1), complex(rank, rank)).t(),
+        ]
+        assert dist.group.WORLD is not None
+        broadcast(tensors, dist.group.WORLD)
+        return [tensor.tolist() for tensor in tensors]
