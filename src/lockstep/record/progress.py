@@ -36,7 +36,7 @@ class Progress:
         if self._shown and self._is_terminal:
             self._bar = tqdm(
                 total=steps,
-                desc=f"epoch {epoch + 1}/{epochs}",
+                desc=_title(epoch, epochs),
                 unit="step",
                 leave=False,
                 dynamic_ncols=True,
@@ -68,7 +68,7 @@ class Progress:
             self._bar.close()
             self._bar = None
         if self._shown and self._samples:
-            self.say(f"epoch {epoch + 1}/{epochs}  {self._summary()}")
+            self.say(f"{_title(epoch, epochs)}  {self._summary()}")
 
     def _summary(self) -> str:
         elapsed = max(time.monotonic() - self._started, 1e-9)
@@ -85,6 +85,11 @@ class Progress:
         """Print a line to standard output, above the bar if there is one."""
         tqdm.write(text, file=sys.stdout)
         sys.stdout.flush()
+
+
+def _title(epoch: int, epochs: int) -> str:
+    """Return which epoch it is; a loop outside of `run.epochs` is one of nobody knows how many."""
+    return f"epoch {epoch + 1}/{epochs}" if epochs else f"epoch {epoch + 1}"
 
 
 def _short(value: Any) -> str:

@@ -155,11 +155,6 @@ def _check_servers(settings: Settings, world: World) -> None:
             f"exchange=server with strategy={strategy}, which has no servers",
             hint="--servers S --strategy ps",
         )
-    if late is not None and settings.precision == "fp16":
-        raise UsageError(
-            f"precision=fp16 with staleness={late}: servers that update do not know the loss scale",
-            hint="precision='bf16', which needs none, or workers that update: no staleness",
-        )
     if late and settings.exact:
         raise ExactnessError(
             f"staleness={late} trains on parameters that lack updates, which ones depends on the time",

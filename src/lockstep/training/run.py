@@ -47,8 +47,9 @@ class Run(Whereabouts):
         exact: refuse what would make the result depend on the layout.
         strategy: how models are held: `single`, `ddp`, `dp`, `ps`, `fsdp`, `pipeline`, `tensor`, or `auto`.
         exchange: how gradients meet: `shared-memory`, `tree`, `native`, `mpi`, or `auto`, the fastest
-            exact one of the first three. With `exact=False` also `bf16`, `fp16` and `powersgd`, which
-            ship less of them, and `local-sgd` and `diloco`, which ship weights now and then.
+            exact one of the first three; `server`, which is that of `ps`. With `exact=False` also `bf16`,
+            `fp16` and `powersgd`, which ship less of them, and `local-sgd` and `diloco`, which ship
+            weights now and then.
         sync_every: steps that ranks train by themselves with `local-sgd` (by default 16) and `diloco`
             (by default 50); refused with other exchanges.
         mesh: `DATAxMODEL`, such as `2x2`: how many models, and over how many ranks each is spread.
@@ -154,10 +155,13 @@ class Run(Whereabouts):
         Args:
             module: the model, changed in place; or a list of modules that are called one after the other.
             settings: keyword arguments for DistributedDataParallel, or DataParallel with `dp`; checked on
-                every layout, used where the model is held so. Those of other strategies, which ddp
-                ignores: for `pipeline`, `chunks` in which a batch goes through the stages and
-                `split`, names of the parts that stages begin with; for `tensor`, `plan`, how torch's
-                `parallelize_module` is to cut the model's layers.
+                every layout, used where the model is held so. Those of another strategy have no effect:
+                for `fsdp`, `wrap`, which modules are gathered by themselves, `gather`, for how long
+                (`unit` or `batch`), and those of torch's `fully_shard` (`reshard_after_forward`,
+                `shard_placement_fn`, `mp_policy`, `offload_policy`); for `pipeline`, `chunks` in which a
+                batch goes through the stages and `split`, names of the parts that stages begin with;
+                for `tensor`, `plan`, how torch's `parallelize_module` is to cut the model's layers; for
+                the exchange `powersgd`, those of torch's `PowerSGDState`. More in the manual, "Strategies".
 
         Returns:
             What the script is to call: the module itself, or a wrapper that looks like it.
