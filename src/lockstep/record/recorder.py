@@ -48,7 +48,7 @@ class RecordSettings:
         name: the run's name.
         run_dir: its directory; `None` for a new one.
         fresh: whether a run that is found there is overwritten.
-        progress: whether the main rank shows anything.
+        progress: whether the main rank shows how the run gets on.
         trace: where the trace goes; `None` for no trace.
         generation: how many times the processes of this run were started before.
         launch: name of the launch; `None` where nobody gives one.
@@ -218,8 +218,13 @@ class Recorder:
             self._events.add(kind="traffic", model=model, **moved)
 
     def say(self, text: str) -> None:
-        """Show a line of Lockstep's own on the main rank, on standard error."""
-        if self._world.is_main and self._settings.progress:
+        """Show how the run gets on, on the main rank's standard error; not where progress is off."""
+        if self._settings.progress:
+            self.warn(text)
+
+    def warn(self, text: str) -> None:
+        """Show what must not be missed, on the main rank's standard error, progress or not."""
+        if self._world.is_main:
             self._progress.say(text)
 
     def print(self, text: str) -> None:

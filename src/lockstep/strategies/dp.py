@@ -109,7 +109,7 @@ def choose_devices(asked: Sequence[Any] | None, own: int, count: int) -> list[in
 def scatter(module: nn.Module, holding: Holding, settings: dict[str, Any]) -> HeldModel:
     """Hold `module` inside DataParallel; without a GPU as it is, which is said."""
     if holding.device.type == "cpu":
-        holding.say(
+        holding.warn(
             f"lockstep: strategy=dp without a GPU: {type(module).__name__} runs as it is, "
             "on the CPU and in one thread of Python"
         )

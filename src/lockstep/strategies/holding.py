@@ -29,7 +29,8 @@ class Holding:
         exchange: name of the exchange.
         sync_every: steps between two meetings of exchanges that meet seldom; `None` for their default.
         exact: whether what makes the result depend on the layout is refused.
-        say: tells the user something, on the main rank.
+        say: tells the user how the model is held, on the main rank; not where progress is off.
+        warn: tells the user there what must not be missed.
     """
 
     number: int
@@ -44,3 +45,4 @@ class Holding:
     sync_every: int | None
     exact: bool
     say: Callable[[str], None]
+    warn: Callable[[str], None]

@@ -222,7 +222,7 @@ def _check_settings(settings: Mapping[str, Any], holding: Holding) -> None:
         )
     idle = sorted(name for name in settings if name not in POWERSGD_KEYWORDS)
     if idle:
-        holding.say(
+        holding.warn(
             f"lockstep: exchange {holding.exchange}: no effect of {', '.join(idle)}: "
             "no gradients meet"
         )

@@ -43,7 +43,7 @@ class PipelinedModel(HeldModel):
 
     def __init__(self, module: nn.Module, holding: Holding, flow: Flow, sums: Sums | None) -> None:
         super().__init__(module, holding.block, holding.replicas, holding.group)
-        self._say = holding.say
+        self._warn = holding.warn
         if flow.chunks > 1:  # what looks at a whole batch, or draws for it, does another thing then
             other = looks_at_batches(module) or draws(module)
             self.exactness = "approximate" if other else "close"
@@ -74,7 +74,7 @@ class PipelinedModel(HeldModel):
         if self.exactness != "approximate":
             self.exactness = "approximate"
             name = type(self.module).__name__
-            self._say(f"lockstep: {name} draws, for each chunk by itself: the run is approximate")
+            self._warn(f"lockstep: {name} draws, for each chunk by itself: the run is approximate")
 
     def _prepare(self, microbatch: Microbatch) -> None:
         where = (

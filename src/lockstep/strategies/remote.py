@@ -261,7 +261,7 @@ def _check_settings(settings: Mapping[str, Any], staleness: int, holding: Holdin
         )
     idle = sorted(name for name in settings if name not in POWERSGD_KEYWORDS)
     if idle:
-        holding.say(
+        holding.warn(
             f"lockstep: {', '.join(idle)} of run.model: without effect with staleness={staleness}, where "
             "DistributedDataParallel has no part"
         )

@@ -38,7 +38,7 @@ class TensorModel(HeldModel):
 
     def __init__(self, module: nn.Module, holding: Holding, sums: Sums | None) -> None:
         super().__init__(module, holding.block, holding.replicas, holding.group)
-        self._sums, self._say = sums, holding.say
+        self._sums, self._warn = sums, holding.warn
         if draws(module):
             self.exactness = "approximate"
         else:
@@ -48,7 +48,7 @@ class TensorModel(HeldModel):
         # Each rank draws for its part of the activations, as many numbers as that has: the same on all.
         self.exactness = "approximate"
         name = type(self.module).__name__
-        self._say(f"lockstep: {name} draws, on each rank for its part: the run is approximate")
+        self._warn(f"lockstep: {name} draws, on each rank for its part: the run is approximate")
 
     @property
     def wrapped(self) -> nn.Module:

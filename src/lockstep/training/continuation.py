@@ -69,7 +69,7 @@ class Continuation:
             disk,
             self.standing,
             every=settings.checkpoint_every if self.meeting.world.is_main else 0.0,
-            say=self.record.say,
+            warn=self.record.warn,
         )
 
     def _rhythm(self) -> Rhythm | None:
@@ -88,7 +88,7 @@ class Continuation:
             size=world.size,
             store=self._store_of("checkpoints"),
             keep=settings.keep,
-            warn=self.record.say,
+            warn=self.record.warn,
         )
 
     def _go_on(self, disk: Checkpoints, *, is_new: bool) -> None:

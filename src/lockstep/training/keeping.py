@@ -43,7 +43,7 @@ class Keeper:
         checkpoints: on disk.
         standing: where this rank says that it waits for the others.
         every: seconds between checkpoints that nobody asks for; 0 for none. The main rank's matter.
-        say: tells the user something, on the main rank.
+        warn: tells the user what must not be missed, on the main rank.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class Keeper:
         standing: Standing,
         *,
         every: float,
-        say: Callable[[str], None],
+        warn: Callable[[str], None],
     ) -> None:
         self._state, self._loop = state, loop
         self._agreement, self._rhythm, self._checkpoints = agreement, rhythm, checkpoints
-        self._standing, self._every, self._say = standing, every, say
+        self._standing, self._every, self._warn = standing, every, warn
         self._saved = time.monotonic()
         self._asked: _Asked | None = None
         self._has_looked = False
@@ -120,7 +120,7 @@ class Keeper:
     def _prepare(self, rhythm: Rhythm, text: str, tensors: dict[str, torch.Tensor]) -> None:
         problem = rhythm.prepare(text, tensors)
         if problem is not None:
-            self._say(
+            self._warn(
                 f"lockstep: warning: {problem}: a rank that dies costs what was done since the last "
                 "checkpoint (--checkpoint-every)"
             )
@@ -136,14 +136,14 @@ class Keeper:
         state, tensors = tree.flatten(self._state.gather())
         if not self._has_looked:
             self._has_looked = True
-            self._warn()
+            self._check_schedulers()
         position = self._loop.position.as_json()
         return json.dumps({"position": position, "state": state}), tensors
 
-    def _warn(self) -> None:
+    def _check_schedulers(self) -> None:
         name = self._state.forgotten_scheduler()
         if name is not None:
-            self._say(
+            self._warn(
                 f"lockstep: warning: a learning rate scheduler of {name} is not part of what is saved; "
                 "pass it through run.scheduler(…)"
             )

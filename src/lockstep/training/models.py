@@ -79,7 +79,7 @@ class Models:
         held.exactness = worst([held.exactness, *parts])
         session.models.append(held)
         if session.exactness != before:  # what was said when the run began does not hold any more
-            session.holding(0).say(
+            session.holding(0).warn(
                 f"lockstep: {session.settings.name}: {session.exactness}, "
                 f"by how {type(held.module).__name__} is held"
             )

@@ -90,9 +90,9 @@ class Search:
     def _on_disk(self, *, beyond: int) -> checkpoints.Found | None:
         """Return the newest checkpoint that is further than `beyond` points; it is read only then."""
         there = self._disk.newest_text()
-        if there is None or _points_of(there) <= beyond:
+        if there is not None and _points_of(there) <= beyond:
             return None
-        found = self._disk.newest()
+        found = self._disk.newest()  # where no text can be read, this says why
         return None if found is None or _points_of(found.text) <= beyond else found
 
     def _agree_on_path(self, newest: int) -> str:

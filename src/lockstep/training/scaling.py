@@ -39,7 +39,7 @@ class Scaler:
     Args:
         group: all ranks, which have to agree where models are split over them; `None` for a single one.
         device: what this rank computes on.
-        say: tells the user something, on the main rank.
+        warn: tells the user what must not be missed, on the main rank.
         log: records values of the current step.
 
     Attributes:
@@ -50,10 +50,10 @@ class Scaler:
         self,
         group: dist.ProcessGroup | None,
         device: torch.device,
-        say: Callable[[str], None],
+        warn: Callable[[str], None],
         log: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        self._group, self._device, self._say, self._log = group, device, say, log
+        self._group, self._device, self._warn, self._log = group, device, warn, log
         self.scale = FIRST
         self._good = 0
         self._found: dict[int, list[torch.Tensor]] = {}
@@ -119,7 +119,7 @@ class Scaler:
         before = self.scale
         if self._skipped:
             self.scale, self._good, self._skipped = self.scale * BACKOFF, 0, False
-            self._say(
+            self._warn(
                 f"lockstep: step {step} is left out: gradients that fp16 cannot hold; "
                 f"the loss scale is {self.scale:g} from here on"
             )

@@ -140,7 +140,7 @@ class Session:
         if self._watch is not None:
             listeners.append(self._watch)
         if self.settings.precision == "fp16":
-            self.state.scaler = Scaler(self.group, self.device, self._record.say, self._record.log)
+            self.state.scaler = Scaler(self.group, self.device, self._record.warn, self._record.log)
             listeners.append(self.state.scaler)
         return listeners
 
@@ -217,6 +217,7 @@ class Session:
             sync_every=self.settings.sync_every,
             exact=self.settings.exact,
             say=self._record.say,
+            warn=self._record.warn,
         )
 
     @property
@@ -373,7 +374,7 @@ class Session:
         if self._watch is not None:
             self._watch.close()  # from here on nobody waits for another rank
         if self._backwards and not self.loop.steps:
-            self._record.say(
+            self._record.warn(
                 "lockstep: warning: gradients were computed, but no optimizer of the run has stepped; "
                 "pass it through run.optimizer(…)"
             )

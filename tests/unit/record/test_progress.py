@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lockstep.record.progress import Progress
+from lockstep.training.session import Session
 
 
 def train(run: Any, body=lambda *_: None, epochs: int = 2) -> None:
@@ -47,6 +48,38 @@ def test_without_progress_the_final_line_stays(make_run, capsys) -> None:
     assert out.startswith("lockstep: finished steps=4 ")
 
 
+def test_warnings_come_without_progress(make_run, capsys) -> None:
+    with make_run(progress=False) as run:
+        model = run.model(nn.Linear(2, 1))
+        for (x,) in run.loader(TensorDataset(torch.ones(4, 2)), batch_size=4):
+            run.backward(model(x).sum())
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("lockstep: warning: gradients were computed, but no optimizer")
+
+
+def test_a_step_that_is_left_out_is_said_without_progress(make_run, capsys) -> None:
+    with make_run(progress=False, precision="fp16") as run:
+        model = run.model(nn.Linear(2, 1))
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for (x,) in run.loader(TensorDataset(torch.ones(4, 2)), batch_size=4):
+            run.backward(model(x).sum() * torch.inf)
+            optimizer.step()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("lockstep: step 1 is left out: gradients that fp16 cannot hold")
+
+
+def test_a_checkpoint_that_is_skipped_is_said_without_progress(make_run, capsys, tmp_path) -> None:
+    with pytest.raises(ZeroDivisionError), make_run(run_dir=tmp_path / "one", progress=False):
+        raise ZeroDivisionError
+    damaged = tmp_path / "one" / "checkpoints" / "step-00000003"
+    damaged.mkdir(parents=True)
+    (damaged / "manifest.json").write_text("{")
+    Session._directories.clear()
+    with make_run(run_dir=tmp_path / "one", progress=False):
+        said = capsys.readouterr().err
+    assert f"lockstep: warning: the checkpoint {damaged} is skipped: " in said
+
+
 @pytest.mark.parametrize(
     "value", [torch.arange(3.0), torch.zeros(0), "text", None, True, [1, 2], torch.tensor([[1]])]
 )
@@ -66,6 +99,17 @@ def test_an_evaluation_in_the_middle_keeps_the_epochs_line(make_run, capsys) -> 
 
     train(make_run(progress=True), evaluate, epochs=1)
     assert len(re.findall(r"^epoch 1/1 ", capsys.readouterr().err, re.MULTILINE)) == 1
+
+
+def test_a_loop_outside_of_epochs_is_one_of_nobody_knows_how_many(make_run, capsys) -> None:
+    with make_run(progress=True) as run:
+        model = run.model(nn.Linear(2, 1))
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for (x,) in run.loader(TensorDataset(torch.ones(4, 2)), batch_size=4):
+            run.backward(model(x).sum())
+            optimizer.step()
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert re.fullmatch(r"epoch 1  [\d,]+ samples/s", line)
 
 
 def test_evaluation_shows_no_line(make_run, capsys) -> None:

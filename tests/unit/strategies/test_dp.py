@@ -46,7 +46,7 @@ def train(run, **settings) -> tuple[str, nn.Module]:
 def test_without_a_gpu_it_is_the_bare_module_and_says_so(make_run, capsys, replicas: int) -> None:
     alone, _ = train(make_run(replicas=replicas))
     capsys.readouterr()
-    run = make_run(replicas=replicas, strategy="dp", progress=True)
+    run = make_run(replicas=replicas, strategy="dp", progress=False)
     digest, model = train(run, dim=0)
     lines = capsys.readouterr().err.splitlines()
     (told,) = [line for line in lines if "strategy=dp" in line]

@@ -267,7 +267,7 @@ def test_more_replicas_than_ranks_with_exact(make_run) -> None:
 
 
 def test_more_replicas_than_ranks_are_another_mathematics(make_run, capsys) -> None:
-    with make_run(replicas=2, exact=False, progress=True) as run:
+    with make_run(replicas=2, exact=False, progress=False) as run:
         run.model(run.sync_batchnorm(Net()))
         assert run.exactness == "approximate"
     assert "lockstep: test: approximate, by how Net is held" in capsys.readouterr().err

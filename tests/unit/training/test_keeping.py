@@ -37,7 +37,7 @@ def gathered_at(points: int, begins: int | None, *, leads: bool) -> list[int]:
     loop = SimpleNamespace(steps=0, position=position)
     agreement = SimpleNamespace(at_point=lambda _: None)
     made: Any = (state, loop, agreement, rhythm, keeps, None)
-    keeper = Keeper(*made, every=0, say=lambda _: None)
+    keeper = Keeper(*made, every=0, warn=lambda _: None)
     for point in range(1, points + 1):
         state.now = loop.steps = point
         rhythm.has_begun = begins is not None and point > begins
