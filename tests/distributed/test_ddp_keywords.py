@@ -67,6 +67,23 @@ def test_buffers_of_each_ranks_own(name: str) -> None:
     assert grads == others
 
 
+def test_buffers_of_each_ranks_own_without_trainable_parameters() -> None:
+    one, two = run_ranks(frozen_mean, 2, {})
+    assert one == two
+    one, two = run_ranks(frozen_mean, 2, {"broadcast_buffers": False})
+    assert one != two
+
+
+def frozen_mean(keywords: dict[str, Any]) -> float:
+    with quiet_run(exact=False) as run:
+        model = run.model(nn.BatchNorm1d(1).requires_grad_(False), **keywords)
+        assert run.exactness == ("approximate" if keywords else "exact")
+        x = torch.arange(16.0).view(16, 1)
+        for (part,) in run.loader(TensorDataset(x), batch_size=8):
+            model(part)
+        return model.running_mean.item()
+
+
 def running_mean(keywords: dict[str, Any]) -> tuple[float, float]:
     with quiet_run(exact=False) as run:
         assert run.exactness == "exact"

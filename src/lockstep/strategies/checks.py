@@ -122,8 +122,15 @@ def index_of(device: int | str | torch.device) -> int | None:
 
 def shares_buffers(settings: dict[str, Any]) -> bool:
     """Whether ranks take replica 0's buffers: always, but for who asked otherwise with exact=False."""
-    newer = settings.get("forward_sync_buffers")  # the older name is not read beside it, as in DDP
-    return (settings.get("broadcast_buffers") if newer is None else newer) is not False
+    return named_buffers_of_own(settings) is None
+
+
+def named_buffers_of_own(settings: dict[str, Any]) -> str | None:
+    """Return the setting that asks for buffers of each rank's own; `None` if there is none."""
+    # The older name is not read beside the newer one, as in DDP.
+    newer = "forward_sync_buffers"
+    name = "broadcast_buffers" if settings.get(newer) is None else newer
+    return name if settings.get(name) is False else None
 
 
 def refuse_sparse(module: nn.Module) -> None:

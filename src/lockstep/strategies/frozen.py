@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from lockstep.data.microbatch import Microbatch
+from lockstep.strategies.checks import shares_buffers
 from lockstep.strategies.held import HeldModel
+from lockstep.strategies.holding import Holding
 
 
 class FrozenModel(HeldModel):
-    """The user's own module; its buffers are still replica 0's."""
+    """The user's own module; its buffers are still replica 0's.
+
+    Args:
+        module: the user's model, already on its device.
+        holding: where it is to live.
+        settings: keyword arguments for DistributedDataParallel, of which one says whose buffers there are.
+    """
+
+    def __init__(self, module: nn.Module, holding: Holding, settings: dict[str, Any]) -> None:
+        group = holding.group if shares_buffers(settings) else None
+        super().__init__(module, holding.block, holding.replicas, group)
+        self.exactness = "exact" if shares_buffers(settings) else "approximate"
 
     @property
     def wrapped(self) -> nn.Module:

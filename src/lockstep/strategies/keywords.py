@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.errors import ExactnessError
-from lockstep.strategies.checks import is_harmless
+from lockstep.errors import ExactnessError, ModelError
+from lockstep.strategies.checks import is_harmless, named_buffers_of_own
 
 #: What is passed on to torch's `fully_shard`.
 SHARDING = ("reshard_after_forward", "shard_placement_fn", "mp_policy", "offload_policy")
 #: What says how a model is sharded, besides.
 OWN_SHARDING = ("wrap", "gather")
 
-
+#: Strategies that hold one model over several ranks.
+_SPREADING = ("pipeline", "tensor")
 #: What DataParallel takes as DistributedDataParallel does.
 _SCATTERING = ("device_ids", "output_device", "dim")
 
@@ -24,7 +25,10 @@ def taken_by(strategy: str, settings: dict[str, Any], *, exact: bool) -> dict[st
 
     Raises:
         ExactnessError: with `exact`, for one that lets its strategy compute in other numbers than this one.
+        ModelError: for buffers of each rank's own, where ranks hold parts of a model.
     """
+    if strategy in _SPREADING and not exact:  # with it, no strategy takes this
+        _refuse_own_buffers(strategy, settings)
     if strategy != "fsdp":
         if exact and settings.get("mp_policy") is not None:
             raise ExactnessError(
@@ -42,3 +46,14 @@ def taken_by(strategy: str, settings: dict[str, Any], *, exact: bool) -> dict[st
         for name, value in settings.items()
         if name in kept or not is_harmless(name, settings)
     }
+
+
+def _refuse_own_buffers(strategy: str, settings: dict[str, Any]) -> None:
+    """On every layout, also where there is one rank: a script means the same everywhere."""
+    name = named_buffers_of_own(settings)
+    if name is not None:
+        raise ModelError(
+            f"{name}=False with strategy={strategy}, whose ranks hold parts of one model; expected buffers "
+            "that are everybody's",
+            hint=f"leave {name} out, or choose strategy='ddp': there each rank may keep its own",
+        )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.errors import ExactnessError
+from lockstep.errors import ExactnessError, ModelError
 from lockstep.strategies.keywords import taken_by
 
 DDP = {"find_unused_parameters": True, "static_graph": True, "bucket_cap_mb": 3}
@@ -50,3 +50,16 @@ def test_other_numbers_with_another_strategy() -> None:
     assert taken_by("ddp", {"mp_policy": None}, exact=True) == {}
     with pytest.raises(ExactnessError, match="mp_policy with strategy=ddp"):
         taken_by("ddp", settings, exact=True)
+
+
+@pytest.mark.parametrize("strategy", ["pipeline", "tensor"])
+@pytest.mark.parametrize("name", ["broadcast_buffers", "forward_sync_buffers"])
+def test_buffers_of_each_ranks_own_where_ranks_hold_parts(strategy: str, name: str) -> None:
+    with pytest.raises(ModelError, match=f"{name}=False with strategy={strategy}") as caught:
+        taken_by(strategy, {name: False}, exact=False)
+    assert name in str(caught.value.hint)
+    for settings in ({name: True}, {name: None}):
+        assert taken_by(strategy, settings, exact=False) == settings
+    both = {"broadcast_buffers": False, "forward_sync_buffers": True}
+    assert taken_by(strategy, both, exact=False) == both, "the older name is not read then"
+    assert taken_by("ddp", {name: False}, exact=False) == {name: False}
