@@ -1,4 +1,4 @@
-"""Job steps of Slurm, and what only looks like one."""
+"""Job steps of Slurm, and what only looks like one (A8)."""
 
 from __future__ import annotations
 
@@ -47,6 +47,8 @@ def test_a_step_of_two_nodes():
         ("STEP_OF_INTERACTIVE", (0, 3, 0, 2, 0, 2)),
         ("STEP_OF_PTY_SHELL", (0, 2, 0, 1, 0, 2)),
         ("HET_RANK_1", (1, 3, 0, 2, 1, 2)),
+        ("EIGHT_RANK_5", (5, 8, 5, 8, 0, 1)),
+        ("SIXTEEN_RANK_11", (11, 16, 3, 8, 1, 2)),
     ],
 )
 def test_steps(name, expected):
@@ -80,6 +82,11 @@ def test_a_step_on_one_node_stays_on_it():
         "SLURM_STEP_TASKS_PER_NODE": "4",
     }
     assert detect(one_node).address == "127.0.0.1"
+
+
+def test_eight_tasks_on_one_node_and_sixteen_on_two_meet_at_the_first():
+    assert detect(recorded.EIGHT_RANK_5).address == "127.0.0.1"
+    assert detect(recorded.SIXTEEN_RANK_11).address == "SH-IDC1-10-5-36-65"
 
 
 def test_a_meeting_place_can_be_chosen():
