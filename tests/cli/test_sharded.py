@@ -150,4 +150,8 @@ def test_a_rank_that_leaves_between_its_replicas_is_named(script: Lockstep) -> N
     done = script("run", "-n", "2", *options, "train.py", "--", "replica", timeout=30)
     assert done.code == 1
     early = "EarlyExitError: rank 1 left this loop in batch 2, rank 0 waits for it in batch 2"
-    assert early in done.err
+    _, found, verdict = done.err.rpartition(early)
+    assert found, done.err
+    waits = SCRIPT.splitlines().index("            run.backward(loss)") + 1
+    assert f"  at train.py:{waits} in <module>\n" in verdict
+    assert "backward.py" not in done.err, "the script's lines, and none of Lockstep's or torch's"

@@ -7,7 +7,7 @@ import os
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,6 +26,7 @@ from lockstep.layout.classes import of_staleness, worst
 from lockstep.layout.mesh import SPREAD, Mesh
 from lockstep.record import report
 from lockstep.record.recorder import Recorder, RecordSettings
+from lockstep.record.stacks import Frame
 from lockstep.strategies.held import HeldModel
 from lockstep.strategies.holding import Holding
 from lockstep.strategies.precision import check_precision
@@ -256,10 +257,13 @@ class Session:
         watched = self.world.environment == "lockstep"
         return Watch(self._meeting, self.standing, self._tell_launcher, watched=watched)
 
-    def _tell_launcher(self, error: LockstepError) -> None:
+    def _tell_launcher(self, error: LockstepError, frame: Frame | None) -> None:
         path = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if path and self.world.environment == "lockstep":
-            report.write(report.describe(error, self.world.rank, home=None), Path(path))
+            told = report.describe(error, self.world.rank, home=None)
+            if frame is not None:
+                told = replace(told, file=frame.file, line=frame.line, function=frame.function)
+            report.write(told, Path(path))
 
     def open(self) -> None:
         """Say what runs, on the main rank, and listen to signals from here on."""

@@ -12,7 +12,6 @@ import contextlib
 import os
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import FrameType
@@ -40,7 +39,7 @@ class Watch:
     Args:
         meeting: the ranks, and the store that they reach.
         standing: where this rank stands.
-        fail: told of the disagreement before the process ends.
+        fail: told of the disagreement, and the line of the script, before the process ends.
         watched: whether a launcher looks for ranks that are gone.
     """
 
@@ -48,7 +47,7 @@ class Watch:
         self,
         meeting: Meeting,
         standing: Standing,
-        fail: Callable[[LockstepError], None],
+        fail: Callable[[LockstepError, stacks.Frame | None], None],
         *,
         watched: bool,
     ) -> None:
@@ -235,9 +234,11 @@ class Watch:
     def _end(self, error: LockstepError) -> None:
         if self._stop.is_set():
             return  # the main thread has gone on, and is closing the run
-        text = "".join(traceback.format_stack(_main_frame()))
-        print(f"lockstep: error: {error}\n{text}", file=sys.stderr, flush=True)  # noqa: T201
-        self._fail(error)
+        # What Lockstep and torch do below the script's line is the same for everybody who waits there.
+        frames = [frame for frame in stacks.of(_main_frame()) if frame.is_users]
+        text = "".join(f"  at {frame}\n" for frame in frames)
+        print(f"lockstep: error: {error}\n{text}", end="", file=sys.stderr, flush=True)  # noqa: T201
+        self._fail(error, frames[0] if frames else None)
         self._meeting.fail(error)
         os._exit(error.exit_code)
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from lockstep.checkpoint.memory import Slot
 from lockstep.errors import LockstepError
+from lockstep.record.stacks import Frame
 from lockstep.training import watch
 from lockstep.training.standing import Standing
 from lockstep.training.watch import Watch
@@ -34,8 +35,13 @@ class Rank:
         self.slot = Slot(memoryview(bytearray(1 << 10)).cast("Q"), 0)
         self.standing = Standing(self.slot)
         self.told: list[LockstepError] = []
+        self.place: Frame | None = None
         meeting = Meeting(world=world, store=store, number=0, ours=True)
-        self.watch = Watch(meeting, self.standing, self.told.append, watched=True)
+        self.watch = Watch(meeting, self.standing, self.tell, watched=True)
+
+    def tell(self, error: LockstepError, place: Frame | None) -> None:
+        self.place = place
+        self.told.append(error)
 
 
 @pytest.fixture
@@ -74,7 +80,13 @@ def test_ranks_that_wait_in_two_calls_are_told(ranks: list[Rank], capfd) -> None
     assert "run.barrier" in error.message
     assert "run.mean" in error.message
     assert until(lambda: ranks[0].told and ranks[1].told), "the other one hears of it"
-    assert "lockstep: error: " in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "lockstep: error: " in said
+    assert "test_watch.py:" in said, "where this test stands"
+    assert "site-packages" not in said, "and nothing of what has called it or is called there"
+    place = ranks[0].place
+    assert place is not None
+    assert place.file == __file__
 
 
 def test_a_rank_that_went_on_is_not_compared(ranks: list[Rank]) -> None:
