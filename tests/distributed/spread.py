@@ -29,7 +29,10 @@ class Drawing(nn.Module):
 
 
 class Skipping(nn.Module):
-    """Every layer's output is used by the last one; a part is unused, and a buffer is not saved."""
+    """Every layer's output is used by the last one; a part is unused, and a buffer is not saved.
+
+    Tensors that are no buffers are made in the pass, and written to, or are the module's.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,12 +41,15 @@ class Skipping(nn.Module):
         self.head = nn.Linear(6, 4)
         self.never = nn.Linear(6, 4)
         self.register_buffer("shift", torch.full((6,), 0.5), persistent=False)
+        self.weights, self.scale = torch.linspace(0.5, 1, 6), 0.75
 
     def forward(self, x: torch.Tensor) -> dict[str, Any]:
         first, second, third, fourth = self.layers
-        a = first(x)
+        a = first(x) * self.weights
+        ramp = torch.zeros(6)
+        ramp += a[0] * self.scale
         b = self.dropout(F.relu(second(a)))
-        c = self.norm(third(b + a)) + self.shift
+        c = self.norm(third(b + a)) + self.shift + ramp * torch.arange(6)
         return {"logits": self.head(fourth(c) + a), "hidden": (a, c)}
 
 

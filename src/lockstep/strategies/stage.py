@@ -5,13 +5,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
 from lockstep.errors import ModelError
 
 LIST_HINT = "give run.model a list of modules, one for each stage"
+READS_HINT = (
+    f"{LIST_HINT} (or nn.Sequential), whose parts are called as they are; or a cut that leaves the part "
+    "whole which reads it: split=[…]"
+)
 HINT = f"{LIST_HINT}, or name where to cut: split=[…]"
 
 
@@ -45,6 +49,13 @@ class Stage:
         return f"{names} ({self.bytes / 1e6:.2f} MB)"
 
 
+class Unchanged(Protocol):
+    """Something that has to stay as it was."""
+
+    def check(self) -> None:
+        """Raise an error if it has not."""
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
     """A model as stages.
@@ -54,12 +65,14 @@ class Program:
         signature: of the model's own `forward`.
         inputs: for each argument, its name as a value.
         fixed: arguments that have to have the value that they have by default.
+        reads: what else has to be as it was, where stages were cut from a trace.
     """
 
     stages: tuple[Stage, ...]
     signature: inspect.Signature
     inputs: dict[str, str]
     fixed: dict[str, Any]
+    reads: Unchanged | None = None
 
     def only(self, number: int) -> Program:
         """Return the program with one stage's module: others would keep what they use in memory."""
@@ -73,8 +86,10 @@ class Program:
         """Return the values that a call of the model begins with.
 
         Raises:
-            ModelError: for an argument that the stages were not cut for.
+            ModelError: for an argument, or an attribute of the model, that the stages were not cut for.
         """
+        if self.reads is not None:
+            self.reads.check()
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         for name, value in self.fixed.items():

@@ -15,23 +15,13 @@ from typing import Any
 
 from torch import fx, nn
 
-from lockstep.errors import LockstepError, ModelError, UsageError
+from lockstep.errors import ModelError, UsageError
 from lockstep.layout.cut import balance
-from lockstep.strategies.stage import HINT, LIST_HINT, Program, Stage, check_order, find
+from lockstep.strategies.stage import HINT, Program, Stage, check_order, find
+from lockstep.strategies.tracing import Trace, defaults, trace
 
 #: How much lighter the heaviest stage has to become for a part to be looked into.
 _WORTH = 0.9
-
-
-class _Tracer(fx.Tracer):
-    """Keeps parts whole, but for those that are to be looked into."""
-
-    def __init__(self, opened: frozenset[str]) -> None:
-        super().__init__()
-        self._opened = opened
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return module_qualified_name not in self._opened
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +29,14 @@ class _Traced:
     """A model's forward pass as a graph.
 
     Attributes:
-        graph: of the calls.
+        trace: the graph of the calls, and what it depends on.
         opened: names of the parts that were looked into.
         fixed: arguments that have their default value in it.
         steps: its nodes that compute something, in order.
         weights: for each of them, bytes of the parameters that it is the first to use.
     """
 
-    graph: fx.Graph
+    trace: Trace
     opened: frozenset[str]
     fixed: dict[str, Any]
     steps: list[fx.Node]
@@ -76,7 +66,6 @@ def cut_traced(module: nn.Module, count: int, split: Sequence[str] | None) -> Pr
             range(a, b) for a, b in zip(starts, [*starts[1:], len(traced.steps)], strict=True)
         ]
         check_order(pieces, split)
-    _check_modes(module, traced)
     return _program(module, traced, pieces)
 
 
@@ -121,27 +110,9 @@ def _too_heavy(module: nn.Module, traced: _Traced, count: int, closed: set[str])
 
 
 def _trace(module: nn.Module, opened: frozenset[str]) -> _Traced:
-    signature = inspect.signature(module.forward)
-    kinds = {p.kind for p in signature.parameters.values()}
-    if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
-        raise ModelError(
-            f"{type(module).__name__}.forward takes any number of arguments; expected each to have a "
-            "name, for its calls to be traced",
-            hint=LIST_HINT,
-        )
-    fixed = {
-        name: p.default for name, p in signature.parameters.items() if p.default is not p.empty
-    }
-    try:
-        graph = _Tracer(opened).trace(module, concrete_args=dict(fixed) or None)
-    except LockstepError:
-        raise
-    except Exception as error:  # whatever the user's code does with a symbol
-        raise ModelError(
-            f"{type(module).__name__}.forward cannot be traced, as cutting it into stages takes: "
-            f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
-            hint=LIST_HINT,
-        ) from error
+    fixed = defaults(module)
+    found = trace(module, opened, fixed)
+    graph = found.graph
     _forget_checks(graph)
     steps = [n for n in graph.nodes if n.op not in ("placeholder", "output", "get_attr")]
     seen: set[int] = set()
@@ -150,7 +121,7 @@ def _trace(module: nn.Module, opened: frozenset[str]) -> _Traced:
         own = {id(p): p for p in _parameters(module, node) if id(p) not in seen}
         seen |= own.keys()
         weights.append(sum(p.numel() * p.element_size() for p in own.values()))
-    return _Traced(graph, opened, fixed, steps, weights)
+    return _Traced(found, opened, fixed, steps, weights)
 
 
 def _forget_checks(graph: fx.Graph) -> None:
@@ -223,25 +194,6 @@ def _alive(traced: _Traced) -> list[list[fx.Node]]:
     return [[node for node in traced.steps[:place] if last[node] >= place] for place in range(end)]
 
 
-def _check_modes(module: nn.Module, traced: _Traced) -> None:
-    """Refuse a graph that would be another one in evaluation: then it holds for one of the two only."""
-    modes = {part: part.training for part in module.modules()}
-    texts = []
-    try:
-        for training in (True, False):
-            module.train(training)
-            texts.append(str(_trace(module, traced.opened).graph))
-    finally:
-        for part, training in modes.items():
-            part.training = training
-    if texts[0] != texts[1]:
-        raise ModelError(
-            f"{type(module).__name__}.forward does other things in training than in evaluation; "
-            "expected only its parts to, such as nn.Dropout",
-            hint=HINT,
-        )
-
-
 def _program(module: nn.Module, traced: _Traced, pieces: Sequence[range]) -> Program:
     alive = _alive(traced)
     stages = []
@@ -249,11 +201,12 @@ def _program(module: nn.Module, traced: _Traced, pieces: Sequence[range]) -> Pro
         steps = traced.steps[piece.start : piece.stop]
         end = piece.stop == len(traced.steps)
         keeps = () if end else tuple(node.name for node in alive[piece.stop])
-        stages.append(_stage(module, traced, steps, keeps, end=end))
-    placeholders = [node.name for node in traced.graph.nodes if node.op == "placeholder"]
+        with traced.trace.lent_to(module):
+            stages.append(_stage(module, traced, steps, keeps, end=end))
+    placeholders = [node.name for node in traced.trace.graph.nodes if node.op == "placeholder"]
     signature = inspect.signature(module.forward)
     inputs = dict(zip(signature.parameters, placeholders, strict=True))
-    return Program(tuple(stages), signature, inputs, traced.fixed)
+    return Program(tuple(stages), signature, inputs, traced.fixed, traced.trace.reads)
 
 
 def _stage(
@@ -267,7 +220,7 @@ def _stage(
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     own = set(steps)
-    (output,) = (node for node in traced.graph.nodes if node.op == "output")
+    (output,) = (node for node in traced.trace.graph.nodes if node.op == "output")
     used = [n for node in (*steps, *([output] if end else ())) for n in node.all_input_nodes]
     constants = dict.fromkeys(n for n in used if n.op == "get_attr")
     takes = dict.fromkeys(n for n in used if n not in own and n.op != "get_attr")
@@ -284,5 +237,16 @@ def _stage(
         gives = tuple(node.name for node in given)
         graph.output(tuple(copies[node] for node in given))
     compiled = fx.GraphModule(module, graph)
+    _without_strangers(compiled, module)
     called = [str(n.target) for n in steps if n.op == "call_module"] or [n.name for n in steps]
     return Stage(compiled, tuple(n.name for n in takes), gives, keeps, called[0], called[-1])
+
+
+def _without_strangers(compiled: nn.Module, module: nn.Module) -> None:
+    """Make plain attributes of what fx has made buffers, and are none of the model's: constants."""
+    own = {id(buffer) for buffer in module.buffers()}
+    for part in compiled.modules():
+        for name, tensor in list(part._buffers.items()):
+            if tensor is not None and id(tensor) not in own:
+                del part._buffers[name]
+                vars(part)[name] = tensor
