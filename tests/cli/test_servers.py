@@ -227,14 +227,17 @@ def test_a_server_that_is_stopped_is_named(lockstep: Lockstep) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_nobody_stays_when_the_launcher_is_killed(lockstep: Lockstep) -> None:
+@pytest.mark.parametrize("who", ["launcher", "fork server"])
+def test_nobody_stays_when_their_parent_is_killed(lockstep: Lockstep, who: str) -> None:
     script = KILL_A_SERVER.replace("run.backward(", "time.sleep(0.2); run.backward(")
     words = ["-n", "1", "--servers", "2", "--strategy", "ps", "--run-dir", "r"]
     process = lockstep.start("run", *words, lockstep.script(script), "-1")
     logs = lockstep.wait_for("r/logs/server-0.log", "r/logs/server-1.log")
-    process.send_signal(signal.SIGKILL)
+    pids = [int(log.split("process ")[1].split()[0]) for log in logs]
+    parent = int(Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(process.pid if who == "launcher" else parent, signal.SIGKILL)
     process.wait(10)
-    assert all(lockstep.gone(int(log.split("process ")[1].split()[0])) for log in logs)
+    assert all(lockstep.gone(pid) for pid in pids)
 
 
 @pytest.mark.ranks(3)
@@ -280,6 +283,42 @@ def test_a_run_that_makes_room_goes_on_with_another_way_to_update(
     again = lockstep("run", *words, script, "-1")
     assert "goes on after step" in again.err
     assert finished(again.out) == nothing_killed
+
+
+EARLY = """
+import os, re, signal, time
+from pathlib import Path
+
+def process_of(index):
+    while True:
+        found = re.findall(r"process (\\d+) listens", Path(f"r/logs/server-{index}.log").read_text())
+        if found:
+            return int(found[-1])
+        time.sleep(0.01)
+
+if os.environ["RANK"] == "0":
+    for index in (0, 1):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            os.kill(process_of(index), number)
+    time.sleep(0.2)
+"""
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("more", [(), ("--start", "exec")])
+@pytest.mark.parametrize("rest", [SCRIPT, ""], ids=["trained", "no worker comes"])
+def test_signals_before_a_worker_has_come(
+    lockstep: Lockstep, small: str, rest: str, more: tuple[str, ...]
+) -> None:
+    """Servers are ended by their launcher, and by it alone: when the script has ended."""
+    words = ["-n", "2", "--servers", "2", "--strategy", "ps", "--run-dir", "r", *more]
+    script = lockstep.script(EARLY + rest)
+    done = lockstep("run", *words, "--preempt-signal", "USR1", script, timeout=120)
+    assert done.code == 0, done.err
+    assert not rest or digest_of(done.out) == small
+    for index in (0, 1):
+        log = (lockstep.directory / f"r/logs/server-{index}.log").read_text()
+        assert re.search(rf"^lockstep: server {index}: [\d.]+ MB in", log, re.MULTILINE), log
 
 
 # --- what is written --------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from lockstep.launch.plan import Meeting, Plan, WorkerPlan
 from lockstep.launch.rendezvous import Rendezvous
 from lockstep.launch.restarts import Kind, Restarts
 from lockstep.launch.standing import Standing
+from lockstep.world.servers import END
 
 #: More than none, which the base class refuses.
 _NO_TIME = 1e-6
@@ -416,6 +417,8 @@ class Agent(SimpleElasticAgent):
         """Send `signum`; return whether all workers ended within `seconds`."""
         if self._running():
             self._server.signal(signum)
+            servers = {s.rank for s in self._servers} & self._started.keys()
+            self._server.signal(END, only={self._started[rank] for rank in servers})
         deadline = time.monotonic() + seconds
         while self._running():
             hurry = self._interrupts.impatient and signum != signal.SIGKILL

@@ -116,7 +116,7 @@ class ForkServer:
             poll.register(self._socket, select.POLLIN)
             poll.poll(seconds * 1000)
 
-    def signal(self, signum: signal.Signals, only: Collection[int] | None = None) -> None:
+    def signal(self, signum: int, only: Collection[int] | None = None) -> None:
         """Send `signum` to the sessions of all living workers, or to some workers alone.
 
         Args:

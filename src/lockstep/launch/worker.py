@@ -38,12 +38,23 @@ def or_server(spec: LaunchSpec, job: Job) -> Job:
     def either(request: Request) -> NoReturn:
         if SERVER not in request.env:
             job(request)
+        _hear_the_launcher_alone(spec)
         if not forks:
             execute(words, request.env)
         _become(request)
         _end(run_target("module", servers.MODULE, []))
 
     return either
+
+
+def _hear_the_launcher_alone(spec: LaunchSpec) -> None:
+    """Ignore what asks a run to end: Slurm signals all processes of a step, and to save takes servers.
+
+    That lasts through `exec`. Its launcher ends a server by another signal; if it dies, it is killed.
+    """
+    chosen = spec.survival.preemption(os.environ)
+    for signum in {signal.SIGTERM, signal.SIGINT, chosen or signal.SIGTERM}:
+        signal.signal(signum, signal.SIG_IGN)
 
 
 def run_guarded(body: Callable[[], object], environ: Mapping[str, str], home: str | None) -> int:

@@ -18,9 +18,7 @@ def main() -> None:
     index = int(os.environ[SERVER])
     listener, place = servers.open_place(os.environ)
     server = Server(listener, place.token)
-    # Slurm signals every process of a step: as long as there are workers, they are served.
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, lambda *_: server.end())
+    signal.signal(servers.END, lambda *_: server.end())
     _say(f"server {index}: process {os.getpid()} listens at {place.address} on port {place.port}")
     servers.publish(os.environ, index, place)
     root = os.environ.get(SERVER_ROOT)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
+import signal
 import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -21,6 +22,9 @@ from lockstep.world.meet import LOOPBACK, connect_store, join_timeout
 from lockstep.world.model import World
 from lockstep.world.waiting import await_any
 
+#: What ends a server, sent by its launcher. It ignores what is sent to all processes of a job: as long as
+#: workers may come, it serves. Nobody else uses this signal, and it ends a server that is not ready for it.
+END = signal.SIGRTMIN + 6
 _PREFIX = "lockstep/servers"
 _CONNECT_SECONDS = 30.0
 
