@@ -50,8 +50,9 @@ def local(value: torch.Tensor) -> torch.Tensor:
 
 
 def bytes_here(tensors: Iterable[torch.Tensor]) -> int:
-    """Return how many bytes of `tensors` this rank holds."""
-    return sum(own.numel() * own.element_size() for own in map(local, tensors))
+    """Return how many bytes of `tensors` this rank holds; what is on `meta`, another one does."""
+    own = map(local, tensors)
+    return sum(part.numel() * part.element_size() for part in own if not part.is_meta)
 
 
 def cut_dimension(like: DTensor) -> int:
