@@ -41,9 +41,11 @@ class Backward:
         loss.backward(gradient=self._weight(loss, weight))  # type: ignore[no-untyped-call]
         for model in models:
             model.after_backward(microbatch)
-        session.after_backward()
         if scaler is not None and microbatch.last:
-            scaler.after_backward(models)
+            scaler.after_backward(
+                models
+            )  # ranks that hold parts agree: while they are seen to wait
+        session.after_backward()
 
     def _reached(self, loss: torch.Tensor) -> list[HeldModel]:
         """Return the models that the loss depends on."""

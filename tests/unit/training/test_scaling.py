@@ -159,3 +159,20 @@ def test_a_device_where_torch_turns_autocast_off_with_a_warning(monkeypatch) -> 
     monkeypatch.setitem(precision.REDUCED, "fp8", torch.float8_e4m3fn)
     with pytest.raises(DeviceError, match=r"precision=fp8 on cpu: .*not supported"):
         check_precision("fp8", torch.device("cpu"))
+
+
+def test_ranks_agree_on_what_was_found_before_the_backward_pass_is_left(
+    make_run, monkeypatch
+) -> None:
+    """Until then a rank that waits for another one is seen to wait."""
+    with make_run(precision="fp16") as run:
+        model = run.model(nn.Linear(2, 1))
+        session, scaler = run._session, run._session.state.scaler
+        seen: list[str] = []
+        monkeypatch.setattr(session, "after_backward", lambda: seen.append("leaves"))
+        monkeypatch.setattr(scaler, "after_backward", lambda _models: seen.append("agrees"))
+        for (x,) in run.loader(TensorDataset(torch.ones(2, 2)), batch_size=2):
+            run.backward(model(x).sum())
+            break
+        assert seen == ["agrees", "leaves"]
+        model.zero_grad()
