@@ -109,7 +109,10 @@ class Standing:
         self.leave()
 
     def meeting(self, kind: str) -> AbstractContextManager[None]:
-        """Return what is entered and left around a place where all ranks meet, as often as one likes."""
+        """Return what is entered and left around a place where all ranks meet, as often as one likes.
+
+        In another such place, as in a backward pass in which layers meet, one comes back to that place.
+        """
         return _Around(self, kind)
 
     # --- what the loop tells ---------------------------------------------------------------------
@@ -135,14 +138,17 @@ class Standing:
 class _Around(AbstractContextManager[None]):
     """See `Standing.meeting`."""
 
-    __slots__ = ("_kind", "_standing")
+    __slots__ = ("_around", "_kind", "_standing")
 
     def __init__(self, standing: Standing, kind: str) -> None:
         self._standing = standing
         self._kind = kind
+        self._around: list[Call | None] = []
 
     def __enter__(self) -> None:
-        self._standing.enter(self._kind)
+        standing = self._standing
+        self._around.append(standing.recent[-1] if standing.waits else None)
+        standing.enter(self._kind)
 
     def __exit__(
         self,
@@ -151,3 +157,7 @@ class _Around(AbstractContextManager[None]):
         trace: TracebackType | None,
     ) -> None:
         self._standing.leave()
+        around = self._around.pop()
+        if around is not None and error is None:
+            # Under a number of its own: other ranks may be in the inner place still.
+            self._standing.enter(around.kind, around.detail)

@@ -53,12 +53,9 @@ class Together:
         if self._group is None:
             yield
             return
-        self._standing.enter(kind)
-        try:
+        with self._standing.meeting(kind):
             self._compare(kind, self._group)
             yield
-        finally:
-            self._standing.leave()
 
     def _compare(self, kind: str, group: dist.ProcessGroup) -> None:
         place = stacks.users(stacks.of(sys._getframe()))

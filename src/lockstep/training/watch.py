@@ -88,7 +88,7 @@ class Watch:
     def microbatch_begins(self, microbatch: Microbatch) -> None:
         """The loop has come to another microbatch."""
         self._step = microbatch.step
-        self._in_backward = False
+        self._leave_backward()
 
     def backward_begins(self, microbatch: Microbatch, models: Sequence[int]) -> None:
         """A backward pass through `models` begins; on a rank's last microbatch it needs all ranks."""
@@ -100,8 +100,13 @@ class Watch:
     def backward_ends(self) -> None:
         """The backward pass is over; on a rank's last microbatch all ranks have met in it."""
         if self._in_backward:
-            self._standing.leave()
             self._meetings += 1
+            self._leave_backward()
+
+    def _leave_backward(self) -> None:
+        """Say that this rank is in no backward pass; one that raised an exception is left, too."""
+        if self._in_backward:
+            self._standing.leave()
             self._in_backward = False
 
     @contextlib.contextmanager
@@ -118,7 +123,7 @@ class Watch:
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
         """A loop over a loader is over."""
-        self._in_backward = False
+        self._leave_backward()
         self._store.set(f"{self._loop}/{self._rank}", f"{step} {self._meetings} {early:d}")
         self._loop, self._meetings = self._outer.pop()
 

@@ -53,6 +53,33 @@ def test_a_meeting_that_fails_is_left(slot: Slot) -> None:
     assert slot.waiting == 0
 
 
+def test_a_meeting_inside_of_another_one_comes_back_to_it(slot: Slot) -> None:
+    """As where layers meet in a backward pass, in which ranks go on waiting."""
+    standing = Standing(slot)
+    inner = standing.meeting("the statistics of BatchNorm")
+    standing.enter("run.backward", (0, 1))
+    for _ in range(2):
+        with inner:
+            assert standing.recent[-1].kind == "the statistics of BatchNorm"
+        assert standing.waits
+        assert standing.recent[-1][1:] == ("run.backward", (0, 1))
+        assert MEETINGS[slot.waiting] == "run.backward"
+    assert slot.entered == standing.recent[-1].number == 5
+    standing.leave()
+    assert not standing.waits
+    with inner:
+        pass
+    assert (slot.waiting, standing.waits) == (0, False)
+
+
+def test_an_inner_meeting_that_fails_ends_the_outer_one(slot: Slot) -> None:
+    standing = Standing(slot)
+    standing.enter("run.backward")
+    with pytest.raises(ValueError, match="x"), standing.meeting("run.mean"):
+        raise ValueError("x")
+    assert not standing.waits
+
+
 def test_a_call_without_a_number_of_its_own_is_some_meeting(slot: Slot) -> None:
     Standing(slot).enter("a call of tomorrow")
     assert MEETINGS[slot.waiting] == "a meeting of all ranks"

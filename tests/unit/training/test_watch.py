@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -154,3 +156,17 @@ def test_ranks_of_one_model_wait_for_each_other_alone(
 )
 def test_each_rank_looks_at_the_next_ones(rank: int, ranks: range, compared: list[int]) -> None:
     assert watch._after(rank, ranks) == compared
+
+
+def test_a_backward_pass_that_failed_is_left_with_its_batch(ranks: list[Rank]) -> None:
+    first, standing = ranks[0].watch, ranks[0].standing
+    microbatch: Any = SimpleNamespace(last=True, loader=0, epoch=0, round=0, step=0, turn=0)
+    first.loop_begins(0, 0, 0)
+    first.microbatch_begins(microbatch)
+    first.backward_begins(microbatch, [0])
+    assert standing.waits
+    first.microbatch_begins(microbatch)
+    assert not standing.waits
+    first.backward_begins(microbatch, [0])
+    first.loop_ends(0, 0, 0, 1, early=True)
+    assert not standing.waits
