@@ -19,7 +19,7 @@ from lockstep.training.standing import Standing
 from lockstep.training.state import State
 
 #: At which point memory for checkpoints is taken, and what writes them imported: in the background, but
-#: not for runs that are over at once.
+#: not for runs that are over at once, nor where ranks would gather the state together for it.
 _PREPARED_AT = 50
 #: Up to which point ranks look for memory for snapshots, where they gather the state for it together.
 _LOOKED_UNTIL = 1 << 14
@@ -92,7 +92,7 @@ class Keeper:
         due = 0 if rhythm is None else rhythm.due(loop.steps)
         saves = self._asked is not None or wish is not None
         self._points += 1
-        if self._points == _PREPARED_AT:
+        if self._points == _PREPARED_AT and not self._state.is_split:
             self._checkpoints.prepare(tree.flatten(self._state.gather())[1])
         if saves or due or self._looks(rhythm):
             began = time.monotonic()

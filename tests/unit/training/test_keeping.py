@@ -27,7 +27,9 @@ class Counted:
         return None
 
 
-def gathered_at(points: int, begins: int | None, *, leads: bool) -> list[int]:
+def gathered_at(
+    points: int, begins: int | None, *, leads: bool, launched: bool = True
+) -> list[int]:
     """Return at which points state is gathered, where the first snapshot has been taken at `begins`."""
     state, keeps = Counted(), SimpleNamespace(prepare=lambda _: None)
     position = SimpleNamespace(as_json=dict)
@@ -36,13 +38,13 @@ def gathered_at(points: int, begins: int | None, *, leads: bool) -> list[int]:
     )
     loop = SimpleNamespace(steps=0, position=position)
     agreement = SimpleNamespace(at_point=lambda _: None)
-    made: Any = (state, loop, agreement, rhythm, keeps, None)
+    made: Any = (state, loop, agreement, rhythm if launched else None, keeps, None)
     keeper = Keeper(*made, every=0, warn=lambda _: None)
     for point in range(1, points + 1):
         state.now = loop.steps = point
         rhythm.has_begun = begins is not None and point > begins
         keeper.at_point()
-    return [point for point in state.gathered if point != 50]  # there it is for checkpoints
+    return state.gathered
 
 
 @pytest.mark.parametrize("leads", [True, False])
@@ -51,3 +53,8 @@ def test_ranks_gather_at_the_same_points_and_stop(leads: bool) -> None:
     assert gathered_at(40, 5, leads=leads) == [1, 2, 4]
     assert gathered_at(100, None, leads=leads) == [1, 2, 4, 8, 16, 32, 64]
     assert gathered_at(40_000, None, leads=leads)[-2:] == [8192, 16384]
+
+
+def test_ranks_gather_nothing_that_nobody_has_asked_for() -> None:
+    """Without a launcher there are no snapshots; memory for checkpoints is no reason to gather a model."""
+    assert gathered_at(100, None, leads=True, launched=False) == []
