@@ -124,6 +124,21 @@ def test_what_is_computed_of_a_buffer_follows_it() -> None:
     assert_same(module, program)
 
 
+def test_a_buffer_that_a_pass_changes() -> None:
+    def between(self: Any, h: torch.Tensor) -> torch.Tensor:
+        self.table.add_(1)
+        return h * self.table
+
+    module = net(between)
+    program = cut(module, 2, None)
+    assert torch.equal(module.table, torch.arange(4.0))  # a trace is no pass
+    for passes in range(1, 3):
+        x = torch.randn(3, 4)
+        found = run(program, x)
+        assert torch.equal(found, module.b(module.a(x) * (torch.arange(4.0) + passes)))
+    assert torch.equal(module.table, torch.arange(4.0) + 2)
+
+
 def by_mode(self: Any, h: torch.Tensor) -> torch.Tensor:
     return h + torch.full((4,), 1.0 if self.training else 2.0)
 
