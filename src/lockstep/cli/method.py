@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lockstep.layout.classes import EXCHANGES, PRECISIONS, STRATEGIES
 
 if TYPE_CHECKING:
     from lockstep.launch.method import Method
+
+#: The flags that only a strategy with servers takes, and all of them.
+OF_SERVERS = ("servers", "staleness")
+NAMES = ("strategy", "exchange", "precision", "mesh", "sync_every", "exact", *OF_SERVERS)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -75,20 +80,13 @@ def read(options: argparse.Namespace) -> Method:
     )
 
 
-def words(options: argparse.Namespace) -> list[str]:
-    """Return the flags as they were given, for a command that starts the run."""
-    given = {
-        "--strategy": options.strategy,
-        "--exchange": options.exchange,
-        "--precision": options.precision,
-        "--mesh": options.mesh,
-        "--sync-every": options.sync_every,
-        "--servers": options.servers,
-        "--staleness": options.staleness,
-    }
-    said = [
-        word for flag, value in given.items() if value is not None for word in (flag, str(value))
-    ]
-    if options.exact is not None:
-        said.append("--exact" if options.exact else "--no-exact")
+def words(options: argparse.Namespace, names: Sequence[str] = NAMES) -> list[str]:
+    """Return the flags of these names as they were given, for a command that starts the run."""
+    said = []
+    for name in names:
+        flag, value = name.replace("_", "-"), getattr(options, name)
+        if isinstance(value, bool):
+            said.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            said += [f"--{flag}", str(value)]
     return said

@@ -96,17 +96,21 @@ def _one_layout_each(words: Sequence[str]) -> list[str]:
 def handle(options: argparse.Namespace) -> int:
     """Verify what `options` say; return the exit code."""
     from lockstep.launch.target import check_script
-    from lockstep.verify.layouts import parse, parse_strategies
+    from lockstep.verify.layouts import choose_strategies, parse
+    from lockstep.verify.running import Work
     from lockstep.verify.verdict import judge, outcomes
 
-    strategies = [None] if options.strategies is None else parse_strategies(options.strategies)
+    method.read(options)  # a wrong name is refused here, before anything runs
+    of_servers = method.words(options, method.OF_SERVERS)
+    strategies = choose_strategies(options.strategy, options.strategies, of_servers)
     layouts = parse(options.layouts or ["1,2"], _storm(options), strategies)
     check_script(options.target)
-    method.read(options)  # a wrong name is refused here, before anything runs
     command = [options.target, *options.script_args]
+    ranks = max(layout.ranks for layout in layouts)
     with _directory(options.keep) as directory:
         done = []
-        for outcome in outcomes(layouts, command, _run_options(options), directory):
+        work = Work(command, _run_options(options), of_servers, replicas=ranks)
+        for outcome in outcomes(layouts, work, directory):
             done.append(outcome)
             if not options.json:
                 _show_outcome(outcome)
@@ -139,7 +143,8 @@ def _run_options(options: argparse.Namespace) -> list[str]:
     words = [
         word for flag, value in named.items() if value is not None for word in (flag, str(value))
     ]
-    return words + method.words(options)
+    of_all = [name for name in method.NAMES if name not in ("strategy", *method.OF_SERVERS)]
+    return words + method.words(options, of_all)
 
 
 @contextlib.contextmanager

@@ -7,22 +7,22 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.errors import PREEMPTED, UsageError
 from lockstep.record import run_file
-from lockstep.verify.layouts import Layout, Stage
+from lockstep.verify.layouts import WITH_SERVERS, Layout, Stage
 from lockstep.verify.storm import Rage, draw
 from lockstep.verify.traces import Traces, read
 
 #: Restarts that `lockstep run` allows without being told.
 _RESTARTS = 3
-#: What a strategy needs besides its name.
-_MORE = {"ps": ("--servers", "1")}
 #: Variables that would change what a layout is.
 _OURS = ("LOCKSTEP_FAULTS", "LOCKSTEP_FRESH", "LOCKSTEP_MAX_RESTARTS")
+#: Variables that a strategy without servers would refuse.
+_OF_SERVERS = ("LOCKSTEP_SERVERS", "LOCKSTEP_STALENESS")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +32,29 @@ class Work:
     Attributes:
         command: the script and its arguments.
         options: further options of `lockstep run`.
+        of_servers: those that only a strategy with servers takes.
         replicas: number of replicas for scripts that name none.
     """
 
     command: Sequence[str]
     options: Sequence[str]
+    of_servers: Sequence[str]
     replicas: int
+
+    def words(self, layout: Layout, environ: Mapping[str, str]) -> list[str]:
+        """Return the options of `lockstep run` on a layout; servers of which nobody says how many are 1."""
+        if layout.strategy is None:
+            return [*self.options, *self.of_servers]
+        words = [*self.options, "--strategy", layout.strategy]
+        if layout.strategy != WITH_SERVERS:
+            return words
+        is_said = "--servers" in self.of_servers or "LOCKSTEP_SERVERS" in environ
+        return [*words, *self.of_servers, *(() if is_said else ("--servers", "1"))]
+
+    def environ(self, layout: Layout, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return what a layout keeps of the environment."""
+        others = _OURS if layout.strategy in (None, WITH_SERVERS) else (*_OURS, *_OF_SERVERS)
+        return {name: value for name, value in environ.items() if name not in others}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +140,12 @@ class _Place:
 
 
 def _start(layout: Layout, stage: Stage, work: Work, place: _Place) -> subprocess.Popen[bytes]:
-    words = ["run", "-n", str(stage.ranks), "--run-dir", str(place.run), *work.options]
+    words = ["run", "-n", str(stage.ranks), "--run-dir", str(place.run)]
+    words += work.words(layout, os.environ)
     kills = len(stage.kills) if layout.storm is None else layout.storm.kills
-    if layout.strategy is not None:
-        words += ["--strategy", layout.strategy, *_MORE.get(layout.strategy, ())]
     if kills > _RESTARTS:
         words += ["--max-restarts", str(kills)]
-    environ = {name: value for name, value in os.environ.items() if name not in _OURS}
-    environ |= {
+    environ = work.environ(layout, os.environ) | {
         "LOCKSTEP_TRACE": str(place.trace),
         "LOCKSTEP_PROGRESS": "0",
         "LOCKSTEP_DEFAULT_REPLICAS": str(work.replicas),

@@ -64,16 +64,13 @@ class Verdict:
         }
 
 
-def outcomes(
-    layouts: Sequence[Layout], command: Sequence[str], options: Sequence[str], directory: Path
-) -> Iterable[Outcome]:
+def outcomes(layouts: Sequence[Layout], work: Work, directory: Path) -> Iterable[Outcome]:
     """Run a script on every layout, and yield what came of it.
 
     Raises:
         RunError: if the script fails on a layout in another way than by diverging.
         UsageError: if it makes no run.
     """
-    work = Work(command, options, replicas=max(layout.ranks for layout in layouts))
     steps = 0
     for number, layout in enumerate(layouts):
         if layout.storm is not None and not steps:
