@@ -23,6 +23,13 @@ def test_torchrun(lockstep: Lockstep, expected: str) -> None:
     assert digest_of(lockstep.python(*words).out) == expected
 
 
+@pytest.mark.parametrize("flags", [("--use-env",), ()])
+def test_what_came_before_torchrun(lockstep: Lockstep, expected: str, flags: tuple[str]) -> None:
+    """Without the flag, each rank gets `--local-rank=K`: a script that reads no arguments does not mind."""
+    words = ("-m", "torch.distributed.launch", *flags, "--standalone", "--nproc_per_node=2")
+    assert digest_of(lockstep.python(*words, "train.py").out) == expected
+
+
 def test_spawn_with_the_variables_of_env(lockstep: Lockstep, expected: str) -> None:
     lockstep.script(
         """
