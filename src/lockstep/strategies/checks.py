@@ -171,7 +171,7 @@ def check_same_models(
     Raises:
         ModelError: naming the first parameter that differs from rank 0's.
     """
-    own = [f"{key}: {tuple(p.shape)} {p.dtype}" for key, p in module.named_parameters()]
+    own = [f"{key}: {_describe(p)}" for key, p in module.named_parameters()]
     key = f"model/{name}"
     if rank == 0:
         store.set(key, "\n".join(own))
@@ -187,6 +187,12 @@ def check_same_models(
         f"{differing[0]}; rank 0 has {differing[1]}",
         hint="build the model from the same arguments on every rank, never from the rank",
     )
+
+
+def _describe(parameter: torch.Tensor) -> str:
+    """Return shape and type, and the order in memory where it is not that of the indices: sums go by it."""
+    told = f"{tuple(parameter.shape)} {parameter.dtype}"
+    return told if parameter.is_contiguous() else f"{told}, strides {parameter.stride()}"
 
 
 def as_module(model: Any) -> nn.Module:

@@ -138,6 +138,15 @@ def test_ranks_that_build_other_models(theirs: nn.Module, message: str) -> None:
         check_same_models(nn.Linear(2, 3), "0", store, 1, 2)
 
 
+def test_ranks_whose_parameters_lie_in_another_order() -> None:
+    """Sums go by the order of memory, and would add what does not belong together."""
+    store = dist.HashStore()
+    turned = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+    check_same_models(turned, "0", store, 0, 2)
+    with pytest.raises(ModelError, match=r"rank 0 has weight: .*, strides \(8, 1, 4, 2\)"):
+        check_same_models(nn.Conv2d(2, 3, 2), "0", store, 1, 2)
+
+
 def test_ranks_that_build_the_same_model() -> None:
     store = dist.HashStore()
     for rank in range(2):
