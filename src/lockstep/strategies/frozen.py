@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from lockstep.data.microbatch import Microbatch
 from lockstep.strategies.checks import shares_buffers
 from lockstep.strategies.held import HeldModel
-from lockstep.strategies.holding import Holding
 
 
 class FrozenModel(HeldModel):
@@ -17,13 +17,21 @@ class FrozenModel(HeldModel):
 
     Args:
         module: the user's model, already on its device.
-        holding: where it is to live.
+        block: the replicas of this rank.
+        replicas: number of replicas in all.
+        group: the process group; `None` for a single rank.
         settings: keyword arguments for DistributedDataParallel, of which one says whose buffers there are.
     """
 
-    def __init__(self, module: nn.Module, holding: Holding, settings: dict[str, Any]) -> None:
-        group = holding.group if shares_buffers(settings) else None
-        super().__init__(module, holding.block, holding.replicas, group)
+    def __init__(
+        self,
+        module: nn.Module,
+        block: range,
+        replicas: int,
+        group: dist.ProcessGroup | None,
+        settings: dict[str, Any],
+    ) -> None:
+        super().__init__(module, block, replicas, group if shares_buffers(settings) else None)
         self.exactness = "exact" if shares_buffers(settings) else "approximate"
 
     @property

@@ -112,7 +112,7 @@ class Models:
             world = session.world
             check_same_models(module, str(number), session.store, world.rank, world.size)
         if not is_trainable(module):
-            return FrozenModel(module, holding, settings)
+            return FrozenModel(module, holding.block, holding.replicas, holding.group, settings)
         strategy = session.settings.strategy
         if self._is_spread:
             return spreading.hold(strategy, module, holding, spread)

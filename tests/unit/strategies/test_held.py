@@ -231,7 +231,7 @@ def test_buffers_of_a_part_in_training_mode() -> None:
 def test_a_frozen_model_has_buffers_but_no_gradients() -> None:
     net = nn.BatchNorm1d(2).requires_grad_(False)
     twin = copy.deepcopy(net)
-    model = FrozenModel(net, range(2), 2, group=None)
+    model = FrozenModel(net, range(2), 2, group=None, settings={})
     inputs = torch.randn(2, 4, 2)
     twin(inputs[0])
     batch(model, inputs, lambda _, x: [None, net(x)][0])
