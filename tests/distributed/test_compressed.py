@@ -6,6 +6,7 @@ import pytest
 
 from lockstep.testing import RankError, run_ranks
 from tests.distributed import low_precision as jobs
+from tests.distributed.jobs import train_formats
 
 pytestmark = pytest.mark.ranks(3)
 
@@ -30,6 +31,14 @@ def test_powersgd_compresses_as_it_is_told() -> None:
     assert first == second
     assert first[0] == first[1]
     assert first[0][0] != run_ranks(jobs.train_local, 2, settings)[0][0]
+
+
+@pytest.mark.parametrize("exchange", ["bf16", "powersgd"])
+def test_parameters_in_any_order_of_memory(exchange: str) -> None:
+    settings = {"exchange": exchange, "exact": False, "replicas": 4}
+    first, second = (run_ranks(train_formats, 2, settings) for _ in range(2))
+    assert first == second
+    assert first[0] == first[1]
 
 
 def test_settings_that_powersgd_refuses() -> None:

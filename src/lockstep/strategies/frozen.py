@@ -31,8 +31,9 @@ class FrozenModel(HeldModel):
         group: dist.ProcessGroup | None,
         settings: dict[str, Any],
     ) -> None:
-        super().__init__(module, block, replicas, group if shares_buffers(settings) else None)
-        self.exactness = "exact" if shares_buffers(settings) else "approximate"
+        shares = group is None or shares_buffers(settings)
+        super().__init__(module, block, replicas, group if shares else None)
+        self.exactness = "exact" if shares else "approximate"
 
     @property
     def wrapped(self) -> nn.Module:
