@@ -237,9 +237,8 @@ class _Server:
         elif message["only"] is None:
             self._signal_all(message["signal"])
         else:
-            for pid in (
-                self._ranks.keys() & message["only"]
-            ):  # not reaped, so the id is the worker's
+            # Those are not reaped, so each id is still the worker's.
+            for pid in self._ranks.keys() & message["only"]:
                 os.kill(pid, message["signal"])
 
     def _retire(self, data: bytes, descriptors: list[int]) -> None:

@@ -58,9 +58,11 @@ def _import_all(more: Sequence[str]) -> str | None:
     for name in MODULES:
         if importlib.util.find_spec(name) is not None:
             importlib.import_module(name)
-    with contextlib.suppress(ImportError):  # who needs it will say so
+    if processes.task_count() > threads:
+        return "an import started threads in the launcher"
+    with contextlib.suppress(Exception):  # a worker that needs it meets the same, and says so
         for name in more:
             importlib.import_module(name)
     if processes.task_count() > threads:
-        return "an import started threads in the launcher"
+        return f"the import of {', '.join(more)} started threads in the launcher"
     return None

@@ -347,7 +347,10 @@ class ShardedModel(HeldModel):
             ExactnessError: for one that looks at whole tensors, or rounds by place in memory.
         """
         if self._holding.exact:
-            check_updates(optimizer, self.parameters)
+            updated = [
+                p for group in optimizer.param_groups for p in group["params"] if p.requires_grad
+            ]
+            check_updates(optimizer, updated)
 
     def close(self) -> None:
         """The run is over: there is nobody to gather from."""

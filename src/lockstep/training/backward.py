@@ -42,9 +42,8 @@ class Backward:
         for model in models:
             model.after_backward(microbatch)
         if scaler is not None and microbatch.last:
-            scaler.after_backward(
-                models
-            )  # ranks that hold parts agree: while they are seen to wait
+            # Ranks that hold parts agree here, while they are still seen to wait.
+            scaler.after_backward(models)
         session.after_backward()
 
     def _reached(self, loss: torch.Tensor) -> list[HeldModel]:

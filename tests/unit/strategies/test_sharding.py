@@ -175,6 +175,8 @@ def test_updates_of_16_bit_parameters_on_the_cpu(run: Any, kind: torch.dtype) ->
     frozen = nn.Linear(4, 4).to(kind).requires_grad_(False)
     partly = run.model(nn.Sequential(frozen, nn.Linear(4, 4)), wrap=["0", "1"])
     run.optimizer(torch.optim.SGD(partly[1].parameters(), lr=0.1))
+    other = run.model(nn.Sequential(nn.Linear(4, 4).to(kind), nn.Linear(4, 4)), wrap=["0", "1"])
+    run.optimizer(torch.optim.SGD(other[1].parameters(), lr=0.1))  # which updates fp32 alone
 
 
 def test_other_exchanges(make_run: Callable[..., Any]) -> None:
