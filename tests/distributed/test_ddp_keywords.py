@@ -74,8 +74,14 @@ def test_buffers_of_each_ranks_own_without_trainable_parameters() -> None:
     assert one != two
 
 
-def frozen_mean(keywords: dict[str, Any]) -> float:
-    with quiet_run(exact=False) as run:
+def test_buffers_of_each_ranks_own_in_a_frozen_model_beside_one_that_is_cut() -> None:
+    settings = {"strategy": "pipeline", "mesh": "2x2"}
+    means = run_ranks(frozen_mean, 4, {"broadcast_buffers": False}, settings)
+    assert len(set(means)) == 2, "one per replica"
+
+
+def frozen_mean(keywords: dict[str, Any], settings: dict[str, Any] | None = None) -> float:
+    with quiet_run(exact=False, **settings or {}) as run:
         model = run.model(nn.BatchNorm1d(1).requires_grad_(False), **keywords)
         assert run.exactness == ("approximate" if keywords else "exact")
         x = torch.arange(16.0).view(16, 1)

@@ -18,16 +18,24 @@ _SPREADING = ("pipeline", "tensor")
 _SCATTERING = ("device_ids", "output_device", "dim")
 
 
-def taken_by(strategy: str, settings: dict[str, Any], *, exact: bool) -> dict[str, Any]:
+def taken_by(
+    strategy: str, settings: dict[str, Any], *, exact: bool, is_trained: bool = True
+) -> dict[str, Any]:
     """Return `settings` without those that other strategies have: one script serves all.
 
     What another strategy would refuse stays, to be refused by this one, too.
+
+    Args:
+        strategy: the run's.
+        settings: what `run.model` was given.
+        exact: whether the run promises the same bits on every layout.
+        is_trained: whether the model has trainable parameters: every rank holds all of one that has none.
 
     Raises:
         ExactnessError: with `exact`, for one that lets its strategy compute in other numbers than this one.
         ModelError: for buffers of each rank's own, where ranks hold parts of a model.
     """
-    if strategy in _SPREADING and not exact:  # with it, no strategy takes this
+    if strategy in _SPREADING and is_trained and not exact:  # with it, no strategy takes this
         _refuse_own_buffers(strategy, settings)
     if strategy != "fsdp":
         if exact and settings.get("mp_policy") is not None:

@@ -57,7 +57,8 @@ class Models:
         session = self._session
         module = as_module(model)
         spread, settings = spreading.take(settings)
-        settings = taken_by(session.settings.strategy, settings, exact=session.settings.exact)
+        asked, is_trained = session.settings, is_trainable(module)
+        settings = taken_by(asked.strategy, settings, exact=asked.exact, is_trained=is_trained)
         self._check(module, settings)
         self._place(module)
         if session.settings.precision in REDUCED:

@@ -63,3 +63,5 @@ def test_buffers_of_each_ranks_own_where_ranks_hold_parts(strategy: str, name: s
     both = {"broadcast_buffers": False, "forward_sync_buffers": True}
     assert taken_by(strategy, both, exact=False) == both, "the older name is not read then"
     assert taken_by("ddp", {name: False}, exact=False) == {name: False}
+    whole = taken_by(strategy, {name: False}, exact=False, is_trained=False)
+    assert whole == {name: False}, "every rank holds all of a frozen model"
