@@ -30,10 +30,17 @@ def imports(spec: LaunchSpec, package: str) -> bool:
 
 def names(spec: LaunchSpec, word: str) -> bool:
     """Return whether the source of `spec` says `word`: as a name, an attribute or a part of an import."""
-    tree = parse(spec)
-    said = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    said |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    return word in said or any(word in name.split(".") for name in _imported(tree))
+    return any(word in _said(node) for node in ast.walk(parse(spec)))
+
+
+def _said(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Name):
+        return [node.id]
+    if isinstance(node, ast.Attribute):
+        return [node.attr]
+    if isinstance(node, ast.alias):
+        return node.name.split(".")
+    return (node.module or "").split(".") if isinstance(node, ast.ImportFrom) else []
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:

@@ -18,6 +18,7 @@ DYNAMO = "torch._dynamo"
     [
         "import torch\ntorch.optim.SGD([])",
         "from torch import optim\noptim.SGD([])",
+        "from torch import optim as o",
         "from torch.optim import SGD",
         "import torch.optim.lr_scheduler as s",
     ],
