@@ -7,17 +7,19 @@ another pass is refused here, or compared later (`Reads`).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils._pytree import tree_leaves
 
 from lockstep.data.randomness import Generators, undisturbed
 from lockstep.errors import LockstepError, ModelError
-from lockstep.strategies.reads import Reads, reading
+from lockstep.strategies.reads import Reads, is_cached, reading
 from lockstep.strategies.stage import HINT, LIST_HINT
 
 
@@ -47,22 +49,69 @@ class Trace:
                 del own[name]
 
 
+class _Buffer(fx.Proxy):
+    """A buffer whose values are symbols, and whose shape is what it is.
+
+    Args:
+        node: of the buffer.
+        tracer: which has made it.
+        tensor: the buffer.
+        asked: called when its shape is asked for.
+    """
+
+    def __init__(
+        self, node: fx.Node, tracer: fx.Tracer, tensor: torch.Tensor, asked: Callable[[], None]
+    ) -> None:
+        super().__init__(node, tracer)
+        self._tensor, self._asked = tensor, asked
+
+    @property
+    def shape(self) -> torch.Size:
+        self._asked()
+        return self._tensor.shape
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+
 class _Tracer(fx.Tracer):
     """Keeps parts whole, but for those that are to be looked into."""
 
     proxy_buffer_attributes = True  # what is computed of a buffer is computed each time
 
-    def __init__(self, opened: frozenset[str]) -> None:
+    def __init__(self, opened: frozenset[str], reads: Reads) -> None:
         super().__init__()
-        self._opened, self._mode = opened, _mode()
-        self.leaves_mode = False
+        self._opened, self._reads, self._mode = opened, reads, _mode()
+        self.left_mode = ""
         self.used: dict[int, tuple[torch.Tensor, int]] = {}
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return module_qualified_name not in self._opened
 
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
+        found = super().getattr(attr, attr_val, parameter_proxy_cache)
+        if type(found) is not fx.Proxy or isinstance(attr_val, nn.Parameter):
+            return found
+        owner, _, name = str(found.node.target).rpartition(".")
+        asked = partial(self._reads.note_shape, self.root.get_submodule(owner), name)
+        buffer = _Buffer(found.node, self, attr_val, asked)
+        parameter_proxy_cache[str(found.node.target)] = buffer
+        return buffer
+
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        self.leaves_mode |= _mode() != self._mode
+        now = _mode()
+        if now != self._mode and not self.left_mode:
+            self.left_mode = next(name for name in now if now[name] != self._mode[name])
         return super().create_node(*args, **kwargs)
 
     def create_arg(self, a: Any) -> Any:
@@ -71,11 +120,37 @@ class _Tracer(fx.Tracer):
         return super().create_arg(a)
 
 
-def _mode() -> tuple[Any, ...]:
-    """Return what a `with` may change for the calls inside, which a graph does not have."""
+def _mode() -> dict[str, Any]:
+    """Return what a `with` may change for the calls inside, which a graph does not have.
+
+    Not the default device: torch gives it to the calls as an argument, and graphs keep that.
+    """
     kinds = ("cpu", "cuda")
     autocast = [(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
+    grad = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    return {
+        "torch.no_grad() or torch.autocast": (grad, autocast),
+        "another default dtype": torch.get_default_dtype(),
+        "another choice of kernels, such as sdpa_kernel or cudnn.flags": _kernels(),
+    }
+
+
+def _kernels() -> tuple[Any, ...]:
+    """Return what torch chooses kernels by, which compute other bits."""
+    backends: Any = torch.backends  # torch has no types for most of it
+    cuda, cudnn, mkldnn = backends.cuda, backends.cudnn, backends.mkldnn
+    precise = (cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv)
+    return (
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        torch._C._get_sdp_priority_order(),
+        (cudnn.enabled, cudnn.benchmark, cudnn.deterministic, mkldnn.enabled),
+        [backend.fp32_precision for backend in precise],
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
 
 
 def trace(module: nn.Module, opened: frozenset[str], fixed: dict[str, Any]) -> Trace:
@@ -143,14 +218,19 @@ def _unlike(one: Trace, other: Trace) -> str:
 def _trace(module: nn.Module, opened: frozenset[str], fixed: dict[str, Any]) -> Trace:
     """Trace once; the module is left as it was, and generators stand where they stood."""
     name = type(module).__name__
-    tracer, before, spaces = _Tracer(opened), Generators.now(), _spaces(module)
+    before, spaces = Generators.now(), _spaces(module)
     try:
         with undisturbed(), reading(module) as reads:
+            tracer = _Tracer(opened, reads)
             graph = tracer.trace(module, concrete_args=dict(fixed) or None)
             drawn = Generators.now().since(before)
         constants = _constants(module, graph, spaces)
         reads.forget(module, constants)
-        changed = [*_changed(module, spaces, constants), *(name for name, *_ in reads.changed())]
+        changed = [
+            *_changed(module, spaces, constants),
+            *((name, "") for name, *_ in reads.changed()),
+        ]
+        reads.forget_cached()
     except LockstepError:
         raise
     except Exception as error:  # whatever the user's code does with a symbol
@@ -163,12 +243,12 @@ def _trace(module: nn.Module, opened: frozenset[str], fixed: dict[str, Any]) -> 
         _put_back(spaces)
         if before.device is not None:
             torch.cuda.set_rng_state(before.device)
-    _check_python(name, drew=drawn is not None, leaves_mode=tracer.leaves_mode, changed=changed)
+    _check_python(name, drew=drawn is not None, left_mode=tracer.left_mode, changed=changed)
     _check_constants(name, tracer, constants)
     return Trace(graph, constants, reads)
 
 
-def _check_python(name: str, *, drew: bool, leaves_mode: bool, changed: list[str]) -> None:
+def _check_python(name: str, *, drew: bool, left_mode: str, changed: list[_Change]) -> None:
     """Refuse what Python has done in the pass, and no graph does.
 
     Raises:
@@ -180,36 +260,41 @@ def _check_python(name: str, *, drew: bool, leaves_mode: bool, changed: list[str
             "expected draws in the parts that it calls, or like one of its tensors (torch.rand_like)",
             hint=LIST_HINT,
         )
-    if leaves_mode:
+    if left_mode:
         raise ModelError(
-            f"{name}.forward has a part of it under torch.no_grad() or torch.autocast, which a trace does "
-            "not keep; expected that in the parts that it calls, or detach()",
+            f"{name}.forward has a part of it under {left_mode}, which a trace does not keep; expected "
+            "that in the parts that it calls" + (", or detach()" if "no_grad" in left_mode else ""),
             hint=LIST_HINT,
         )
     if changed:
+        what, in_place = changed[0]
+        most = "buffers in place, by a method" if in_place else "buffers in place at most"
         raise ModelError(
-            f"{name}.forward changes {changed[0]}, which a trace would do once for all passes; expected "
-            "it to change buffers in place at most",
-            hint=LIST_HINT,
+            f"{name}.forward changes {what}, which a trace would do once for all passes; expected it to "
+            f"change {most}",
+            hint=f"{in_place}; or {LIST_HINT}" if in_place else LIST_HINT,
         )
 
 
 # --- what a trace must leave alone -----------------------------------------------------------------
 
-_Spaces = list[tuple[dict[str, Any], dict[str, Any]]]
+#: For each place of attributes: the class of the module, what is there, and what was.
+_Spaces = list[tuple[type, dict[str, Any], dict[str, Any]]]
+#: What has changed, and what to write instead, if anything.
+_Change = tuple[str, str]
 
 
 def _spaces(module: nn.Module) -> _Spaces:
     """Return where the attributes of all modules are, and what is there."""
     return [
-        (space, dict(space))
+        (type(part), space, dict(space))
         for part in module.modules()
         for space in (vars(part), part._parameters, part._buffers, part._modules)
     ]
 
 
 def _put_back(spaces: _Spaces) -> None:
-    for space, were in spaces:
+    for _, space, were in spaces:
         if space.keys() != were.keys() or any(space[name] is not were[name] for name in were):
             space.clear()
             space.update(were)
@@ -217,19 +302,28 @@ def _put_back(spaces: _Spaces) -> None:
 
 def _constants(module: nn.Module, graph: fx.Graph, spaces: _Spaces) -> dict[str, Any]:
     """Return what torch has put on the module for the graph."""
-    were = next(were for space, were in spaces if space is vars(module))
+    were = next(were for _, space, were in spaces if space is vars(module))
     targets = dict.fromkeys(str(n.target) for n in graph.nodes if n.op == "get_attr")
     return {t: vars(module)[t] for t in targets if t in vars(module) and t not in were}
 
 
-def _changed(module: nn.Module, spaces: _Spaces, constants: dict[str, Any]) -> Iterator[str]:
-    """Yield attributes that the pass has set."""
+def _changed(module: nn.Module, spaces: _Spaces, constants: dict[str, Any]) -> Iterator[_Change]:
+    """Yield attributes that the pass has set, but for what a `cached_property` has kept."""
     root = vars(module)
-    for space, were in spaces:
+    buffers = {id(part._buffers) for part in module.modules()}
+    for kind, space, were in spaces:
         new = space.keys() - (constants.keys() if space is root else set())
         for name in sorted(new | were.keys()):
-            if name not in space or name not in were or space[name] is not were[name]:
-                yield f"the attribute {name}"
+            if name in space and name not in were and is_cached(kind, name):
+                if _symbolic(space[name]):
+                    yield f"the cached property {name}, which depends on tensors of the model", ""
+            elif name not in space or name not in were or space[name] is not were[name]:
+                in_place = f"write self.{name}.add_(…), or self.{name}.copy_(…)"
+                yield f"the attribute {name}", in_place if id(space) in buffers else ""
+
+
+def _symbolic(value: Any) -> bool:
+    return any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves(value))
 
 
 # --- tensors that forward makes --------------------------------------------------------------------
