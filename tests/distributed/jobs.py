@@ -302,6 +302,17 @@ def train_two_models(exchange: str = "auto") -> str:
         return run.digest()
 
 
+def turn_in_memory(channels: int, replicas: int = 2) -> str:
+    """The memory format is another one after `run.model`."""
+    with quiet_run(replicas=replicas) as run:
+        layers = nn.Conv2d(channels, 5, 3), nn.Flatten(), nn.Linear(20, 4)
+        model = run.model(nn.Sequential(*layers)).to(memory_format=torch.channels_last)
+        optimizer = run.optimizer(torch.optim.Adam(model.parameters(), lr=0.01))
+        data = run.loader(classes(24, (channels, 4, 4)), batch_size=8, shuffle=True)
+        fit(run, model, data, optimizer, 1)
+        return run.digest()
+
+
 class Formats(nn.Module):
     """Parameters that lie in memory in other orders than that of indices, or with gaps; complex ones."""
 

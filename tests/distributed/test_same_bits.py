@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.testing import assert_same, run_ranks
+from lockstep.testing import RankError, assert_same, run_ranks
 from tests.distributed import jobs
 
 pytestmark = pytest.mark.ranks(4)
@@ -62,6 +62,20 @@ def test_every_exact_exchange(exchange: str, replicas: int) -> None:
 def test_parameters_in_any_order_of_memory(exchange: str, models: int) -> None:
     """Channels last, transposed, with gaps, complex: with replicas kept on a rank, and summed late."""
     assert_same(jobs.train_formats, [1, 2, 3, 4], {"exchange": exchange}, models, replicas=4)
+
+
+def test_parameters_that_are_turned_in_memory_afterwards() -> None:
+    """DDP has made its buckets: it would put gradients of one order where another one is read."""
+    with pytest.raises(RankError, match=r"0\.weight of .* was given another order") as caught:
+        run_ranks(jobs.turn_in_memory, 2, 8)
+    assert "before run.model" in str(caught.value)
+
+
+def test_parameters_whose_strides_change_but_not_their_order() -> None:
+    """One channel: channels last is the order that there is. 2 ranks, one of which keeps replicas."""
+    one, two, three = (run_ranks(jobs.turn_in_memory, n, 1, 3) for n in (1, 2, 3))
+    assert one * 2 == two
+    assert one * 3 == three
 
 
 def test_native_where_it_provably_is_exact() -> None:

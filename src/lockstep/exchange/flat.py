@@ -7,27 +7,39 @@ two real ones. It is torch's `Reducer::initialize_bucket_views` (torch/csrc/dist
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 
-
-def numel(parameters: Sequence[torch.Tensor]) -> int:
-    """Return how many real numbers the gradients of `parameters` have."""
-    return sum(p.numel() * (1 + p.is_complex()) for p in parameters)
+#: Shape and stride of a parameter's part of a flat tensor.
+Form = tuple[torch.Size, tuple[int, ...]]
 
 
-def parts(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the part of `flat` that belongs to each of `parameters`, in the shape that `as_real` gives."""
-    if flat.is_complex():  # as buckets of complex parameters were in earlier versions of torch
-        flat = as_real(flat).view(-1)
-    views, offset = [], 0
-    for parameter in parameters:
-        shape, stride = _form(parameter)
-        end = offset + shape.numel()
-        views.append(flat[offset:end].as_strided(shape, stride))
-        offset = end
-    return views
+class Parts:
+    """Where the gradients of some parameters lie in a flat tensor.
+
+    It is worked out once, since every step asks.
+
+    Args:
+        forms: one per parameter, in their order.
+
+    Attributes:
+        size: how many real numbers the gradients have.
+    """
+
+    def __init__(self, forms: Iterable[Form]) -> None:
+        self.size = 0
+        self._places = []
+        for shape, stride in forms:
+            self._places.append((shape, stride, self.size))
+            self.size += shape.numel()
+
+    def of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the part of `flat` that belongs to each parameter, in the shape that `as_real` gives."""
+        if flat.is_complex():  # as buckets of complex parameters were in earlier versions of torch
+            flat = as_real(flat).view(-1)
+        start = flat.storage_offset()
+        return [flat.as_strided(shape, stride, start + at) for shape, stride, at in self._places]
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
@@ -43,12 +55,21 @@ def as_typed(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 def shape_in_memory(parameter: torch.Tensor) -> torch.Size:
     """Return the shape of a parameter's part, with the dimensions in the order of memory."""
-    shape, stride = _form(parameter)
+    shape, stride = form(parameter)
     order = sorted(range(len(shape)), key=lambda place: -stride[place])
     return torch.Size([shape[place] for place in order])
 
 
-def _form(parameter: torch.Tensor) -> tuple[torch.Size, tuple[int, ...]]:
+def lies_alike(one: Form, other: Form) -> bool:
+    """Return whether elements lie in the same order: strides of dimensions with one index don't count."""
+    return _steps(one) == _steps(other)
+
+
+def _steps(form: Form) -> list[tuple[int, int]]:
+    return [(size, step) for size, step in zip(*form, strict=True) if size > 1]
+
+
+def form(parameter: torch.Tensor) -> Form:
     """Return shape and stride of a parameter's part."""
     shape, stride = parameter.shape, parameter.stride()
     if not torch.ops.aten.is_non_overlapping_and_dense.default(parameter):

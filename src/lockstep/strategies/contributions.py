@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lockstep.exchange.flat import as_real, parts
+from lockstep.exchange.flat import Parts, as_real
 from lockstep.layout.tree import leaves, merges
 
 #: What a missing gradient is where memory has to hold one: `x + -0.0` is `x` in all its bits, which
@@ -19,11 +19,16 @@ Gradients = list[torch.Tensor | None]
 
 def add(left: Gradients, right: Gradients) -> Gradients:
     """Add `right` into `left` and return it; a missing gradient changes nothing."""
-    left[:] = [None if a is None else a.resolve_conj() for a in left]
+    is_complex = any(a is not None and a.is_complex() for a in left)
+    if is_complex:
+        left[:] = [None if a is None else a.resolve_conj() for a in left]
     both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
     if both:
-        # Of complex numbers as exchanges add them: to add a complex number, torch multiplies it by one.
-        torch._foreach_add_([as_real(a) for a, _ in both], [as_real(b) for _, b in both])
+        ours, theirs = [a for a, _ in both], [b for _, b in both]
+        if is_complex:
+            # As exchanges add complex numbers: to add one as such, torch multiplies it by one.
+            ours, theirs = [as_real(a) for a in ours], [as_real(b) for b in theirs]
+        torch._foreach_add_(ours, theirs)
     if len(both) < len(left):
         left[:] = [b if a is None else a for a, b in zip(left, right, strict=True)]
     return left
@@ -38,10 +43,10 @@ def nothing_like(parameter: torch.Tensor) -> torch.Tensor:
 def write(
     flat: torch.Tensor,
     gradients: Sequence[torch.Tensor | None],
-    parameters: Sequence[torch.Tensor],
+    parts: Parts,
 ) -> None:
-    """Write the gradients of `parameters` to `flat`, `NOTHING` where there are none."""
-    for part, gradient in zip(parts(flat, parameters), gradients, strict=True):
+    """Write gradients to their parts of `flat`, `NOTHING` where there are none."""
+    for part, gradient in zip(parts.of(flat), gradients, strict=True):
         if gradient is None:
             part.fill_(NOTHING)
         else:

@@ -14,7 +14,7 @@ from lockstep.data.microbatch import Microbatch
 from lockstep.errors import ModelError, PeerError
 from lockstep.exchange.base import Exchange, Remembering, Sum
 from lockstep.exchange.choose import POWERSGD_KEYWORDS, make
-from lockstep.exchange.flat import as_typed, parts
+from lockstep.exchange.flat import Parts, as_typed, form, lies_alike
 from lockstep.strategies.checks import shares_buffers
 from lockstep.strategies.contributions import nothing_like, take_gradients, write
 from lockstep.strategies.held import HeldModel
@@ -33,11 +33,9 @@ class _Late:
     gradients: torch.Tensor
     last: bool
 
-    def finish(self, total: Sum) -> None:
+    def finish(self, total: Sum, parts: Parts) -> None:
         """Give the parameters their part of the sum."""
-        for parameter, part in zip(
-            self.parameters, parts(total.wait(), self.parameters), strict=True
-        ):
+        for parameter, part in zip(self.parameters, parts.of(total.wait()), strict=True):
             assert parameter.grad is not None, "DDP has put the bucket there"
             parameter.grad.copy_(as_typed(part, parameter))
 
@@ -67,6 +65,10 @@ class ReplicatedModel(HeldModel):
         self.exactness = "exact" if shares_buffers(settings) else "approximate"
         self._exchange = exchange
         self._places = {id(p): place for place, p in enumerate(self.parameters)}
+        # As DDP sees them when it makes its buckets.
+        self._forms = [form(p) for p in self.parameters]
+        self._strides = [p.stride() for p in self.parameters]
+        self._parts: dict[tuple[int, ...], Parts] = {}  # by the places of a bucket's parameters
         # DDP must synchronise the first backward pass that it sees of a static graph; where ranks
         # host several replicas it would be the last of several. The setting changes no bits.
         several = replicas > dist.get_world_size(group)
@@ -97,6 +99,7 @@ class ReplicatedModel(HeldModel):
     def _before_backward(self, microbatch: Microbatch, *, alone: bool) -> None:
         if not microbatch.last:
             return
+        self._check_order()
         self._place = microbatch.place
         self._unused = set()  # of this batch nothing is known yet
         self._used_anywhere = None
@@ -108,6 +111,21 @@ class ReplicatedModel(HeldModel):
             # output is detached).
             self._ddp.reducer.prepare_for_backward([])
 
+    def _check_order(self) -> None:
+        """Refuse parameters that were turned in memory: DDP goes by the strides that it has seen first."""
+        now = [p.stride() for p in self.parameters]
+        if now == self._strides:
+            return
+        for place, parameter in enumerate(self.parameters):
+            if not lies_alike(form(parameter), self._forms[place]):
+                names = {id(p): name for name, p in self.module.named_parameters()}
+                raise ModelError(
+                    f"{names[id(parameter)]} of {type(self.module).__name__} was given another order in "
+                    f"memory after run.model: strides {now[place]}; expected {self._strides[place]}",
+                    hint="model.to(memory_format=…) before run.model(model)",
+                )
+        self._strides = now  # so that the next step need not look as closely
+
     def _meet(self, microbatch: Microbatch) -> None:
         if not microbatch.last:
             self.contributions.push(take_gradients(self.parameters))
@@ -117,7 +135,7 @@ class ReplicatedModel(HeldModel):
         late = self._late or []
         sums = [self._sum(one.parameters, one.gradients, last=one.last) for one in late]
         for one, total in zip(late, sums, strict=True):
-            one.finish(total)
+            one.finish(total, self._parts_of(one.parameters))
         self.contributions.take()  # the hook has used them, bucket by bucket
         self._drop_unused()
         # After its first backward pass DDP lets ranks agree on buckets. By itself it does so in the next
@@ -205,14 +223,22 @@ class ReplicatedModel(HeldModel):
         nodes = self.contributions.nodes
         kept = len(nodes) - self.contributions.pending_merges
         places = [self._places[id(p)] for p in parameters] if nodes else []
+        parts = self._parts_of(parameters if nodes else [])
         for slot, node in zip(slots, nodes[:kept], strict=False):
-            write(slot, [node[place] for place in places], parameters)
+            write(slot, [node[place] for place in places], parts)
         for node in reversed(nodes[kept:]):
             flat = torch.empty_like(buffer)
-            write(flat, [node[place] for place in places], parameters)
+            write(flat, [node[place] for place in places], parts)
             buffer.add_(flat)
         if slots[kept].data_ptr() != buffer.data_ptr():
             slots[kept].copy_(buffer)
+
+    def _parts_of(self, parameters: list[torch.Tensor]) -> Parts:
+        """Return where the gradients of a bucket lie in it."""
+        places = tuple([self._places[id(p)] for p in parameters])
+        if places not in self._parts:
+            self._parts[places] = Parts(self._forms[place] for place in places)
+        return self._parts[places]
 
     def extras(self) -> dict[str, Any]:
         """Return what the exchange remembers from step to step, where it does."""

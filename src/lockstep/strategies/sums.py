@@ -9,7 +9,7 @@ import torch
 
 from lockstep.exchange.base import Exchange
 from lockstep.exchange.choose import make
-from lockstep.exchange.flat import as_typed, numel, parts
+from lockstep.exchange.flat import Parts, as_typed, form
 from lockstep.strategies.contributions import Gradients, write
 from lockstep.strategies.holding import Holding
 
@@ -28,6 +28,8 @@ class Sums:
         self._exchange = exchange
         self._parameters = parameters
         self._buckets = _buckets(parameters)
+        # Kept, so that ranks go by one order whatever becomes of their parameters' memory.
+        self._parts = [Parts(form(parameters[p]) for p in bucket) for bucket in self._buckets]
 
     def __call__(self, nodes: Sequence[Gradients], place: int) -> Gradients:
         """Return the gradients of all replicas; `None` for parameters that none has used.
@@ -37,16 +39,15 @@ class Sums:
             place: a number that is to be the same on all ranks.
         """
         sums = []
-        for number, bucket in enumerate(self._buckets):
+        for number, (bucket, parts) in enumerate(zip(self._buckets, self._parts, strict=True)):
             last = number == len(self._buckets) - 1
-            parameters = [self._parameters[p] for p in bucket]
-            size = numel(parameters)
+            first, size = self._parameters[bucket[0]], parts.size
             # Behind the last gradients: how many ranks use each parameter.
             notes = len(self._parameters) if last else 0
-            memory = parameters[0].new_empty(size, dtype=parameters[0].dtype.to_real())
+            memory = first.new_empty(size, dtype=first.dtype.to_real())
             slots = self._exchange.slots(memory, notes)
             for position, (slot, node) in enumerate(zip(slots, nodes, strict=True)):
-                write(slot[:size], [node[p] for p in bucket], parameters)
+                write(slot[:size], [node[p] for p in bucket], parts)
                 if last:
                     used = [position == 0 and self._is_used(nodes, p) for p in range(notes)]
                     slot[size:] = torch.tensor(used, dtype=slot.dtype)
@@ -60,9 +61,8 @@ class Sums:
     def _read(self, sums: Sequence[torch.Tensor], nodes: Sequence[Gradients]) -> Gradients:
         used = sums[-1][-len(self._parameters) :].tolist()
         result: Gradients = [None] * len(self._parameters)
-        for bucket, total in zip(self._buckets, sums, strict=True):
-            parameters = [self._parameters[place] for place in bucket]
-            for place, part in zip(bucket, parts(total, parameters), strict=True):
+        for bucket, parts, total in zip(self._buckets, self._parts, sums, strict=True):
+            for place, part in zip(bucket, parts.of(total), strict=True):
                 if used[place]:
                     # Into the memory of this rank's own gradient: the sum's belongs to the exchange.
                     own = next((n[place] for n in nodes if n[place] is not None), None)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from lockstep.exchange.flat import Parts, form
 from lockstep.layout.replicas import block
 from lockstep.layout.tree import fold, merges, nodes, total
 from lockstep.strategies.contributions import (
@@ -88,6 +89,14 @@ def test_adding_changes_the_left_one_in_place() -> None:
     assert right[0].tolist() == [1, 1]
 
 
+def test_conjugated_gradients_are_added_beside_real_ones() -> None:
+    """A view that only says it is conjugated cannot be added to in place."""
+    left = [torch.ones(2), torch.tensor([1 + 2j]).conj(), None]
+    right = [torch.ones(2), torch.tensor([3 + 4j]).conj(), torch.tensor([5j])]
+    real, conjugated, alone = add(left, right)
+    assert (real.tolist(), conjugated.tolist(), alone.tolist()) == ([2, 2], [4 - 6j], [5j])
+
+
 def test_pending_merges_follow_the_tree() -> None:
     contributions = Contributions(range(4), 4)
     found = []
@@ -111,7 +120,7 @@ def test_what_stands_for_a_missing_gradient_changes_no_bit() -> None:
         parameter = torch.zeros(2, dtype=dtype)
         zeros = torch.full_like(parameter, complex(-0.0, -0.0) if dtype.is_complex else -0.0)
         flat = torch.ones(4 if dtype.is_complex else 2)
-        write(flat, [None], [parameter])
+        write(flat, [None], Parts([form(parameter)]))
         assert torch.signbit(flat).all()
         (total,) = add([zeros.clone()], [nothing_like(parameter)])
         assert bits(total) == bits(zeros)
