@@ -74,9 +74,16 @@ def test_buffers_of_each_ranks_own_without_trainable_parameters() -> None:
     assert one != two
 
 
-def test_buffers_of_each_ranks_own_in_a_frozen_model_beside_one_that_is_cut() -> None:
-    settings = {"strategy": "pipeline", "mesh": "2x2"}
-    means = run_ranks(frozen_mean, 4, {"broadcast_buffers": False}, settings)
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [(4, {"strategy": "pipeline", "mesh": "2x2"}), (2, {"exchange": "local-sgd"})],
+    ids=["pipeline", "local-sgd"],
+)
+def test_frozen_models_where_those_in_training_must_share(
+    ranks: int, settings: dict[str, Any]
+) -> None:
+    """Every rank holds the whole of a frozen model, and nothing of it meets."""
+    means = run_ranks(frozen_mean, ranks, {"broadcast_buffers": False}, settings)
     assert len(set(means)) == 2, "one per replica"
 
 
