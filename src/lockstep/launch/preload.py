@@ -18,8 +18,9 @@ MODULES = (
     "torch.distributed",
     "torch.nn.parallel",
     "torch.utils.data",
-    "lockstep.training.run",
 )
+#: What `lockstep.Run` brings in.
+_RUN = "lockstep.training.run"
 #: A second of imports, which the first optimizer of a process brings in.
 _DYNAMO = "torch._dynamo"
 #: Strategies that take longer to import than all others together.
@@ -30,8 +31,9 @@ def likely(spec: LaunchSpec, env: Mapping[str, str]) -> tuple[str, ...]:
     """Return what the workers of `spec` will import besides, as far as its source and flags tell."""
     strategy = spec.method.strategy or env.get("LOCKSTEP_STRATEGY")
     if strategy in _STRATEGIES:
-        return (_DYNAMO, f"lockstep.strategies.{strategy}")
-    return (_DYNAMO,) if source.names(spec, "optim") else ()
+        return (_RUN, _DYNAMO, f"lockstep.strategies.{strategy}")
+    run = (_RUN,) if source.imports(spec, "lockstep") else ()
+    return (*run, _DYNAMO) if source.names(spec, "optim") else run
 
 
 def preload(more: Sequence[str] = ()) -> str | None:
