@@ -16,7 +16,7 @@ from lockstep.layout import keys
 from lockstep.layout.order import Shuffled
 from lockstep.layout.replicas import share
 from lockstep.training.digest import digest
-from lockstep.world import connect
+from lockstep.world import groups
 from tests.distributed.jobs import classes, conv_net
 
 SEED, BATCH, SAMPLES, EPOCHS = 3, 16, 48, 2
@@ -68,6 +68,6 @@ def plain_ddp() -> str:
     for buffer in net.buffers():
         dist.broadcast(buffer, 0)
     result = digest([net.state_dict()])
-    connect.KEPT.append(dist.group.WORLD)  # what every Lockstep run does; see there
+    groups.keep(dist.group.WORLD)  # what every Lockstep run does; see there
     dist.destroy_process_group()
     return result

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lockstep.exchange.base import Forest
 from lockstep.exchange.tree import GroupWire, Work
-from lockstep.world.connect import keep
+from lockstep.world.groups import keep
 from lockstep.world.meet import TIMEOUT
 
 

@@ -17,6 +17,7 @@ from lockstep.launch.plan import arguments, command, interpreter
 from lockstep.launch.spec import LaunchSpec
 from lockstep.record import report, stacks
 from lockstep.record.report import Report
+from lockstep.world import groups
 from lockstep.world.environments.lockstep import SERVER
 
 _PACKAGE = str(Path(__file__).parent)
@@ -68,6 +69,7 @@ def run_guarded(body: Callable[[], object], environ: Mapping[str, str], home: st
         home: directory of the user's code.
     """
     stacks.offer(environ)
+    groups.hold_destroyed()
     try:
         body()
     except SystemExit as leave:

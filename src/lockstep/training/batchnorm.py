@@ -11,7 +11,7 @@ from torch import nn
 from lockstep.errors import ExactnessError, ModelError
 from lockstep.strategies.sync_batchnorm import Ranks, convert
 from lockstep.training.session import Session
-from lockstep.world.connect import keep
+from lockstep.world.groups import keep
 from lockstep.world.meet import TIMEOUT
 
 

@@ -17,7 +17,7 @@ from lockstep.layout.replicas import block
 from lockstep.layout.servers import check as check_servers
 from lockstep.training.settings import Settings
 from lockstep.world import World
-from lockstep.world.connect import keep
+from lockstep.world.groups import keep
 
 #: Strategies whose models live in a process group even where it has one rank.
 _ALWAYS_IN_A_GROUP = ("ps", "fsdp", *SPREAD)

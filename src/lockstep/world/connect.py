@@ -9,17 +9,8 @@ import torch.distributed as dist
 
 from lockstep.errors import DeviceError
 from lockstep.world.devices import device_identity
+from lockstep.world.groups import keep
 from lockstep.world.meet import TIMEOUT, Meeting
-
-#: Process groups stay until the process ends. Whoever drops the last reference to one joins Gloo's
-#: threads with the interpreter's lock in hand; one of them may be waiting for that lock to drop a tensor
-#: of the last collective, and then neither ever goes on (seen with torch 2.13).
-KEPT: list[dist.ProcessGroup | None] = []
-
-
-def keep(group: dist.ProcessGroup) -> None:
-    """Keep a process group until the process ends."""
-    KEPT.append(group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +56,7 @@ def connect(meeting: Meeting, device: torch.device, *, always: bool = False) -> 
         world_size=world.size,
         timeout=TIMEOUT,
     )
-    KEPT.append(dist.group.WORLD)
+    keep(dist.group.WORLD)
     return Connection(notes, dist.group.WORLD, owned=True)
 
 
