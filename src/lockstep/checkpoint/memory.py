@@ -8,6 +8,7 @@ has it, however that ends. Does not import torch: the launcher looks here too.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import mmap
 import os
 from collections.abc import Mapping, Sequence
@@ -317,6 +318,16 @@ class Half:
         """Rank `part` has written its part of snapshot `number`."""
         assert self._words is not None
         self._words[_MARKS + part] = number
+
+
+def tag_of(told: bytes, run: int) -> bytes:
+    """Return the tag of the `run`-th run of a script (from 0) that is what `told` says."""
+    return run.to_bytes(4, "big") + hashlib.sha256(told).digest()[:28]
+
+
+def run_of(tag: bytes) -> int:
+    """Return which run of its script a snapshot is of, by its tag."""
+    return int.from_bytes(tag[:4], "big")
 
 
 def _aligned(size: int) -> int:

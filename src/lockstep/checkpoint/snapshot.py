@@ -15,7 +15,14 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from lockstep.checkpoint.memory import Descriptors, Half, data_offset, newest, next_number
+from lockstep.checkpoint.memory import (
+    Descriptors,
+    Half,
+    data_offset,
+    newest,
+    next_number,
+    run_of,
+)
 from lockstep.world.cgroups import memory_left
 
 _ALIGNMENT = 64
@@ -105,13 +112,15 @@ class Snapshots:
 
     Args:
         descriptors: the memory.
-        tag: 32 bytes that name the run.
+        tag: of the run, as `memory.tag_of` makes it.
         part: number of this rank among those of its launcher.
         parts: how many they are.
 
     Attributes:
         parts: how many ranks the launcher has.
         number: of the first snapshot that this generation takes.
+        is_spoken_for: whether it holds a run that the script comes to after this one: a generation began
+            again with the first of several runs, and the one that was interrupted waits here.
     """
 
     def __init__(self, descriptors: Descriptors, *, tag: bytes, part: int, parts: int) -> None:
@@ -125,6 +134,7 @@ class Snapshots:
 
     def _read(self) -> Snapshot | None:
         half = newest(self._halves)
+        self.is_spoken_for = half is not None and run_of(half.tag) > run_of(self._tag)
         if half is None or half.tag != self._tag:
             return None
         head = json.loads(half.text)

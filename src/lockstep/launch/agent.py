@@ -218,8 +218,7 @@ class Agent(SimpleElasticAgent):
         is_run = self._is_run or self._standing.opened
         if not self._restarts.again(verdict.kind, progress, is_run=is_run):
             return None
-        where = ", from the newest snapshot" if any(progress) else ""
-        return f"{verdict.brief}; restart {self._restarts.count}{where}"
+        return f"{verdict.brief}; restart {self._restarts.count}{self._standing.origin}"
 
     def _follow(self, decision: Decision) -> RunResult:
         """Do what is decided for all launchers."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.checkpoint.memory import SLOTS, VARIABLE, Board, Descriptors, Slot, progress
+from lockstep.checkpoint.memory import SLOTS, VARIABLE, Board, Descriptors, Slot, progress, run_of
 
 
 class Standing:
@@ -46,6 +46,15 @@ class Standing:
     def progress(self) -> tuple[bytes, int]:
         """The newest snapshot: its run and its number."""
         return progress(self._memory)
+
+    @property
+    def origin(self) -> str:
+        """From where the next generation goes on, to be said after a restart; empty for nowhere."""
+        tag, number = self.progress
+        if not number:
+            return ""
+        run = run_of(tag)
+        return f", from the newest snapshot{f' of run {run + 1} in the script' if run else ''}"
 
     def variables(self, index: int) -> dict[str, str]:
         """Return the variables by which the `index`-th rank of this launcher finds the memory."""

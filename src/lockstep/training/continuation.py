@@ -73,7 +73,7 @@ class Continuation:
         )
 
     def _rhythm(self) -> Rhythm | None:
-        if self.memory is None:
+        if self.memory is None or self.memory.snapshots.is_spoken_for:
             return None
         # Launchers choose their moments by themselves, where no rank needs another's part of the state.
         alone = self.memory.snapshots.parts == self.meeting.world.size

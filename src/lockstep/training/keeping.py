@@ -21,6 +21,8 @@ from lockstep.training.state import State
 #: At which point memory for checkpoints is taken, and what writes them imported: in the background, but
 #: not for runs that are over at once, nor where ranks would gather the state together for it.
 _PREPARED_AT = 50
+#: Seconds after which a run is worth a checkpoint of its end, unless checkpoints are closer together.
+_LONG = 60.0
 #: Up to which point ranks look for memory for snapshots, where they gather the state for it together.
 _LOOKED_UNTIL = 1 << 14
 
@@ -61,7 +63,7 @@ class Keeper:
         self._state, self._loop = state, loop
         self._agreement, self._rhythm, self._checkpoints = agreement, rhythm, checkpoints
         self._standing, self._every, self._warn = standing, every, warn
-        self._saved = time.monotonic()
+        self._saved = self._began = time.monotonic()
         self._asked: _Asked | None = None
         self._has_looked = False
         self._points = 0
@@ -152,6 +154,19 @@ class Keeper:
         """The script is done: what it has asked for is on disk when this returns."""
         if self._asked is not None:
             self._save(*self._capture())
+        self._wait()
+
+    @property
+    def is_long(self) -> bool:
+        """Whether the end of the run is to be on disk: what the main rank says goes for all.
+
+        A script may have other runs after it, and would begin with this one again.
+        """
+        return 0 < min(self._every, _LONG) < time.monotonic() - self._began
+
+    def save_end(self) -> None:
+        """Save the end of the run; it is on disk when this returns. All ranks have come to it."""
+        self._save(*self._capture())
         self._wait()
 
     def _wait(self) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from lockstep.checkpoint.memory import SLOTS, Board, Descriptors, Slot
+from lockstep.checkpoint.memory import SLOTS, Board, Descriptors, Slot, tag_of
 from lockstep.checkpoint.rhythm import Rhythm
 from lockstep.checkpoint.snapshot import Snapshots
 from lockstep.record.run_file import Identity
@@ -56,8 +55,7 @@ class Memory:
         if index == 0 and run > 0:
             board.begin_run()
         slot.run, slot.step = run, 0
-        told = json.dumps([asdict(identity), run], sort_keys=True).encode()
-        tag = hashlib.sha256(told).digest()
+        tag = tag_of(json.dumps(asdict(identity), sort_keys=True).encode(), run)
         snapshots = Snapshots(descriptors, tag=tag, part=index, parts=count)
         return Memory(board, slot, snapshots, Rhythm(snapshots, board, leads=index == 0))
 

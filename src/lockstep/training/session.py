@@ -376,7 +376,9 @@ class Session:
         with self.standing.meeting("the end of the run"):
             self._agree(own_digest)
         if self._watch is not None:
-            self._watch.close()  # from here on nobody waits for another rank
+            self._watch.close()  # from here on nobody can leave too early
+        if self._saves_end():
+            self._keeper.save_end()
         if self._backwards and not self.loop.steps:
             self._record.warn(
                 "lockstep: warning: gradients were computed, but no optimizer of the run has stepped; "
@@ -399,6 +401,14 @@ class Session:
                     hint="look for code that changes weights by itself on one rank; "
                     "`lockstep verify` names the first step that differs",
                 )
+
+    def _saves_end(self) -> bool:
+        if self.world.size == 1:
+            return self._keeper.is_long
+        store = self._meeting.store
+        if self.world.is_main:
+            store.set("end/saved", "1" if self._keeper.is_long else "0")
+        return store.get("end/saved") == b"1"
 
     def close(self, error: BaseException | None) -> None:
         """Give back everything; after an error nothing that would wait for other ranks."""

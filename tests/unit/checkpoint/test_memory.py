@@ -10,7 +10,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lockstep.checkpoint.memory import VARIABLE, Board, Descriptors, Half, progress
+from lockstep.checkpoint.memory import (
+    VARIABLE,
+    Board,
+    Descriptors,
+    Half,
+    progress,
+    run_of,
+    tag_of,
+)
 from lockstep.checkpoint.rhythm import Rhythm
 from lockstep.checkpoint.snapshot import Snapshots
 
@@ -73,6 +81,17 @@ def test_the_newest_whole_snapshot_is_found(memory, count, numel):
         assert found(memory) == number
         assert progress(memory) == (TAG, number)
     assert found(memory, tag=bytes(32)) is None, "of another run"
+
+
+def test_a_run_sees_that_the_memory_is_of_one_that_comes_later(memory):
+    tags = [tag_of(b"the same script", run) for run in range(3)]
+    assert [run_of(tag) for tag in tags] == [0, 1, 2]
+    assert len({tag[4:] for tag in (*tags, tag_of(b"another", 0))}) == 2
+    write(ranks(memory, 2, tags[1]), 1, state(1))
+    for tag, later in zip(tags, (True, False, False), strict=True):
+        (team,) = ranks(memory, 1, tag)
+        assert team.is_spoken_for is later
+        assert (team.found is not None) is (tag == tags[1])
 
 
 def test_a_snapshot_of_another_layout_of_ranks_is_read(memory):

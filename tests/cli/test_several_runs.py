@@ -1,0 +1,86 @@
+"""A script with two runs, one after the other: what is kept when a rank dies in the second."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import os, signal, sys, time
+import torch
+import lockstep
+
+def train(name, rate, pause, dies=False):
+    with lockstep.Run(name, replicas=2) as run:
+        net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Dropout(), torch.nn.Linear(4, 1))
+        model = run.model(net)
+        optimizer = run.optimizer(torch.optim.Adam(model.parameters(), lr=rate))
+        loader = run.loader([torch.tensor([float(i), 1.0]) for i in range(20)], batch_size=4, shuffle=True)
+        for _ in run.epochs(3):
+            for x in loader:
+                time.sleep(pause)
+                run.backward(model(x).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                if run.main:
+                    print(name, "step", run.step, flush=True)
+                if dies and run.step >= 10 and run.world.rank == 1 and not os.path.exists("dead"):
+                    open("dead", "w").close()
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+train("first", 0.01, 0.05)
+train("second", 0.02, 0.01, dies="dies" in sys.argv)
+"""
+
+
+def digests(text: str) -> list[str]:
+    return re.findall(r"digest=(sha256:\w+)", text)
+
+
+def steps(text: str, name: str) -> list[int]:
+    return [int(step) for step in re.findall(rf"^{name} step (\d+)$", text, re.MULTILINE)]
+
+
+def saved(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.glob("checkpoints/step-*"))
+
+
+def second_after_death(text: str) -> list[int]:
+    return steps(text.rpartition("digest=")[0].rpartition("digest=")[2], "second")
+
+
+@pytest.mark.ranks(2)
+def test_neither_run_loses_what_is_kept_of_it(lockstep):
+    script = lockstep.script(SCRIPT)
+    undisturbed = lockstep.python(script)
+    assert undisturbed.code == 0, undisturbed.err
+    first, second = digests(undisturbed.out)
+    assert first != second
+
+    # The first is long enough for a checkpoint of its end; the second is in memory alone.
+    words = ("--strategy", "fsdp", "--run-dir", "run", "--checkpoint-every", "0.5")
+    done = lockstep("run", "-n", "2", *words, script, "dies")
+    assert done.code == 0, done.err
+    assert "restart 1, from the newest snapshot of run 2 in the script" in done.err
+    assert digests(done.out) == [first, first, second], "the first ends twice, with the same bits"
+    assert steps(done.out, "first") == list(range(15)), "it is not computed twice"
+    assert "step-00000015" in saved(lockstep.directory / "run")
+    after = second_after_death(done.out)
+    assert after[0] > 0, "the second goes on from memory"
+    assert after == list(range(after[0], 15))
+
+
+@pytest.mark.ranks(2)
+def test_a_short_first_run_is_repeated_and_leaves_the_second_in_memory(lockstep):
+    script = lockstep.script(SCRIPT)
+    done = lockstep("run", "-n", "2", "--run-dir", "run", script, "dies")
+    assert done.code == 0, done.err
+    assert steps(done.out, "first") == [*range(15), *range(15)]
+    after = second_after_death(done.out)
+    assert after[0] > 0
+    assert after == list(range(after[0], 15))
+    assert saved(lockstep.directory / "run") == []
+    first, again, _ = digests(done.out)
+    assert first == again
