@@ -7,10 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.errors import PREEMPTED
+
 SCRIPT = """
 import os, signal, sys, time
 import torch
 import lockstep
+
+STRIKES = {
+    "dies": (os.getpid(), signal.SIGKILL),
+    "is-preempted": (os.getpid(), signal.SIGTERM),
+}
 
 def train(name, rate, pause, dies=False):
     with lockstep.Run(name, replicas=2) as run:
@@ -26,12 +33,12 @@ def train(name, rate, pause, dies=False):
                 optimizer.zero_grad()
                 if run.main:
                     print(name, "step", run.step, flush=True)
-                if dies and run.step >= 10 and run.world.rank == 1 and not os.path.exists("dead"):
-                    open("dead", "w").close()
-                    os.kill(os.getpid(), signal.SIGKILL)
+                if dies and run.step >= 10 and run.world.rank == 1 and not os.path.exists("struck"):
+                    open("struck", "w").close()
+                    os.kill(*STRIKES[sys.argv[1]])
 
 train("first", 0.01, 0.05)
-train("second", 0.02, 0.01, dies="dies" in sys.argv)
+train("second", 0.02, 0.01, dies=len(sys.argv) > 1)
 """
 
 
@@ -84,3 +91,18 @@ def test_a_short_first_run_is_repeated_and_leaves_the_second_in_memory(lockstep)
     assert saved(lockstep.directory / "run") == []
     first, again, _ = digests(done.out)
     assert first == again
+
+
+@pytest.mark.ranks(2)
+def test_a_launch_that_was_preempted_in_the_second_goes_on_there(lockstep):
+    words = ("run", "-n", "2", "--run-dir", "run", lockstep.script(SCRIPT), "is-preempted")
+    stopped = lockstep(*words)
+    assert stopped.code == PREEMPTED, stopped.err
+    (first,) = digests(stopped.out)
+    done = lockstep(*words)
+    assert done.code == 0, done.err
+    assert digests(done.out)[0] == first
+    assert steps(done.out, "second")[0] > 0
+    refused = lockstep(*words)
+    assert "the run in" in refused.err
+    assert "is finished; expected a new or an unfinished one" in refused.err

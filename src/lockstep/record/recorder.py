@@ -54,6 +54,7 @@ class RecordSettings:
         launch: name of the launch; `None` where nobody gives one.
         restarted: whether this launch has recorded the run before.
         repeats: whether another rank sees the same microbatches, and records them.
+        before: directory of the run that the script has made before this one.
     """
 
     name: str
@@ -65,6 +66,7 @@ class RecordSettings:
     launch: str | None = None
     restarted: bool = False
     repeats: bool = False
+    before: Path | None = None
 
 
 class Recorder:
@@ -123,6 +125,8 @@ class Recorder:
             if self._settings.fresh:
                 for part in ("events", "checkpoints"):
                     shutil.rmtree(path / part, ignore_errors=True)
+            if settings.before is not None:
+                run_file.follow(settings.before, path)
             store.set("directory", str(path))
         path = Path(store.get("directory").decode())
         if self._world.node_rank == 0 or path.is_dir():

@@ -121,8 +121,33 @@ def cannot_write(directory: Path, error: OSError) -> RunDirectoryError:
     )
 
 
+def follow(directory: Path, later: Path) -> None:
+    """Note in the record of a run which one its script has begun after it.
+
+    Raises:
+        RunDirectoryError: if the record is damaged, or cannot be written.
+    """
+    recorded = read(directory)
+    if recorded is not None and later != directory:
+        write(directory, {**recorded, "next": os.path.relpath(later, directory)})
+
+
+def _goes_on(directory: Path, recorded: dict[str, Any]) -> bool:
+    """Return whether a script has begun a later run after this one, and not finished it."""
+    seen: set[Path] = set()
+    while later := recorded.get("next"):
+        directory = (directory / str(later)).resolve()
+        if directory in seen:
+            return False  # somebody has moved directories about
+        seen.add(directory)
+        recorded = read(directory) or {"status": "nothing yet"}
+        if recorded.get("status") != "finished":
+            return True
+    return False
+
+
 def check(directory: Path, identity: Identity, *, fresh: bool, restarted: bool = False) -> None:
-    """Refuse a directory that holds another run, or one that is finished.
+    """Refuse a directory that holds another run, or one that is finished, as its script is.
 
     Args:
         directory: the run's directory.
@@ -136,7 +161,8 @@ def check(directory: Path, identity: Identity, *, fresh: bool, restarted: bool =
     recorded = read(directory)
     if recorded is None or fresh:
         return
-    if recorded.get("status") == "finished" and not restarted:
+    finished = recorded.get("status") == "finished" and not restarted
+    if finished and not _goes_on(directory, recorded):
         raise RunDirectoryError(
             f"the run in {directory} is finished; expected a new or an unfinished one",
             hint="--fresh overwrites it, --run-dir names another directory",

@@ -83,6 +83,8 @@ class Session:
 
     #: directories that earlier runs of this process have taken
     _directories: ClassVar[set[Path]] = set()
+    #: directory of the run before this one
+    _before: ClassVar[Path | None] = None
 
     def __init__(self, settings: Settings, world: World, store: dist.Store | None = None) -> None:
         self.settings = settings
@@ -236,6 +238,7 @@ class Session:
     def _remember_directory(self) -> None:
         if self.settings.run_dir is not None:
             self._directories.add(self.settings.run_dir)
+        Session._before = self._record.directory
 
     def _record_settings(self) -> RecordSettings:
         asked = self.settings
@@ -249,6 +252,7 @@ class Session:
             launch=self._launch,
             restarted=self._earlier.is_ours,
             repeats=self.formation.column > 0,
+            before=self._before,
         )
 
     def _start_watch(self) -> Watch | None:

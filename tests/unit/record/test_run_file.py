@@ -72,6 +72,37 @@ def test_a_finished_run_is_not_overwritten(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("third", "refused"),
+    [
+        ("finished", True),
+        ("running", False),
+        ("preempted", False),
+        ("failed", False),
+        (None, False),
+    ],
+)
+def test_a_finished_run_is_passed_over_while_a_later_one_of_its_script_is_not(
+    tmp_path: Path, third: str | None, refused: bool
+) -> None:
+    paths = [tmp_path, tmp_path / "second-2", tmp_path / "third-3"]
+    for path, status in zip(paths, ("finished", "finished", third), strict=True):
+        if status is not None:
+            path.mkdir(exist_ok=True)
+            record(path, status)
+    run_file.follow(paths[0], paths[1])
+    run_file.follow(paths[1], paths[2])
+    if refused:
+        with pytest.raises(RunDirectoryError, match="is finished"):
+            run_file.check(tmp_path, IDENTITY, fresh=False)
+    else:
+        run_file.check(tmp_path, IDENTITY, fresh=False)
+    # Directories that lead back to each other have nothing that is left to do.
+    run_file.follow(paths[1], paths[0])
+    with pytest.raises(RunDirectoryError, match="is finished"):
+        run_file.check(tmp_path, IDENTITY, fresh=False)
+
+
+@pytest.mark.parametrize(
     "text", ["", "{", '{"status": ', "nonsense", "\0\1", "[]", '"text"', "3", '{"identity": []}']
 )
 def test_a_damaged_record(tmp_path: Path, text: str) -> None:
