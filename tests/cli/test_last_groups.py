@@ -68,3 +68,28 @@ print(max(counts[20:]) <= max(counts[:20]))
 def test_groups_made_and_destroyed_for_ever_do_not_pile_up(lockstep):
     done = lockstep("run", "-n", "2", lockstep.script(AGAIN))
     assert (done.code, done.err, done.out) == (0, "", "True\n")
+
+
+FORKED = """
+import torch.distributed as dist
+import lockstep
+from lockstep.world import groups
+
+def use():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    groups.keep(dist.group.WORLD)
+    dist.barrier()
+    dist.destroy_process_group()
+    return "used"
+
+use()
+print(lockstep.launch(use, 1, start="fork"))
+"""
+
+
+@pytest.mark.ranks(1)
+def test_groups_of_the_process_that_a_worker_was_forked_from_are_not_its_own(lockstep):
+    done = lockstep.python(
+        lockstep.script(FORKED)
+    )  # its threads stayed behind: joining them was a SIGSEGV
+    assert (done.code, done.out) == (0, "['used']\n"), done.err

@@ -104,7 +104,9 @@ class _Source:
 def say(text: str) -> None:
     """Tell the user something of the launcher's own."""
     with contextlib.suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)  # noqa: T201 - the launcher's own words
+        # In one piece: with PYTHONUNBUFFERED each is written at once, and ranks' lines come between.
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
 
 
 class Output:

@@ -78,12 +78,12 @@ class Progress:
     @staticmethod
     def say(text: str) -> None:
         """Print a line to standard error, above the bar if there is one."""
-        tqdm.write(text, file=sys.stderr)
+        tqdm.write(f"{text}\n", file=sys.stderr, end="")  # in one piece, other ranks write here too
 
     @staticmethod
     def print(text: str) -> None:
         """Print a line to standard output, above the bar if there is one."""
-        tqdm.write(text, file=sys.stdout)
+        tqdm.write(f"{text}\n", file=sys.stdout, end="")
         sys.stdout.flush()
 
 

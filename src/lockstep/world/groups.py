@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 _kept: list[ProcessGroup | None] = []
 #: Groups that the script has destroyed, the newest last.
 _destroyed: dict[ProcessGroup, None] = {}
+#: Groups of the process that this one was forked from: their threads are not here, and cannot be joined.
+_inherited: list[ProcessGroup | None] = []
 #: How many of them are held: each has sockets, and a script may make and destroy groups for ever.
 _HELD = 16
 #: Seconds in which a thread of a group that a model still holds gets the interpreter's lock.
@@ -64,6 +67,15 @@ def _hold(groups: tuple[ProcessGroup, ...]) -> None:
         _destroyed[group] = None
     for group in tuple(_destroyed)[:-_HELD]:
         del _destroyed[group]
+
+
+def _inherit() -> None:
+    _inherited.extend([*_kept, *_destroyed])
+    _kept.clear()
+    _destroyed.clear()
+
+
+os.register_at_fork(after_in_child=_inherit)
 
 
 def _part_at_the_end() -> None:
