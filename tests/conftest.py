@@ -15,6 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.template import Forked, Template
+
+#: The command, as a program of the interpreter.
+LOCKSTEP = ("-m", "lockstep")
+
 #: torch's stores ask the resolver for the name of every peer. One that drops a packet now and then
 #: would keep a test for as long as glibc waits: five seconds, twice.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
@@ -58,10 +63,11 @@ def _leaks(children: set[int], threads: set[threading.Thread]) -> list[str]:
 
 def _children() -> set[int]:
     found: set[int] = set()
-    for file in Path("/proc/self/task").glob("*/children"):
-        with contextlib.suppress(FileNotFoundError):  # a thread may end between the two looks
-            found.update(map(int, file.read_text().split()))
-    return found
+    for parent in ("self", *map(str, Template.pids)):
+        for file in Path("/proc", parent, "task").glob("*/children"):
+            with contextlib.suppress(FileNotFoundError):  # a thread may end between the two looks
+                found.update(map(int, file.read_text().split()))
+    return found - Template.pids
 
 
 def _counts(pid: int) -> bool:
@@ -100,8 +106,8 @@ class Done:
 class Lockstep:
     """Runs `lockstep …` in a directory of its own, each in its own session, never longer than a timeout."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, template: Template | None = None) -> None:
+        self.directory, self._template = directory, template
         self._started: list[subprocess.Popen[str]] = []
 
     def script(self, text: str, name: str = "train.py") -> str:
@@ -115,20 +121,25 @@ class Lockstep:
         self,
         *words: str,
         env: dict[str, str] | None = None,
-        program: tuple[str, ...] = ("-m", "lockstep"),
+        program: tuple[str, ...] = LOCKSTEP,
         executable: str = sys.executable,
     ) -> subprocess.Popen[str]:
         """Start a command and return at once."""
-        process = subprocess.Popen(
-            [executable, *program, *words],
-            cwd=self.directory,
-            env={**os.environ, **(env or {})},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        environ = {**os.environ, **(env or {})}
+        process: subprocess.Popen[str]
+        if self._template is not None and (executable, program) == (sys.executable, LOCKSTEP):
+            process = Forked(self._template, words, self.directory, environ)
+        else:
+            process = subprocess.Popen(
+                [executable, *program, *words],
+                cwd=self.directory,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
         self._started.append(process)
         return process
 
@@ -181,9 +192,18 @@ def _state(pid: int) -> str:
         return ""
 
 
+@pytest.fixture(scope="session")
+def template() -> Iterator[Template]:
+    """The process that commands are forked from."""
+    process = Template()
+    yield process
+    process.close()
+
+
 @pytest.fixture
-def lockstep(tmp_path: Path) -> Iterator[Lockstep]:
-    """The command `lockstep`, run in a temporary directory."""
-    command = Lockstep(tmp_path)
+def lockstep(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Lockstep]:
+    """The command `lockstep`, run in a temporary directory; from a template for tests marked `forked`."""
+    is_forked = request.node.get_closest_marker("forked") is not None
+    command = Lockstep(tmp_path, request.getfixturevalue("template") if is_forked else None)
     yield command
     command.close()

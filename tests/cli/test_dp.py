@@ -7,7 +7,10 @@ import torch
 
 from tests.conftest import Lockstep
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+pytestmark = [
+    pytest.mark.forked,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU"),
+]
 
 SCRIPT = """
 import torch, lockstep

@@ -12,6 +12,8 @@ from torch import Tensor
 from lockstep.checkpoint.disk import Checkpoints
 from lockstep.cli import main
 
+pytestmark = pytest.mark.forked
+
 
 def weights(step: int, model: int = 0) -> dict[str, Tensor]:
     return {"0.weight": torch.full((2, 3), float(step + 100 * model)), "0.bias": torch.zeros(2)}

@@ -6,7 +6,7 @@ import pytest
 
 from tests.conftest import Done, Lockstep
 
-pytestmark = pytest.mark.ranks(2)
+pytestmark = [pytest.mark.forked, pytest.mark.ranks(2)]
 
 SCRIPT = """
 import os, signal, time

@@ -7,6 +7,8 @@ import re
 
 import pytest
 
+pytestmark = pytest.mark.forked
+
 #: Each generation dies at another moment. The last rank kills itself: nothing is told beforehand.
 SCRIPT = """
 import os, signal, sys, threading

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+pytestmark = pytest.mark.forked
+
 #: The thread comes late by design: its collective holds a Python object, and nothing gives it the lock
 #: between the end of the collective and the end of the function.
 LATE = """

@@ -7,6 +7,8 @@ import pytest
 from tests.conftest import Lockstep
 from tests.distributed.small import SCRIPT, digest_of
 
+pytestmark = pytest.mark.forked
+
 LISTED = SCRIPT.replace("nn.Sequential(", "[").replace("nn.Linear(8, 2))", "nn.Linear(8, 2)]")
 
 

@@ -11,6 +11,8 @@ import pytest
 
 from tests.conftest import Done, Lockstep
 
+pytestmark = pytest.mark.forked
+
 DDP = Path(__file__).parents[2] / "examples" / "ddp_2020.py"
 #: torch's own launcher may use more than the loopback interface; one thread makes sums comparable.
 PLAIN = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

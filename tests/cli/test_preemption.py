@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
+pytestmark = pytest.mark.forked
+
 #: Opens a run by hand, and handles SIGTERM as a run does: a moment's work, then exit code 75.
 RUN = """
 import os, signal, subprocess, sys, time

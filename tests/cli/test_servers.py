@@ -13,6 +13,8 @@ import pytest
 from tests.conftest import Lockstep
 from tests.distributed.small import SCRIPT, digest_of
 
+pytestmark = pytest.mark.forked
+
 ROOT = Path(__file__).parents[2]
 
 #: Several runs in one launch: buffers, dropout, unused parameters, two models, clipping, schedules, two

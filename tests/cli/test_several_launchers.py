@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import Done, Lockstep
 
-pytestmark = pytest.mark.ranks(4)
+pytestmark = [pytest.mark.forked, pytest.mark.ranks(4)]
 
 WHO = """
 import os, sys, time

@@ -9,6 +9,8 @@ import pytest
 
 from lockstep.errors import PREEMPTED
 
+pytestmark = pytest.mark.forked
+
 SCRIPT = """
 import os, signal, sys, time
 import torch

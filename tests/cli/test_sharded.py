@@ -10,6 +10,8 @@ import torch
 
 from tests.conftest import Lockstep
 
+pytestmark = pytest.mark.forked
+
 SCRIPT = """
 import sys, time, torch, torch.nn.functional as F, lockstep
 from torch import nn

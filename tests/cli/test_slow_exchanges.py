@@ -6,6 +6,8 @@ import pytest
 
 from tests.conftest import Lockstep
 
+pytestmark = pytest.mark.forked
+
 SCRIPT = """
 import torch, lockstep
 from torch.utils.data import TensorDataset

@@ -15,6 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+pytestmark = pytest.mark.forked
+
 UNSHARE = shutil.which("unshare")
 
 SCRIPT = """

@@ -22,7 +22,7 @@ from tests.conftest import Lockstep
 from tests.distributed import on_digits
 from tests.distributed.on_digits import Told
 
-pytestmark = pytest.mark.ranks(4)
+pytestmark = [pytest.mark.forked, pytest.mark.ranks(4)]
 
 REPLICAS = 4
 #: By how much a weight may differ from one process's after 360 steps: they are of the order of 1.

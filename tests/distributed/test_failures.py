@@ -15,7 +15,7 @@ import pytest
 
 from tests.conftest import Lockstep
 
-pytestmark = pytest.mark.ranks(2)
+pytestmark = [pytest.mark.forked, pytest.mark.ranks(2)]
 
 SCRIPT = """
 import os, signal, sys

@@ -10,7 +10,7 @@ from lockstep.testing import RankError, run_ranks
 from tests.conftest import Lockstep
 from tests.distributed.jobs import quiet_run
 
-pytestmark = pytest.mark.ranks(2)
+pytestmark = [pytest.mark.forked, pytest.mark.ranks(2)]
 
 SCRIPT = """
 import os

@@ -1,0 +1,185 @@
+"""A process that has imported torch, from which commands are forked: most of a short launch is that import.
+
+A forked command does what `python -m lockstep` would: the same modules, words, streams, directory,
+environment and session. Tests of how a command itself comes to life start an interpreter for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
+
+ROOT = Path(__file__).parents[1]
+#: What launchers and their ranks import sooner or later.
+_MODULES = (
+    "torch._dynamo",
+    "torch.distributed",
+    "torch.nn.parallel",
+    "torch.utils.data",
+    "lockstep.cli",
+    "lockstep.launch.api",
+    "lockstep.strategies.fsdp",
+    "lockstep.training.run",
+)
+_MOST = 1 << 20
+
+
+class Template:
+    """The process, and its place among all that a session has."""
+
+    pids: ClassVar[set[int]] = set()
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.socket = ours
+        words = (sys.executable, "-m", "tests.template", str(theirs.fileno()))
+        self._process = subprocess.Popen(words, cwd=ROOT, pass_fds=[theirs.fileno()])
+        theirs.close()
+        self.pids.add(self._process.pid)
+
+    def close(self) -> None:
+        """End it."""
+        self.socket.close()
+        self._process.wait(timeout=10)
+        self.pids.discard(self._process.pid)
+
+
+class Forked(subprocess.Popen[str]):
+    """A command that is forked from a template.
+
+    Popen's own code does all but two things: making the process, and hearing of its end.
+
+    Args:
+        template: is its parent, too.
+        words: after `python -m lockstep`.
+        cwd: its directory.
+        env: its environment.
+    """
+
+    def __init__(
+        self, template: Template, words: Sequence[str], cwd: Path, env: Mapping[str, str]
+    ) -> None:
+        self._template, self._ended = template, -1
+        super().__init__(
+            list(words),
+            cwd=cwd,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def _execute_child(self, *given: Any) -> None:
+        words, _, _, _, _, cwd, env, *_ = given
+        stdin, _, _, stdout, _, stderr = given[10:16]
+        self._ended, ended = os.pipe()
+        told = json.dumps([words, str(cwd), dict(env)]).encode()
+        socket.send_fds(self._template.socket, [told], [stdin, stdout, stderr, ended])
+        for descriptor in (stdin, stdout, stderr, ended):
+            os.close(descriptor)
+        self.pid = int(self._template.socket.recv(32))
+        self._child_created = True
+        self._closed_child_pipe_fds = True
+
+    def _try_wait(self, flags: int) -> tuple[int, int]:
+        if flags & os.WNOHANG and not select.select([self._ended], [], [], 0)[0]:
+            return 0, 0
+        status = int(os.read(self._ended, 32))
+        os.close(self._ended)
+        return self.pid, status
+
+    def _internal_poll(self, *_: Any, **__: Any) -> int | None:
+        if self.returncode is None:
+            pid, status = self._try_wait(os.WNOHANG)
+            if pid:
+                self._handle_exitstatus(status)  # type: ignore[attr-defined]
+        return self.returncode
+
+
+# --- in the template ----------------------------------------------------------------------------------
+
+
+def _serve(asked: socket.socket) -> None:
+    running: dict[int, tuple[int, int]] = {}  # by pidfd: pid, and who is told of its end
+    poll = select.poll()
+    poll.register(asked, select.POLLIN)
+    while True:
+        for ready, _ in poll.poll():
+            if ready != asked.fileno():
+                poll.unregister(ready)
+                _bury(ready, *running.pop(ready))
+                continue
+            told, (*streams, ended), _, _ = socket.recv_fds(asked, _MOST, 4)
+            if not told:
+                return
+            pid = os.fork()
+            if pid == 0:
+                asked.close()
+                _become(streams, *json.loads(told))
+            asked.send(str(pid).encode())
+            for descriptor in streams:
+                os.close(descriptor)
+            watched = os.pidfd_open(pid)
+            running[watched] = pid, ended
+            poll.register(watched, select.POLLIN)
+
+
+def _bury(watched: int, pid: int, ended: int) -> None:
+    _, status = os.waitpid(pid, 0)
+    with contextlib.suppress(BrokenPipeError):
+        os.write(ended, str(status).encode())
+    os.close(ended)
+    os.close(watched)
+
+
+def _become(streams: list[int], words: list[str], cwd: str, env: dict[str, str]) -> NoReturn:
+    from lockstep.launch import processes
+
+    os.setsid()
+    for number, descriptor in enumerate(streams):
+        os.dup2(descriptor, number)
+    os.closerange(3, 1 << 10)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    signal.set_wakeup_fd(-1)
+    processes.renew_streams()
+    places = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[:] = [cwd, *places, *(place for place in sys.path[1:] if place != str(ROOT))]
+    sys.argv[:] = ["", *words]
+    code = 0
+    try:
+        runpy.run_module("lockstep", run_name="__main__", alter_sys=True)
+    except SystemExit as leave:
+        code = leave.code if isinstance(leave.code, int) else 0 if leave.code is None else 1
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    processes.finalize(code)
+    os._exit(code)  # not reached
+
+
+def main() -> None:
+    for name in _MODULES:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    _serve(socket.socket(fileno=int(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()
