@@ -33,10 +33,10 @@ test: install mpi
 	$(MAKE) --no-print-directory --output-sync=target -j 2 test-slurm test-nodes
 
 test-inside:
-	$(BIN)/python -m pytest tests/unit tests/distributed tests/gpu
+	$(BIN)/python -m pytest tests/unit tests/distributed tests/mpi tests/gpu
 
 test-outside:
-	$(BIN)/python -m pytest tests/cli tests/mpi
+	$(BIN)/python -m pytest tests/cli
 
 test-slurm:
 	$(BIN)/python -m pytest tests/slurm

@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -53,7 +54,7 @@ class Template:
     def close(self) -> None:
         """End it."""
         self.socket.close()
-        self._process.wait(timeout=10)
+        assert self._process.wait(timeout=10) == 0, "the template has failed"
         self.pids.discard(self._process.pid)
 
 
@@ -123,13 +124,16 @@ def _serve(asked: socket.socket) -> None:
                 poll.unregister(ready)
                 _bury(ready, *running.pop(ready))
                 continue
-            told, (*streams, ended), _, _ = socket.recv_fds(asked, _MOST, 4)
+            told, given, _, _ = socket.recv_fds(asked, _MOST, 4)
             if not told:
                 return
+            *streams, ended = given
             pid = os.fork()
             if pid == 0:
                 asked.close()
                 _become(streams, *json.loads(told))
+            while os.getsid(pid) != pid:  # whoever has the number may signal the group
+                time.sleep(0.0005)
             asked.send(str(pid).encode())
             for descriptor in streams:
                 os.close(descriptor)

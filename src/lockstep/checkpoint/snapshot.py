@@ -130,11 +130,13 @@ class Snapshots:
         self.number = next_number(self._halves)
         self._layouts: list[tuple[Layout, int] | None] = [None, None]
         self._copies: list[list[tuple[str, torch.Tensor, slice | None]]] = [[], []]
-        self._found = self._read()
+        self._found = self.newest()
+        left = newest(self._halves)
+        self.is_spoken_for = left is not None and run_of(left.tag) > run_of(tag)
 
-    def _read(self) -> Snapshot | None:
+    def newest(self) -> Snapshot | None:
+        """Return the newest whole snapshot, if it is of this run."""
         half = newest(self._halves)
-        self.is_spoken_for = half is not None and run_of(half.tag) > run_of(self._tag)
         if half is None or half.tag != self._tag:
             return None
         head = json.loads(half.text)

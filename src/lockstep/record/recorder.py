@@ -86,9 +86,9 @@ class Recorder:
         self, settings: RecordSettings, identity: Identity, world: World, store: dist.Store
     ) -> None:
         self._settings, self._identity, self._world = settings, identity, world
+        self._progress = Progress(shown=world.is_main and settings.progress)
         self.directory = self._agree_on_directory(store)
         self._events = Events(self.directory, world.rank)
-        self._progress = Progress(shown=world.is_main and settings.progress)
         self._trace = self._open_trace()
         self._lengths: dict[int, int | None] = {}
         self._loops: list[bool] = []  # whether each of the loops that we are in trains
@@ -125,14 +125,26 @@ class Recorder:
             if self._settings.fresh:
                 for part in ("events", "checkpoints"):
                     shutil.rmtree(path / part, ignore_errors=True)
-            if settings.before is not None:
-                run_file.follow(settings.before, path)
+                run_file.forget(path)
+            self._follow(path)
             store.set("directory", str(path))
         path = Path(store.get("directory").decode())
         if self._world.node_rank == 0 or path.is_dir():
             return path
         # A node that doesn't share the main rank's disk keeps its records in a directory of the same name.
         return directories.create(self._settings.run_dir, self._settings.name, stamp=path.name)
+
+    def _follow(self, path: Path) -> None:
+        """Tell the run before this one that the script went on."""
+        before = self._settings.before
+        try:
+            if before is not None:
+                run_file.follow(before, path)
+        except RunDirectoryError as error:
+            self.warn(
+                f"lockstep: warning: {error.message}: a launch that finds this run unfinished will not "
+                "pass over that one"
+            )
 
     def _earlier_generations(self) -> list[dict[str, Any]]:
         recorded = run_file.read(self.directory) if self._world.is_main else None
@@ -293,6 +305,7 @@ class Recorder:
                 "status": status,
                 **more,
                 "generations": self._generations,
+                **run_file.kept(self.directory),
             },
         )
 

@@ -132,11 +132,31 @@ def follow(directory: Path, later: Path) -> None:
         write(directory, {**recorded, "next": os.path.relpath(later, directory)})
 
 
+def kept(directory: Path) -> dict[str, Any]:
+    """Return what a new record takes over from the one that it replaces: what came after the run."""
+    recorded: dict[str, Any] = {}
+    with contextlib.suppress(RunDirectoryError):  # damaged as it is, it is replaced
+        recorded = read(directory) or {}
+    return {"next": recorded["next"]} if "next" in recorded else {}
+
+
+def forget(directory: Path) -> None:
+    """Remove the record.
+
+    Raises:
+        RunDirectoryError: if it cannot be removed.
+    """
+    try:
+        (directory / NAME).unlink(missing_ok=True)
+    except OSError as error:
+        raise cannot_write(directory, error) from error
+
+
 def _goes_on(directory: Path, recorded: dict[str, Any]) -> bool:
     """Return whether a script has begun a later run after this one, and not finished it."""
     seen: set[Path] = set()
     while later := recorded.get("next"):
-        directory = (directory / str(later)).resolve()
+        directory = Path(os.path.normpath(directory / str(later)))
         if directory in seen:
             return False  # somebody has moved directories about
         seen.add(directory)

@@ -13,6 +13,7 @@ from lockstep.checkpoint.found import DIRECTORY
 from lockstep.checkpoint.rhythm import Rhythm
 from lockstep.record.recorder import Recorder
 from lockstep.training.agreement import Agreement, Alone, OnBoard, ThroughStore
+from lockstep.training.ending import Ending
 from lockstep.training.keeping import Keeper
 from lockstep.training.loop import Loop
 from lockstep.training.memory import Memory
@@ -60,13 +61,14 @@ class Continuation:
             CheckpointError: if the disk cannot be read.
         """
         disk = self._disk(settings, identity)
-        self._go_on(disk, is_new=is_new)
+        is_resumed = self._go_on(disk, is_new=is_new)
         return Keeper(
             self.state,
             self.loop,
             self._agreement(),
             self._rhythm(),
             disk,
+            self._ending(settings, identity, is_resumed=is_resumed),
             self.standing,
             every=settings.checkpoint_every if self.meeting.world.is_main else 0.0,
             warn=self.record.warn,
@@ -91,7 +93,18 @@ class Continuation:
             warn=self.record.warn,
         )
 
-    def _go_on(self, disk: Checkpoints, *, is_new: bool) -> None:
+    def _ending(
+        self, settings: Settings, identity: Mapping[str, Any], *, is_resumed: bool
+    ) -> Ending | None:
+        if self.memory is None or not self.meeting.world.is_main:
+            return None
+        place = self.record.directory / DIRECTORY
+        alone = Checkpoints(place, identity, rank=0, size=1, store=None, keep=settings.keep)
+        every, warn = settings.checkpoint_every, self.record.warn
+        return Ending(self.memory.snapshots, alone, every=every, is_resumed=is_resumed, warn=warn)
+
+    def _go_on(self, disk: Checkpoints, *, is_new: bool) -> bool:
+        """Let the run begin or go on; return whether it goes on."""
         snapshots = None if self.memory is None else self.memory.snapshots
         saved = None if is_new else Search(self.meeting, self.group, snapshots, disk).find()
         has_memory = snapshots is not None and snapshots.found is not None
@@ -99,12 +112,13 @@ class Continuation:
             snapshots.forget()
         if saved is None:
             self.record.begin(0, None)
-            return
+            return False
         position = saved.position
         self.record.begin(position.steps, saved.source)
         if self.memory is not None and has_memory:
             self.memory.rhythm.go_on(position.steps)
         self.loop.resume(position, lambda whole: saved.restore(self.state, whole=whole))
+        return True
 
     def _agreement(self) -> Agreement:
         memory, world = self.memory, self.meeting.world

@@ -13,6 +13,7 @@ from lockstep.checkpoint import tree
 from lockstep.checkpoint.disk import Checkpoints
 from lockstep.checkpoint.rhythm import Rhythm
 from lockstep.training.agreement import Agreement
+from lockstep.training.ending import Ending
 from lockstep.training.loop import Loop
 from lockstep.training.preemption import Preempted
 from lockstep.training.standing import Standing
@@ -21,8 +22,6 @@ from lockstep.training.state import State
 #: At which point memory for checkpoints is taken, and what writes them imported: in the background, but
 #: not for runs that are over at once, nor where ranks would gather the state together for it.
 _PREPARED_AT = 50
-#: Seconds after which a run is worth a checkpoint of its end, unless checkpoints are closer together.
-_LONG = 60.0
 #: Up to which point ranks look for memory for snapshots, where they gather the state for it together.
 _LOOKED_UNTIL = 1 << 14
 
@@ -43,6 +42,7 @@ class Keeper:
         agreement: with the other ranks.
         rhythm: of snapshots; `None` without a launcher whose memory outlives this process.
         checkpoints: on disk.
+        ending: of the run, on the main rank; `None` without a launcher's memory.
         standing: where this rank says that it waits for the others.
         every: seconds between checkpoints that nobody asks for; 0 for none. The main rank's matter.
         warn: tells the user what must not be missed, on the main rank.
@@ -55,6 +55,7 @@ class Keeper:
         agreement: Agreement,
         rhythm: Rhythm | None,
         checkpoints: Checkpoints,
+        ending: Ending | None,
         standing: Standing,
         *,
         every: float,
@@ -62,8 +63,9 @@ class Keeper:
     ) -> None:
         self._state, self._loop = state, loop
         self._agreement, self._rhythm, self._checkpoints = agreement, rhythm, checkpoints
-        self._standing, self._every, self._warn = standing, every, warn
-        self._saved = self._began = time.monotonic()
+        self._ending, self._standing, self._every, self._warn = ending, standing, every, warn
+        self._stop_asked = False
+        self._saved = time.monotonic()
         self._asked: _Asked | None = None
         self._has_looked = False
         self._points = 0
@@ -77,7 +79,13 @@ class Keeper:
 
     def stop(self) -> None:
         """End the run, its state saved, at the next step that all ranks agree on."""
+        self._stop_asked = True
         self._agreement.ask("stop")
+
+    @property
+    def stop_asked(self) -> bool:
+        """Whether it was to end."""
+        return self._stop_asked
 
     def at_point(self) -> None:
         """The state is whole: keep it, where that is due.
@@ -156,18 +164,10 @@ class Keeper:
             self._save(*self._capture())
         self._wait()
 
-    @property
-    def is_long(self) -> bool:
-        """Whether the end of the run is to be on disk: what the main rank says goes for all.
-
-        A script may have other runs after it, and would begin with this one again.
-        """
-        return 0 < min(self._every, _LONG) < time.monotonic() - self._began
-
-    def save_end(self) -> None:
-        """Save the end of the run; it is on disk when this returns. All ranks have come to it."""
-        self._save(*self._capture())
-        self._wait()
+    def leave_behind(self) -> None:
+        """All ranks have come to the end: leave on disk what a script with other runs may need."""
+        if self._ending is not None:
+            self._ending.save()
 
     def _wait(self) -> None:
         with self._standing.meeting("run.save"):

@@ -83,8 +83,10 @@ class Session:
 
     #: directories that earlier runs of this process have taken
     _directories: ClassVar[set[Path]] = set()
-    #: directory of the run before this one
-    _before: ClassVar[Path | None] = None
+    #: directory of the run before this one, and the process that it was in
+    _before: ClassVar[tuple[int, Path] | None] = None
+    #: whether a run was asked to end when it had, so that the next one is
+    _stops: ClassVar[bool] = False
 
     def __init__(self, settings: Settings, world: World, store: dist.Store | None = None) -> None:
         self.settings = settings
@@ -238,10 +240,11 @@ class Session:
     def _remember_directory(self) -> None:
         if self.settings.run_dir is not None:
             self._directories.add(self.settings.run_dir)
-        Session._before = self._record.directory
+        Session._before = (os.getpid(), self._record.directory)
 
     def _record_settings(self) -> RecordSettings:
         asked = self.settings
+        pid, before = self._before or (0, None)
         return RecordSettings(
             name=asked.name,
             run_dir=self._run_dir,
@@ -252,7 +255,7 @@ class Session:
             launch=self._launch,
             restarted=self._earlier.is_ours,
             repeats=self.formation.column > 0,
-            before=self._before,
+            before=before if pid == os.getpid() else None,
         )
 
     def _start_watch(self) -> Watch | None:
@@ -274,6 +277,8 @@ class Session:
         self._signals.listen()
         if self._memory is not None:
             self._memory.opened()
+        if self._stops:
+            self._keeper.stop()
         ranks = f"{_counted(self.replicas, 'replica')} on {_counted(self.world.size, 'rank')}"
         exchange = "" if self.group is None else f", exchange {self.exchange}"
         self._record.say(
@@ -380,15 +385,14 @@ class Session:
         with self.standing.meeting("the end of the run"):
             self._agree(own_digest)
         if self._watch is not None:
-            self._watch.close()  # from here on nobody can leave too early
-        if self._saves_end():
-            self._keeper.save_end()
+            self._watch.close()  # from here on nobody waits for another rank
         if self._backwards and not self.loop.steps:
             self._record.warn(
                 "lockstep: warning: gradients were computed, but no optimizer of the run has stepped; "
                 "pass it through run.optimizer(…)"
             )
         self._record.finish(own_digest, time.monotonic() - self._started, used)
+        self._keeper.leave_behind()
 
     def _agree(self, own: str) -> None:
         if self.group is None:
@@ -406,17 +410,10 @@ class Session:
                     "`lockstep verify` names the first step that differs",
                 )
 
-    def _saves_end(self) -> bool:
-        if self.world.size == 1:
-            return self._keeper.is_long
-        store = self._meeting.store
-        if self.world.is_main:
-            store.set("end/saved", "1" if self._keeper.is_long else "0")
-        return store.get("end/saved") == b"1"
-
     def close(self, error: BaseException | None) -> None:
         """Give back everything; after an error nothing that would wait for other ranks."""
         self._signals.close()
+        Session._stops = error is None and self._keeper.stop_asked
         failed = error is not None and not isinstance(error, Preempted)
         if failed and error is not None:
             mpi.fail()

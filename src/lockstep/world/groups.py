@@ -14,10 +14,12 @@ A group whose last reference is Python's own is safe: it gives the lock away whi
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import os
 import sys
 import time
+import weakref
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,12 +29,10 @@ if TYPE_CHECKING:
 _kept: list[ProcessGroup | None] = []
 #: Groups that the script has destroyed, the newest last.
 _destroyed: dict[ProcessGroup, None] = {}
-#: Groups of the process that this one was forked from: their threads are not here, and cannot be joined.
-_inherited: list[ProcessGroup | None] = []
-#: How many of them are held: each has sockets, and a script may make and destroy groups for ever.
+#: How many of earlier ones are held: each has sockets, and a script may make and destroy groups for ever.
 _HELD = 16
 #: Seconds in which a thread of a group that a model still holds gets the interpreter's lock.
-_TURN = 0.01
+_TURN = 0.1
 
 
 def keep(group: ProcessGroup | None) -> None:
@@ -62,15 +62,16 @@ def hold_destroyed() -> None:
 
 
 def _hold(groups: tuple[ProcessGroup, ...]) -> None:
-    for group in groups:
-        _destroyed.pop(group, None)
-        _destroyed[group] = None
-    for group in tuple(_destroyed)[:-_HELD]:
+    earlier = [group for group in _destroyed if group not in groups]
+    for group in earlier[:-_HELD]:
         del _destroyed[group]
+    _destroyed.update(dict.fromkeys(groups))
 
 
 def _inherit() -> None:
-    _inherited.extend([*_kept, *_destroyed])
+    """Never let go, in a fork, of the groups of its parent: their threads are not here to be joined."""
+    for group in (*_kept, *_destroyed):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     _kept.clear()
     _destroyed.clear()
 
@@ -88,9 +89,8 @@ def _let_go() -> None:
 
     Threads of groups that something else holds, such as a model in a global variable, get a turn.
     """
-    dist = sys.modules["torch.distributed"]
-    used = bool(_kept or _destroyed) or dist.is_initialized()
+    groups = [weakref.ref(group) for group in (*_kept, *_destroyed) if group is not None]
     _kept.clear()
     _destroyed.clear()
-    if used:
+    if sys.modules["torch.distributed"].is_initialized() or any(group() for group in groups):
         time.sleep(_TURN)

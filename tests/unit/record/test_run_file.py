@@ -126,6 +126,18 @@ def test_a_record_that_cannot_be_opened(tmp_path: Path) -> None:
         run_file.write(tmp_path, {})
 
 
+def test_what_came_after_a_run_stays_when_its_record_is_written_anew(tmp_path: Path) -> None:
+    assert run_file.kept(tmp_path) == {}
+    record(tmp_path, "finished")
+    run_file.follow(tmp_path, tmp_path / "second-2")
+    assert run_file.kept(tmp_path) == {"next": "second-2"}
+    (tmp_path / "run.json").write_text("damaged")
+    assert run_file.kept(tmp_path) == {}, "it is about to be replaced"
+    run_file.forget(tmp_path)
+    assert run_file.read(tmp_path) is None
+    run_file.forget(tmp_path)
+
+
 def test_writing_replaces_the_whole(tmp_path: Path) -> None:
     for number in range(3):
         run_file.write(tmp_path, {"number": number})

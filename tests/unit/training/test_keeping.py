@@ -38,7 +38,7 @@ def gathered_at(
     )
     loop = SimpleNamespace(steps=0, position=position)
     agreement = SimpleNamespace(at_point=lambda _: None)
-    made: Any = (state, loop, agreement, rhythm if launched else None, keeps, None)
+    made: Any = (state, loop, agreement, rhythm if launched else None, keeps, None, None)
     keeper = Keeper(*made, every=0, warn=lambda _: None)
     for point in range(1, points + 1):
         state.now = loop.steps = point
