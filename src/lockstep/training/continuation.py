@@ -98,9 +98,11 @@ class Continuation:
     ) -> Ending | None:
         if self.memory is None or not self.meeting.world.is_main:
             return None
-        place = self.record.directory / DIRECTORY
-        alone = Checkpoints(place, identity, rank=0, size=1, store=None, keep=settings.keep)
-        every, warn = settings.checkpoint_every, self.record.warn
+        place, warn = self.record.directory / DIRECTORY, self.record.warn
+        alone = Checkpoints(
+            place, identity, rank=0, size=1, store=None, keep=settings.keep, warn=warn
+        )
+        every = settings.checkpoint_every
         return Ending(self.memory.snapshots, alone, every=every, is_resumed=is_resumed, warn=warn)
 
     def _go_on(self, disk: Checkpoints, *, is_new: bool) -> bool:
