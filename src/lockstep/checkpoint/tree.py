@@ -7,6 +7,7 @@ nothing has to be unpickled when it is read back.
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
@@ -106,8 +107,12 @@ class _Flattener:
     def _encode_leaf(self, value: Any, path: str) -> Any:
         if value is None or type(value) in (bool, int, float, str):
             return value
-        if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-            return {"array": self._keep(torch.from_numpy(np.ascontiguousarray(value)), path)}
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+            with contextlib.suppress(
+                TypeError, ValueError
+            ):  # a type that torch has not: refused below
+                tensor = torch.from_numpy(np.asarray(value, order="C"))
+                return {"array": self._keep(tensor, path)}
         for kind, name, encode in _LEAVES:
             if isinstance(value, kind):
                 return {name: encode(value)}

@@ -33,6 +33,7 @@ from lockstep.strategies.remote import hold_remotely
 from lockstep.strategies.single import SingleModel
 from lockstep.strategies.sync_batchnorm import layers
 from lockstep.training.session import Session
+from lockstep.training.state import check_savable
 
 
 class Models:
@@ -60,6 +61,8 @@ class Models:
         asked, is_trained = session.settings, is_trainable(module)
         settings = taken_by(asked.strategy, settings, exact=asked.exact, is_trained=is_trained)
         self._check(module, settings)
+        extra = {k: v for k, v in module.state_dict().items() if not isinstance(v, torch.Tensor)}
+        check_savable(type(module).__name__, extra)
         self._place(module)
         if session.settings.precision in REDUCED:
             autocast_forward(module, session.device.type, REDUCED[session.settings.precision])

@@ -49,7 +49,7 @@ from lockstep.training.preemption import Preempted, Signals
 from lockstep.training.scaling import Scaler
 from lockstep.training.settings import Settings
 from lockstep.training.standing import Standing
-from lockstep.training.state import State
+from lockstep.training.state import State, check_savable
 from lockstep.training.threads import set_threads
 from lockstep.training.together import Together
 from lockstep.training.turns import Turns
@@ -299,6 +299,7 @@ class Session:
                 )
         if name in self.state.registered:
             raise ModelError(f"{name} is registered already; expected another name")
+        check_savable(name, value.state_dict())
         self.state.registered[name] = value
 
     def digest(self) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lockstep.errors import CheckpointError
+from lockstep.checkpoint import tree
+from lockstep.errors import CheckpointError, ModelError
 from lockstep.strategies.held import HeldModel
 from lockstep.training.scaling import Scaler
 
@@ -107,6 +108,18 @@ class State:
             ):
                 return type(optimizer).__name__
         return None
+
+
+def check_savable(name: str, state: Mapping[str, Any]) -> None:
+    """Refuse a state that can be neither saved nor hashed, before anything is computed with it.
+
+    Raises:
+        ModelError: naming the value and its type.
+    """
+    try:
+        tree.flatten({name: state})
+    except CheckpointError as error:
+        raise ModelError(error.message, hint=error.hint) from None
 
 
 def _fill(

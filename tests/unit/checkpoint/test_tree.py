@@ -86,6 +86,16 @@ def test_tensors_and_arrays_keep_type_shape_and_bits():
     assert type(found["flag"]) is np.bool_
 
 
+@pytest.mark.parametrize("array", [np.array(3.5), np.array([1 + 2j]), np.eye(2)[::-1].T])
+def test_arrays_of_any_shape_come_back(array):
+    found = again({"array": array})["array"]
+    assert (found.shape, found.dtype, found.tobytes()) == (
+        array.shape,
+        array.dtype,
+        array.tobytes(),
+    )
+
+
 def test_names_of_tensors_are_paths_and_never_meet():
     one, two = torch.zeros(1), torch.ones(1)
     _, tensors = tree.flatten({"models": {"0": {"a.b": one, "a": {"b": two}}}})
@@ -122,7 +132,9 @@ class Odd:
     """Something that is no container, number, text or tensor."""
 
 
-@pytest.mark.parametrize("value", [Odd(), len, np.array(["a"]), object])
+@pytest.mark.parametrize(
+    "value", [Odd(), len, np.array(["a"]), object, np.ones(1, np.longdouble), np.ones(1, ">f8")]
+)
 def test_what_cannot_be_saved_is_named(value):
     with pytest.raises(CheckpointError, match=r"registered\.ema\.1") as caught:
         tree.flatten({"registered": {"ema": [0, value]}})

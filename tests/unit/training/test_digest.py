@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
 import torch
 
+from lockstep.errors import ModelError
 from lockstep.training.digest import digest
 
 
@@ -61,3 +68,65 @@ def test_everything_a_state_may_hold() -> None:
     assert digest([state]) == digest([state])
     assert digest([state]) != digest([{**state, "list": [1, 2.5, None, "text", (torch.zeros(1),)]}])
     assert digest([state]) != digest([{**state, "list": [1, 2.5, None, "texts", (torch.ones(1),)]}])
+
+
+def test_the_bytes_of_a_state_of_tensors_numbers_and_text_are_those_of_0_1() -> None:
+    state = {"w": torch.arange(3.0), "lr": 0.1, "n": None, "l": [1, {"a": "b"}], "f.0": True}
+    assert of(**state) == (
+        "sha256:a1428c20c21b0ca6a4f5566d1838865d17a506a84902e1ae77738e8c6eae9a93"
+    )
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64, np.int16, np.complex64])
+def test_one_bit_of_a_large_array_counts(kind: type[np.generic]) -> None:
+    plain = np.zeros(5000, dtype=kind)  # its text leaves out the middle
+    changed = plain.copy()
+    changed.view(np.uint8)[4321] ^= 1
+    assert of(a=plain) == of(a=plain.copy()) == of(a=np.repeat(plain, 2)[::2])
+    assert of(a=plain) != of(a=changed)
+    assert of(a=kind(1)) != of(a=np.frombuffer(changed[4321:].tobytes(), dtype=kind)[0])
+
+
+def test_a_digit_that_the_text_of_an_array_rounds_away_counts() -> None:
+    one, other = np.array([0.1]), np.array([np.nextafter(0.1, 1.0)])
+    assert repr(one) == repr(other)
+    assert of(a=one) != of(a=other)
+
+
+def test_kinds_of_numbers_and_containers_count() -> None:
+    values = [
+        *(1, 1.0, True, "1", b"1", None, {}, [], set(), {1}, [1], {"0": 1}, {0: 1}, {"a": {}}),
+        *(np.int32(1), np.int64(1), np.array(1), np.array([1]), torch.tensor(1), {"a/b": 1}),
+        *({"a": {"b": 1}}, {"a": 1, "b": 1}, {"a:1\0/b": 1}, {b"a": 1}, {"": 1}, {"'0'": 1}),
+    ]
+    digests = [of(a=value) for value in values]
+    assert len(set(digests)) == len(digests)
+
+
+def test_sets_have_no_order() -> None:
+    words = [f"word {number}" for number in range(100)]
+    assert of(a=set(words)) == of(a=frozenset(reversed(words)))
+    assert of(a=set(words)) != of(a=set(words[1:]))
+    code = "from lockstep.training.digest import digest; print(digest([{'a': set('abcdefgh')}]))"
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+            text=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(found) == 1
+
+
+def test_conjugate_views_are_what_they_show() -> None:
+    value = torch.complex(torch.arange(3.0), torch.arange(3.0))
+    assert of(a=value.conj()) == of(a=value.conj().resolve_conj())
+
+
+@pytest.mark.parametrize("value", [object(), np.array([object()]), torch.eye(2).to_sparse()])
+def test_what_has_no_bits_is_refused(value: object) -> None:
+    with pytest.raises(ModelError, match=r"the state /a/0 is a (object|ndarray|Tensor); expected"):
+        of(a=[value])

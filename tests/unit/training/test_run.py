@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -454,6 +456,43 @@ def test_register(make_run) -> None:
             run.register("list", [])
 
 
+class Stateful:
+    """A registered object with the state that it is made with."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def test_a_state_that_cannot_be_hashed_is_refused_when_it_is_registered(make_run) -> None:
+    with make_run() as run:
+        state = Stateful({"seen": [1, Path("here")]})
+        with pytest.raises(
+            ModelError, match=r"the state history\.seen\.1 is a PosixPath"
+        ) as caught:
+            run.register("history", state)
+        assert "state_dict()" in caught.value.hint
+        net = nn.Linear(1, 1)
+        net.get_extra_state = lambda: {"when": slice(2)}
+        net.set_extra_state = lambda state: None
+        with pytest.raises(ModelError, match=r"the state Linear\._extra_state\.when is a slice"):
+            run.model(net)
+
+
+def test_every_bit_of_a_registered_array_is_part_of_the_digest(make_run) -> None:
+    with make_run() as run:
+        values = np.zeros(5000)
+        run.register("values", Stateful({"values": values}))
+        before = run.digest()
+        values[2500] = 1.0
+        assert run.digest() != before
+
+
 def test_export_round_trip(make_run, tmp_path) -> None:
     with make_run() as run:
         model = run.model(Net())
@@ -539,8 +578,11 @@ def test_a_failed_run_is_recorded(make_run) -> None:
 
 def test_a_run_whose_end_fails_is_recorded_and_closed(make_run) -> None:
     class Broken:
+        asked = 0
+
         def state_dict(self) -> Any:
-            raise ZeroDivisionError("state")
+            self.asked += 1
+            return {"x": 1 // (2 - self.asked)}  # not when it is registered
 
         def load_state_dict(self, state: Any) -> None: ...
 
