@@ -1,7 +1,7 @@
 """Digests of state: equal if and only if every bit is.
 
-A state is hashed entry by entry, depth first: path, type and shape, then bytes whose number these give. Keys
-that could be taken for a path are quoted, so that no two states have the same entries. It takes what
+A state is hashed entry by entry, depth first: path, type and shape, then bytes whose number these give.
+Keys that could be taken for a path are quoted, so that no two states have the same entries. It takes what
 `checkpoint/tree.py` can save, and nothing else: the text of another object may have its address in it.
 """
 
