@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # Each has an mpiexec and a libmpi of its own: neither can go into the virtual environment with the other.
 MPI := .mpi/mpich/.installed .mpi/openmpi/.installed
 
-.PHONY: install mpi demo test test-inside test-outside test-slurm test-nodes lint bench test-gpu clean
+.PHONY: install mpi demo test test-inside test-outside test-slurm test-nodes test-adversary lint bench test-gpu clean
 
 install: $(STAMP)
 
@@ -36,13 +36,18 @@ test-inside:
 	$(BIN)/python -m pytest tests/unit tests/distributed tests/mpi tests/gpu
 
 test-outside:
-	$(BIN)/python -m pytest tests/cli
+	$(BIN)/python -m pytest tests/cli tests/adversary -m "not wide"
 
 test-slurm:
 	$(BIN)/python -m pytest tests/slurm
 
 test-nodes:
 	$(BIN)/python -m pytest tests/nodes
+
+# All scripts of tests/adversary, with the libraries that some of them need.
+test-adversary: install
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[adversary]'
+	$(BIN)/python -m pytest tests/adversary
 
 lint: install
 	$(BIN)/ruff check .

@@ -21,7 +21,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import IO, Any, ClassVar, NoReturn
 
 ROOT = Path(__file__).parents[1]
 #: What launchers and their ranks import sooner or later.
@@ -68,10 +68,19 @@ class Forked(subprocess.Popen[str]):
         words: after `python -m lockstep`.
         cwd: its directory.
         env: its environment.
+        stdout: where its output goes.
+        stderr: and its errors.
     """
 
     def __init__(
-        self, template: Template, words: Sequence[str], cwd: Path, env: Mapping[str, str]
+        self,
+        template: Template,
+        words: Sequence[str],
+        cwd: Path,
+        env: Mapping[str, str],
+        *,
+        stdout: int | IO[bytes] = subprocess.PIPE,
+        stderr: int | IO[bytes] = subprocess.PIPE,
     ) -> None:
         self._template, self._ended = template, -1
         super().__init__(
@@ -79,8 +88,8 @@ class Forked(subprocess.Popen[str]):
             cwd=cwd,
             env=env,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdout=stdout,
+            stderr=stderr,
             text=True,
         )
 
@@ -90,7 +99,8 @@ class Forked(subprocess.Popen[str]):
         self._ended, ended = os.pipe()
         told = json.dumps([words, str(cwd), dict(env)]).encode()
         socket.send_fds(self._template.socket, [told], [stdin, stdout, stderr, ended])
-        for descriptor in (stdin, stdout, stderr, ended):
+        pipes = [stdout] * (self.stdout is not None) + [stderr] * (self.stderr is not None)
+        for descriptor in (stdin, *pipes, ended):
             os.close(descriptor)
         self.pid = int(self._template.socket.recv(32))
         self._child_created = True

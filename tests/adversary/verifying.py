@@ -1,0 +1,61 @@
+"""`lockstep verify` in the process of the test, with launches that are forked: they have imported torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+from lockstep.verify import layouts, running, verdict
+from tests.template import Forked, Template
+
+#: For scripts that need what stands beside the tests (`tests.vision`).
+ROOT = Path(__file__).parents[2]
+#: A launch that takes longer is killed.
+_SECONDS = 120
+
+
+class _Launch(Forked):
+    """A launch that ends in time."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        return super().wait(_SECONDS if timeout is None else timeout)
+
+
+class Verify:
+    """Verifies scripts in a directory of its own.
+
+    Args:
+        template: the process that launches are forked from.
+        directory: in which scripts run.
+        monkeypatch: puts such launches in the place of interpreters of their own.
+    """
+
+    def __init__(
+        self, template: Template, directory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self._template, self.directory = template, directory
+        monkeypatch.setattr(
+            running,
+            "subprocess",
+            types.SimpleNamespace(Popen=self._start, DEVNULL=subprocess.DEVNULL),
+        )
+
+    def __call__(self, script: Path, words: Sequence[str]) -> verdict.Verdict:
+        """Return what comes of a script on the layouts `words`."""
+        parsed = layouts.parse(words)
+        replicas = max(layout.ranks for layout in parsed)
+        work = running.Work([str(script)], (), (), replicas)
+        return verdict.judge(list(verdict.outcomes(parsed, work, self.directory / "verified")))
+
+    def _start(
+        self, words: Sequence[str], *, env: Mapping[str, str], **streams: IO[bytes]
+    ) -> Forked:
+        del streams["stdin"]  # none, for what is forked
+        beside: dict[str, Any] = {**env, "PYTHONPATH": os.fspath(ROOT)}
+        return _Launch(self._template, words[3:], self.directory, beside, **streams)
