@@ -176,7 +176,7 @@ class Agent(SimpleElasticAgent):
             return self._report(self._told(self._failures()))
         if (hang := self._hang()) is not None:
             result = self._report(hang)
-            self._wait_after(signal.SIGKILL, _LAST_GRACE)  # who hangs has nothing left to say
+            self._kill_all()  # who hangs has nothing left to say
             return result
         if self._neighbours is not None and self._neighbours.decision is not None:
             return self._follow(self._neighbours.decision)
@@ -232,12 +232,43 @@ class Agent(SimpleElasticAgent):
             self._remaining_restarts = 0  # what makes the base class stop
         elif self._meeting_place.roster.speaks and decision.text:
             say(f"lockstep: {decision.text}")
+        if decision.kind == "restart" and self._meeting_place.roster.index > 0:
+            self._restarts.follow(self._standing.progress)
         return RunResult(state=WorkerState.FAILED)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         # Without grace: what they hold is in the snapshot, and time is what a restart costs.
-        self._wait_after(signal.SIGKILL, _LAST_GRACE)
+        self._kill_all()
         super()._restart_workers(worker_group)
+
+    def _kill_all(self) -> None:
+        """Kill the workers and wait until the last has ended.
+
+        The kernel ends a process that is in the middle of a system call, such as a write to a server
+        that does not answer, when that returns. Until then it may change memory and files that the next
+        generation reads.
+
+        Raises:
+            Interrupted: if the launcher was told twice to stop.
+        """
+        told = False
+        while not self._wait_after(signal.SIGKILL, _LAST_GRACE):
+            if self._interrupts.impatient:
+                self._interrupts.check()
+            if not told:
+                say(
+                    f"lockstep: {self._survivors()}; the next generation starts when they have ended"
+                )
+                told = True
+
+    def _survivors(self) -> str:
+        """Return in words which workers have not ended."""
+        living = [
+            f"{worker.name} (process {self._started[worker.rank]})"
+            for worker in (*self._workers, *self._servers)
+            if worker.rank in self._started.keys() - self._exits.keys()
+        ]
+        return f"SIGKILL has not ended {', '.join(living)} within {_LAST_GRACE:.0f} s"
 
     def _preemption(self) -> Verdict | None:
         """Return what is said of a run whose ranks have saved it and left."""

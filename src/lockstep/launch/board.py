@@ -1,8 +1,7 @@
 """What launchers that come and go leave for each other in the store where they meet.
 
-    newest              number of the newest round; what follows is under round/N
+    newest              number of the newest round, and who takes part in it; what follows is under round/N
     card/K, arrivals    who has come to a round
-    closed              who takes part in it
     place               where its launcher 0 listens
     doubt/K, alive/K    somebody has lost launcher 0; launcher 0 lives
 
@@ -130,7 +129,15 @@ class Board:
 
     def newest(self) -> int:
         """Return the number of the newest round; 0 before the first."""
-        return int(self._get("newest")) if self.has("newest") else 0
+        return self._newest()[0]
+
+    def _newest(self) -> tuple[int, list[dict[str, object]], str]:
+        """Return the number of the newest round, its cards, and both as they stand in the store."""
+        if not self.has("newest"):
+            return 0, [], ""
+        text = self._get("newest")
+        number, cards = json.loads(text)
+        return number, cards, text
 
     def arrive(self, number: int, card: Card) -> None:
         """Come to a round."""
@@ -159,16 +166,22 @@ class Board:
         return bool(self.store.add(f"round/{number}/closing", 1) == 1)
 
     def close(self, number: int, cards: Sequence[Card]) -> None:
-        """Begin a round with these launchers."""
-        self.tell(f"round/{number}/closed", json.dumps([asdict(card) for card in cards]))
-        self.tell("newest", str(number))
+        """Begin a round with these launchers, unless a newer one has begun.
+
+        One write says that it has begun, and with whom: a launcher that dies here leaves the whole of it
+        or nothing, and one that was stopped for a while does not undo what others have done since.
+        """
+        newest, _, before = self._newest()
+        if newest < number:
+            text = json.dumps([number, [asdict(card) for card in cards]])
+            self.store.compare_set("newest", before, text)
 
     def closed(self, number: int) -> tuple[Card, ...] | None:
-        """Return the launchers of a round, once it has begun."""
-        key = f"round/{number}/closed"
-        if not self.has(key):
+        """Return the launchers of a round, once it has begun; none of one that is over."""
+        newest, cards, _ = self._newest()
+        if newest < number:
             return None
-        return tuple(Card.parse(json.dumps(one)) for one in json.loads(self._get(key)))
+        return tuple(Card.parse(json.dumps(one)) for one in cards) if newest == number else ()
 
     # Launcher 0 of a round.
 

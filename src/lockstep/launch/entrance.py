@@ -108,6 +108,9 @@ def _serve_at_host(party: Party, stack: contextlib.ExitStack) -> dist.Store:
         loopback=loopback,
         port=party.port,
     )
+    listener = (
+        entrance.listen()
+    )  # here, and not in the thread, whose errors the launcher would not see
     stop = threading.Event()
 
     def check() -> None:
@@ -115,8 +118,8 @@ def _serve_at_host(party: Party, stack: contextlib.ExitStack) -> dist.Store:
             raise _ClosedError
 
     def serve() -> None:
-        with contextlib.suppress(_ClosedError):
-            entrance.serve(threading.TIMEOUT_MAX, check)
+        with listener, contextlib.suppress(_ClosedError):
+            entrance.serve_at(listener, threading.TIMEOUT_MAX, check)
 
     thread = threading.Thread(target=serve, name="lockstep-door", daemon=True)
     thread.start()

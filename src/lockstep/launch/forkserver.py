@@ -248,8 +248,14 @@ class _Server:
             self._connection.close()
             for descriptor in descriptors:
                 os.close(descriptor)
+            signal.signal(signal.SIGTERM, self._leave_heir)
             _, status = os.waitpid(heir, 0)
             os._exit(status and 1)
+
+    def _leave_heir(self, *_: object) -> None:
+        # The launcher's death is told to its children alone; the heir is told of ours.
+        if os.getppid() != self._launcher:
+            os._exit(1)
 
     def _succeed(self, data: bytes, descriptors: list[int]) -> NoReturn:
         """Serve in the place of the server that this process was forked from."""

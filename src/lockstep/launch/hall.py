@@ -21,6 +21,8 @@ _LINGER_SECONDS = 5.0
 _AFTERLIFE_SECONDS = 20.0
 #: A line over which nothing comes for as long is not used any more.
 _IDLE_SECONDS = 30.0
+#: Connections at a time that have not shown the token yet, and how long each may take to.
+_UNKNOWN, _GREETING_SECONDS = 128, 5.0
 #: The longest message, in bytes.
 LINE = 1 << 20
 
@@ -72,6 +74,7 @@ class Hall:
         self._listener = door.listen(0, loopback=loopback)
         self._listener.settimeout(_INTERVAL)
         self._closed = threading.Event()
+        self._room = threading.BoundedSemaphore(_UNKNOWN)
         self.place = Place(port=self._listener.getsockname()[1], token=secrets.token_hex(16))
         self._thread = threading.Thread(target=self._serve, name="lockstep-chair", daemon=True)
         self._thread.start()
@@ -143,6 +146,9 @@ class Hall:
                 except OSError:  # nobody for now; or no descriptor is left, which may change
                     self._closed.wait(_INTERVAL / 2)
                     continue
+                if not self._room.acquire(blocking=False):
+                    connection.close()  # a launcher that meets with this calls again
+                    continue
                 threading.Thread(
                     target=self._converse,
                     args=(connection,),
@@ -152,14 +158,20 @@ class Hall:
 
     def _converse(self, connection: socket.socket) -> None:
         me, index = object(), -1
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-            connection.settimeout(_IDLE_SECONDS)
+        with (
+            contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError),
+            contextlib.ExitStack() as unknown,
+        ):
+            unknown.callback(self._room.release)
+            connection.settimeout(_GREETING_SECONDS)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with connection, connection.makefile("rb") as reader:
                 while line := reader.readline(LINE):
                     told = json.loads(line)
                     if self._closed.is_set() or told["token"] != self.place.token:
                         break
+                    unknown.close()
+                    connection.settimeout(_IDLE_SECONDS)
                     if "ping" in told:
                         connection.sendall(b"{}\n")
                         continue

@@ -117,12 +117,20 @@ class Restarts:
             progress: how far the run is, in any form that can be compared.
             is_run: whether the script has a run of Lockstep's, whose state is kept.
         """
-        self._in_a_row = self._in_a_row + 1 if progress == self._last else 1
-        self._last = progress
+        self._fail(progress)
         if not self._survives(cause, is_run=is_run):
             return False
         self.count += 1
         return True
+
+    def follow(self, progress: object) -> None:
+        """Count a restart that another launcher has decided: this one may have to decide the next."""
+        self._fail(progress)
+        self.count += 1
+
+    def _fail(self, progress: object) -> None:
+        self._in_a_row = self._in_a_row + 1 if progress == self._last else 1
+        self._last = progress
 
     def _survives(self, cause: Kind, *, is_run: bool) -> bool:
         if self._limit is None:

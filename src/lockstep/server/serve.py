@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import hmac
 import selectors
 import socket
@@ -18,6 +17,7 @@ from lockstep.exchange.links import megabytes
 from lockstep.server.connection import BrokenError, Connection, Frame
 from lockstep.server.memory import Pool
 from lockstep.server.room import Room
+from lockstep.world.door import NO_ROOM
 
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 #: Seconds that a guest has to say who it is; workers do as soon as they are connected.
@@ -26,7 +26,6 @@ GREETING_SECONDS = 10.0
 GUESTS = 128
 #: Seconds without new connections where the system has no room for one more.
 _PAUSE = 0.5
-_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Server:
@@ -94,7 +93,7 @@ class Server:
         except (BlockingIOError, ConnectionError):
             return  # it has thought better of it
         except OSError as error:
-            if error.errno not in _NO_ROOM:
+            if error.errno not in NO_ROOM:
                 raise
             self._close_door(_PAUSE)
             return

@@ -14,6 +14,7 @@ gone and will ask again, and would find the door closed if it had been counted.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import ipaddress
 import json
@@ -45,6 +46,8 @@ _UNREACHABLE_SECONDS = 6.0
 _CONNECT_SECONDS = 2.0
 _PAUSE = (0.02, 0.25)
 _LOOK_SECONDS = 0.25
+#: What `accept` fails of while the system has no room for another connection: that passes.
+NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 #: Who has come: what it calls itself, and its token.
 _Came = dict[tuple[str, str], None]
@@ -95,25 +98,41 @@ class Door:
         Raises:
             WorldError: naming who has not come within `seconds`, or where no port is free.
         """
+        with self.listen() as listener:
+            self.serve_at(listener, seconds, check)
+
+    def serve_at(self, listener: socket.socket, seconds: float, check: Check = go_on) -> None:
+        """Do the same with what `listen` has opened."""
         came = self.came
         deadline = time.monotonic() + seconds
-        with self._listen() as listener:
-            while not self._complete(came):
-                check()
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise self._missing(came, seconds)
-                listener.settimeout(min(left, _LOOK_SECONDS))
-                with contextlib.suppress(TimeoutError, ConnectionAbortedError):
-                    connection, _ = listener.accept()
-                    with connection:
-                        self._answer(connection, came)
+        while not self._complete(came):
+            check()
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise self._missing(came, seconds)
+            listener.settimeout(min(left, _LOOK_SECONDS))
+            try:
+                connection, _ = listener.accept()
+            except (TimeoutError, ConnectionAbortedError):
+                continue
+            except OSError as error:
+                if error.errno not in NO_ROOM:
+                    raise
+                time.sleep(_PAUSE[1])  # whoever knocks waits in the system's queue meanwhile
+                continue
+            with connection:
+                self._answer(connection, came)
 
     def _complete(self, came: _Came) -> bool:
         expected = self.count if self.guests is None else len(self.guests)
         return len(came) >= expected
 
-    def _listen(self) -> socket.socket:
+    def listen(self) -> socket.socket:
+        """Open the first port of the sequence that is free.
+
+        Raises:
+            WorldError: if none is.
+        """
         for port in self._ports():
             with contextlib.suppress(OSError):
                 return listen(port, loopback=self.loopback)

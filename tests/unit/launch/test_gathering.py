@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -419,3 +420,12 @@ def test_launcher_0_leaves_without_a_word() -> None:
     failure = waiting.end()
     assert isinstance(failure, WorldError)
     assert failure.message == "node 0 (a) left before the launch began"
+
+
+def test_launchers_that_come_and_go_are_told_that_no_port_is_free() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        endpoint = f"localhost:{taken.getsockname()[1]}"
+        one = party(Nodes(least=1, count=2, endpoint=endpoint), ["x"], {})
+        assert one is not None
+        with pytest.raises(WorldError, match="no port is free"):
+            entrance.enter(one, 5, lambda: None)

@@ -89,3 +89,12 @@ def test_progress_begins_the_count_anew():
         assert restarts.again(Kind.SIGNAL, step, is_run=True)
     assert not restarts.again(Kind.SIGNAL, 19, is_run=True)
     assert restarts.count == 20
+
+
+def test_a_launcher_that_follows_counts_what_others_decide() -> None:
+    restarts = Restarts(2)
+    restarts.follow("snapshot 1")
+    restarts.follow("snapshot 1")
+    assert not restarts.again(Kind.SIGNAL, "snapshot 1", is_run=True)
+    assert restarts.again(Kind.SIGNAL, "snapshot 2", is_run=True)
+    assert restarts.count == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import UnreachableError, WorldError
 from lockstep.launch import arrival, board, chair, hall, neighbours, rendezvous, rounds
 from lockstep.launch.arrival import Terms, order
-from lockstep.launch.board import Card
+from lockstep.launch.board import Board, Card
 from lockstep.launch.neighbours import RoundOverError
 from lockstep.launch.nodes import Nodes, Party, party
 from lockstep.launch.rendezvous import Rendezvous
@@ -356,3 +358,39 @@ def test_the_host_of_the_store_is_the_first_and_ends_the_launch(
     assert "hint: launchers that meet in a shared directory survive it" in verdict.text
     b.end()
     a.rounds.close()
+
+
+class Mortal:
+    """A store whose user dies after its first write."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self._writes = store, 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("set", "compare_set"):
+            self._writes += 1
+            if self._writes > 1:
+                raise InterruptedError
+        return getattr(self._store, name)
+
+
+def a_card(token: str) -> Card:
+    launcher = Launcher(ranks=1, name=token)
+    return Card(token=token, host="h", launcher=launcher, round=0, index=0, generation=0)
+
+
+def test_a_round_begins_with_one_write() -> None:
+    store = dist.HashStore()
+    mortal: Any = Mortal(store)
+    with contextlib.suppress(InterruptedError):
+        Board(mortal, lambda: None).close(1, [a_card("a")])
+    seen = Board(store, lambda: None)
+    assert (seen.newest() == 1) == (seen.closed(1) is not None)
+
+
+def test_a_closer_that_was_stopped_does_not_undo_a_newer_round() -> None:
+    seen = Board(dist.HashStore(), lambda: None)
+    seen.close(2, [a_card("b")])
+    seen.close(1, [a_card("a")])
+    assert seen.newest() == 2
+    assert [one.token for one in seen.closed(2) or ()] == ["b"]

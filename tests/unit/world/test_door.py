@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import socket
@@ -369,6 +370,28 @@ def test_no_port_is_free(name: str, services: Callable[..., Service]) -> None:
     taken = services(silent).port
     with pytest.raises(WorldError, match=f"no port is free for the ranks to meet at: {taken}"):
         Door(name=name, store_port=1, guests=["rank 1"], loopback=True, port=taken).serve(1)
+
+
+class Crowded(socket.socket):
+    """A listener in a process that may open no more files for a moment."""
+
+    left = 2
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        if self.left:
+            self.left -= 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return super().accept()
+
+
+def test_too_many_open_files_are_waited_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_ = door.listen
+    monkeypatch.setattr(
+        door, "listen", lambda *args, **named: Crowded(fileno=open_(*args, **named).detach())
+    )
+    host = serving(name)
+    assert knocking(name) == an_answer()
+    assert host.end() is None
 
 
 def test_the_check_ends_the_host(name: str) -> None:
