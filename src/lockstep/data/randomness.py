@@ -15,24 +15,38 @@ _NUMPY_SEED_MASK = (1 << 32) - 1  # the legacy generator takes 32 bits
 
 
 def set_key(key: int) -> None:
-    """Start the global generators of torch (CPU, and CUDA once in use), NumPy and `random` at `key`."""
+    """Start the global generators of torch (CPU; all of CUDA once in use), NumPy and `random` at `key`."""
     torch.default_generator.manual_seed(key)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.manual_seed(key)
+        torch.cuda.manual_seed_all(key)
     np.random.seed(key & _NUMPY_SEED_MASK)
     random.seed(key)
+
+
+def _states() -> tuple[Any, ...]:
+    """Return where all global generators stand; those of CUDA only once it is in use."""
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    cuda = torch.cuda.get_rng_state_all() if used else []
+    return torch.get_rng_state(), np.random.get_state(), random.getstate(), cuda
+
+
+def _restore(states: tuple[Any, ...]) -> None:
+    cpu, numpy, python, cuda = states
+    torch.set_rng_state(cpu)
+    np.random.set_state(numpy)
+    random.setstate(python)
+    if cuda:
+        torch.cuda.set_rng_state_all(cuda)
 
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """Run the body; what surrounds it draws on as if nothing had been drawn."""
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    states = _states()
     try:
         yield
     finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
+        _restore(states)
 
 
 class Stream:
@@ -45,24 +59,17 @@ class Stream:
     def __init__(self, key: int) -> None:
         with undisturbed():
             set_key(key)
-            self._save()
-
-    def _save(self) -> None:
-        self._torch = torch.get_rng_state()
-        self._numpy = np.random.get_state()
-        self._python = random.getstate()
+            self._states = _states()
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Run the body on this stream; what surrounds it finds its own state again."""
         with undisturbed():
-            torch.set_rng_state(self._torch)
-            np.random.set_state(self._numpy)
-            random.setstate(self._python)
+            _restore(self._states)
             try:
                 yield
             finally:
-                self._save()
+                self._states = _states()
 
 
 #: Where generators stand, for another process: torch's, NumPy's, Python's two, and the device's. `None` for

@@ -120,8 +120,8 @@ class MapSource:
         self._is_read = False
 
     def _make_loader(self, workers: Workers) -> DataLoader[Any]:
-        settings = {"persistent_workers": True, **workers.settings}
-        settings["worker_init_fn"] = _Start(workers.settings.get("worker_init_fn"), workers.threads)
+        own = workers.settings.get("worker_init_fn")
+        settings = {**workers.settings, "worker_init_fn": _Start(own, workers.threads)}
         return DataLoader(
             _Fetched(self._fetch),
             sampler=self._requests,

@@ -94,6 +94,9 @@ def _reseed() -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.default_generator.seed()  # not torch.seed(): that would reach for devices, too
 
 
 def renew_streams() -> None:

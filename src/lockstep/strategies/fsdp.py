@@ -18,6 +18,7 @@ from lockstep.exchange.scatter import Scattering, TreeScatter, group_of_its_own
 from lockstep.strategies.contributions import Gradients
 from lockstep.strategies.held import HeldModel
 from lockstep.strategies.holding import Holding
+from lockstep.strategies.norms import each_norm, total_norm
 from lockstep.strategies.sharding import shard
 from lockstep.strategies.shards import local, part_of, whole, whole_of
 from lockstep.strategies.units import (
@@ -332,13 +333,9 @@ class ShardedModel(HeldModel):
     def total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         """Return the norm of all gradients, as a single process computes it of whole tensors."""
         gradients = [p.grad for p in parameters if p.grad is not None]
-        if not gradients:
-            return torch.tensor(0.0)
         # One at a time: no rank needs memory for all of them.
-        norms = [torch._foreach_norm([whole(one)], norm_type)[0] for one in gradients]
-        together = torch.stack([norm.to(norms[0].device) for norm in norms])
-        total: torch.Tensor = torch.linalg.vector_norm(together, norm_type)
-        return total
+        norms = [each_norm([whole(one)], norm_type)[0] for one in gradients]
+        return total_norm(norms, norm_type)
 
     def optimized_by(self, optimizer: Optimizer) -> None:
         """Refuse optimizers whose updates depend on where a parameter is cut.

@@ -16,6 +16,7 @@ from lockstep.data.microbatch import Microbatch
 from lockstep.errors import ModelError, StepError
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.contributions import Contributions
+from lockstep.strategies.norms import each_norm, total_norm
 from lockstep.strategies.shards import bytes_here
 
 
@@ -339,7 +340,7 @@ class HeldModel(abc.ABC):
     def total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         """Return the norm of all gradients of `parameters`, the same on every rank."""
         gradients = [p.grad for p in parameters if p.grad is not None]
-        return nn.utils.get_total_norm(gradients, norm_type)
+        return total_norm(each_norm(gradients, norm_type), norm_type)
 
     def clip(self, parameters: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
         """Scale gradients of `parameters`, whose norm is `norm`, to at most `max_norm`."""

@@ -21,6 +21,7 @@ from lockstep.strategies.flow import Flow
 from lockstep.strategies.held import HeldModel
 from lockstep.strategies.holding import Holding
 from lockstep.strategies.message import Row
+from lockstep.strategies.norms import each_norm, total_norm
 from lockstep.strategies.stages import cut
 from lockstep.strategies.sums import Sums, make_sums
 
@@ -152,15 +153,12 @@ class PipelinedModel(HeldModel):
     def total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         """Return the norm of all gradients, as a single process computes it."""
         own = {
-            place: torch._foreach_norm([p.grad], norm_type)[0]
+            place: each_norm([p.grad], norm_type)[0]
             for place, p in enumerate(parameters)
             if p.grad is not None
         }
-        norms = [norm for _, norm in sorted(self._gathered(own).items())]
-        if not norms:
-            return torch.tensor(0.0)
-        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-        return norm
+        norms = self._gathered(own)
+        return total_norm([norms[place] for place in sorted(norms)], norm_type)
 
     def ends(self) -> dict[str, int]:
         """Return bytes that went to other stages, and came from them."""

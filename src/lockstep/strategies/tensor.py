@@ -18,6 +18,7 @@ from lockstep.strategies.contributions import Gradients, take_gradients
 from lockstep.strategies.draws import DrawWatch, draws
 from lockstep.strategies.held import HeldModel
 from lockstep.strategies.holding import Holding
+from lockstep.strategies.norms import total_norm
 from lockstep.strategies.shards import local, whole, whole_of
 from lockstep.strategies.sums import Sums, make_sums
 
@@ -122,11 +123,8 @@ class TensorModel(HeldModel):
     def total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         """Return the norm of all gradients."""
         placed = [_placed(p.grad, p) for p in parameters if p.grad is not None]
-        if not placed:
-            return torch.tensor(0.0)
         norms = [whole(torch.linalg.vector_norm(gradient, norm_type)) for gradient in placed]
-        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-        return norm
+        return total_norm(norms, norm_type)
 
     def clip(self, parameters: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
         """Scale gradients to a norm of at most `max_norm`; one by one, as some are cut and some are not."""

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lockstep.errors import ModelError, StepError
 from lockstep.strategies.held import HeldModel
+from lockstep.strategies.norms import each_norm, total_norm
 from lockstep.training.loop import Loop
 from lockstep.training.scaling import Scaler
 
@@ -147,9 +148,12 @@ def clip(
     Raises:
         ModelError: if they belong to several models of which one is split over ranks.
     """
-    if not any(model.is_split for model in models):
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    if not any(model.is_split for model in models):
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norm = total_norm(each_norm(gradients, norm_type), norm_type)
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
     own = {id(p) for p in parameters}
     owners = [model for model in models if own & {id(p) for p in model.parameters}]
     if not owners or (len(owners) > 1 and not all(model.mixes for model in owners)):

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 
 import torch
+from torch.utils import deterministic
 
 from lockstep.errors import DeviceError
 from lockstep.world.cores import usable_cores
@@ -143,3 +144,5 @@ def make_deterministic(device: torch.device) -> None:
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
     torch.use_deterministic_algorithms(True)
+    # It would also fill every new tensor, which costs a kernel each and hides no draw of chance.
+    deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -388,6 +388,31 @@ def test_pinned_memory_may_be_asked_for(make_run) -> None:
         assert [x.tolist() for x in loader] == [[0, 1, 2, 3]]
 
 
+class Curriculum(Noisy):
+    """Samples that depend on the epoch, which the script sets."""
+
+    epoch = 0
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        x, y = super().__getitem__(index)
+        return x * (1 + self.epoch), y
+
+
+def test_workers_see_what_the_script_sets_on_the_dataset_before_a_loop(make_run) -> None:
+    def seen(**workers: Any) -> list[float]:
+        dataset = Curriculum()
+        with make_run() as run:
+            loader = run.loader(dataset, batch_size=LENGTH, **workers)
+            found = []
+            for epoch in run.epochs(3):
+                dataset.epoch = epoch
+                found += [x.sum().item() for x, _ in loader]
+        return found
+
+    assert seen(num_workers=1) == seen()
+    assert seen(num_workers=1, persistent_workers=True) != seen(), "asked for: a copy for good"
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [

@@ -7,10 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils import deterministic
 
 from lockstep.errors import DeviceError, UsageError
 from lockstep.world import World
-from lockstep.world.devices import choose_device, default_threads, device_identity
+from lockstep.world.devices import (
+    choose_device,
+    default_threads,
+    device_identity,
+    make_deterministic,
+)
 
 
 def world(local_rank: int = 0, local_size: int = 1, environment: str = "torchrun") -> World:
@@ -132,3 +138,16 @@ def test_threads_follow_from_the_nodes_cores(monkeypatch):
         assert default_threads(1) == 1
     finally:
         os.sched_setaffinity(0, before)
+
+
+def test_deterministic_algorithms_do_not_fill_new_memory(monkeypatch):
+    for name in ("benchmark", "deterministic"):
+        monkeypatch.setattr(torch.backends.cudnn, name, getattr(torch.backends.cudnn, name))
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    monkeypatch.setattr(deterministic, "fill_uninitialized_memory", True)
+    try:
+        make_deterministic(torch.device("cuda"))
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not deterministic.fill_uninitialized_memory
+    finally:
+        torch.use_deterministic_algorithms(False)
