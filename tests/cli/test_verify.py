@@ -136,3 +136,86 @@ def test_traces_are_kept_on_request(verify: Lockstep) -> None:
     again = verify("verify", "train.py", "--layouts", "1,2", "--keep", "kept")
     assert again.code == 2
     assert "hint:" in again.err
+
+
+OBJECTS = """
+import sys, torch, torch.nn.functional as F, lockstep
+from torch import nn
+from torch.utils.data import TensorDataset
+
+FAULT = sys.argv[1]
+
+class Average:
+    def __init__(self):
+        self.value = torch.zeros(())
+    def state_dict(self):
+        return {"value": self.value}
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+with lockstep.Run("objects") as run:
+    model = run.model(nn.Linear(4, 2))
+    ema = run.register("ema", Average())
+    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    data = TensorDataset(torch.randn(30, 4), torch.arange(30) % 2)
+    train, test = run.loader(data, batch_size=8, shuffle=True), run.loader(data, batch_size=10)
+    for epoch in run.epochs(2):
+        for x, y in train:
+            run.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            if FAULT == "ema":
+                ema.value = ema.value + run.world.size**2
+        with torch.no_grad():
+            run.mean(F.cross_entropy(model(x), y) for x, y in test)
+"""
+#: A loader with a fault: in every evaluation, rank 1 of two sees the first sample of its share twice.
+TWICE = """
+import torch
+from lockstep.training.loop import Loop
+begins = Loop.microbatch_begins
+def begin(self, microbatch):
+    if not torch.is_grad_enabled() and not microbatch.first:
+        microbatch.indices[1] = microbatch.indices[0]
+    begins(self, microbatch)
+Loop.microbatch_begins = begin
+"""
+
+
+def test_the_registered_object_that_differs_is_named(lockstep: Lockstep) -> None:
+    lockstep.script(OBJECTS)
+    done = lockstep("verify", "train.py", "--layouts", "1,2", "--", "ema")
+    assert done.code == 3
+    expected = "step 1: equal samples and losses, but the state of ema is sha256:"
+    assert f"first difference: {expected}" in done.out
+    assert "samples: 4 loops, 0 seen twice, 0 never" in done.out
+
+
+def test_samples_that_an_evaluation_sees_twice_or_never_are_found(lockstep: Lockstep) -> None:
+    lockstep.script(TWICE + OBJECTS)
+    done = lockstep("verify", "train.py", "--layouts", "1,1", "--replicas", "2", "--", "twice")
+    assert done.code == 3
+    assert "same: yes\nsamples: 4 loops, 6 seen twice, 6 never" in done.out
+    assert "  twice: sample 5 of loader 1 in epoch 0\n" in done.out
+    assert "  never: sample 6 of loader 1 in epoch 0\n" in done.out
+
+
+def test_a_run_is_preempted_between_the_updates_of_a_batch(lockstep: Lockstep) -> None:
+    lockstep.script("""
+import torch, lockstep
+from torch import nn
+
+with lockstep.Run("two") as run:
+    one, two = run.model(nn.Linear(4, 1)), run.model(nn.Linear(4, 1))
+    steps = [run.optimizer(torch.optim.SGD(m.parameters(), lr=0.1)) for m in (one, two)]
+    for epoch in run.epochs(2):
+        for batch in run.batches(run.loader(torch.randn(24, 4), batch_size=4)):
+            for model, optimizer in zip((one, two), steps):
+                for x in batch:
+                    optimizer.zero_grad()
+                    run.backward(model(x).square().mean())
+                    optimizer.step()
+""")
+    done = lockstep("verify", "train.py", "--layouts", "1", "2,term@7")
+    assert done.code == 0, done.out + done.err
+    assert "ran on layout 2,term@7: 24 steps, 0 kills, 2 generations" in done.err

@@ -94,7 +94,8 @@ class Recorder:
         self._loops: list[bool] = []  # whether each of the loops that we are in trains
         self._generations = self._earlier_generations()
         self._place: Place | None = None
-        self._digest: Callable[[], str] | None = None
+        self._digests: Callable[[], Mapping[str, str]] = dict
+        self._without_loss: dict[int, Microbatch] = {}  # the newest of each loader
         self._origin = ""
 
     @property
@@ -160,9 +161,9 @@ class Recorder:
         except ValueError:
             return str(self.directory)
 
-    def bind(self, place: Place, digest: Callable[[], str]) -> None:
-        """Learn where the run stands, and how to take its digest."""
-        self._place, self._digest = place, digest
+    def bind(self, place: Place, digests: Callable[[], Mapping[str, str]]) -> None:
+        """Learn where the run stands, and how to take the digests of what it holds, by name."""
+        self._place, self._digests = place, digests
 
     # --- what happens ----------------------------------------------------------------------------
 
@@ -182,21 +183,32 @@ class Recorder:
             self._progress.epoch_begins(epoch, self._place.epochs, self._lengths[loader])
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
-        """Nothing is recorded before there is a loss."""
+        """Trace the microbatch before this one, where no backward pass has come after it."""
+        self._trace_seen(microbatch.loader)
+        self._without_loss[microbatch.loader] = microbatch
+
+    def _trace_seen(self, loader: int) -> None:
+        seen = self._without_loss.pop(loader, None)
+        if seen is None or not seen.size or self._settings.repeats:
+            return
+        if self._trace is not None and self._place is not None:
+            self._trace.seen(self._place.steps, seen)
 
     def before_backward(self, microbatch: Microbatch, loss: torch.Tensor) -> None:
         """Trace a loss and the samples behind it."""
         if self._trace is not None and self._place is not None and not self._settings.repeats:
             self._trace.microbatch(self._place.steps + 1, microbatch, loss)
+        self._without_loss.pop(microbatch.loader, None)
 
     def step_ends(self, step: int, microbatch: Microbatch) -> None:
-        """Trace the parameters and move the bar."""
-        if self._trace is not None and self._digest is not None:
-            self._trace.step(step, self._digest())
+        """Trace the state and move the bar."""
+        if self._trace is not None:
+            self._trace.step(step, self._digests())
         self._progress.step(microbatch.total)
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
         """Close the bar and write what is pending."""
+        self._trace_seen(loader)
         if self._trace is not None:
             self._trace.loop(loader, epoch, round_, complete=not early)
         if self._loops.pop() and self._place is not None:
@@ -249,6 +261,11 @@ class Recorder:
             self._progress.print(text)
 
     # --- the end ---------------------------------------------------------------------------------
+
+    def script_ends(self) -> None:
+        """Trace the state at the end of the script."""
+        if self._trace is not None:
+            self._trace.end(self._digests())
 
     def finish(self, digest: str, seconds: float, used: Mapping[str, int]) -> None:
         """Record how the run ended, and say so in one line; of each rank, the memory that it used."""

@@ -1,13 +1,16 @@
 """The trace: what every step saw and made, exact to the bit, for two layouts to be compared.
 
 Every rank has a file for each generation, with one JSON object per line. `{"kind": "microbatch", …}` holds
-the bits of a replica's loss and its sample ids; `{"kind": "step", …}` the digest of all parameters after an
-update; the first line says after which step the generation goes on.
+the bits of a replica's loss and its sample ids, `{"kind": "seen", …}` the ids of a microbatch without a
+backward pass, as in an evaluation; `{"kind": "step", …}` the digests of models and registered objects after
+an update, `{"kind": "end", …}` those at the end of the run; the first line says after which step the
+generation goes on.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -38,24 +41,24 @@ class Trace:
 
     def microbatch(self, step: int, microbatch: Microbatch, loss: torch.Tensor) -> None:
         """Record a backward pass of step number `step`."""
-        self._write(
-            kind="microbatch",
-            step=step,
-            loader=microbatch.loader,
-            epoch=microbatch.epoch,
-            round=microbatch.round,
-            batch=microbatch.step,
-            turn=microbatch.turn,
-            replica=microbatch.replica,
-            loss=loss_bits(loss),
-            value=loss.item(),
-            samples=microbatch.indices[: microbatch.size].tolist(),
-        )
+        place, samples = _place(microbatch), _samples(microbatch)
+        bits, value = loss_bits(loss), loss.item()
+        self._write(kind="microbatch", step=step, **place, loss=bits, value=value, samples=samples)
 
-    def step(self, step: int, digest: str) -> None:
-        """Record the parameters after step number `step`."""
-        self._write(kind="step", step=step, digest=digest)
+    def seen(self, step: int, microbatch: Microbatch) -> None:
+        """Record a microbatch without a backward pass, seen after step number `step`."""
+        self._write(kind="seen", step=step, **_place(microbatch), samples=_samples(microbatch))
+        self._file.flush()  # an evaluation whose result is saved is not computed again
+
+    def step(self, step: int, digests: Mapping[str, str]) -> None:
+        """Record the state after step number `step`: a digest for each model and registered object."""
+        self._write(kind="step", step=step, digests=digests)
         self._file.flush()  # a rank may be killed; what it did until then is what one wants to know
+
+    def end(self, digests: Mapping[str, str]) -> None:
+        """Record the state at the end of the run."""
+        self._write(kind="end", digests=digests)
+        self._file.flush()
 
     def loader(self, number: int, length: int | None, *, exhaustive: bool) -> None:
         """Record how many samples a loader has, and whether one loop is to see each exactly once."""
@@ -82,6 +85,17 @@ class Trace:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _place(microbatch: Microbatch) -> dict[str, int]:
+    loader, epoch, round_, batch, replica = microbatch.numbers
+    place = {"loader": loader, "epoch": epoch, "round": round_, "batch": batch}
+    return {**place, "turn": microbatch.turn, "replica": replica}
+
+
+def _samples(microbatch: Microbatch) -> list[int]:
+    samples: list[int] = microbatch.indices[: microbatch.size].tolist()
+    return samples
 
 
 def loss_bits(loss: torch.Tensor) -> str:

@@ -15,17 +15,18 @@ VARIABLE = "LOCKSTEP_FAULTS"
 _KINDS = ("kill", "term")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Faults:
     """At which steps this rank, in this generation, is to be killed or asked to end.
 
     Attributes:
         kill: in the backward pass of which step; 0 for none.
-        term: after which steps.
+        term: after which steps; where the state is not whole there, at the next point at which it is.
     """
 
     kill: int = 0
     term: frozenset[int] = frozenset()
+    _done: int | None = None  # the step up to which signals have been sent
 
     @staticmethod
     def of(environ: Mapping[str, str], world: World) -> Faults:
@@ -47,12 +48,15 @@ class Faults:
 
     def before_backward(self, step: int) -> None:
         """The gradients of step number `step` are about to be computed."""
+        if self._done is None:
+            self._done = step - 1
         if step == self.kill:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def after_step(self, step: int) -> None:
-        """Step number `step` is done."""
-        if step in self.term:
+        """Step number `step` is done, and the state is whole: a batch may have had several steps."""
+        done, self._done = step - 1 if self._done is None else self._done, step
+        if any(done < term <= step for term in self.term):
             os.kill(os.getpid(), signal.SIGTERM)
 
 

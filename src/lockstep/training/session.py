@@ -131,7 +131,7 @@ class Session:
         self._remember_directory()
         self._watch = self._start_watch()
         self.loop = Loop(settings.seed, self.replicas, self.models, self._listeners())
-        self._record.bind(self.loop, self.digest)
+        self._record.bind(self.loop, self.digests)
         self._faults = Faults.of(os.environ, world)
         with self._meeting.telling():
             self._keeper = self._keep()
@@ -306,9 +306,13 @@ class Session:
         """Return the digest of all models and registered objects."""
         if self.loop.microbatch is None:
             self.loop.settle()
-        states = [model.state() for model in self.models]
-        states += [value.state_dict() for value in self.state.registered.values()]
-        return digest(states)
+        return digest(self.state.parts().values())
+
+    def digests(self) -> dict[str, str]:
+        """Return a digest for each model and registered object."""
+        if self.loop.microbatch is None:
+            self.loop.settle()
+        return {name: digest([part]) for name, part in self.state.parts().items()}
 
     def loader_made(self, loader: Loader, dataset: Any, settings: LoaderSettings) -> None:
         """Take note of a new loader."""
@@ -383,6 +387,7 @@ class Session:
         """
         if self._watch is not None:
             self._watch.run_ends()
+        self._record.script_ends()
         with self.standing.meeting("the end of the run"):
             self._agree(own_digest)
         if self._watch is not None:

@@ -33,6 +33,15 @@ class State:
         self.schedulers: list[Any] = []
         self.registered: dict[str, Any] = {}
 
+    def parts(self) -> dict[str, Mapping[str, Any]]:
+        """Return what the result of the run is made of, each part under a name for messages."""
+        one = len(self.models) == 1
+        named = {
+            "parameters" if one else f"parameters of model {number}": model.state()
+            for number, model in enumerate(self.models)
+        }
+        return named | {f"state of {name}": v.state_dict() for name, v in self.registered.items()}
+
     def gather(self) -> dict[str, Any]:
         """Return the state of all; tensors are the ones in use."""
         return {

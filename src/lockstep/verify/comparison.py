@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from lockstep.verify.traces import Key, LoopKey, Seen, Step, Traces, few
+from lockstep.verify.traces import Digests, Key, LoopKey, Seen, Traces, few, names, values
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +15,7 @@ class Difference:
 
     Attributes:
         step: in which step, counted from 1.
-        what: `samples`, `loss`, `parameters`, `length` or `redone`.
+        what: `samples`, `loss`, `parameters`, `state`, `length` or `redone`.
         text: in words, with both values.
     """
 
@@ -27,8 +27,14 @@ class Difference:
 def compare(one: Traces, other: Traces, name: str, other_name: str) -> Difference | None:
     """Return the first step in which two layouts differ, or `None` where they never do.
 
-    Within a step, what was seen comes before what was made: samples, losses, parameters.
+    Within a step, what was seen comes before what was made: samples, losses, parameters, other state.
     """
+    found = (_compare_evaluated, _compare_steps, _compare_ends)
+    differences = [compare(one, other, name, other_name) for compare in found]
+    return min(filter(None, differences), key=lambda difference: difference.step, default=None)
+
+
+def _compare_steps(one: Traces, other: Traces, name: str, other_name: str) -> Difference | None:
     for number in sorted({*one.steps, *other.steps}):
         a, b = one.steps.get(number), other.steps.get(number)
         if a is None or b is None:
@@ -36,9 +42,27 @@ def compare(one: Traces, other: Traces, name: str, other_name: str) -> Differenc
             return Difference(number, "length", f"step {number} happens on {long}, not on {short}")
         difference = _compare_seen(
             number, a.microbatches, b.microbatches, name, other_name
-        ) or _compare_made(number, a, b, name, other_name)
+        ) or _compare_made(number, a.digests, b.digests, name, other_name)
         if difference is not None:
             return difference
+    return None
+
+
+def _compare_ends(one: Traces, other: Traces, name: str, other_name: str) -> Difference | None:
+    """Compare what is there at the end: evaluations and callbacks may change it after the last step."""
+    last = max([*one.steps, *other.steps], default=0)
+    return _compare_made(last, one.ends, other.ends, name, other_name, is_end=True)
+
+
+def _compare_evaluated(one: Traces, other: Traces, name: str, other_name: str) -> Difference | None:
+    """Compare the samples of evaluations; those that only one layout saw are a matter of coverage."""
+    for key in sorted(one.evaluated.keys() & other.evaluated.keys(), key=one.evaluated.__getitem__):
+        (step, a), (_, b) = one.evaluated[key], other.evaluated[key]
+        if a != b:
+            loader, epoch, _, batch, _, replica = key
+            place = f"after step {step} (loader {loader}, epoch {epoch}, batch {batch}), replica {replica}"
+            text = f"{place}: samples {few(a)} on {name}, {few(b)} on {other_name}, without a backward pass"
+            return Difference(step, "samples", text)
     return None
 
 
@@ -65,24 +89,29 @@ def _compare_seen(
 
 
 def _compare_made(
-    number: int, one: Step, other: Step, name: str, other_name: str
+    number: int, one: Digests, other: Digests, name: str, other_name: str, *, is_end: bool = False
 ) -> Difference | None:
-    for step, layout in ((one, name), (other, other_name)):
-        if len(set(step.digests.values())) > 1:
-            text = f"step {number}: the ranks of {layout} hold different parameters"
-            return Difference(number, "parameters", text)
-    a, b = one.digests, other.digests
-    if a and b and {*a.values()} != {*b.values()}:
-        text = (
-            f"step {number}: equal samples and losses, but the parameters are "
-            f"{_any(a)} on {name}, {_any(b)} on {other_name}"
-        )
-        return Difference(number, "parameters", text)
+    place = "the end of the run" if is_end else f"step {number}"
+    for part in dict.fromkeys([*names(one), *names(other)]):
+        what = "parameters" if part.startswith("parameters") else "state"
+        for digests, layout in ((one, name), (other, other_name)):
+            if len(values(digests, part)) > 1:
+                text = f"{place}: the ranks of {layout} hold different {part}"
+                return Difference(number, what, text)
+        a, b = values(one, part), values(other, part)
+        if one and other and a != b:
+            verb = "are" if what == "parameters" else "is"
+            equal = "equal steps" if is_end else "equal samples and losses"
+            text = (
+                f"{place}: {equal}, but the {part} {verb} "
+                f"{_any(a)} on {name}, {_any(b)} on {other_name}"
+            )
+            return Difference(number, what, text)
     return None
 
 
-def _any(digests: dict[int, str]) -> str:
-    return next(iter(digests.values()))[:19]
+def _any(digests: AbstractSet[str]) -> str:
+    return next(iter(digests), "missing")[:19]
 
 
 def redone(traces: Traces, name: str) -> Difference | None:
@@ -115,17 +144,19 @@ class Coverage:
 
 
 def coverage(traces: Traces, complete: AbstractSet[LoopKey] = frozenset()) -> Coverage:
-    """Count the samples behind all backward passes, loop by loop; second passes are not counted.
+    """Count the samples of all microbatches, loop by loop; second passes are not counted.
 
     Args:
         traces: what a layout saw.
         complete: loops to be judged besides those of which it says that they were complete.
     """
-    seen: dict[LoopKey, Counter[int]] = {}
+    samples = {key: samples for key, (_, samples) in traces.evaluated.items()}
     for step in traces.steps.values():
-        for (_, loader, epoch, round_, _, turn, _), microbatch in step.microbatches.items():
-            if turn == 0:
-                seen.setdefault((loader, epoch, round_), Counter()).update(microbatch.samples)
+        samples |= {key[1:]: microbatch.samples for key, microbatch in step.microbatches.items()}
+    seen: dict[LoopKey, Counter[int]] = {}
+    for (loader, epoch, round_, _, turn, _), own in samples.items():
+        if turn == 0:
+            seen.setdefault((loader, epoch, round_), Counter()).update(own)
     twice, never = [], []
     whole = traces.complete | complete
     loops = [key for key in sorted(seen) if key in whole and key[0] in traces.lengths]

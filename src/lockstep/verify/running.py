@@ -170,6 +170,13 @@ def _check_faults(outcome: Outcome) -> None:
     faults = [fault for stage in outcome.layout.stages for fault in stage.faults]
     if outcome.exit_code == 0 and outcome.digest is not None and outcome.generations <= len(faults):
         fault = faults[max(0, outcome.generations - 1)]
+        kind, _, step = fault.partition("@")
+        if kind == "kill" and int(step) <= outcome.steps:
+            raise UsageError(
+                f"{outcome.layout}: {fault} did not happen: the last rank makes no backward pass in step "
+                f"{step} of {outcome.steps}",
+                hint="name a step that calls run.backward",
+            )
         raise UsageError(
             f"{outcome.layout}: the run was over before {fault} could happen; "
             f"it has {outcome.steps} steps",

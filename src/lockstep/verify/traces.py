@@ -12,10 +12,17 @@ from typing import Any
 #: Which microbatch: step, loader, epoch, round, batch, turn, replica.
 Key = tuple[int, int, int, int, int, int, int]
 
+#: Which microbatch without a backward pass: loader, epoch, round, batch, turn, replica.
+EvaluationKey = tuple[int, int, int, int, int, int]
+
 #: Which loop over a loader: loader, epoch, round.
 LoopKey = tuple[int, int, int]
 
 _NAME = re.compile(r"rank-(\d+)\.(\d+)\.jsonl")
+
+
+#: The state at some moment: by rank, the digest of each model and registered object.
+Digests = dict[int, dict[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +40,11 @@ class Step:
 
     Attributes:
         microbatches: what each replica saw.
-        digests: the parameters after it, by rank.
+        digests: the state after it: for each rank, of each model and registered object.
     """
 
     microbatches: dict[Key, Seen] = field(default_factory=dict)
-    digests: dict[int, str] = field(default_factory=dict)
+    digests: Digests = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +72,17 @@ class Traces:
         lengths: number of samples of each loader that shows every sample once.
         complete: loops that went to the end of their data.
         redone: steps that were done anew, and differ.
+        evaluated: samples of microbatches without a backward pass, and after which step they were seen.
+            Results of an evaluation may be saved, so that no later generation sees its samples.
+        ends: the state at the end, by rank, as in a step.
     """
 
     steps: dict[int, Step] = field(default_factory=dict)
     lengths: dict[int, int] = field(default_factory=dict)
     complete: set[LoopKey] = field(default_factory=set)
     redone: list[Redone] = field(default_factory=list)
+    evaluated: dict[EvaluationKey, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    ends: Digests = field(default_factory=dict)
 
 
 def read(directory: Path) -> Traces:
@@ -102,6 +114,7 @@ def _read_generation(files: dict[int, Path], traces: Traces) -> tuple[float, dic
     # One that was killed before it wrote a line has done nothing.
     begin = float("inf")
     steps: dict[int, Step] = {}
+    traces.ends = {}
     for rank in sorted(files):
         for entry in _entries(files[rank]):
             if entry["kind"] == "begin":
@@ -121,17 +134,27 @@ def _entries(path: Path) -> Iterator[dict[str, Any]]:
 
 def _take(traces: Traces, steps: dict[int, Step], rank: int, entry: dict[str, Any]) -> None:
     kind = entry["kind"]
-    if kind == "microbatch":
-        names = ("step", "loader", "epoch", "round", "batch", "turn", "replica")
-        key: Any = tuple(entry[name] for name in names)
-        step = steps.setdefault(entry["step"], Step())
-        step.microbatches[key] = Seen(entry["loss"], entry["value"], tuple(entry["samples"]))
+    if kind in ("microbatch", "seen"):
+        _take_microbatch(traces, steps, entry)
     elif kind == "step":
-        steps.setdefault(entry["step"], Step()).digests[rank] = entry["digest"]
+        steps.setdefault(entry["step"], Step()).digests[rank] = entry["digests"]
+    elif kind == "end":
+        traces.ends[rank] = entry["digests"]
     elif kind == "loader" and entry["exhaustive"] and entry["length"] is not None:
         traces.lengths[entry["loader"]] = entry["length"]
     elif kind == "loop" and entry["complete"]:
         traces.complete.add((entry["loader"], entry["epoch"], entry["round"]))
+
+
+def _take_microbatch(traces: Traces, steps: dict[int, Step], entry: dict[str, Any]) -> None:
+    names = ("loader", "epoch", "round", "batch", "turn", "replica")
+    key: Any = tuple(entry[name] for name in names)
+    number, samples = entry["step"], tuple(entry["samples"])
+    if entry["kind"] == "seen":
+        traces.evaluated[key] = number, samples
+    else:
+        seen = Seen(entry["loss"], entry["value"], samples)
+        steps.setdefault(number, Step()).microbatches[number, *key] = seen
 
 
 def _merge(steps: dict[int, Step], number: int, new: Step) -> None:
@@ -150,10 +173,21 @@ def _differences(number: int, first: Step, again: Step) -> Iterator[Redone]:
         elif one.bits != other.bits:
             what = f"{one.value!r} ({one.bits}), then {other.value!r} ({other.bits})"
             yield Redone(number, f"the loss of replica {key[-1]} was {what}")
-    before, after = set(first.digests.values()), set(again.digests.values())
-    if before and after and before != after:
-        what = f"{min(before)[:19]}, then {min(after)[:19]}"
-        yield Redone(number, f"the parameters after it were {what}")
+    for name in names(first.digests):
+        before, after = values(first.digests, name), values(again.digests, name)
+        if before and after and before != after:
+            what = f"{min(before)[:19]}, then {min(after)[:19]}"
+            yield Redone(number, f"the {name} after it: {what}")
+
+
+def names(digests: Digests) -> list[str]:
+    """Return the names of all models and registered objects of which some rank has a digest."""
+    return list(dict.fromkeys(name for parts in digests.values() for name in parts))
+
+
+def values(digests: Digests, name: str) -> set[str]:
+    """Return the different digests that ranks have of one model or registered object."""
+    return {parts[name] for parts in digests.values() if name in parts}
 
 
 def few(samples: tuple[int, ...]) -> str:

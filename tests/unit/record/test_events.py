@@ -139,9 +139,11 @@ def test_a_trace_holds_bits_samples_and_digests(tmp_path: Path) -> None:
         trace.loader(1, 10, exhaustive=True)
         trace.microbatch(4, microbatch(), torch.tensor(0.1, requires_grad=True))
         trace.microbatch(4, microbatch(size=0, indices=np.array([5]), turn=1), torch.tensor([0.1]))
-        trace.step(4, "sha256:abc")
+        trace.seen(4, microbatch(replica=0))
+        trace.step(4, {"parameters": "sha256:abc"})
+        trace.end({"parameters": "sha256:abc"})
         trace.loop(1, 2, 0, complete=True)
-    loader, first, stand_in, step, loop = lines(tmp_path / "trace" / "rank-2.0.jsonl")
+    loader, first, stand_in, seen, step, end, loop = lines(tmp_path / "trace" / "rank-2.0.jsonl")
     assert loader == {"kind": "loader", "loader": 1, "length": 10, "exhaustive": True}
     assert (first["kind"], first["step"], first["batch"], first["replica"]) == (
         "microbatch",
@@ -151,7 +153,9 @@ def test_a_trace_holds_bits_samples_and_digests(tmp_path: Path) -> None:
     )
     assert (first["samples"], stand_in["samples"], stand_in["turn"]) == ([5, 9], [], 1)
     assert first["loss"] == struct.pack("<f", 0.1).hex() == stand_in["loss"]
-    assert step == {"kind": "step", "step": 4, "digest": "sha256:abc"}
+    assert (seen["kind"], seen["step"], seen["replica"], seen["samples"]) == ("seen", 4, 0, [5, 9])
+    assert step == {"kind": "step", "step": 4, "digests": {"parameters": "sha256:abc"}}
+    assert end == {"kind": "end", "digests": {"parameters": "sha256:abc"}}
     assert (loop["kind"], loop["complete"]) == ("loop", True)
 
 
@@ -181,7 +185,9 @@ def test_a_runs_trace_does_not_depend_on_when_it_is_read(
                 optimizer.zero_grad()
             digest = run.digest()
         found = lines(tmp_path / f"trace-{number}" / "rank-0.0.jsonl")
-        assert [line["digest"] for line in found if line["kind"] == "step"][-1] == digest
+        steps = [line["digests"] for line in found if line["kind"] == "step"]
+        assert steps[-1] == {"parameters": digest}
+        assert found[-1] == {"kind": "end", "digests": {"parameters": digest}}
         return found
 
     first = traced(0)

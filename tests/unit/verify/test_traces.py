@@ -26,7 +26,7 @@ def seen(step: int, loss: str = "", replica: int = 0) -> dict[str, Any]:
 
 
 def made(step: int, digest: str = "") -> dict[str, Any]:
-    return {"kind": "step", "step": step, "digest": digest or f"digest {step}"}
+    return {"kind": "step", "step": step, "digests": {"parameters": digest or f"digest {step}"}}
 
 
 def write(directory: Path, name: str, *entries: dict[str, Any], end: str = "") -> None:
@@ -67,7 +67,7 @@ def test_more_than_nine_generations_are_in_order(tmp_path: Path) -> None:
     for number in range(11):
         digest = "last" if number == 10 else f"generation {number}"
         write(tmp_path, f"rank-0.{number}.jsonl", begin(0), made(1, digest))
-    assert read(tmp_path).steps[1].digests == {0: "last"}
+    assert read(tmp_path).steps[1].digests == {0: {"parameters": "last"}}
 
 
 def test_what_was_done_again_does_not_count_twice_nor_what_was_lost(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_parameters_and_samples_count_too_and_over_several_generations(tmp_path:
     write(tmp_path, "rank-0.1.jsonl", begin(0), made(1))
     write(tmp_path, "rank-0.2.jsonl", begin(0), made(1), made(2, "other"))
     assert [one.text for one in read(tmp_path).redone] == [
-        "the parameters after it were one, then other"
+        "the parameters after it: one, then other"
     ]
     write(tmp_path, "rank-0.1.jsonl", begin(1), {**seen(2), "samples": [7, 8]})
     write(tmp_path, "rank-0.0.jsonl", begin(0), made(1), seen(2))
@@ -124,3 +124,18 @@ def test_a_loop_counts_as_a_whole_where_another_layout_says_so(tmp_path: Path) -
     traces = read(tmp_path)
     assert coverage(traces).loops == 0
     assert len(coverage(traces, {(0, 0, 0)}).never) == 6
+
+
+def test_an_evaluation_that_is_not_done_again_after_a_crash_still_counts(tmp_path: Path) -> None:
+    place = {"loader": 1, "epoch": 0, "round": 0, "turn": 0, "replica": 0}
+    evaluated = [
+        {"kind": "seen", "step": 4, **place, "batch": batch, "samples": [batch]} for batch in (0, 1)
+    ]
+    loader, loop = {**LOADER, "loader": 1, "length": 2}, {**LOOP, "loader": 1}
+    write(whole(tmp_path), "rank-0.1.jsonl", begin(4), loader, *evaluated, loop)
+    write(
+        tmp_path, "rank-0.2.jsonl", begin(4), loader, {"kind": "end", "digests": {"state of a": ""}}
+    )
+    traces = read(tmp_path)
+    assert (coverage(traces).loops, coverage(traces).is_exact) == (2, True)
+    assert traces.ends == {0: {"state of a": ""}}
