@@ -1,94 +1,238 @@
-"""Where a run stands, in numbers that mean the same on every layout."""
+"""Where a run stands, in numbers that mean the same on every layout.
+
+A position is the way to it: the events that the script comes past when it starts again from its top, in
+order. Whatever is over is short: of a phase its last epoch stays, of a loop its last batch, of a metric its
+value. The last event of a level may be open: the position is inside it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import torch
+
 from lockstep.data.microbatch import Batching
+from lockstep.errors import CheckpointError
+
+#: Tensors that values of metrics are made of, by the name under which the JSON refers to them.
+Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class LoopPosition:
-    """How far a loop over a loader has come that updates parameters.
+class Counters:
+    """What counts on while a script runs.
+
+    Attributes:
+        steps: updates.
+        stretch: number of the stretch: another one for every epoch and every phase, part of all keys.
+        loaders: loaders that the script has made.
+        rounds: how many loops over each loader this stretch has seen: pairs of loader and count.
+    """
+
+    steps: int = 0
+    stretch: int = 0
+    loaders: int = 0
+    rounds: tuple[tuple[int, int], ...] = ()
+
+    @staticmethod
+    def parse(told: Mapping[str, Any]) -> Counters:
+        """Read what `dataclasses.asdict` and JSON have made of it."""
+        rounds = tuple((int(loader), int(count)) for loader, count in told["rounds"])
+        return Counters(int(told["steps"]), int(told["stretch"]), int(told["loaders"]), rounds)
+
+
+@dataclass(slots=True, kw_only=True)
+class LoopEvent:
+    """A loop over a loader that updates parameters.
 
     Attributes:
         loader: number of the loader.
         stretch: which stretch of the run it belongs to.
         round: how many loops over this loader the stretch has seen before.
+        batching: how it makes its batches.
         batches: how many global batches it is done with.
         steps: updates that the run had done then.
+        last: number of the last batch that it has begun.
+        before: updates that the run had done when that began.
         complete: whether it is over, by `break` for instance.
-        batching: how it makes its batches; `None` where a state of format 1 does not say.
+        losses: of the last batch, in the order of `run.backward`; only where there is one replica.
+        events: in the last batch.
     """
 
     loader: int
     stretch: int
     round: int
+    batching: Batching
     batches: int = 0
     steps: int = 0
+    last: int = 0
+    before: int = 0
     complete: bool = False
-    batching: Batching | None = None
+    losses: list[Any] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
 
     @property
     def key(self) -> tuple[int, int, int]:
         """Which loop it is."""
         return (self.loader, self.stretch, self.round)
 
-    @staticmethod
-    def parse(told: Mapping[str, Any]) -> LoopPosition:
-        """Read what `Position.as_json` has made of it."""
-        batching = told.get("batching")
-        return LoopPosition(
-            **{**told, "batching": None if batching is None else Batching(**batching)}
-        )
+
+@dataclass(slots=True, kw_only=True)
+class MetricEvent:
+    """A call of `run.mean`, `run.sum` or `run.gather`.
+
+    Attributes:
+        call: which of them.
+        done: whether it has returned.
+        value: what it returned, or has seen until now: numbers, tensors, and containers of them.
+        key: where generators stood when it returned.
+        after: the counters when it returned.
+        events: that its items come past, while it is open.
+    """
+
+    call: str
+    done: bool = False
+    value: Any = None
+    key: int | None = None
+    after: Counters = Counters()
+    events: list[Event] = field(default_factory=list)
+
+
+@dataclass(slots=True, kw_only=True)
+class PhaseEvent:
+    """A call of `run.epochs`.
+
+    Attributes:
+        epoch: its last epoch; `None` where it has none.
+        begin: the counters when that epoch began.
+        ended: whether that epoch is over.
+        complete: whether the phase is.
+        after: the counters when the epoch, or the phase, was over.
+        events: of that epoch.
+    """
+
+    epoch: int | None = None
+    begin: Counters = Counters()
+    ended: bool = False
+    complete: bool = False
+    after: Counters = Counters()
+    events: list[Event] = field(default_factory=list)
+
+
+@dataclass(slots=True, kw_only=True)
+class SaveEvent:
+    """A call of `run.save` outside of loops."""
+
+    events: list[Event] = field(default_factory=list)
+
+
+Event = LoopEvent | MetricEvent | PhaseEvent | SaveEvent
+_KINDS: dict[str, type[Event]] = {
+    "loop": LoopEvent,
+    "metric": MetricEvent,
+    "phase": PhaseEvent,
+    "save": SaveEvent,
+}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+_PARSED = {
+    "batching": lambda told: Batching(**told),
+    "begin": Counters.parse,
+    "after": Counters.parse,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """Where a run stands between two batches, or between two epochs.
+    """Where a run stands: between two batches, between two epochs, or at a call of `run.save`.
 
     Attributes:
-        steps: how many updates have happened.
         points: how many such places the run has passed.
-        phase: how many times `run.epochs` was gone through before.
-        epoch: number of the epoch in this phase; `None` outside of epochs.
-        stretch: the stretch, which is part of the keys of loops.
-        loaders: how many loaders the script had made when this epoch began.
-        before: how many updates had happened then.
-        rounds: how many loops over each loader this stretch has seen: pairs of loader and count.
-        phases: for each phase that is over: the stretch after it, and the loaders and updates then.
-        loops: loops that updated parameters: those outside of epochs, and those of this epoch.
+        counters: as they are there.
+        events: the way there.
     """
 
-    steps: int = 0
     points: int = 0
-    phase: int = 0
-    epoch: int | None = None
-    stretch: int = 0
-    loaders: int = 0
-    before: int = 0
-    rounds: tuple[tuple[int, int], ...] = ()
-    phases: tuple[tuple[int, int, int], ...] = ()
-    loops: tuple[LoopPosition, ...] = ()
+    counters: Counters = Counters()
+    events: Sequence[Event] = ()
 
-    def as_json(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
-        return asdict(self)
+    @property
+    def steps(self) -> int:
+        """How many updates have happened."""
+        return self.counters.steps
+
+    def as_json(self) -> tuple[dict[str, Any], Tensors]:
+        """Return it as JSON has it, and the tensors that this refers to."""
+        tensors: Tensors = {}
+        events = [_told(event, tensors) for event in self.events]
+        return {"points": self.points, "counters": asdict(self.counters), "events": events}, tensors
 
     @staticmethod
-    def parse(told: Mapping[str, Any]) -> Position:
-        """Read what `as_json` has made."""
-        return Position(
-            steps=int(told["steps"]),
-            points=int(told["points"]),
-            phase=int(told["phase"]),
-            epoch=told["epoch"],
-            stretch=int(told["stretch"]),
-            rounds=tuple((int(loader), int(count)) for loader, count in told["rounds"]),
-            loaders=int(told["loaders"]),
-            before=int(told["before"]),
-            phases=tuple((int(one), int(two), int(three)) for one, two, three in told["phases"]),
-            loops=tuple(LoopPosition.parse(one) for one in told["loops"]),
-        )
+    def parse(
+        told: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None
+    ) -> Position:
+        """Read what `as_json` has made; without `tensors` it has no values of metrics that are tensors.
+
+        Raises:
+            CheckpointError: if it is no position, such as one of an earlier version.
+        """
+        try:
+            events = [_parse(event, tensors or {}) for event in told["events"]]
+            counters = Counters.parse(told["counters"])
+            return Position(points=int(told["points"]), counters=counters, events=events)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"a saved state does not say where the run was, as this version reads it ({error!r})",
+                hint="go on with the version of Lockstep that wrote it; --fresh begins anew",
+            ) from error
+
+
+def _told(event: Event, tensors: Tensors) -> dict[str, Any]:
+    told: dict[str, Any] = {"kind": _NAMES[type(event)]}
+    for name in type(event).__slots__:
+        value = getattr(event, name)
+        if name == "events":
+            told[name] = [_told(one, tensors) for one in value]
+        elif name == "losses":
+            told[name] = [float(loss) for loss in value]
+        elif name == "value":
+            told[name] = _put(value, tensors)
+        else:
+            told[name] = asdict(value) if isinstance(value, Counters | Batching) else value
+    return told
+
+
+def _parse(told: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Event:
+    fields: dict[str, Any] = {}
+    for name, value in told.items():
+        if name == "events":
+            fields[name] = [_parse(one, tensors) for one in value]
+        elif name == "value":
+            fields[name] = _take(value, tensors)
+        elif name != "kind":
+            fields[name] = _PARSED[name](value) if name in _PARSED else value
+    return _KINDS[told["kind"]](**fields)
+
+
+def _put(value: Any, tensors: Tensors) -> Any:
+    """Return a value as JSON has it: a tensor is an object with its name."""
+    if isinstance(value, torch.Tensor):
+        name = str(len(tensors))
+        tensors[name] = value
+        return {"tensor": name}
+    if isinstance(value, Mapping):
+        return {"entries": [[name, _put(one, tensors)] for name, one in value.items()]}
+    if isinstance(value, list | tuple):
+        return [_put(one, tensors) for one in value]
+    return value
+
+
+def _take(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_take(one, tensors) for one in value]
+    if not isinstance(value, Mapping):
+        return value
+    if "tensor" in value:
+        return tensors.get(value["tensor"])
+    return {name: _take(one, tensors) for name, one in value["entries"]}

@@ -61,6 +61,11 @@ class Rhythm:
             number if before < step <= steps else 0 for step, number in self._board.snapshots
         )
 
+    def postpone(self) -> None:
+        """Take the snapshot that is due now after the next step."""
+        if self._leads:
+            self._board.plan_snapshot(self._steps + 1, self._number)
+
     @property
     def has_begun(self) -> bool:
         """Whether a snapshot has been taken: on all ranks of the launcher, or on none."""

@@ -128,20 +128,22 @@ class Loader:
     def _loop(self, *, shown: bool) -> Iterator[GlobalBatch]:
         """Yield each global batch; where it is shown to the script, that may draw before its passes."""
         start = self._observer.loop_begins(self.number, self._source.batching)
-        step = start.batch
+        step = start.first
         early = True
         try:
-            for batch in () if start.is_over else self._batches(start):
-                if shown:
-                    self._observer.batch_begins(self.number, start.epoch, start.round, step)
+            for batch in self._batches(start):
+                self._observer.batch_begins(self.number, start, step, shown=shown)
                 whole = GlobalBatch(batch, self._observer, self._device)
                 yield whole
                 whole.pass_over()
                 step += 1
-                self._observer.batch_ends()
+                if self._observer.batch_ends(self.number, start):
+                    break
             early = start.is_over
         finally:
-            self._observer.loop_ends(self.number, start.epoch, start.round, step, early=early)
+            self._observer.loop_ends(self.number, start, step, early=early)
 
     def _batches(self, start: Start) -> Iterator[Batch]:
-        return self._source.batches(self.number, start.epoch, start.round, start.batch)
+        if start.is_over and start.again is None:
+            return iter(())
+        return self._source.batches(self.number, start.epoch, start.round, start.first)

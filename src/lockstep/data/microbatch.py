@@ -81,6 +81,17 @@ class Batching:
     order: str
     drop_last: bool
 
+    @property
+    def batches(self) -> int | None:
+        """How many global batches a loop has; `None` for a stream."""
+        if self.samples is None:
+            return None
+        return (
+            self.samples // self.batch_size
+            if self.drop_last
+            else -(-self.samples // self.batch_size)
+        )
+
     def differences(self, now: Batching) -> list[str]:
         """Return one line per value that is another one `now`."""
         values = asdict(now)
@@ -99,13 +110,20 @@ class Start:
         epoch: the run's epoch, part of the loop's keys.
         round: how many loops over this loader the epoch has seen before.
         batch: the first global batch; the run was done with those before it when its state was saved.
-        is_over: whether there is nothing left of the loop.
+        again: the last batch that it was done with, if that is computed again before the others.
+        is_over: whether there is nothing left of the loop besides.
     """
 
     epoch: int
     round: int
     batch: int = 0
+    again: int | None = None
     is_over: bool = False
+
+    @property
+    def first(self) -> int:
+        """The first global batch that the script sees."""
+        return self.batch if self.again is None else self.again
 
 
 class Observer(Protocol):
@@ -118,8 +136,8 @@ class Observer(Protocol):
         its state back, so that it is asked then.
         """
 
-    def batch_begins(self, loader: int, epoch: int, round_: int, step: int) -> None:
-        """The script is about to see a global batch as a whole."""
+    def batch_begins(self, loader: int, start: Start, step: int, *, shown: bool) -> None:
+        """The script is about to see global batch `step` of a loop; `shown` to it as a whole."""
 
     def needs_stand_ins(self) -> bool:
         """Whether replicas without a sample take part now."""
@@ -133,8 +151,8 @@ class Observer(Protocol):
     def pass_ends(self, microbatch: Microbatch) -> None:
         """A pass over a global batch is over; `microbatch` was the last, seen or not."""
 
-    def batch_ends(self) -> None:
-        """The script is done with a global batch."""
+    def batch_ends(self, loader: int, start: Start) -> bool:
+        """The script is done with a global batch of a loop; return whether that was the last."""
 
-    def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
+    def loop_ends(self, loader: int, start: Start, step: int, *, early: bool) -> None:
         """The loop is over in global batch `step`: early by `break`, or after the last one."""

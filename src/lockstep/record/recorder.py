@@ -39,6 +39,10 @@ class Place(Protocol):
     def microbatch(self) -> Microbatch | None:
         """The microbatch that is worked on, if any."""
 
+    @property
+    def is_on_the_way(self) -> bool:
+        """Whether the run does again what has been recorded."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordSettings:
@@ -179,7 +183,7 @@ class Recorder:
         """Show a bar for a loop that trains."""
         trains = torch.is_grad_enabled() and not any(self._loops)
         self._loops.append(trains)
-        if trains and self._place is not None:
+        if trains and self._place is not None and not self._place.is_on_the_way:
             self._progress.epoch_begins(epoch, self._place.epochs, self._lengths[loader])
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
@@ -191,8 +195,9 @@ class Recorder:
         seen = self._without_loss.pop(loader, None)
         if seen is None or not seen.size or self._settings.repeats:
             return
-        if self._trace is not None and self._place is not None:
-            self._trace.seen(self._place.steps, seen)
+        place = self._place
+        if self._trace is not None and place is not None and not place.is_on_the_way:
+            self._trace.seen(place.steps, seen)
 
     def before_backward(self, microbatch: Microbatch, loss: torch.Tensor) -> None:
         """Trace a loss and the samples behind it."""
@@ -209,9 +214,12 @@ class Recorder:
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
         """Close the bar and write what is pending."""
         self._trace_seen(loader)
+        trains = self._loops.pop()
+        if self._place is None or self._place.is_on_the_way:
+            return
         if self._trace is not None:
             self._trace.loop(loader, epoch, round_, complete=not early)
-        if self._loops.pop() and self._place is not None:
+        if trains:
             self._progress.epoch_ends(epoch, self._place.epochs)
 
     def epoch_ends(self, epoch: int) -> None:

@@ -10,6 +10,10 @@ from lockstep.data.microbatch import Microbatch
 from lockstep.errors import ModelError, NonFiniteLossError
 from lockstep.strategies.held import HeldModel
 from lockstep.training.session import Session
+from lockstep.training.weighting import Weighting
+
+#: Weights that are kept as tensors: a run without weights of its own has a few.
+_KEPT = 64
 
 
 class Backward:
@@ -22,28 +26,33 @@ class Backward:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._weights: dict[tuple[float, torch.dtype], torch.Tensor] = {}
+        self._weighting = Weighting(session)
 
-    def __call__(self, loss: torch.Tensor) -> None:
+    def __call__(self, loss: torch.Tensor, weight: torch.Tensor | float | None = None) -> None:
         """Compute the gradients of `loss` and let them meet; see `Run.backward`."""
         session = self._session
         microbatch = session.loop.require_microbatch("run.backward")
         self._check(loss)
-        if session.settings.stop_on_nan:
+        if session.settings.stop_on_nan and not session.loop.is_on_the_way:
             self._check_finite(loss, microbatch)
         models = self._reached(loss)
+        part = self._weighting.part(microbatch, models, weight)
         for model in models:
             model.before_backward(microbatch, alone=len(models) == 1)
         session.before_backward(microbatch, loss, models)
-        weight, scaler = microbatch.weight, session.state.scaler
+        scaler = session.state.scaler
         if scaler is not None:
             scaler.before_backward(models)
-            weight *= scaler.scale
-        loss.backward(gradient=self._weight(loss, weight))  # type: ignore[no-untyped-call]
+            part *= scaler.scale
+        loss.backward(gradient=self._weight(loss, part))  # type: ignore[no-untyped-call]
         for model in models:
             model.after_backward(microbatch)
+        if weight is not None:
+            self._weighting.finish(microbatch, models)
         if scaler is not None and microbatch.last:
             # Ranks that hold parts agree here, while they are still seen to wait.
             scaler.after_backward(models)
+        session.loop.saw_loss(loss)
         session.after_backward()
 
     def _reached(self, loss: torch.Tensor) -> list[HeldModel]:
@@ -86,6 +95,8 @@ class Backward:
         """Return the weight as a tensor like `loss`: the gradient that backward starts from."""
         key = weight, loss.dtype
         if key not in self._weights:
+            if len(self._weights) > _KEPT:  # weights of tokens are always others
+                self._weights.clear()
             self._weights[key] = torch.full_like(loss.detach(), weight)
         return self._weights[key].reshape(loss.shape)
 

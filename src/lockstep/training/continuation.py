@@ -70,6 +70,7 @@ class Continuation:
             disk,
             self._ending(settings, identity, is_resumed=is_resumed),
             self.standing,
+            aligned=self._is_aligned,
             every=settings.checkpoint_every if self.meeting.world.is_main else 0.0,
             warn=self.record.warn,
         )
@@ -78,8 +79,13 @@ class Continuation:
         if self.memory is None or self.memory.snapshots.is_spoken_for:
             return None
         # Launchers choose their moments by themselves, where no rank needs another's part of the state.
-        alone = self.memory.snapshots.parts == self.meeting.world.size
-        return self.memory.rhythm if alone or not self.is_split else None
+        return self.memory.rhythm if self._is_aligned or not self.is_split else None
+
+    @property
+    def _is_aligned(self) -> bool:
+        """Whether all ranks are of one launcher, and so take snapshots at the same points."""
+        memory = self.memory
+        return memory is not None and memory.snapshots.parts == self.meeting.world.size
 
     def _disk(self, settings: Settings, identity: Mapping[str, Any]) -> Checkpoints:
         world = self.meeting.world
@@ -124,7 +130,7 @@ class Continuation:
 
     def _agreement(self) -> Agreement:
         memory, world = self.memory, self.meeting.world
-        if memory is not None and memory.snapshots.parts == world.size:
+        if memory is not None and self._is_aligned:
             return OnBoard(memory.board, leads=world.is_main)
         store = self._store_of("agreement")
         return Alone() if store is None else ThroughStore(store, world.rank, world.size)

@@ -17,7 +17,7 @@ from lockstep.training.ending import Ending
 from lockstep.training.loop import Loop
 from lockstep.training.preemption import Preempted
 from lockstep.training.standing import Standing
-from lockstep.training.state import State
+from lockstep.training.state import ANSWERS, State
 
 #: At which point memory for checkpoints is taken, and what writes them imported: in the background, but
 #: not for runs that are over at once, nor where ranks would gather the state together for it.
@@ -44,6 +44,7 @@ class Keeper:
         checkpoints: on disk.
         ending: of the run, on the main rank; `None` without a launcher's memory.
         standing: where this rank says that it waits for the others.
+        aligned: whether all ranks take snapshots at the same points.
         every: seconds between checkpoints that nobody asks for; 0 for none. The main rank's matter.
         warn: tells the user what must not be missed, on the main rank.
     """
@@ -58,12 +59,14 @@ class Keeper:
         ending: Ending | None,
         standing: Standing,
         *,
+        aligned: bool,
         every: float,
         warn: Callable[[str], None],
     ) -> None:
         self._state, self._loop = state, loop
         self._agreement, self._rhythm, self._checkpoints = agreement, rhythm, checkpoints
         self._ending, self._standing, self._every, self._warn = ending, standing, every, warn
+        self._aligned = aligned
         self._stop_asked = False
         self._saved = time.monotonic()
         self._asked: _Asked | None = None
@@ -99,13 +102,15 @@ class Keeper:
             self._saved = time.monotonic()
             self._agreement.ask("save")
         wish = self._agreement.at_point(loop.steps)
-        due = 0 if rhythm is None else rhythm.due(loop.steps)
+        due = 0 if rhythm is None else self._due(rhythm)
         saves = self._asked is not None or wish is not None
         self._points += 1
         if self._points == _PREPARED_AT and not self._state.is_split:
             self._checkpoints.prepare(tree.flatten(self._state.gather())[1])
         if saves or due or self._looks(rhythm):
             began = time.monotonic()
+            if saves or due:
+                loop.note_partial()
             text, tensors = self._capture()
             if rhythm is not None and due:
                 rhythm.take(due, text, tensors, began)
@@ -116,6 +121,15 @@ class Keeper:
         if wish == "stop":
             self._wait()
             raise Preempted(loop.steps)
+
+    def _due(self, rhythm: Rhythm) -> int:
+        """Return the number of the snapshot that is due now; 0 for none."""
+        due = rhythm.due(self._loop.steps)
+        if due and self._loop.open_metrics and not self._aligned:
+            # What a metric under way has seen must be had from all ranks: they take no snapshot together.
+            rhythm.postpone()
+            return 0
+        return due
 
     def _looks(self, rhythm: Rhythm | None) -> bool:
         """Whether memory for snapshots may be taken now; where the state is split, all ranks say so."""
@@ -143,11 +157,11 @@ class Keeper:
             self._checkpoints.save(self._loop.steps, tensors, text, best=best)
 
     def _capture(self) -> tuple[str, dict[str, torch.Tensor]]:
-        state, tensors = tree.flatten(self._state.gather())
+        position, answers = self._loop.position.as_json()
+        state, tensors = tree.flatten({**self._state.gather(), ANSWERS: answers})
         if not self._has_looked:
             self._has_looked = True
             self._check_schedulers()
-        position = self._loop.position.as_json()
         return json.dumps({"position": position, "state": state}), tensors
 
     def _check_schedulers(self) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from lockstep.checkpoint.position import LoopPosition, Position
+from lockstep.checkpoint.position import LoopEvent, MetricEvent, Position
 from lockstep.data.microbatch import Batching, Microbatch, Start
-from lockstep.data.randomness import set_key
+from lockstep.data.randomness import set_key, undisturbed
 from lockstep.errors import StepError
 from lockstep.layout import keys
 from lockstep.strategies.held import HeldModel
@@ -59,7 +58,9 @@ class Loop:
         self._listeners = listeners
         self._active: list[Microbatch] = []
         self._track = Track()
-        self._loops: list[LoopPosition] = []  # those that we are in
+        self._loops: list[LoopEvent] = []  # those that we are in
+        self._losses: list[float] = []  # of the batch that is computed again, those to come
+        self._key: int | None = None  # where generators were set to last, outside of microbatches
         self._fresh = False  # whether there was an update since the last point
         self._restore: Restore | None = None
         self._updated = False
@@ -68,46 +69,75 @@ class Loop:
         self._has_approached = False
         self._trains = False  # whether the outermost loop has updated parameters
         self._closed = False
+        self.warn: Callable[[str], None] = _say_nothing
         self.epoch = 0
         self.epochs = 0
         self.points = 0
         self.at_point: Callable[[], None] = _nothing
+        #: Notes what metrics under way have seen; all ranks call it together.
+        self.note_partial: Callable[[], None] = _nothing
 
     def run_epochs(self, count: int, epoch_ends: Callable[[int], None]) -> Iterator[int]:
         """Yield the epochs of the run that are still to be run."""
+        self._refuse_in_metric()
         self.epochs = count
-        self._approach()
+        self.approach()
         for epoch in self._track.phase_begins(count):
             self.epoch = epoch
             self._track.epoch_begins(epoch)
             self._arrive()
-            set_key(keys.derive(self._seed, keys.EPOCH, self._track.stretch))
+            self._set_key(keys.EPOCH, self._track.stretch)
             try:
                 yield epoch
             except GeneratorExit:  # a `break`, or an exception in the script
                 self._leave_epochs()
                 raise
+            self._end_epoch(epoch, epoch_ends)
+        self._track.phase_ends()
+        self._begin_between()
+
+    def _end_epoch(self, epoch: int, epoch_ends: Callable[[int], None]) -> None:
+        if self.is_on_the_way:
+            self._track.epoch_ends()
+            self._arrive()
+        else:
             epoch_ends(epoch)
             self._track.epoch_ends()
             self.point()
-        self._end_phase()
 
     def _leave_epochs(self) -> None:
-        if not self._closed and not self.is_on_the_way:
-            self._track.epoch_ends()
-            self._end_phase()
+        if not self._closed:
+            self._track.phase_left()
+            self._begin_between()
 
-    def _end_phase(self) -> None:
-        self._track.phase_ends()
+    def _begin_between(self) -> None:
         self._arrive()
-        set_key(keys.derive(self._seed, keys.EPOCH, self._track.stretch))
+        self._set_key(keys.EPOCH, self._track.stretch)
+
+    def _refuse_in_metric(self) -> None:
+        metrics = self._track.open_metrics
+        if metrics and not self._track.is_in_epoch:
+            raise StepError(
+                f"run.epochs was called by the items of {metrics[-1].call}; expected them to come from "
+                "loops over loaders",
+                hint=f"call {metrics[-1].call} in each epoch",
+            )
+
+    def _set_key(self, purpose: str, *numbers: int) -> None:
+        self._key = keys.derive(self._seed, purpose, *numbers)
+        set_key(self._key)
 
     # --- points: places between batches and between epochs, where the state is whole -------------
 
     @property
     def steps(self) -> int:
-        """How many updates have happened; on the way back as many as had when the script was here."""
+        """How many steps are done; on the way back as many as were when the script was here."""
         return self._track.steps
+
+    @property
+    def updates(self) -> int:
+        """How many times the parameters have been updated, with the step that is under way."""
+        return self._track.steps + self._updated
 
     @property
     def position(self) -> Position:
@@ -132,7 +162,7 @@ class Loop:
         Raises:
             CheckpointError: if it has not come to where its state was saved.
         """
-        self._approach()
+        self.approach()
         self._track.check_arrived()
 
     @property
@@ -140,10 +170,17 @@ class Loop:
         """Whether the script has not come to where its state was saved."""
         return self._track.is_on_the_way
 
-    def _approach(self) -> None:
+    @property
+    def is_entered_again(self) -> bool:
+        """Whether the script does what it has done before, in an epoch, a loop or a metric."""
+        return self.is_on_the_way and self._track.depth > 0
+
+    def approach(self) -> None:
+        """The script comes to its first loop, epoch or metric: from here on it may use the state."""
         if self._restore is not None and not self._has_approached:
             self._has_approached = True
-            self._restore(False)
+            with undisturbed():
+                self._restore(False)
             self._arrive()
 
     def _arrive(self) -> None:
@@ -151,15 +188,30 @@ class Loop:
         if position is None:
             return
         assert self._restore is not None, "there was a position to come to"
-        self._restore(True)
+        with undisturbed():
+            self._restore(True)
         self._restore = None
-        self._fresh = False
+        self._fresh = self._updated = False
         self.points = position.points
+        if self._track.evaluated_again:
+            loaders = ", ".join(map(str, sorted(set(self._track.evaluated_again))))
+            self.warn(
+                f"lockstep: warning: loops over loader {loaders} that only evaluate have run again, with "
+                f"the parameters of step {self.steps}; run.mean, run.sum and run.gather return what they "
+                "returned before"
+            )
 
     @property
-    def is_between(self) -> bool:
-        """Whether the script is outside of all loops and epochs: the state is whole here, too."""
-        return not self._loops and self._track.is_outside
+    def is_in_loop(self) -> bool:
+        """Whether the script is in a loop over a loader."""
+        return bool(self._loops)
+
+    def passes_save(self) -> bool:
+        """The script calls `run.save` outside of loops; return whether that has been done before."""
+        self.approach()
+        done = self._track.passes_save()
+        self._arrive()
+        return done
 
     def point(self) -> None:
         """The state is whole here."""
@@ -232,7 +284,7 @@ class Loop:
                 model.come_together()
 
     def acts_now(self) -> bool:
-        """Whether an update asked for now happens now: on the last microbatch of a global batch."""
+        """Whether an update asked for now is due now: on the last microbatch of a global batch."""
         return not self._active or self._active[-1].last
 
     def updated(self) -> None:
@@ -255,21 +307,34 @@ class Loop:
             RunDirectoryError: if the run was in the middle of this loop, which now makes other batches.
         """
         self.require_meeting_point("iterating over a loader")
-        self._approach()
-        now = batching()
-        start = self._track.loop_begins(loader, now)
+        self.approach()
+        loop, start = self._track.loop_begins(loader, batching())
         self._arrive()
         if not self._loops:
-            self._trains = start.batch > 0 or start.is_over
-        position = LoopPosition(loader, start.epoch, start.round, start.batch, batching=now)
-        self._loops.append(position)
+            self._trains = start.is_over or start.again is not None or start.batch > 0
+            self._losses = [] if start.again is None else [float(loss) for loss in loop.losses]
+        self._loops.append(loop)
         for listener in self._listeners:
             listener.loop_begins(loader, start.epoch, start.round)
         return start
 
-    def batch_begins(self, loader: int, epoch: int, round_: int, step: int) -> None:
-        """The script is about to see a global batch as a whole: what it draws is the batch's own."""
-        set_key(keys.derive(self._seed, keys.BETWEEN, loader, epoch, round_, step, -1))
+    def _loop(self, loader: int, start: Start) -> LoopEvent:
+        key = (loader, start.epoch, start.round)
+        return next(loop for loop in self._loops if loop.key == key)
+
+    def batch_begins(self, loader: int, start: Start, step: int, *, shown: bool) -> None:
+        """The script is about to see a global batch; where it is shown, what it draws is its own."""
+        if shown:
+            self._set_key(keys.BETWEEN, loader, start.epoch, start.round, step, -1)
+        if not self._is_again(start):
+            loop = self._loop(loader, start)
+            loop.last, loop.before = step, self.steps
+            loop.losses.clear()
+            loop.events.clear()
+
+    def _is_again(self, start: Start) -> bool:
+        """Whether the batch of a loop that started so is computed again."""
+        return start.again is not None and self.is_on_the_way
 
     def needs_stand_ins(self) -> bool:
         """Whether replicas without a sample take part: gradients, buffers or parts of a model meet."""
@@ -306,48 +371,105 @@ class Loop:
     def pass_ends(self, microbatch: Microbatch) -> None:
         """A pass over a global batch is over; `microbatch` was the last, seen or not."""
         loader, epoch, round_, step, _ = microbatch.numbers
-        set_key(keys.derive(self._seed, keys.BETWEEN, loader, epoch, round_, step, microbatch.turn))
+        self._set_key(keys.BETWEEN, loader, epoch, round_, step, microbatch.turn)
         self._passed = microbatch
 
-    def batch_ends(self) -> None:
-        """The script is done with a global batch."""
-        passed = self._passed
+    def batch_ends(self, loader: int, start: Start) -> bool:
+        """The script is done with a global batch of a loop; return whether that was the last."""
+        passed, loop = self._passed, self._loop(loader, start)
         if passed is not None and not self._active:
             self._count_update(passed)
+        if self._is_again(start):
+            self._track.repeated(loop)
+            self._arrive()
+            return start.is_over
         if len(self._loops) != 1 or self._active:
-            return  # inside of another loop: its batch is not done
-        loop = self._loops[0]
-        self._loops[0] = loop = replace(loop, batches=loop.batches + 1)
+            return False  # inside of another loop: its batch is not done
+        loop.batches, loop.steps = loop.batches + 1, self.steps
         if self._fresh:
             self._track.trained(loop)
             self._trains = True
             self.point()
-        elif self._trains:
-            self._track.trained(loop)
+        return False
 
     def _count_update(self, microbatch: Microbatch) -> None:
         if not self._updated:
             return
         self._updated = False
-        self._fresh = True
         self._track.steps += 1
+        if self.is_on_the_way:
+            return
+        self._fresh = True
         for listener in self._listeners:
             listener.step_ends(self.steps, microbatch)
 
-    def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
+    def loop_ends(self, loader: int, start: Start, step: int, *, early: bool) -> None:
         """The loop is over in global batch `step`: early by `break`, or after the last one."""
         if self._closed:
             return
-        set_key(keys.derive(self._seed, keys.BETWEEN, loader, epoch, round_, -1, 0))
-        ended = self._loops.pop()
+        self._set_key(keys.BETWEEN, loader, start.epoch, start.round, -1, 0)
+        ended = self._loop(loader, start)
+        self._loops.remove(ended)
         if not self._loops:
-            if self._fresh or self._trains:
-                self._track.trained(replace(ended, complete=True))
-            self._fresh = self._trains = False
-            if not early:
-                self.come_together()
+            self._end_outermost(ended, early=early)
+        if self._is_again(start):
+            self._track.repeated(ended)  # it was left in the middle
+        self._track.loop_ends(ended, early=early)
+        self._arrive()
         for listener in self._listeners:
-            listener.loop_ends(loader, epoch, round_, step, early=early)
+            listener.loop_ends(loader, start.epoch, start.round, step, early=early)
+
+    def _end_outermost(self, ended: LoopEvent, *, early: bool) -> None:
+        if not self.is_on_the_way and (self._fresh or self._trains):
+            ended.complete, ended.steps = True, self.steps
+            self._track.trained(ended)
+        self._fresh = self._trains = False
+        if not early:
+            self.come_together()
+
+    # --- metrics and losses, which a script that is started again finds as they were ----------------
+
+    def metric_begins(self, call: str) -> MetricEvent:
+        """Return a call of a metric that begins now; done, if it was before the position."""
+        self.approach()
+        event = self._track.metric_begins(call)
+        if event.done:
+            if event.key is not None:
+                self._key = event.key
+                set_key(event.key)
+            self._arrive()
+        else:
+            event.key = self._key
+        return event
+
+    def metric_ends(self, event: MetricEvent, value: Any) -> None:
+        """A call of a metric returns `value`."""
+        key = None if self._key == event.key else self._key
+        if key is not None:
+            set_key(key)  # whatever its items have drawn behind their loops is not drawn again
+        self._track.metric_ends(event, value, key)
+
+    def metric_left(self, event: MetricEvent) -> None:
+        """A call of a metric has ended with an exception."""
+        self._track.metric_left(event)
+
+    @property
+    def open_metrics(self) -> list[MetricEvent]:
+        """The calls of metrics that the script is in, the outermost first."""
+        return self._track.open_metrics
+
+    def saw_loss(self, loss: torch.Tensor) -> None:
+        """Keep a loss whose gradients have been computed, or give it the value that it had.
+
+        With one replica a script may decide by it after the loop, the same on every layout. With several,
+        ranks have losses of their own.
+        """
+        if self._replicas > 1 or len(self._loops) != 1:
+            return
+        if not self.is_on_the_way:
+            self._loops[0].losses.append(loss.detach())
+        elif self._losses:
+            loss.detach().fill_(self._losses.pop(0))
 
     def close(self) -> None:
         """The run is over: what loops still say is nobody's affair."""
@@ -356,3 +478,7 @@ class Loop:
 
 def _nothing() -> None:
     """What happens at a point of a run that keeps no state."""
+
+
+def _say_nothing(_: str) -> None:
+    """Where a loop without a run warns."""

@@ -1,28 +1,50 @@
-"""Metrics over all samples: each counted once, summed in tree order, the same on every rank."""
+"""Metrics over all samples: each counted once, summed in tree order, the same on every rank.
+
+What they return is part of where the run stands, and so is what one has seen that is under way: a script
+that goes on after a crash finds the values that it had.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from lockstep.checkpoint.position import MetricEvent
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import StepError
-from lockstep.layout.tree import total
+from lockstep.training.columns import Columns
 from lockstep.training.loop import Loop
 from lockstep.training.wire import gather_bytes, pack, unpack
 
-#: What a metric may be computed from, one per microbatch.
-Item = torch.Tensor | float | int | bool
+Value = torch.Tensor | float | int | bool
+#: What a metric may be computed from, one per microbatch; in `run.mean` also with what it weighs.
+Item = Value | tuple[Value, Value]
 Number = float | int
 
 
 def _alone(_call: str) -> AbstractContextManager[None]:
     return nullcontext()
+
+
+class _Seen(Protocol):
+    """What a metric has seen of its items on this rank."""
+
+    def add(self, item: Any, microbatch: Microbatch) -> None:
+        """Take the item of a microbatch."""
+
+    def partial(self) -> Any:
+        """Return what all ranks have seen; all of them call this together."""
+
+    def resume(self, partial: Any) -> None:
+        """Go on from what all ranks had seen."""
+
+    def result(self) -> Any:
+        """Return the metric; all ranks call this together."""
 
 
 class Metrics:
@@ -31,6 +53,7 @@ class Metrics:
     Args:
         loop: where the run stands, for the samples behind each value.
         replicas: number of replicas in all.
+        block: those of this rank.
         group: the process group, or `None` for a single rank.
         meeting: given a call's name, returns what is entered while ranks meet in it.
     """
@@ -39,97 +62,200 @@ class Metrics:
         self,
         loop: Loop,
         replicas: int,
+        block: range,
         group: dist.ProcessGroup | None,
         meeting: Callable[[str], AbstractContextManager[None]] = _alone,
     ) -> None:
         self._loop = loop
-        self._replicas = replicas
+        self._replicas, self._block = replicas, block
         self._group = group
         self._meeting = meeting
+        self._under_way: list[tuple[MetricEvent, _Seen]] = []
+        loop.note_partial = self.note_partial
 
     def mean(self, items: Iterable[Item | Mapping[str, Item]]) -> Any:
-        """Return the mean over all samples; of each entry, where the items are mappings."""
-        own, samples = self._collect(items, means=True)
-        with self._meeting("run.mean"):
-            sums = self._agree_on_names(own)
-            count = self._reduce(samples)
-            if not count:
-                raise StepError("run.mean saw no samples; expected at least one")
-            return _unwrap({name: self._reduce(values) / count for name, values in sums.items()})
+        """Return the mean over all samples, or over what they weigh; of each entry of mappings."""
+        return self._compute("run.mean", items, _Mean(self._columns(), self._columns()))
 
-    def sum(self, items: Iterable[Item | Mapping[str, Item]]) -> Any:
-        """Return the sum over all samples; of each entry, where the items are mappings."""
-        own, _ = self._collect(items, means=False)
-        with self._meeting("run.sum"):
-            sums = self._agree_on_names(own)
-            return _unwrap({name: self._reduce(values) for name, values in sums.items()})
-
-    def _collect(
-        self, items: Iterable[Item | Mapping[str, Item]], *, means: bool
-    ) -> tuple[dict[str, list[Number]], list[Number]]:
-        """Sum per local replica: a list over all replicas with zeros at those of other ranks."""
-        sums: dict[str, list[Number]] = {}
-        samples: list[Number] = [0] * self._replicas
-        for item in items:
-            microbatch = self._loop.require_microbatch("run.mean or run.sum of values per batch")
-            samples[microbatch.replica] += microbatch.size
-            named = item if isinstance(item, Mapping) else {"": item}
-            for name, value in named.items():
-                per_replica = sums.setdefault(name, [0] * self._replicas)
-                per_replica[microbatch.replica] += _summed(value, microbatch, mean=means)
-        return sums, samples
-
-    def _agree_on_names(self, sums: dict[str, list[Number]]) -> dict[str, list[Number]]:
-        """A rank without any microbatch takes part all the same, with zeros."""
-        if self._group is None:
-            return sums or {"": [0] * self._replicas}
-        kinds = {name: any(isinstance(v, float) for v in values) for name, values in sums.items()}
-        names = [json.loads(part) for part in gather_bytes(json.dumps(kinds).encode(), self._group)]
-        agreed: dict[str, list[Number]] = {}
-        for name in dict.fromkeys(name for kinds in names for name in kinds):
-            values = sums.get(name, [0] * self._replicas)
-            is_float = any(kinds.get(name, False) for kinds in names)
-            agreed[name] = [float(v) for v in values] if is_float else values
-        return agreed or {"": [0] * self._replicas}
-
-    def _reduce(self, per_replica: list[Number]) -> Number:
-        """Return the sum over replicas in tree order, exact for integers."""
-        if self._group is not None:
-            kind = torch.float64 if isinstance(per_replica[0], float) else torch.int64
-            shared = torch.tensor(per_replica, dtype=kind)
-            # Every element is non-zero on one rank at most, so that this adds nothing but zeros.
-            dist.all_reduce(shared, group=self._group)
-            per_replica = shared.tolist()
-        return total(per_replica, lambda a, b: a + b)
+    def sum(self, items: Iterable[Value | Mapping[str, Value]], *, per_sample: bool = True) -> Any:
+        """Return the sum over all samples, or of whole items of any shape; of each entry of mappings."""
+        return self._compute("run.sum", items, _Sum(self._columns(), per_sample=per_sample))
 
     def gather(self, items: Iterable[torch.Tensor]) -> torch.Tensor:
         """Return one row per sample, in dataset order, from tensors of shape `(samples, …)`."""
-        rows, places, turns = [], [], []
+        seen = _Rows(self._group, self._replicas, holds_first=self._block.start == 0)
+        gathered: torch.Tensor = self._compute("run.gather", items, seen)
+        return gathered
+
+    def _columns(self) -> Columns:
+        return Columns(self._replicas, self._block, self._group)
+
+    def _compute(self, call: str, items: Iterable[Any], seen: _Seen) -> Any:
+        event = self._loop.metric_begins(call)
+        if event.done:
+            return _copy(event.value)
+        self._loop.require_meeting_point(call)
+        if event.value is not None:
+            seen.resume(event.value)
+        self._under_way.append((event, seen))
+        try:
+            for item, microbatch in self._with_microbatches(call, items):
+                seen.add(item, microbatch)
+            with self._meeting(call):
+                value = seen.result()
+        except BaseException:
+            self._loop.metric_left(event)
+            raise
+        finally:
+            self._under_way.pop()
+        self._loop.metric_ends(event, value)
+        return _copy(value)
+
+    def _with_microbatches(
+        self, call: str, items: Iterable[Any]
+    ) -> Iterator[tuple[Any, Microbatch]]:
         for item in items:
-            microbatch = self._loop.require_microbatch("run.gather")
-            _check_rows(item, microbatch)
-            size = microbatch.size
-            rows.append(item[:size].detach().cpu())
-            places.append(torch.from_numpy(microbatch.indices[:size]))
-            turns.append(torch.full((size,), microbatch.step * self._replicas + microbatch.replica))
-        own = (torch.cat(places), torch.cat(turns), torch.cat(rows)) if rows else None
-        with self._meeting("run.gather"):
-            parts = [part for part in self._all(own) if part is not None]
-        if not parts:
+            microbatch = self._loop.require_microbatch(call)
+            if not self._loop.is_on_the_way:  # it has been seen, when its batch was computed first
+                yield item, microbatch
+
+    def note_partial(self) -> None:
+        """Note what the calls under way have seen, as part of the position; all ranks do so together."""
+        for event, seen in self._under_way:
+            with self._meeting(event.call):
+                event.value = seen.partial()
+
+
+class _Mean:
+    """The mean of each entry."""
+
+    def __init__(self, sums: Columns, weights: Columns) -> None:
+        self._sums, self._weights = sums, weights
+
+    def add(self, item: Item | Mapping[str, Item], microbatch: Microbatch) -> None:
+        """Add what the samples of a microbatch come to."""
+        for name, value in _named(item).items():
+            summed, weight = _weighed(value, microbatch)
+            self._sums.add(name, microbatch.replica, summed)
+            self._weights.add(name, microbatch.replica, weight)
+
+    def partial(self) -> Any:
+        """Return sums and weights of all replicas."""
+        return [self._sums.complete(), self._weights.complete()]
+
+    def resume(self, partial: Any) -> None:
+        """Go on from them."""
+        self._sums.resume(partial[0])
+        self._weights.resume(partial[1])
+
+    def result(self) -> Any:
+        """Return the means."""
+        sums, weights = self._sums.totals(), self._weights.totals()
+        empty = [name for name, weight in weights.items() if not weight]
+        if empty or not weights:
+            what = f" of {empty[0]!r}" if any(empty) else ""
+            raise StepError(f"run.mean saw no samples{what}; expected at least one")
+        return _unwrap({name: sums[name] / weights[name] for name in sums})
+
+
+class _Sum:
+    """The sum of each entry."""
+
+    def __init__(self, sums: Columns, *, per_sample: bool) -> None:
+        self._sums, self._per_sample = sums, per_sample
+
+    def add(self, item: Value | Mapping[str, Value], microbatch: Microbatch) -> None:
+        """Add what the samples of a microbatch come to."""
+        for name, value in _named(item).items():
+            if self._per_sample:
+                summed: Any = _summed(value, microbatch)
+            else:
+                summed = _whole(value) if microbatch.size else 0 * _whole(value)
+            self._sums.add(name, microbatch.replica, summed)
+
+    def partial(self) -> Any:
+        """Return the sums of all replicas."""
+        return self._sums.complete()
+
+    def resume(self, partial: Any) -> None:
+        """Go on from them."""
+        self._sums.resume(partial)
+
+    def result(self) -> Any:
+        """Return the sums; zero where there was no item."""
+        return _unwrap(self._sums.totals() or {"": 0})
+
+
+class _Rows:
+    """Rows of all samples, with the index of each and its turn."""
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, replicas: int, *, holds_first: bool
+    ) -> None:
+        self._group, self._replicas, self._holds_first = group, replicas, holds_first
+        self._parts: list[tuple[torch.Tensor, ...]] = []
+
+    def add(self, item: torch.Tensor, microbatch: Microbatch) -> None:
+        """Take the rows of a microbatch."""
+        _check_rows(item, microbatch)
+        size = microbatch.size
+        turn = microbatch.step * self._replicas + microbatch.replica
+        indices = torch.from_numpy(microbatch.indices[:size])
+        self._parts.append((indices, torch.full((size,), turn), item[:size].detach().cpu()))
+
+    def partial(self) -> Any:
+        """Return indices, turns and rows of all ranks."""
+        return _joined([part for part in _of_all(_joined(self._parts), self._group) if part])
+
+    def resume(self, partial: Any) -> None:
+        """Go on from them: one rank holds what all had seen."""
+        if self._holds_first:
+            self._parts = [tuple(partial)]
+
+    def result(self) -> torch.Tensor:
+        """Return the rows by sample; those that a sampler drew twice, in the order in which they came."""
+        everything = self.partial()
+        if everything is None:
             raise StepError("run.gather saw no samples; expected at least one")
-        place, turn, values = (torch.cat(column) for column in zip(*parts, strict=True))
-        # By sample; those that a sampler drew twice, in the order in which they came.
+        index, turn, rows = everything
         by_turn = torch.argsort(turn, stable=True)
-        return values[by_turn[torch.argsort(place[by_turn], stable=True)]]
-
-    def _all(self, own: Any) -> list[Any]:
-        if self._group is None:
-            return [own]
-        parts = gather_bytes(pack(own or ()), self._group)
-        return [tuple(tensors) if (tensors := unpack(part)) else None for part in parts]
+        ordered: torch.Tensor = rows[by_turn[torch.argsort(index[by_turn], stable=True)]]
+        return ordered
 
 
-def _summed(value: Item, microbatch: Microbatch, *, mean: bool) -> Number:
+def _joined(parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor] | None:
+    return [torch.cat(column) for column in zip(*parts, strict=True)] if parts else None
+
+
+def _of_all(
+    own: list[torch.Tensor] | None, group: dist.ProcessGroup | None
+) -> list[list[torch.Tensor]]:
+    """Return the columns of all ranks, empty for those that have none."""
+    if group is None:
+        return [own or []]
+    return [unpack(part) for part in gather_bytes(pack(own or ()), group)]
+
+
+def _named(item: Any) -> Mapping[str, Any]:
+    return item if isinstance(item, Mapping) else {"": item}
+
+
+def _weighed(item: Item, microbatch: Microbatch) -> tuple[Number, Number]:
+    """Return the sum of an item of `run.mean`, and what it weighs: its samples, or as it says."""
+    if not isinstance(item, tuple):
+        return _summed(item, microbatch, mean=True), microbatch.size
+    if len(item) != 2:
+        raise StepError(
+            f"run.mean was given a tuple of {len(item)}; expected a value and its weight",
+            hint="several metrics are a mapping: {'loss': (loss, tokens), 'top1': …}",
+        )
+    if not microbatch.size:
+        return 0 * _kind(item[0]), 0 * _kind(item[1])
+    value, weight = (_number(part) for part in item)
+    return (value * weight if weight else 0 * _kind(item[0])), weight
+
+
+def _summed(value: Value, microbatch: Microbatch, *, mean: bool = False) -> Number:
     """Return the sum of a value over the microbatch's samples; those of a stand-in count nothing."""
     if isinstance(value, torch.Tensor) and value.dim() > 0:
         _check_rows(value, microbatch)
@@ -141,12 +267,24 @@ def _summed(value: Item, microbatch: Microbatch, *, mean: bool) -> Number:
     return number * microbatch.size if mean else number
 
 
-def _kind(value: Item) -> Number:
+def _whole(value: Any) -> Any:
+    """Return an item as it is added to others: a number, or a tensor on the CPU."""
+    if isinstance(value, np.ndarray | torch.Tensor):
+        return torch.as_tensor(value).detach().cpu()
+    return _number(value)
+
+
+def _kind(value: Value) -> Number:
     """Return one, as a float where the value is one: a stand-in's value may be no number at all."""
     return 1.0 if isinstance(_number(value), float) else 1
 
 
-def _number(value: Item) -> Number:
+def _number(value: Value) -> Number:
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        raise StepError(
+            f"run.mean was given a value of shape {tuple(value.shape)} with a weight; expected the mean "
+            "over what it weighs, a single number"
+        )
     number = value.item() if hasattr(value, "item") else value  # NumPy's scalars have it too
     return int(number) if isinstance(number, bool) else number
 
@@ -157,9 +295,17 @@ def _check_rows(value: torch.Tensor, microbatch: Microbatch) -> None:
         raise StepError(
             f"a metric of shape {tuple(value.shape)} for a microbatch of {expected} samples; "
             "expected one number for all of them, or one row per sample",
-            hint="take .mean() or .sum() over what is not the samples' own dimension",
+            hint="take .mean() or .sum() over what is not the samples' own dimension; run.sum takes any "
+            "shape with per_sample=False",
         )
 
 
-def _unwrap(values: dict[str, Number]) -> Any:
+def _unwrap(values: dict[str, Any]) -> Any:
     return values[""] if list(values) == [""] else values
+
+
+def _copy(value: Any) -> Any:
+    """Return a value of the script's own: what it does with it must not change what is kept."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return {name: _copy(one) for name, one in value.items()} if isinstance(value, dict) else value

@@ -67,7 +67,7 @@ def gate_optimizer(
         for model in models:
             model.finish_buffers()
         loop.updated()
-        if scaler is not None and scaler.skips(own):
+        if loop.is_on_the_way or (scaler is not None and scaler.skips(own)):
             # torch's schedulers warn where they find that no step came before theirs.
             self._opt_called = True  # type: ignore[attr-defined]
             return None
@@ -129,7 +129,9 @@ def gate_scheduler(scheduler: Scheduler, loop: Loop) -> Scheduler:
 
     @functools.wraps(act)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return act(self, *args, **kwargs) if loop.acts_now() else None
+        # On the way back it has been done: what it led to is loaded.
+        acts = loop.acts_now() and not loop.is_on_the_way
+        return act(self, *args, **kwargs) if acts else None
 
     named = {"step": step, "__module__": own.__module__, "__qualname__": own.__qualname__}
     named["__slots__"] = ()  # as large as its class, or Python would not let it change

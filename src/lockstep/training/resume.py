@@ -18,7 +18,7 @@ from lockstep.checkpoint.disk import Checkpoints
 from lockstep.checkpoint.position import Position
 from lockstep.checkpoint.snapshot import Snapshots
 from lockstep.errors import CheckpointError
-from lockstep.training.state import State
+from lockstep.training.state import ANSWERS, State
 from lockstep.world.meet import Meeting
 
 
@@ -39,13 +39,16 @@ class Saved:
     @property
     def position(self) -> Position:
         """Where the run was."""
-        return Position.parse(json.loads(self.text)["position"])
+        names = len(ANSWERS) + 1
+        answers = {n[names:]: t for n, t in self.tensors.items() if n.startswith(f"{ANSWERS}.")}
+        return Position.parse(json.loads(self.text)["position"], answers)
 
     def restore(self, state: State, *, whole: bool) -> None:
         """Give everything in `state` what was saved of it."""
         # Copies: optimizers keep the very tensors that they are given.
         copies = {name: tensor.clone() for name, tensor in self.tensors.items()}
         values = tree.rebuild(json.loads(self.text)["state"], copies)
+        del values[ANSWERS]  # the position has them
         state.load(values, whole=whole)
 
 

@@ -22,7 +22,7 @@ from lockstep.training.backward import Backward
 from lockstep.training.batchnorm import synchronise
 from lockstep.training.footprint import footprint
 from lockstep.training.loaders import Loaders
-from lockstep.training.metrics import Item, Metrics
+from lockstep.training.metrics import Item, Metrics, Value
 from lockstep.training.models import Models
 from lockstep.training.plainly import show_plainly
 from lockstep.training.session import Session
@@ -112,7 +112,11 @@ class Run(Whereabouts):
         self._session = Session(from_environment(settings), world, store)
         self._models = Models(self._session)
         self._metrics = Metrics(
-            self._loop, self.replicas, self._session.groups.data, self._session.together.meeting
+            self._loop,
+            self.replicas,
+            self._session.formation.block,
+            self._session.groups.data,
+            self._session.together.meeting,
         )
         self._backward = Backward(self._session)
         self._optimizers = 0
@@ -221,8 +225,8 @@ class Run(Whereabouts):
     def save(self, *, best: float | None = None) -> None:
         """Save the state of the run to disk, beside the training.
 
-        Inside a loop it is the state when the script is done with this batch, inside an epoch the one
-        when it is done with the epoch: that is where the run can go on. All ranks call it.
+        It is the state as it is; inside a loop, the one when the script is done with this batch. That is
+        where the run can go on. All ranks call it.
 
         Args:
             best: how good this state is, larger is better; the best one is kept besides the latest.
@@ -277,8 +281,13 @@ class Run(Whereabouts):
 
     # --- a step ----------------------------------------------------------------------------------
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, weight: torch.Tensor | float | None = None) -> None:
         """Compute gradients of `loss`, the mean over this microbatch's samples, and let them meet.
+
+        Args:
+            loss: a scalar.
+            weight: how many things the loss is the mean of, such as tokens: gradients are those of the
+                mean over all of the global batch. By default the samples count.
 
         Raises:
             StepError: outside of a loop over a loader, or twice for a model in one microbatch.
@@ -286,7 +295,7 @@ class Run(Whereabouts):
             NonFiniteLossError: with `stop_on_nan`, for a loss that is NaN or infinite.
             PeerError: if another rank is gone.
         """
-        self._backward(loss)
+        self._backward(loss, weight)
 
     def clip(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale gradients to a total norm of at most `max_norm`, once per global batch.
@@ -319,18 +328,27 @@ class Run(Whereabouts):
 
         Args:
             items: one per microbatch, computed while it iterates over a loader: the microbatch's
-                mean, or one value per sample (shape `(samples, …)`), or a mapping of such.
+                mean, or one value per sample (shape `(samples, …)`), or the mean over something else and
+                how many that were, as `(loss, tokens)`; or a mapping of such.
 
         Returns:
             A number, the same on every rank and layout; or one for each entry of the mappings.
+
+        Raises:
+            StepError: inside a microbatch, with several replicas; or where there are no samples.
         """
-        self._loop.require_meeting_point("run.mean")
         return self._metrics.mean(items)
 
-    def sum(self, items: Iterable[Item | Mapping[str, Item]]) -> Any:
-        """Return the sum over all samples of all ranks; `items` as in `mean`, exact for integers."""
-        self._loop.require_meeting_point("run.sum")
-        return self._metrics.sum(items)
+    def sum(self, items: Iterable[Value | Mapping[str, Value]], *, per_sample: bool = True) -> Any:
+        """Return the sum over all samples of all ranks, exact for integers.
+
+        Args:
+            items: as in `mean`, without weights.
+            per_sample: whether the first dimension of a tensor is that of the samples, which is summed
+                over with all others. If not, an item is the microbatch's own sum, of any shape, such as a
+                confusion matrix; the result has that shape.
+        """
+        return self._metrics.sum(items, per_sample=per_sample)
 
     def gather(self, items: Iterable[torch.Tensor]) -> torch.Tensor:
         """Return one row per sample of the data, in dataset order, on every rank.
@@ -338,7 +356,6 @@ class Run(Whereabouts):
         Args:
             items: one tensor of shape `(samples, …)` per microbatch, computed while it iterates.
         """
-        self._loop.require_meeting_point("run.gather")
         return self._metrics.gather(items)
 
     # --- together --------------------------------------------------------------------------------
@@ -387,7 +404,8 @@ class Run(Whereabouts):
         if held.is_split or self._loop.microbatch is None:
             self._loop.require_meeting_point("run.export")
         state = held.state()
-        if self.main:
+        # On the way back the file has been written, with the weights of then.
+        if self.main and not self._loop.is_on_the_way:
             plain.write_weights(Path(path), state)
 
     def load(self, path: str | Path, model: nn.Module | None = None) -> None:

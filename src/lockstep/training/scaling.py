@@ -64,14 +64,14 @@ class Scaler:
     def before_backward(self, models: Iterable[HeldModel]) -> None:
         """Scale gradients that wait for more, as they may where there is one replica."""
         for model in models:
-            waiting = [] if model.several_replicas else _gradients(model)
+            waiting = [] if model.several_replicas else gradients_of(model)
             if waiting:
                 torch._foreach_mul_(waiting, self.scale)
 
     def after_backward(self, models: Iterable[HeldModel]) -> None:
         """The gradients of `models` have met: divide them by the scale, and see if they are finite."""
         for model in models:
-            self._found[id(model)] = found = self._unscale(_gradients(model))
+            self._found[id(model)] = found = self._unscale(gradients_of(model))
             if model.is_split and self._group is not None:
                 found[:] = [self._agree(found)]
 
@@ -151,7 +151,7 @@ class Scaler:
         self.scale, self._good = float(state["scale"]), int(state["good"])
 
 
-def _gradients(model: HeldModel) -> list[torch.Tensor]:
+def gradients_of(model: HeldModel) -> list[torch.Tensor]:
     """Return this rank's gradients; of a sharded one its part."""
     found = []
     with torch.no_grad():

@@ -136,6 +136,7 @@ class Session:
         with self._meeting.telling():
             self._keeper = self._keep()
         self.loop.at_point = self._at_point
+        self.loop.warn = self._record.warn
         self._signals = Signals(self._keeper.stop, patient=world.environment == "lockstep")
         set_key(keys.derive(settings.seed, keys.INIT))
 
@@ -177,11 +178,12 @@ class Session:
         self._keeper.at_point()
 
     def save(self, best: float | None) -> None:
-        """Save the state when the script is done with this batch or epoch; outside of both, now."""
-        if self.loop.is_on_the_way:
-            return  # it has been saved here before, and stands elsewhere now
-        self._keeper.ask(best)
-        if self.loop.is_between:
+        """Save the state: in a loop when the script is done with this batch, elsewhere now."""
+        if self.loop.is_in_loop:
+            if not self.loop.is_on_the_way:
+                self._keeper.ask(best)
+        elif not self.loop.passes_save():
+            self._keeper.ask(best)
             self.loop.point()
 
     def _choose_exchange(self) -> str:
@@ -343,16 +345,19 @@ class Session:
             places = [self.models.index(model) for model in models]
             self._watch.backward_begins(microbatch, places)
         self._backwards = True
-        self._record.before_backward(microbatch, loss)
-        self._faults.before_backward(self.loop.steps + 1)
+        if not self.loop.is_on_the_way:
+            self._record.before_backward(microbatch, loss)
+            self._faults.before_backward(self.loop.steps + 1)
 
     def log(self, values: dict[str, Any]) -> None:
         """Record values of the current step."""
-        self._record.log(values)
+        if not self.loop.is_on_the_way:
+            self._record.log(values)
 
     def print(self, text: str) -> None:
-        """Print on the main rank."""
-        self._record.print(text)
+        """Print on the main rank, but not what it has printed before."""
+        if not self.loop.is_entered_again:
+            self._record.print(text)
 
     def epoch_ends(self, epoch: int) -> None:
         """The body of `for epoch in run.epochs(…)` is done with an epoch."""

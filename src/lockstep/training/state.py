@@ -14,6 +14,9 @@ from lockstep.errors import CheckpointError, ModelError
 from lockstep.strategies.held import HeldModel
 from lockstep.training.scaling import Scaler
 
+#: Where in what is saved the values of metrics are that are tensors.
+ANSWERS = "answers"
+
 
 class State:
     """Everything that a run has been told of.
@@ -136,6 +139,8 @@ def _fill(
     buffers: Mapping[str, torch.Tensor] | None,
     gradients: Mapping[str, torch.Tensor] | None,
 ) -> None:
+    for parameter in model.parameters:
+        parameter.grad = None  # of a batch that was computed again
     own = dict(model.module.named_buffers())
     for name, value in (buffers or {}).items():
         if name in own:

@@ -1,26 +1,66 @@
-"""The way of a run through phases, epochs and loops: where it is, and how it gets back there.
+"""The way of a run through its script: what it comes past, and how it gets back to where it was.
 
-A script that is started again runs from its top. What it did before the position is passed over: phases
-and epochs that are done, loops that have updated parameters. Loops that only evaluated run again, since
-the script may want their values.
+A script that is started again runs from its top. Until it comes to the position, whatever it comes past is
+there already, and must look to the script as it did:
+
+- of a phase that is over, the last epoch is entered again;
+- of a loop that is over, the last batch is computed again, so that the names which the loop's body assigns
+  are there; the state that follows from it is that of the position, which is loaded afterwards;
+- a metric returns the value that it had, and computes nothing;
+- `run.save` does nothing.
+
+Loops that only evaluate, outside of metrics, run again.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-from lockstep.checkpoint.position import LoopPosition, Position
+from lockstep.checkpoint.position import (
+    Counters,
+    Event,
+    LoopEvent,
+    MetricEvent,
+    PhaseEvent,
+    Position,
+    SaveEvent,
+)
 from lockstep.data.microbatch import Batching, Start
 from lockstep.errors import CheckpointError, RunDirectoryError
 
+EventT = TypeVar("EventT", PhaseEvent, MetricEvent, SaveEvent)
+
+#: Of how many of the first and of the last loops that are over a batch is computed again: a script that
+#: makes its epochs by itself may have thousands of them.
+_AGAIN = 16
+
+
+@dataclass(slots=True)
+class _Level:
+    """What a script comes past within a phase, a metric or a loop's batch, or outside of all.
+
+    Attributes:
+        events: that it has come past.
+        ahead: on the way back, those that it is to come past; `None` inside of what was not recorded.
+        of: what it is the inside of.
+        waits: whether the position lies behind what is entered again here.
+    """
+
+    events: list[Event]
+    ahead: list[Event] | None = field(default_factory=list)
+    of: Event | None = None
+    waits: bool = False
+
 
 class Track:
-    """Counts phases, epochs and loops, and passes over what is done.
+    """Counts phases, epochs, loops and metrics, and passes over what is done.
 
     Attributes:
         steps: updates until here.
         stretch: number of the stretch: another one for every epoch and every phase, part of all keys.
+        evaluated_again: loaders of loops that were gone through again, since they only evaluate.
     """
 
     def __init__(self) -> None:
@@ -28,147 +68,278 @@ class Track:
         self.stretch = 0
         self._rounds: defaultdict[int, int] = defaultdict(int)
         self._loaders = 0
-        self._before = (0, 0)  # loaders and steps when the epoch began
-        self._phases: list[tuple[int, int, int]] = []
-        self._epoch: int | None = None
-        self._outside: list[LoopPosition] = []
-        self._inside: list[LoopPosition] = []
+        self._levels = [_Level([])]
         self._target: Position | None = None
-        self._passed = 0
+        self.evaluated_again: list[int] = []
 
     # --- where it is -----------------------------------------------------------------------------
 
     def position(self, points: int) -> Position:
         """Return where the run stands, having passed so many points."""
-        loaders, before = self._before
-        return Position(
-            steps=self.steps,
-            points=points,
-            phase=len(self._phases),
-            epoch=self._epoch,
-            stretch=self.stretch,
-            loaders=loaders,
-            before=before,
-            rounds=tuple(sorted(self._rounds.items())),
-            phases=tuple(self._phases),
-            loops=(*self._outside, *self._inside),
+        return Position(points=points, counters=self.counters(), events=self._levels[0].events)
+
+    def counters(self) -> Counters:
+        """Return what counts on."""
+        return Counters(
+            self.steps, self.stretch, self._loaders, tuple(sorted(self._rounds.items()))
         )
 
-    @property
-    def is_outside(self) -> bool:
-        """Whether the run is outside of epochs."""
-        return self._epoch is None
-
-    @property
-    def _loops(self) -> list[LoopPosition]:
-        return self._outside if self._epoch is None else self._inside
+    def _set(self, counters: Counters) -> None:
+        self.steps, self.stretch, self._loaders = counters.steps, counters.stretch, counters.loaders
+        self._rounds.clear()
+        self._rounds.update(counters.rounds)
 
     def _begin_stretch(self) -> None:
         if self._rounds:
             self.stretch += 1
             self._rounds.clear()
 
-    # --- what happens ----------------------------------------------------------------------------
+    @property
+    def open_metrics(self) -> list[MetricEvent]:
+        """The calls of metrics that the script is in, the outermost first."""
+        return [level.of for level in self._levels if isinstance(level.of, MetricEvent)]
+
+    @property
+    def depth(self) -> int:
+        """How many phases, metrics and loops the script is in."""
+        return len(self._levels) - 1
+
+    # --- phases and epochs -----------------------------------------------------------------------
 
     def phase_begins(self, count: int) -> range:
-        """Return the epochs of a phase of `count` that are still to be run."""
-        target, phase = self._target, len(self._phases)
-        if target is None:
+        """Return the epochs of a phase of `count` that are still to be run, or entered again."""
+        event = self._expect(PhaseEvent)
+        if event is None:
+            event = PhaseEvent(begin=self.counters())
+            self._enter(event)
             return range(count)
-        if phase < target.phase:
-            self.stretch, self._loaders, self.steps = target.phases[phase]
-            self._rounds.clear()
+        return self._return_to(event, count)
+
+    def _return_to(self, event: PhaseEvent, count: int) -> range:
+        last = event.epoch
+        if last is None:
+            self._enter(event, waits=event.complete)
             return range(0)
-        if target.epoch is None:
-            raise _elsewhere(f"outside of epochs, before phase {phase} of them")
-        return range(min(target.epoch, count), count)
+        if event.ended and not event.complete and last + 1 < count:
+            self._set(event.after)
+            event.events = []
+            self._enter(event)
+            return range(last + 1, count)
+        ahead, event.events = event.events, []
+        self._set(event.begin)
+        self._enter(event, ahead, waits=event.ended or event.complete)
+        return range(last, last + 1 if event.ended or event.complete else count)
+
+    @property
+    def _phase(self) -> PhaseEvent:
+        return next(level.of for level in self._levels[::-1] if isinstance(level.of, PhaseEvent))
 
     def epoch_begins(self, epoch: int) -> None:
         """An epoch begins."""
+        phase = self._phase
+        level = self._levels[self._level_of(phase)]
+        if self._target is not None and (level.ahead or level.waits or phase.epoch == epoch):
+            return  # entered again: it began as it did
         self._begin_stretch()
-        self._epoch = epoch
-        target = self._target
-        if target is not None:
-            self.stretch, self._loaders, self.steps = target.stretch, target.loaders, target.before
-        self._before = (self._loaders, self.steps)
+        phase.epoch, phase.begin, phase.ended = epoch, self.counters(), False
+        phase.events = level.events = []
 
     def epoch_ends(self) -> None:
-        """The script is done with an epoch: from here on it stands before the next one."""
+        """The script is done with an epoch.
+
+        Raises:
+            CheckpointError: if it should have come past something else there.
+        """
+        phase = self._phase
+        level = self._levels[self._level_of(phase)]
         if self._target is not None:
-            raise _elsewhere(f"in epoch {self._epoch}")
-        assert self._epoch is not None
-        self._inside.clear()
+            if level.ahead or not level.waits:
+                raise _elsewhere(f"at the end of epoch {phase.epoch}")
+            self._set(phase.after)
+            level.waits = phase.complete
+            return
         self._begin_stretch()
-        self._epoch += 1
-        self._before = (self._loaders, self.steps)
+        phase.ended, phase.after = True, self.counters()
 
     def phase_ends(self) -> None:
-        """All epochs of a phase are done."""
-        target = self._target
-        if target is not None and len(self._phases) == target.phase and target.epoch is not None:
-            self.stretch, self._loaders, self.steps = target.stretch, target.loaders, target.before
-            self._passed = len(target.loops)
-            self._rounds.clear()
+        """All epochs of a phase are done, or the script has left them."""
+        phase = self._phase
+        self._leave(phase)
+        if self._target is not None:
+            self._set(phase.after)
+            return
         self._begin_stretch()
-        self._before = (self._loaders, self.steps)
-        self._phases.append((self.stretch, *self._before))
-        self._epoch = None
+        phase.complete, phase.after = True, self.counters()
+
+    def phase_left(self) -> None:
+        """The script has left the epochs by `break`, or by an exception, which looks the same here."""
+        if self._target is None:
+            self.epoch_ends()
+        elif not self._phase.complete:
+            return  # not as before: what comes next says so
+        self.phase_ends()
+
+    # --- loops -----------------------------------------------------------------------------------
 
     def new_loader(self) -> int:
         """Return the number of a loader that the script makes now, part of its loops' keys."""
         number, self._loaders = self._loaders, self._loaders + 1
         return number
 
-    def loop_begins(self, loader: int, batching: Batching) -> Start:
-        """Return where a loop over `loader` that begins now starts.
+    def loop_begins(self, loader: int, batching: Batching) -> tuple[LoopEvent, Start]:
+        """Return a loop over `loader` that begins now, and where it starts.
 
         Raises:
             RunDirectoryError: if the run was in the middle of it, when it had another `batching`.
         """
         round_ = self._rounds[loader]
         self._rounds[loader] += 1
-        start = Start(epoch=self.stretch, round=round_)
-        done = self._done(loader, round_)
+        done, many = self._expect_loop((loader, self.stretch, round_))
         if done is None:
-            return start
-        self._check_the_same(done, batching)
-        self._passed += 1
-        self._loops.append(done)
-        self.steps = done.steps
-        return replace(start, batch=done.batches, is_over=done.complete)
-
-    def _done(self, loader: int, round_: int) -> LoopPosition | None:
-        loops = () if self._target is None else self._target.loops
-        key = (loader, self.stretch, round_)
-        return next((loop for loop in loops if loop.key == key), None)
-
-    def _check_the_same(self, done: LoopPosition, batching: Batching) -> None:
-        """Refuse to go on in the middle of a loop whose batches are others now; one that is over may be."""
-        if done.complete or done.batching is None:
-            return
-        differences = done.batching.differences(batching)
-        if differences:
-            where = "" if self._epoch is None else f" of epoch {self._epoch}"
-            raise RunDirectoryError(
-                f"the run stopped after batch {done.batches} of a loop{where} over loader {done.loader}, "
-                "which makes other batches now: " + "; ".join(differences),
-                hint="go on with the batch size and the data that it began with; --fresh begins anew, "
-                "--run-dir names another directory",
-            )
-
-    def trained(self, loop: LoopPosition) -> None:
-        """A loop that has updated parameters stands at `loop`."""
-        loops, loop = self._loops, replace(loop, steps=self.steps)
-        if loops and loops[-1].key == loop.key:
-            loops[-1] = loop
+            event = LoopEvent(loader=loader, stretch=self.stretch, round=round_, batching=batching)
+            self._levels.append(_Level(event.events, None if self._target else [], event))
+            return event, Start(epoch=self.stretch, round=round_)
+        _check_the_same(done, batching, self._epoch)
+        again = None if many else _again(done)
+        start = Start(
+            epoch=self.stretch, round=round_, batch=done.batches, again=again, is_over=done.complete
+        )
+        if again is None:
+            self.steps = done.steps
+            self._enter(done)
         else:
-            loops.append(loop)
+            ahead, done.events = done.events, []
+            self.steps = done.before
+            self._enter(done, ahead, waits=True)
+        return done, start
+
+    def _expect_loop(self, key: tuple[int, int, int]) -> tuple[LoopEvent | None, bool]:
+        """Return the loop that was there, and whether it is one of many in the middle."""
+        level = self._around
+        ahead = level.ahead
+        if self._target is None or not ahead or not isinstance(ahead[0], LoopEvent):
+            return None, False
+        if ahead[0].key != key:
+            return None, False
+        loop = ahead.pop(0)
+        assert isinstance(loop, LoopEvent)
+        passed = sum(isinstance(event, LoopEvent) for event in level.events)
+        coming = sum(isinstance(event, LoopEvent) for event in ahead)
+        return loop, loop.complete and passed >= _AGAIN and coming >= _AGAIN
+
+    @property
+    def is_in_epoch(self) -> bool:
+        """Whether the script is in an epoch."""
+        return any(isinstance(level.of, PhaseEvent) for level in self._levels)
+
+    @property
+    def _epoch(self) -> int | None:
+        return self._phase.epoch if self.is_in_epoch else None
+
+    def trained(self, loop: LoopEvent) -> None:
+        """A loop has updated parameters: from here on it is part of the way."""
+        events = self._around.events
+        if not events or events[-1] is not loop:
+            events.append(loop)
+
+    def repeated(self, loop: LoopEvent) -> None:
+        """The last batch of a loop has been computed again."""
+        level = self._levels[self._level_of(loop)]
+        level.waits, level.ahead = False, []
+        self.steps = loop.steps
+
+    def loop_ends(self, loop: LoopEvent, *, early: bool) -> None:
+        """A loop is over."""
+        if (
+            self._target is not None
+            and self._levels[self._level_of(loop)].ahead is None
+            and not early
+        ):
+            self.evaluated_again.append(loop.loader)
+        self._leave(loop)
+
+    # --- metrics and saves -----------------------------------------------------------------------
+
+    def metric_begins(self, call: str) -> MetricEvent:
+        """Return a call of a metric that begins now; on the way back with the value that it had."""
+        event = self._expect(MetricEvent)
+        if event is None:
+            event = MetricEvent(call=call)
+            ahead: list[Event] | None = None if self._target else []
+            if ahead is not None:
+                self._levels[-1].events.append(event)
+            self._levels.append(_Level(event.events, ahead, event))
+        elif event.call != call:
+            raise _elsewhere(f"at {call} in the place of {event.call}")
+        elif event.done:
+            self._levels[-1].events.append(event)
+            self._set(event.after)
+        else:
+            ahead, event.events = event.events, []
+            self._enter(event, ahead)
+        return event
+
+    def metric_ends(self, event: MetricEvent, value: Any, key: int | None) -> None:
+        """A call of a metric returns `value`: what its items came past is not needed any more."""
+        self._leave(event)
+        event.done, event.value, event.key, event.after = True, value, key, self.counters()
+        event.events = []
+
+    def metric_left(self, event: MetricEvent) -> None:
+        """A call of a metric has ended with an exception."""
+        self._leave(event)
+        events = self._levels[-1].events
+        if events and events[-1] is event:
+            events.pop()
+
+    def passes_save(self) -> bool:
+        """The script calls `run.save` outside of loops; return whether that has been done before."""
+        event = self._expect(SaveEvent)
+        self._levels[-1].events.append(event or SaveEvent())
+        return event is not None
+
+    # --- levels ----------------------------------------------------------------------------------
+
+    def _expect(self, kind: type[EventT]) -> EventT | None:
+        """Return what the run has come past here before; `None` off the way, and inside of evaluations.
+
+        Raises:
+            CheckpointError: if that was something else.
+        """
+        ahead = (self._around if kind is PhaseEvent else self._levels[-1]).ahead
+        if self._target is None or ahead is None:
+            return None
+        if not ahead or not isinstance(ahead[0], kind):
+            raise _elsewhere(f"at {_CALLS[kind]}")
+        event = ahead.pop(0)
+        assert isinstance(event, kind)
+        return event
+
+    def _enter(
+        self, event: Event, ahead: list[Event] | None = None, *, waits: bool = False
+    ) -> None:
+        level = self._levels[-1] if isinstance(event, MetricEvent) else self._around
+        level.events.append(event)
+        self._levels.append(_Level(event.events, ahead or [], event, waits))
+
+    @property
+    def _around(self) -> _Level:
+        """The innermost level that is no loop's: iterators may be alive whose loop nobody is in."""
+        return next(one for one in self._levels[::-1] if not isinstance(one.of, LoopEvent))
+
+    def _leave(self, event: Event) -> None:
+        """Leave the inside of `event`: not always the innermost, where loops are zipped."""
+        del self._levels[self._level_of(event)]
+
+    def _level_of(self, event: Event) -> int:
+        return next(number for number, level in enumerate(self._levels) if level.of is event)
 
     # --- the way back ----------------------------------------------------------------------------
 
     def set_out(self, target: Position) -> None:
         """The run was at `target` before: from here on, pass over what was done until then."""
         self._target = target
+        self._levels = [_Level([], list(target.events))]
 
     @property
     def is_on_the_way(self) -> bool:
@@ -187,22 +358,44 @@ class Track:
     def arrives(self) -> Position | None:
         """Return the target if the run has just reached it: from here on nothing is passed over."""
         target = self._target
-        if target is None or self._passed < len(target.loops):
-            return None
-        here = (len(self._phases), self._epoch)
-        beyond = (target.phase + 1, None)  # an epoch after the last one: the phase is over
-        if here != (target.phase, target.epoch) and (here != beyond or target.epoch is None):
+        if target is None or any(level.waits or level.ahead for level in self._levels):
             return None
         self._target = None
-        self._rounds.clear()
-        self._rounds.update(target.rounds)
-        self.steps = target.steps
+        self._set(target.counters)
         return target
+
+
+_CALLS: dict[type[Event], str] = {
+    PhaseEvent: "run.epochs",
+    MetricEvent: "a metric",
+    SaveEvent: "run.save",
+}
+
+
+def _again(loop: LoopEvent) -> int | None:
+    """Return which batch of a loop that was there is to be computed again; `None` where others follow."""
+    length = loop.batching.batches
+    if loop.complete or length is None or loop.batches >= length:
+        return loop.last
+    return None
+
+
+def _check_the_same(done: LoopEvent, batching: Batching, epoch: int | None) -> None:
+    """Refuse to go on in the middle of a loop whose batches are others now; one that is over may be."""
+    differences = [] if done.complete else done.batching.differences(batching)
+    if differences:
+        where = "" if epoch is None else f" of epoch {epoch}"
+        raise RunDirectoryError(
+            f"the run stopped after batch {done.batches} of a loop{where} over loader {done.loader}, "
+            "which makes other batches now: " + "; ".join(differences),
+            hint="go on with the batch size and the data that it began with; --fresh begins anew, "
+            "--run-dir names another directory",
+        )
 
 
 def _elsewhere(where: str) -> CheckpointError:
     return CheckpointError(
-        f"the script does not come to where its state was saved: it is {where} without a loop that was "
-        "there before",
+        f"the script does not come to where its state was saved: it is {where} without what was there "
+        "before",
         hint="a run continues with the script and the data it began with; --fresh begins anew",
     )

@@ -50,7 +50,7 @@ class Whereabouts:
     @property
     def step(self) -> int:
         """How many times the parameters have been updated."""
-        return self._loop.steps
+        return self._loop.updates
 
     @property
     def exchange(self) -> str:

@@ -4,30 +4,61 @@ from __future__ import annotations
 
 import json
 
-from lockstep.checkpoint.position import LoopPosition, Position
+import pytest
+import torch
+
+from lockstep.checkpoint.position import (
+    Counters,
+    LoopEvent,
+    MetricEvent,
+    PhaseEvent,
+    Position,
+    SaveEvent,
+)
 from lockstep.data.microbatch import Batching
+from lockstep.errors import CheckpointError
 
 BATCHING = Batching(batch_size=8, samples=None, order="stream", drop_last=True)
-POSITION = Position(
-    steps=7,
-    points=9,
-    phase=1,
-    epoch=2,
+BEGIN = Counters(4, 3, 2, ((0, 1), (1, 2)))
+LOOP = LoopEvent(
+    loader=1,
     stretch=3,
-    loaders=2,
-    before=4,
-    rounds=((0, 1), (1, 2)),
-    phases=((1, 2, 3),),
-    loops=(LoopPosition(0, 3, 0, 3, 7, complete=True), LoopPosition(1, 3, 1, batching=BATCHING)),
+    round=0,
+    batching=BATCHING,
+    batches=3,
+    steps=7,
+    last=2,
+    before=6,
+    losses=[0.1],
 )
+METRIC = MetricEvent(call="run.mean", done=True, value={"loss": 0.1, "top1": 3}, key=7, after=BEGIN)
+SUMS = MetricEvent(call="run.sum", value=[{"": [1, 0]}, {}], events=[LOOP])
+PHASE = PhaseEvent(epoch=2, begin=BEGIN, events=[METRIC, SaveEvent(), SUMS])
+POSITION = Position(points=9, counters=BEGIN, events=[PhaseEvent(epoch=1, complete=True), PHASE])
 
 
 def test_there_and_back() -> None:
-    assert Position.parse(json.loads(json.dumps(POSITION.as_json()))) == POSITION
+    told, tensors = POSITION.as_json()
+    assert not tensors
+    assert Position.parse(json.loads(json.dumps(told))) == POSITION
 
 
-def test_loops_of_format_1_do_not_say_how_they_make_batches() -> None:
-    told = POSITION.as_json()
-    for loop in told["loops"]:
-        del loop["batching"]
-    assert [loop.batching for loop in Position.parse(told).loops] == [None, None]
+def test_values_may_have_tensors() -> None:
+    rows = torch.arange(6).view(3, 2)
+    metric = MetricEvent(call="run.gather", done=True, value={"a": rows, "b": [rows[0], 1]})
+    told, tensors = Position(events=[metric]).as_json()
+    (back,) = Position.parse(json.loads(json.dumps(told)), tensors).events
+    assert isinstance(back, MetricEvent)
+    assert torch.equal(back.value["a"], rows)
+    assert torch.equal(back.value["b"][0], rows[0])
+    assert back.value["b"][1] == 1
+
+
+@pytest.mark.parametrize(
+    "told",
+    [{}, {"points": 1, "steps": 3}, {"points": 1, "counters": {}, "events": []}, {"events": [1]}],
+)
+def test_what_is_no_position_is_refused(told: dict) -> None:
+    with pytest.raises(CheckpointError, match="does not say where the run was") as caught:
+        Position.parse(told)
+    assert "--fresh" in (caught.value.hint or "")

@@ -37,8 +37,9 @@ class Journal:
         self._rounds += 1
         return replace(self.start, round=self._rounds - 1)
 
-    def batch_begins(self, loader: int, epoch: int, round_: int, step: int) -> None:
-        self.shown.append(step)
+    def batch_begins(self, loader: int, start: Start, step: int, *, shown: bool) -> None:
+        if shown:
+            self.shown.append(step)
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
         self.began.append(microbatch)
@@ -54,11 +55,12 @@ class Journal:
     def pass_ends(self, microbatch: Microbatch) -> None:
         self.passes.append((microbatch.step, microbatch.replica, microbatch.turn))
 
-    def batch_ends(self) -> None:
+    def batch_ends(self, loader: int, start: Start) -> bool:
         self.batches += 1
+        return start.is_over
 
-    def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
-        self.lines.append(("over", loader, epoch, round_, step, early))
+    def loop_ends(self, loader: int, start: Start, step: int, *, early: bool) -> None:
+        self.lines.append(("over", loader, start.epoch, start.round, step, early))
 
 
 def loader(
@@ -248,6 +250,16 @@ def test_a_loop_that_goes_on_begins_where_it_was() -> None:
     journal.start = Start(epoch=0, round=0, batch=1, is_over=True)
     assert list(one) == []
     assert journal.lines[-1] == ("over", 3, 0, 1, 1, True)
+
+
+def test_the_last_batch_of_a_loop_is_seen_again() -> None:
+    journal = Journal()
+    journal.start = Start(epoch=0, round=0, batch=2, again=1)
+    one = loader(journal)
+    assert [data.tolist() for (data,) in one] == [[4, 5], [6, 7], [8], [9]]
+    journal.start = Start(epoch=0, round=0, batch=2, again=1, is_over=True)
+    assert [data.tolist() for (data,) in one] == [[4, 5], [6, 7]]
+    assert journal.lines[-1] == ("over", 3, 0, 1, 2, True)
 
 
 def test_whole_batches_are_announced() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from lockstep.checkpoint.disk import Checkpoints
 from lockstep.checkpoint.memory import Descriptors, tag_of
-from lockstep.checkpoint.position import Position
+from lockstep.checkpoint.position import Counters, Position
 from lockstep.checkpoint.snapshot import Snapshots
 from lockstep.training import ending
 from lockstep.training.ending import Ending
@@ -27,7 +27,8 @@ def snapshots() -> Iterator[Snapshots]:
 
 
 def text(step: int) -> str:
-    return json.dumps({"position": Position(steps=step, points=step).as_json(), "state": {}})
+    position, _ = Position(points=step, counters=Counters(steps=step)).as_json()
+    return json.dumps({"position": position, "state": {}})
 
 
 def take(snapshots: Snapshots, step: int) -> None:

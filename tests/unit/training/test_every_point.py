@@ -175,8 +175,106 @@ def by_steps(run: lockstep.Run) -> None:
                 second.zero_grad()
 
 
+class Best:
+    """The best of a metric, as users write it."""
+
+    value = 0.0
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.value = state["value"]
+
+
+def by_metrics(run: lockstep.Run) -> None:
+    """What metrics return decides: before training, of a generator that trains, rows, whole sums."""
+    model = run.model(net())
+    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
+    plateau = run.scheduler(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0))
+    best = run.register("best", Best())
+    train, test = (
+        run.loader(data(20), batch_size=8, shuffle=True),
+        run.loader(data(9), batch_size=4),
+    )
+
+    def loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(x), y)
+
+    def epoch(scale: float):
+        model.train()
+        for x, y in train:
+            value = loss(x, y) * scale
+            run.backward(value)
+            optimizer.step()
+            optimizer.zero_grad()
+            yield {"loss": value.detach(), "weighted": (value.detach(), len(x) * 3)}
+
+    model.eval()
+    with torch.no_grad():
+        first = run.mean(loss(x, y) for x, y in test)
+        rows = run.gather(model(x).argmax(1) for x, _ in test)
+        table = run.sum((F.one_hot(y, 3).float().T @ model(x) for x, y in test), per_sample=False)
+    assert table.shape == (3, 3)
+    scale = first + rows.sum().item() + table.sum().item() / 100
+    for number in run.epochs(3):
+        means = run.mean(epoch(scale))
+        plateau.step(means["loss"] if number % 2 else -means["weighted"])
+        run.save(best=-means["loss"])
+        model.eval()
+        with torch.no_grad():
+            rows = run.gather(model(x).argmax(1) for x, _ in test)
+        best.value = max(best.value, means["loss"] + rows.sum().item() + torch.rand(()).item())
+    seen = run.gather(row["loss"].expand(len(run._loop.microbatch.indices)) for row in epoch(scale))
+    for x, y in train:
+        run.backward(loss(x, y) * (means["loss"] + best.value + seen.sum().item()))
+        optimizer.step()
+        optimizer.zero_grad()
+    run.save()
+    best.value += 1
+
+
+def by_names(run: lockstep.Run) -> None:
+    """Names that loops assign are used after them; with one replica a loss decides."""
+    model = run.model(net())
+    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
+    cycle = run.scheduler(torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=16))
+    best = run.register("best", Best())
+    train = run.loader(data(12), batch_size=4, shuffle=True)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(model(x), y)
+        run.backward(loss)
+        optimizer.step()
+        cycle.step()
+        optimizer.zero_grad()
+        return loss
+
+    for x, y in train:
+        loss = step(x, y)
+    best.value += loss.item()
+    for epoch in run.epochs(3):
+        for batch in run.batches(train):
+            for x, y in batch:
+                loss = step(x, y)
+            if run.step == 8:
+                break
+        best.value += loss.item() * (1 + epoch)
+        accuracy = run.mean((model(x).argmax(1) == y for x, y in train))
+        best.value += loss.item() + accuracy
+    best.value += loss.item() + accuracy + epoch
+    for number in range(2):
+        for x, y in train:
+            loss = step(x, y)
+            if run.step >= 13 + number:
+                break
+        best.value += loss.item()
+        run.save(best=best.value)
+        best.value *= 2
+
+
 def train(script: Callable[[lockstep.Run], None], directory: Path, number: int) -> tuple[str, int]:
-    replicas = 1 if script is by_steps else 2
+    replicas = 1 if script in (by_steps, by_names) else 2
     with lockstep.Run(
         "run", replicas=replicas, run_dir=directory / f"{number}", progress=False
     ) as run:
@@ -184,11 +282,14 @@ def train(script: Callable[[lockstep.Run], None], directory: Path, number: int) 
     return run.digest(), run.step
 
 
-@pytest.mark.parametrize("script", [plain, winding, fresh_loaders, leaving, by_steps])
+@pytest.mark.parametrize(
+    "script", [plain, winding, fresh_loaders, leaving, by_steps, by_metrics, by_names]
+)
 def test_from_every_point(script, tmp_path, monkeypatch, capsys):
     points: list[Saved] = []
 
     def keep(keeper: Keeper) -> None:
+        keeper._loop.note_partial()
         text, tensors = keeper._capture()
         points.append(Saved(text, {n: t.clone() for n, t in tensors.items()}, "test"))
 

@@ -32,14 +32,14 @@ def gathered_at(
 ) -> list[int]:
     """Return at which points state is gathered, where the first snapshot has been taken at `begins`."""
     state, keeps = Counted(), SimpleNamespace(prepare=lambda _: None)
-    position = SimpleNamespace(as_json=dict)
+    position = SimpleNamespace(as_json=lambda: ({}, {}))
     rhythm = SimpleNamespace(
         due=lambda _: 0, needs_memory=leads, has_begun=False, prepare=lambda *_: None
     )
-    loop = SimpleNamespace(steps=0, position=position)
+    loop = SimpleNamespace(steps=0, position=position, open_metrics=[])
     agreement = SimpleNamespace(at_point=lambda _: None)
     made: Any = (state, loop, agreement, rhythm if launched else None, keeps, None, None)
-    keeper = Keeper(*made, every=0, warn=lambda _: None)
+    keeper = Keeper(*made, aligned=True, every=0, warn=lambda _: None)
     for point in range(1, points + 1):
         state.now = loop.steps = point
         rhythm.has_begun = begins is not None and point > begins

@@ -15,6 +15,7 @@ from lockstep.data.loader import Loader
 from lockstep.errors import StepError
 from lockstep.layout.replicas import block
 from lockstep.layout.tree import total
+from lockstep.training import metrics as metrics_module
 from lockstep.training.loop import Loop
 from lockstep.training.metrics import Metrics
 
@@ -28,7 +29,7 @@ def make(
     settings = LoaderSettings(batch_size=batch_size, **more)
     source = build(TensorDataset(values), settings, replicas, block(replicas, ranks, rank), 0)
     loader = Loader(source, loop, number=0, batch_size=batch_size, device=None)
-    return Metrics(loop, replicas, None), loader
+    return Metrics(loop, replicas, block(replicas, ranks, rank), None), loader
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
@@ -126,12 +127,13 @@ def test_gather_gives_rows_in_dataset_order(replicas: int, shuffle: bool, grad: 
 def gather_from_ranks(ranks: int, items: Any, replicas: int, **settings: Any) -> torch.Tensor:
     """Gather as `ranks` ranks would, each of which knows its own part only."""
     parts: list[Any] = []
-    for rank in range(ranks):
-        metrics, loader = make(replicas, ranks=ranks, rank=rank, **settings)
-        metrics._all = lambda own: parts.append(own) or [own]
-        metrics.gather(items(metrics, loader))
-    metrics._all = lambda _: parts
-    return metrics.gather(iter(()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metrics_module, "_of_all", lambda own, _: parts.append(own) or [own])
+        for rank in range(ranks):
+            metrics, loader = make(replicas, ranks=ranks, rank=rank, **settings)
+            metrics.gather(items(metrics, loader))
+        patch.setattr(metrics_module, "_of_all", lambda *_: parts)
+        return make(replicas, **settings)[0].gather(iter(()))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])

@@ -66,7 +66,7 @@ def train(directory, stop_at: int = 0) -> str:
                 run.backward(model(x).sum())
                 optimizer.step()
                 optimizer.zero_grad()
-                if run.step + 1 == stop_at:
+                if run.step == stop_at:
                     os.kill(os.getpid(), signal.SIGTERM)
     return run.digest()
 

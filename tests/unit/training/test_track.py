@@ -6,37 +6,70 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep.checkpoint.position import LoopPosition, Position
+from lockstep.checkpoint.position import (
+    Counters,
+    Event,
+    LoopEvent,
+    MetricEvent,
+    PhaseEvent,
+    Position,
+    SaveEvent,
+)
 from lockstep.data.microbatch import Batching
-from lockstep.errors import RunDirectoryError
+from lockstep.errors import CheckpointError, RunDirectoryError
 from lockstep.training.track import Track
 
 BEFORE = Batching(batch_size=16, samples=64, order="shuffled", drop_last=False)
 
 
-def stopped(
-    *, complete: bool = False, batching: Batching | None = BEFORE, epoch: int | None = 1
-) -> Track:
-    """Return the way of a run that stood after batch 2 of a loop over its loader 0."""
-    stretch = epoch or 0
-    loop = LoopPosition(0, stretch, 0, 2, 6, complete=complete, batching=batching)
-    track = Track()
-    track.set_out(
-        Position(
-            steps=6, points=6, epoch=epoch, stretch=stretch, loaders=1, before=4, loops=(loop,)
-        )
+def loop(*, stretch: int = 0, complete: bool = False, batches: int = 2) -> LoopEvent:
+    return LoopEvent(
+        loader=0,
+        stretch=stretch,
+        round=0,
+        batching=BEFORE,
+        batches=batches,
+        steps=4 + batches,
+        last=batches - 1,
+        before=3 + batches,
+        complete=complete,
     )
-    if epoch is not None:
-        track.epoch_begins(track.phase_begins(3)[0])
+
+
+def back_to(*events: Event, steps: int = 6, stretch: int = 0) -> Track:
+    track = Track()
+    counters = Counters(steps, stretch, 1, ((0, 1),))
+    track.set_out(Position(points=6, counters=counters, events=events))
+    return track
+
+
+def stopped(*, complete: bool = False, batches: int = 2, epoch: int | None = 1) -> Track:
+    """Return the way of a run that stood after some batches of a loop over its loader 0."""
+    one = loop(stretch=epoch or 0, complete=complete, batches=batches)
+    if epoch is None:
+        return back_to(one)
+    begin = Counters(4, epoch, 1)
+    track = back_to(PhaseEvent(epoch=epoch, begin=begin, events=[one]), stretch=epoch)
+    track.epoch_begins(track.phase_begins(3)[0])
     return track
 
 
 def test_a_loop_that_makes_the_same_batches_goes_on() -> None:
     track = stopped()
-    start = track.loop_begins(0, BEFORE)
-    assert (start.batch, start.is_over) == (2, False)
+    _, start = track.loop_begins(0, BEFORE)
+    assert (start.batch, start.again, start.is_over) == (2, None, False)
     assert track.arrives() is not None
     assert track.steps == 6
+
+
+def test_a_loop_after_its_last_batch_computes_that_again() -> None:
+    track = stopped(batches=4)
+    event, start = track.loop_begins(0, BEFORE)
+    assert (start.batch, start.again, start.first, start.is_over) == (4, 3, 3, False)
+    assert track.steps == 7
+    assert track.arrives() is None
+    track.repeated(event)
+    assert track.arrives() is not None
 
 
 @pytest.mark.parametrize(
@@ -63,17 +96,68 @@ def test_outside_of_epochs_none_is_named() -> None:
 
 
 def test_a_loop_that_is_over_may_have_made_other_batches() -> None:
-    assert stopped(complete=True).loop_begins(0, replace(BEFORE, samples=80)).is_over
+    _, start = stopped(complete=True).loop_begins(0, replace(BEFORE, samples=80))
+    assert (start.is_over, start.again) == (True, 1)
 
 
 def test_a_later_loop_may_make_other_batches() -> None:
     track = stopped()
-    track.loop_begins(0, BEFORE)
+    event, _ = track.loop_begins(0, BEFORE)
     assert track.arrives() is not None
+    track.loop_ends(event, early=False)
     track.epoch_ends()
     track.epoch_begins(2)
-    assert track.loop_begins(0, replace(BEFORE, samples=80, batch_size=8)).batch == 0
+    _, start = track.loop_begins(0, replace(BEFORE, samples=80, batch_size=8))
+    assert start.batch == 0
 
 
-def test_a_state_that_does_not_say_is_believed() -> None:
-    assert stopped(batching=None).loop_begins(0, BEFORE).batch == 2
+def test_an_epoch_that_is_over_is_entered_again_where_no_other_follows() -> None:
+    ended = PhaseEvent(epoch=1, ended=True, after=Counters(6, 2, 1))
+    assert list(back_to(ended).phase_begins(3)) == [2]
+    assert list(back_to(ended).phase_begins(2)) == [1]
+    assert list(back_to(replace(ended, complete=True), SaveEvent()).phase_begins(2)) == [1]
+
+
+def test_of_thousands_of_loops_a_few_are_computed_again() -> None:
+    loops = [replace(loop(complete=True), round=number) for number in range(100)]
+    track = back_to(*loops)
+    starts = []
+    for _ in loops:
+        event, start = track.loop_begins(0, BEFORE)
+        starts.append(start)
+        if start.again is not None:
+            track.repeated(event)
+        track.loop_ends(event, early=True)
+    assert all(start.is_over for start in starts)
+    assert sum(start.again is not None for start in starts) == 32
+    assert starts[0].again is not None
+    assert starts[-1].again is not None
+    assert track.arrives() is not None
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda track: track.phase_begins(1),
+        lambda track: track.passes_save(),
+        lambda track: track.metric_begins("run.sum"),
+        lambda track: track.check_arrived(),
+    ],
+)
+def test_another_script_than_before_is_refused(act) -> None:
+    track = back_to(MetricEvent(call="run.mean", done=True, value=1.0))
+    with pytest.raises(CheckpointError, match="does not come to where its state was saved"):
+        act(track)
+
+
+def test_what_is_in_a_loop_that_only_evaluates_is_computed_again() -> None:
+    track = back_to(SaveEvent())
+    event, _ = track.loop_begins(3, BEFORE)
+    metric = track.metric_begins("run.mean")
+    assert not metric.done
+    track.metric_ends(metric, 1.0, None)
+    assert track.arrives() is None
+    track.loop_ends(event, early=False)
+    assert track.evaluated_again == [3]
+    assert track.passes_save()
+    assert track.arrives() is not None
