@@ -303,5 +303,7 @@ def test_from_every_point(script, tmp_path, monkeypatch, capsys):
         assert train(script, tmp_path, number) == whole, saved.position
         # From there on it passes the same points.
         rest = recorded[number:]
-        assert [one.position for one in points] == [one.position for one in rest]
+        assert [one.position.as_json()[0] for one in points] == [
+            one.position.as_json()[0] for one in rest
+        ]
         points.clear()
