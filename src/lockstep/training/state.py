@@ -51,6 +51,7 @@ class State:
             "models": _numbered([model.state() for model in self.models]),
             "buffers": _numbered([model.unsaved_buffers() for model in self.models]),
             "gradients": _numbered([model.gradients() for model in self.models]),
+            "modes": _numbered([_modes(model) for model in self.models]),
             "extras": _numbered([model.extras() for model in self.models]),
             "optimizers": _numbered([self._saved(one) for one in self.optimizers]),
             "schedulers": _numbered([one.state_dict() for one in self.schedulers]),
@@ -72,6 +73,8 @@ class State:
         _load("model", models, state["models"], whole=whole)
         for number, model in enumerate(self.models):
             _fill(model, state["buffers"].get(str(number)), state["gradients"].get(str(number)))
+            if whole and str(number) in state["modes"]:
+                _set_modes(model, state["modes"][str(number)])
         extras = _numbered([model.load_extras for model in self.models])
         _load("strategy of model", extras, state.get("extras", {}), whole=False)
         optimizers = _numbered([self._loader(one) for one in self.optimizers])
@@ -146,6 +149,16 @@ def _fill(
         if name in own:
             own[name].copy_(value)
     model.load_gradients(gradients or {})
+
+
+def _modes(model: HeldModel) -> str:
+    """Return which parts of a model are in training mode: a script may have said so long before."""
+    return "".join("1" if part.training else "0" for part in model.module.modules())
+
+
+def _set_modes(model: HeldModel, modes: str) -> None:
+    for part, mode in zip(model.module.modules(), modes, strict=False):
+        part.training = mode == "1"
 
 
 def _keep_types(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
