@@ -46,6 +46,10 @@ class Faults:
         due = kills[world.generation] if is_last and world.generation < len(kills) else 0
         return Faults(due, terms if world.is_main else frozenset())
 
+    def go_on(self, step: int) -> None:
+        """The run goes on after step number `step`: what was to come until then has come."""
+        self._done = step
+
     def before_backward(self, step: int) -> None:
         """The gradients of step number `step` are about to be computed."""
         if self._done is None:

@@ -47,6 +47,7 @@ class Loop:
     Attributes:
         epoch: number of the running epoch.
         epochs: how many epochs were asked for.
+        resumed: after which step the run goes on; 0 where it begins.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Loop:
         self.epoch = 0
         self.epochs = 0
         self.points = 0
+        self.resumed = 0
         self.at_point: Callable[[], None] = _nothing
         #: Notes what metrics under way have seen; all ranks call it together.
         self.note_partial: Callable[[], None] = _nothing
@@ -153,7 +155,7 @@ class Loop:
                 its first loop, which may only evaluate, and again, for the whole, at `position`.
         """
         self._track.set_out(position)
-        self.points = position.points
+        self.points, self.resumed = position.points, position.steps
         self._restore = restore
 
     def check_arrived(self) -> None:

@@ -135,6 +135,8 @@ class Session:
         self._faults = Faults.of(os.environ, world)
         with self._meeting.telling():
             self._keeper = self._keep()
+        if self.loop.is_on_the_way:
+            self._faults.go_on(self.loop.resumed)
         self.loop.at_point = self._at_point
         self.loop.warn = self._record.warn
         self._signals = Signals(self._keeper.stop, patient=world.environment == "lockstep")
