@@ -166,7 +166,7 @@ def test_bound_ranks_and_their_threads_keep_to_their_cores(lockstep, start, envi
     if len(cores) < 2:
         pytest.skip("binding two ranks needs two cores")
     script = lockstep.script(AFFINITY)
-    words = ("-n", "2", "--bind", "cores", "--threads", "2", "--tee", "--start", start)
+    words = ("-n", "2", "--bind", "cores", "--threads", "2", "--tee", "3", "--start", start)
     done = lockstep("run", *words, "--devices", "cpu", script, env=environ)
     assert done.code == 0, done.err
     found = dict(line.split("] ")[1].split(maxsplit=1) for line in done.out.splitlines())

@@ -66,7 +66,7 @@ def seen(done: Done) -> set[str]:
 @pytest.mark.ranks(2)
 def test_each_rank_gets_its_own(lockstep, spelling, start):
     script = lockstep.script(LOCAL_RANK_ONLY.format(spelling))
-    done = lockstep("run", "-n", "2", "--tee", "--start", start, script, "x")
+    done = lockstep("run", "-n", "2", "--tee", "3", "--start", start, script, "x")
     assert seen(done) == {"0 ['x']", "1 ['x']"}
     assert f"lockstep: train.py takes {spelling}: each rank gets its own\n" in done.err
 
@@ -75,7 +75,7 @@ def test_each_rank_gets_its_own(lockstep, spelling, start):
 def test_a_module_gets_its_own_too_and_its_package_is_not_imported_for_it(lockstep):
     lockstep.script("import os; print('import', 'RANK' in os.environ)", "package/__init__.py")
     lockstep.script(LOCAL_RANK_ONLY.format("--local-rank"), "package/train.py")
-    done = lockstep("run", "-n", "2", "--tee", "-m", "package.train")
+    done = lockstep("run", "-n", "2", "--tee", "3", "-m", "package.train")
     assert seen(done) == {"import True", "0 []", "1 []"}
     assert "lockstep: package.train takes --local-rank: each rank gets its own" in done.err
     assert "import" not in re.sub(r"^\[rank .*$", "", done.out, flags=re.MULTILINE)
@@ -87,7 +87,7 @@ def test_a_module_gets_its_own_too_and_its_package_is_not_imported_for_it(lockst
 @pytest.mark.ranks(2)
 def test_a_user_may_decide_otherwise(lockstep, flags, args):
     script = lockstep.script(LOCAL_RANK_ONLY.format("--local_rank"))
-    done = lockstep("run", "-n", "2", "--tee", *flags, script, *args)
+    done = lockstep("run", "-n", "2", "--tee", "3", *flags, script, *args)
     assert seen(done) == {"-1 []"}
     assert done.err == ""
 
@@ -96,9 +96,9 @@ def test_a_user_may_decide_otherwise(lockstep, flags, args):
 def test_an_option_in_a_library_is_not_seen_and_the_flag_is_for_that(lockstep):
     lockstep.script(LOCAL_RANK_ONLY.format("--local_rank"), "config.py")
     script = lockstep.script("import config")
-    done = lockstep("run", "-n", "2", "--tee", script)
+    done = lockstep("run", "-n", "2", "--tee", "3", script)
     assert seen(done) == {"-1 []"}
-    done = lockstep("run", "-n", "2", "--tee", "--legacy-local_rank", script)
+    done = lockstep("run", "-n", "2", "--tee", "3", "--legacy-local_rank", script)
     assert seen(done) == {"0 []", "1 []"}
     assert done.err == ""
 
@@ -159,7 +159,7 @@ if args.local_rank != -1:
 @pytest.mark.ranks(2)
 def test_a_parser_made_from_a_dataclass(lockstep, flags):
     script = lockstep.script(DATACLASS_PARSER)
-    done = lockstep("run", "-n", "2", "--tee", *flags, script, "--output-dir", "there")
+    done = lockstep("run", "-n", "2", "--tee", "3", *flags, script, "--output-dir", "there")
     assert seen(done) == {"there 0 1.0 2", "there 1 1.0 2"}
     assert done.err == ""
 
@@ -205,7 +205,7 @@ def test_the_trainer_of_transformers(lockstep):
     script = lockstep.script(TRAINER)
     args = "--use_cpu True --num_train_epochs 1 --per_device_train_batch_size 8 --report_to none"
     words = [*f"{args} --save_strategy no --disable_tqdm True --run_name".split(), "ours.pt"]
-    ours = lockstep("run", "-n", "2", "--tee", script, *words, env=PLAIN, timeout=120)
+    ours = lockstep("run", "-n", "2", "--tee", "3", script, *words, env=PLAIN, timeout=120)
     assert {line for line in seen(ours) if "place" in line} == {"place 0 0 2 2", "place 1 1 2 2"}
     own = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     theirs = lockstep.python(*own, script, *words[:-1], "theirs.pt", env=PLAIN, timeout=120)

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import termios
 import time
-from pathlib import Path
 
 import pytest
 
@@ -19,14 +18,10 @@ import os, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 x = torch.ones(2) * (dist.get_rank() + 1)
 dist.all_reduce(x)
-print("sum", x[0].item(), "of", dist.get_world_size(), sys.argv[1:], flush=True)
+if dist.get_rank() == 0:
+    print("sum", x[0].item(), "of", dist.get_world_size(), sys.argv[1:], flush=True)
 dist.destroy_process_group()
 """
-
-
-def only_run(directory: Path) -> Path:
-    (path,) = directory.glob("runs/*/*")
-    return path
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn", "exec"])
@@ -47,8 +42,8 @@ def test_four_ranks_on_fewer_cores(lockstep):
 @pytest.mark.ranks(2)
 def test_each_rank_has_a_log_file(lockstep):
     script = lockstep.script("import os; print('I am', os.environ['RANK'])")
-    done = lockstep("run", "-n", "2", script)
-    logs = only_run(lockstep.directory) / "logs"
+    done = lockstep("run", "-n", "2", "--run-dir", "here", script)
+    logs = lockstep.directory / "here" / "logs"
     assert done.out == "I am 0\n"
     assert [(logs / f"rank-{rank}.log").read_text() for rank in (0, 1)] == ["I am 0\n", "I am 1\n"]
     assert (logs / "rank-0.log").stat().st_mode & 0o077 == 0
@@ -57,7 +52,7 @@ def test_each_rank_has_a_log_file(lockstep):
 @pytest.mark.ranks(3)
 def test_tee_shows_every_rank_with_prefix(lockstep):
     script = lockstep.script("import os; print('a\\nb', os.environ['RANK'], end='')")
-    done = lockstep("run", "-n", "3", "--tee", script)
+    done = lockstep("run", "-n", "3", "--tee", "3", script)
     expected = {f"[rank {rank}] {line}" for rank in range(3) for line in ("a", f"b {rank}")}
     assert set(done.out.splitlines()) == expected
 
@@ -68,7 +63,7 @@ def test_all_output_arrives_in_order_and_unchanged(lockstep):
         "import sys\nfor i in range(50000): print(i, 'x' * 20)\nsys.stdout.buffer.write(b'\\xff\\r\\0end')"
     )
     process = subprocess.run(
-        [sys.executable, "-m", "lockstep", "run", script],
+        [sys.executable, "-m", "lockstep", "run", "--run-dir", "here", script],
         cwd=lockstep.directory,
         capture_output=True,
         timeout=60,
@@ -78,7 +73,7 @@ def test_all_output_arrives_in_order_and_unchanged(lockstep):
     assert len(lines) == 50001
     assert lines[49999].startswith(b"49999 ")
     assert lines[-1] == b"\xff\r\0end"
-    assert (only_run(lockstep.directory) / "logs" / "rank-0.log").read_bytes() == process.stdout
+    assert (lockstep.directory / "here/logs/rank-0.log").read_bytes() == process.stdout
 
 
 @pytest.mark.ranks(1)
@@ -140,7 +135,7 @@ def test_missing_module_is_a_usage_error(lockstep, start):
 @pytest.mark.parametrize("spelling", ["local-rank", "local_rank"])
 def test_legacy_local_rank(lockstep, spelling):
     script = lockstep.script("import sys; print(sys.argv[1:])")
-    done = lockstep("run", "-n", "2", "--tee", f"--legacy-{spelling}", script, "x")
+    done = lockstep("run", "-n", "2", "--tee", "3", f"--legacy-{spelling}", script, "x")
     assert set(done.out.splitlines()) == {f"[rank {k}] ['--{spelling}={k}', 'x']" for k in (0, 1)}
 
 
@@ -217,17 +212,14 @@ def test_exception_in_one_rank_before_the_group_exists(lockstep):
         "prepare()\n"
         "dist.init_process_group('gloo')\n"
     )
-    done = lockstep("run", "-n", "2", script, timeout=20)
+    done = lockstep("run", "-n", "2", "--run-dir", "here", script, timeout=20)
     assert done.code == 1
     verdict = done.err.splitlines()[-3:]
     assert verdict[0].startswith("lockstep: rank 1 of 2 failed on ")
     assert verdict[0].endswith(": ValueError: bad data")
     assert verdict[1] == "  at train.py:3 in prepare"
-    assert (
-        verdict[2]
-        == f"  log: {only_run(lockstep.directory).relative_to(lockstep.directory)}/logs/rank-1.log"
-    )
-    assert "ValueError: bad data" in (only_run(lockstep.directory) / "logs/rank-1.log").read_text()
+    assert verdict[2] == "  log: here/logs/rank-1.log"
+    assert "ValueError: bad data" in (lockstep.directory / "here/logs/rank-1.log").read_text()
 
 
 IN_COLLECTIVE = """
@@ -354,7 +346,7 @@ def test_terminal_is_seen_by_the_main_rank_only(lockstep):
     reader, terminal = pty.openpty()
     termios.tcsetwinsize(terminal, (24, 77))
     subprocess.run(
-        [sys.executable, "-m", "lockstep", "run", "-n", "2", script],
+        [sys.executable, "-m", "lockstep", "run", "-n", "2", "--run-dir", "here", script],
         cwd=lockstep.directory,
         stdin=subprocess.DEVNULL,
         stdout=terminal,
@@ -365,16 +357,13 @@ def test_terminal_is_seen_by_the_main_rank_only(lockstep):
     os.close(terminal)
     assert os.read(reader, 1000) == b"True True 77\r\n"
     os.close(reader)
-    assert (only_run(lockstep.directory) / "logs/rank-1.log").read_text().split() == [
-        "False",
-        "False",
-    ]
+    assert (lockstep.directory / "here/logs/rank-1.log").read_text().split() == ["False", "False"]
 
 
 @pytest.mark.ranks(4)
 def test_two_launches_at_the_same_time(lockstep):
     script = lockstep.script(COLLECTIVE)
-    both = [lockstep.start("run", "-n", "2", script) for _ in range(2)]
+    both = [lockstep.start("run", "-n", "2", "-r", "1:3", script) for _ in range(2)]
     assert [lockstep.finish(one).out for one in both] == ["sum 3.0 of 2 []\n"] * 2
     assert len(list(lockstep.directory.glob("runs/train/*"))) == 2
 
@@ -384,7 +373,7 @@ def test_fork_server_workers_differ_in_randomness_and_have_their_threads(lockste
     script = lockstep.script(
         "import random, numpy, torch; print(random.random(), numpy.random.rand(), torch.get_num_threads())"
     )
-    done = lockstep("run", "-n", "2", "--tee", "--threads", "3", script)
+    done = lockstep("run", "-n", "2", "--tee", "3", "--threads", "3", script)
     first, second = (line.split()[2:] for line in sorted(done.out.splitlines()))
     assert first[0] != second[0]
     assert first[1] != second[1]

@@ -32,7 +32,10 @@ import pytest
 )
 def test_flags_that_cannot_work(lockstep, words, said):
     done = lockstep(
-        "run", *words, "--devices=cpu" if "--devices" not in words else "--tee", lockstep.script("")
+        "run",
+        *words,
+        "--devices=cpu" if "--devices" not in words else "--tee=3",
+        lockstep.script(""),
     )
     assert done.code == 2
     assert said in done.err

@@ -10,8 +10,9 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from lockstep.cli import export, run, submit, verify
-from lockstep.errors import LockstepError
+from lockstep.cli import export, run, submit, torchrun, verify
+from lockstep.cli.parser import Parser
+from lockstep.errors import LockstepError, UsageError
 from lockstep.version import __version__
 
 
@@ -22,7 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after `lockstep`; those of this process by default.
     """
     try:
-        words, script_args = verify.split(sys.argv[1:] if argv is None else argv)
+        given = torchrun.with_environment(sys.argv[1:] if argv is None else argv, os.environ)
+        words, script_args = verify.split(given)
         options = _parser().parse_args(words, argparse.Namespace(script_args=script_args))
         code: int = options.handler(options)
     except LockstepError as error:
@@ -36,11 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="lockstep",
         description="Train PyTorch models on any number of devices, with the same result on each.",
-        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"lockstep {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -56,6 +57,10 @@ def _tell(error: LockstepError) -> int:
         print(f"lockstep: error: {error.message}", file=sys.stderr)
         if error.hint:
             print(f"hint: {error.hint}", file=sys.stderr)
+        if isinstance(error, UsageError) and (words := torchrun.words(os.environ)):
+            print(
+                f"note: PET_* variables of the environment say {' '.join(words)}", file=sys.stderr
+            )
     return error.exit_code
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from lockstep.cli.parser import Parser
 from lockstep.errors import UsageError
 
 _EPILOG = """\
@@ -13,14 +14,13 @@ The file is a state_dict, for torch.load or safetensors, without `module.` befor
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """Add this verb to the command line."""
     parser = subparsers.add_parser(
         "export",
         help="write the weights of a run to a plain file",
         usage="lockstep export [options] RUN_DIR",
         epilog=_EPILOG,
-        allow_abbrev=False,
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the directory of the run")
     parser.add_argument(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.cli import method
+from lockstep.cli.parser import Parser
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
@@ -20,14 +21,13 @@ if Ctrl-C left it to itself.
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """Add this verb to the command line."""
     parser = subparsers.add_parser(
         "submit",
         help="run a script as a job of Slurm",
         usage="lockstep submit [options] SCRIPT [ARG ...]",
         epilog=_EPILOG,
-        allow_abbrev=False,
     )
     _add_job(parser)
     _add_run(parser)

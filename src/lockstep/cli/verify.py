@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.cli import method
+from lockstep.cli.parser import Parser
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
@@ -33,14 +34,16 @@ layouts, 1 the script failed, 2 usage, 3 not the same.
 _LAYOUT = re.compile(r"\d+([,>@].*)?|(kill|term)@\d+(,.*)?")
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """Add this verb to the command line."""
     parser = subparsers.add_parser(
         "verify",
         help="prove that a script gives the same weights on every layout",
         usage="lockstep verify [options] SCRIPT [-- ARG ...]",
         epilog=_EPILOG,
-        allow_abbrev=False,
+    )
+    parser.advice = lambda options, left: (
+        f"arguments of the script come after --: lockstep verify {options.target} -- {' '.join(left)}"
     )
     parser.add_argument(
         "--layouts",

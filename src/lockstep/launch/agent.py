@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import (
@@ -21,7 +22,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.events.api import Event, EventSource
 
 from lockstep.errors import PREEMPTED, LockstepError, RunError
-from lockstep.launch import failure
+from lockstep.launch import failure, stdin
 from lockstep.launch.chair import Decision
 from lockstep.launch.failure import Failure, Verdict, preempted
 from lockstep.launch.forkserver import Exit, ForkServer, Request
@@ -33,6 +34,7 @@ from lockstep.launch.plan import Meeting, Plan, WorkerPlan
 from lockstep.launch.rendezvous import Rendezvous
 from lockstep.launch.restarts import Kind, Restarts
 from lockstep.launch.standing import Standing
+from lockstep.launch.survival import GRACE, Survival
 from lockstep.world.servers import END
 
 #: More than none, which the base class refuses.
@@ -43,8 +45,6 @@ _INTERVAL = 0.02
 _SETTLE = 0.3
 #: The same while all that is known are consequences: the cause may be slower to end.
 _SETTLE_CONSEQUENCE = 1.5
-#: Seconds between SIGTERM and SIGKILL.
-_GRACE = 5.0
 #: Seconds that the kernel may take to end a process: one may be in the middle of a long write.
 _LAST_GRACE = 30.0
 
@@ -153,11 +153,16 @@ class Agent(SimpleElasticAgent):
         )
 
     def _start(self, worker: WorkerPlan, more: Mapping[str, str]) -> int:
-        streams = self._output.open(worker.rank, worker.log, worker.name)
+        assert self.plan is not None
+        shown = self.plan.spec.streams.prefixes(worker.rank, worker.local_rank, worker.name)
+        streams = (
+            stdin.descriptor(worker.rank, self.plan.size, self.plan.spec.kind),
+            *self._output.open(worker.log, shown),
+        )
         try:
             env = {**worker.env, **more}
             request = Request(rank=worker.rank, local_rank=worker.local_rank, env=env)
-            pid = self._server.start(request, *streams)
+            pid = self._server.start(request, streams)
         finally:
             for descriptor in streams:
                 os.close(descriptor)
@@ -274,7 +279,7 @@ class Agent(SimpleElasticAgent):
         """Return what is said of a run whose ranks have saved it and left."""
         if all(left.code != PREEMPTED for left in self._exits.values()):
             return None
-        return preempted(self._standing.step, self._workers[0].log.parent.parent)
+        return preempted(self._standing.step, Path(self._workers[0].env["LOCKSTEP_RUN_DIR"]))
 
     def _told(self, failures: list[Failure]) -> Told:
         """Return what the others are told of this launcher's failures."""
@@ -440,8 +445,11 @@ class Agent(SimpleElasticAgent):
     ) -> None:
         """Ask the workers' sessions to end, and make them after a grace."""
         # A launcher that leaves keeps the others waiting, who have all that its workers have.
-        if self._leaving or not self._wait_after(death_sig, _GRACE):
-            self._wait_after(signal.SIGKILL, _GRACE)
+        survival = Survival() if self.plan is None else self.plan.spec.survival
+        if self._interrupts.first in survival.passed_on:
+            death_sig = self._interrupts.first
+        if self._leaving or not self._wait_after(death_sig, survival.grace(os.environ)):
+            self._wait_after(signal.SIGKILL, GRACE)
 
     def _wait_after(self, signum: signal.Signals, seconds: float) -> bool:
         """Send `signum`; return whether all workers ended within `seconds`."""

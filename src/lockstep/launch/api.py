@@ -9,18 +9,19 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from lockstep.errors import PREEMPTED
 from lockstep.launch import dry_run, machine, nodes, old_scripts, openmp, worker
-from lockstep.launch.failure import short
 from lockstep.launch.functions import launch
 from lockstep.launch.interrupts import Interrupted, listening
 from lockstep.launch.output import say
+from lockstep.launch.place import RunPlace, expected
 from lockstep.launch.placement import asked, ranks_without_looking
 from lockstep.launch.plan import Meeting, count_ranks, make_plan, share_of_threads
 from lockstep.launch.preload import likely, preload
 from lockstep.launch.roster import NotNeeded
 from lockstep.launch.spec import LaunchSpec
-from lockstep.launch.supervise import RunPlace, private_directory, supervise
-from lockstep.launch.target import check_script
+from lockstep.launch.supervise import private_directory, supervise
+from lockstep.launch.target import check
 from lockstep.world.cores import usable_cores
 
 __all__ = ["launch", "run", "show_plan"]
@@ -34,26 +35,25 @@ def run(spec: LaunchSpec) -> int:
     Raises:
         LockstepError: if the launch cannot start.
     """
-    if spec.kind == "script":
-        check_script(spec.target)
+    check(spec.kind, spec.target)
     spec = _adapt(spec)
-    with listening(spec.survival.preemption(os.environ)) as interrupts:
+    with listening(spec.survival.polite(os.environ)) as interrupts:
         spec = _prepare(spec)
         here = machine.look(gpus=asked(spec, os.environ) != "cpu")
         # The whole plan is checked before a directory appears for a launch that cannot be.
         plan = make_plan(spec, here, os.environ, run_dir=Path(), error_dir=Path())
         if plan.size > 1:
             _warn(spec)
-        place = RunPlace(spec.run_dir, spec.name)
+        place = RunPlace(spec, spec.name)
         try:
-            with private_directory() as private:
-                verdict = supervise(spec, here, worker.job(spec), place.make, private, interrupts)
+            with private_directory() as private, place:
+                verdict = supervise(spec, here, worker.job(spec), place, private, interrupts)
+                place.keeps = verdict is not None and verdict.exit_code != PREEMPTED
         except NotNeeded:
             say("lockstep: the launch has ended; there was no place for this node meanwhile")
             return 0
         except Interrupted as stop:
-            logs = f"; logs: {short(place.path / 'logs')}" if place.path else ""
-            say(f"lockstep: stopped by {stop.signum.name}{logs}")
+            say(f"lockstep: stopped by {stop.signum.name}{place.where}")
             return 128 + stop.signum
     if verdict is None:
         return 0
@@ -64,14 +64,19 @@ def run(spec: LaunchSpec) -> int:
 
 def show_plan(spec: LaunchSpec) -> int:
     """Print what `run` would start, and start nothing."""
-    if spec.kind == "script":
-        check_script(spec.target)
+    check(spec.kind, spec.target)
     spec = _adapt(spec)
-    run_dir = (spec.run_dir or Path("runs") / spec.name / "TIME").absolute()
+    run_dir, log_dir = expected(spec)
     private = Path(tempfile.gettempdir()) / "lockstep-PRIVATE"
     here = machine.look(gpus=asked(spec, os.environ) != "cpu")
     plan = make_plan(
-        spec, here, os.environ, meeting=_expected(spec, here), run_dir=run_dir, error_dir=private
+        spec,
+        here,
+        os.environ,
+        meeting=_expected(spec, here),
+        run_dir=run_dir,
+        log_dir=log_dir,
+        error_dir=private,
     )
     dry_run.show(plan)
     return 0
@@ -81,7 +86,7 @@ def _expected(spec: LaunchSpec, here: machine.Machine) -> Meeting:
     """Return the meeting that is to be expected if all nodes start as many ranks as this one."""
     party = nodes.party(spec.nodes, (spec.target, *spec.args), os.environ)
     if party is None:
-        return Meeting()
+        return Meeting(port=spec.nodes.main_port or 0)
     n, index = count_ranks(spec, here, os.environ), party.index or 0
     return Meeting(
         address=party.address or "(found when the nodes meet)",

@@ -16,7 +16,7 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -82,15 +82,19 @@ class ForkServer:
         theirs.close()
         self._socket = ours
 
-    def start(self, request: Request, out: int, err: int) -> int:
-        """Start a worker whose output goes to the descriptors `out` and `err`; return its process id.
+    def start(self, request: Request, streams: Sequence[int]) -> int:
+        """Start a worker; return its process id.
+
+        Args:
+            request: what it is to be.
+            streams: descriptors of its standard input, output and error.
 
         Raises:
             RunError: if the server is gone or could not fork.
         """
         message = {"rank": request.rank, "local_rank": request.local_rank, "env": dict(request.env)}
         try:
-            socket.send_fds(self._socket, [json.dumps(message).encode()], [out, err])
+            socket.send_fds(self._socket, [json.dumps(message).encode()], streams)
         except OSError as error:
             raise self._gone() from error
         while True:
@@ -220,7 +224,7 @@ class _Server:
     def _answer(self) -> bool:
         """Serve one message; return whether the launcher is still there."""
         try:
-            data, descriptors, _, _ = socket.recv_fds(self._connection, _MESSAGE, 2)
+            data, descriptors, _, _ = socket.recv_fds(self._connection, _MESSAGE, 3)
         except ConnectionError:
             return False
         if not data:

@@ -26,10 +26,11 @@ from lockstep.launch.failure import Verdict
 from lockstep.launch.forkserver import Job, Request
 from lockstep.launch.interrupts import Interrupted, listening
 from lockstep.launch.output import say
+from lockstep.launch.place import RunPlace
 from lockstep.launch.placement import asked
 from lockstep.launch.plan import interpreter, make_plan
 from lockstep.launch.spec import LaunchSpec, Ranks, StartMethod
-from lockstep.launch.supervise import RunPlace, private_directory, supervise
+from lockstep.launch.supervise import private_directory, supervise
 from lockstep.launch.survival import Survival
 from lockstep.world import detect
 
@@ -103,16 +104,16 @@ def _run(spec: LaunchSpec, job: Job, private: Path, name: str, timeout: float | 
     """Run `spec` to its end; return the number of ranks."""
     here = machine.look(gpus=asked(spec, os.environ) != "cpu")
     plan = make_plan(spec, here, os.environ, run_dir=Path(), error_dir=Path())
-    place = RunPlace(spec.run_dir, name)
+    place = RunPlace(spec, name)
     deadline = None if timeout is None else time.monotonic() + timeout
     try:
-        with listening(spec.survival.preemption(os.environ)) as interrupts:
-            verdict = supervise(spec, here, job, place.make, private, interrupts, deadline)
+        with listening(spec.survival.polite(os.environ)) as interrupts:
+            verdict = supervise(spec, here, job, place, private, interrupts, deadline)
     except Interrupted as stop:
         _pass_on(stop.signum)
     except TimeoutError:
         raise RunError(
-            f"{name} on {plan.size} rank(s) did not end within {timeout} s; logs: {place.path}/logs",
+            f"{name} on {plan.size} rank(s) did not end within {timeout} s{place.where}",
             hint="a rank may wait for a collective that another never enters",
         ) from None
     else:

@@ -120,7 +120,7 @@ class Succession:
             if problem is not None:
                 warm.end_children()
             channel.send(json.dumps({"problem": problem}).encode())
-            data, descriptors, _, _ = socket.recv_fds(channel, _MESSAGE, 2)
+            data, descriptors, _, _ = socket.recv_fds(channel, _MESSAGE, 3)
             channel.close()
             if data:
                 processes.freeze()

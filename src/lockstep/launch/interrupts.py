@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -69,13 +69,12 @@ class Interrupts:
 
 
 @contextmanager
-def listening(chosen: signal.Signals | None = None) -> Iterator[Interrupts]:
+def listening(more: Collection[signal.Signals] = ()) -> Iterator[Interrupts]:
     """Handle signals as flags while the block runs; outside the main thread there are none.
 
     Args:
-        chosen: a signal that asks for room, as SIGTERM does.
+        more: signals that ask for room, as SIGTERM does.
     """
-    more = set() if chosen is None else {chosen}
     interrupts = Interrupts(polite=frozenset({signal.SIGTERM, *more}))
     if threading.current_thread() is not threading.main_thread():
         yield interrupts

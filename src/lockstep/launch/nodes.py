@@ -39,6 +39,7 @@ class Nodes:
         interface: network interface to use; by default one at which all others reach this node.
         join_timeout: seconds that launchers may take to come; `None` leaves `LOCKSTEP_JOIN_TIMEOUT`.
         last_call: seconds that a launch waits for more nodes, once there are as many as it needs.
+        alone: whether this launcher is the only one, whatever the environment says.
 
     Raises:
         UsageError: if the values cannot work together.
@@ -54,6 +55,7 @@ class Nodes:
     interface: str | None = None
     join_timeout: float | None = None
     last_call: float | None = None
+    alone: bool = False
 
     def __post_init__(self) -> None:
         if self.count is not None and self.count < 1:
@@ -114,6 +116,14 @@ class Party:
         return not self.source.startswith("--")
 
 
+def port_taken(port: int, why: str) -> UsageError:
+    """Return the error of a port that was asked for and cannot be had: scripts would be told another."""
+    return UsageError(
+        f"--master-port {port} cannot be opened on this machine: {why}; expected a free port",
+        hint="without --master-port, a free one is found",
+    )
+
+
 def parse_count(text: str) -> tuple[int | None, int]:
     """Return what `--nnodes` means that `text` spells: how many must come, where that is said, and may.
 
@@ -143,6 +153,8 @@ def party(nodes: Nodes, work: Sequence[str], environ: Mapping[str, str]) -> Part
         UsageError: if nobody says where they meet, or the flags contradict the environment.
         WorldError: if the environment contradicts itself.
     """
+    if nodes.alone:
+        return None
     if nodes.endpoint is not None or nodes.main_address is not None:
         return _by_flags(nodes, work)
     world = _tasks(environ)
@@ -203,6 +215,17 @@ def _at_endpoint(endpoint: str, name: str, count: int) -> Party:
     if not place.hostname or place.path or port == 0:
         raise _bad_endpoint(endpoint)
     return Party(name=name, count=count, address=place.hostname, port=port, source=source)
+
+
+def endpoint_place(endpoint: str) -> tuple[str | None, int | None]:
+    """Return host and port of an endpoint; no host for a directory, no port where it is 0 or left out.
+
+    Raises:
+        UsageError: if it is none.
+    """
+    host, colon, port = endpoint.rpartition(":")
+    place = _at_endpoint(host if colon and port == "0" else endpoint, "", 2)
+    return place.address, place.port
 
 
 def _bad_endpoint(endpoint: str) -> UsageError:

@@ -16,7 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from lockstep.launch import source
+from lockstep.launch.nodes import port_taken
 from lockstep.launch.spec import LaunchSpec, LocalRankOption
+from lockstep.world import door
 
 #: The two spellings of the option.
 SPELLINGS: tuple[LocalRankOption, ...] = ("--local_rank", "--local-rank")
@@ -55,16 +57,25 @@ def warning(spec: LaunchSpec) -> str | None:
 
 
 @contextlib.contextmanager
-def kept_port() -> Iterator[int]:
+def kept_port(port: int = 0) -> Iterator[int]:
     """Keep a port that the system gives to nobody, and on which whoever names it may listen.
 
     A rank that is alone may start ranks of its own. They, or the rank itself, host a store there: the
     launcher's would be in the way of ranks that it knows nothing of. Bound and never listening, on
     Linux the port can be bound by others that allow reuse of addresses, as torch's stores do.
+
+    Args:
+        port: the one to keep; 0 for one that the system chooses.
+
+    Raises:
+        UsageError: if it is taken.
     """
     with socket.socket() as keeper:
         keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        keeper.bind(("127.0.0.1", 0))
+        try:
+            keeper.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise port_taken(port, door.reason(error)) from None
         yield keeper.getsockname()[1]
 
 

@@ -1,4 +1,4 @@
-"""Where workers' output goes: a log file each, the terminal for the main rank, or for all with `tee`.
+"""Where workers' output goes: a log file each, and the terminal for those that are shown.
 
 A rank that is not shown writes straight to its log file. A rank that is shown writes to a pipe, or to
 a pseudo-terminal where the launcher's own stream is a terminal (so that progress bars work); one
@@ -110,14 +110,9 @@ def say(text: str) -> None:
 
 
 class Output:
-    """The output of all workers of one launch.
+    """The output of all workers of one launch."""
 
-    Args:
-        tee: whether every rank is shown, its lines prefixed, instead of only rank 0.
-    """
-
-    def __init__(self, *, tee: bool) -> None:
-        self._tee = tee
+    def __init__(self) -> None:
         self._terminal = (_standard(sys.stdout, 1), _standard(sys.stderr, 2))
         self._logs: dict[Path, _Sink] = {}
         self._sources: dict[int, _Source] = {}
@@ -127,17 +122,26 @@ class Output:
         self._thread = threading.Thread(target=self._pump, name="lockstep-output", daemon=True)
         self._thread.start()
 
-    def open(self, rank: int, log: Path, name: str = "") -> tuple[int, int]:
+    def open(self, log: Path, prefixes: tuple[str | None, str | None]) -> tuple[int, int]:
         """Return descriptors for a worker's standard output and error; the caller closes them.
+
+        Args:
+            log: the file that receives both.
+            prefixes: what precedes the lines of each on the terminal; `None` for one that is not shown.
 
         Raises:
             RunDirectoryError: if the log file cannot be written.
         """
         sink = self._log(log)
-        if rank != 0 and not self._tee:
-            return sink.duplicate(), sink.duplicate()
-        prefix = f"[{name or f'rank {rank}'}] ".encode() if self._tee else b""
-        return self._channels(prefix, sink)
+        terminals = [
+            prefix == "" and _is_terminal(shown)
+            for prefix, shown in zip(prefixes, self._terminal, strict=True)
+        ]
+        if all(terminals):
+            worker = self._add(_open_terminal(1), 0, b"", sink)
+            return worker, os.dup(worker)
+        out, err = (self._channel(k, prefixes[k], terminals[k], sink) for k in (0, 1))
+        return out, err
 
     def finish(self) -> None:
         """Copy what is still on its way, then stop; the workers must have ended."""
@@ -166,16 +170,11 @@ class Output:
                 ) from None
         return self._logs[path]
 
-    def _channels(self, prefix: bytes, log: _Sink) -> tuple[int, int]:
-        terminals = [not self._tee and _is_terminal(sink) for sink in self._terminal]
-        if all(terminals):
-            worker = self._add(_open_terminal(1), 0, prefix, log)
-            return worker, os.dup(worker)
-        out, err = (
-            self._add(_open_terminal(index + 1) if terminal else os.pipe(), index, prefix, log)
-            for index, terminal in enumerate(terminals)
-        )
-        return out, err
+    def _channel(self, index: int, prefix: str | None, terminal: bool, log: _Sink) -> int:
+        if prefix is None:
+            return log.duplicate()
+        ends = _open_terminal(index + 1) if terminal else os.pipe()
+        return self._add(ends, index, prefix.encode(), log)
 
     def _add(self, ends: tuple[int, int], index: int, prefix: bytes, log: _Sink) -> int:
         reader, writer = ends

@@ -21,8 +21,6 @@ from lockstep.world.environments.lockstep import MARK
 
 #: More ranks on one core than this are a slip of the finger, not a plan.
 MAX_RANKS_PER_CORE = 16
-#: torchrun's role of workers that were given none.
-_ROLE = "default"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +142,7 @@ def make_plan(
     *,
     meeting: Meeting | None = None,
     run_dir: Path,
+    log_dir: Path | None = None,
     error_dir: Path,
 ) -> Plan:
     """Return the workers that `spec` means on `machine`.
@@ -153,7 +152,8 @@ def make_plan(
         machine: facts about this node.
         environ: the launcher's environment, which the workers' variables are added to.
         meeting: where the workers meet.
-        run_dir: the run's directory, whose `logs/` receive the workers' output.
+        run_dir: the run's directory.
+        log_dir: receives the workers' output; `logs/` in the run's directory by default.
         error_dir: a directory private to this launch.
 
     Raises:
@@ -164,7 +164,12 @@ def make_plan(
     n = count_ranks(spec, machine, environ)
     size = meeting.size or n
     check_replicas(spec, environ, size)
-    shared = _shared_environment(spec, machine, environ, meeting, run_dir, n)
+    log_dir = log_dir or run_dir / "logs"
+    shared = {
+        **_shared_environment(spec, machine, environ, meeting, n),
+        "LOCKSTEP_RUN_DIR": str(run_dir),
+        "LOCKSTEP_LOG_DIR": str(log_dir),
+    }
     here = range(meeting.first_local_rank, meeting.first_local_rank + n)
     places = seats(spec, machine, environ, here, own=meeting.own_gpus)
     sharing, among = (range(n), n) if meeting.own_cores else (here, meeting.local_size or n)
@@ -185,7 +190,7 @@ def make_plan(
             },
             device=places[index].device,
             gpu=places[index].gpu,
-            log=run_dir / "logs" / f"rank-{rank}.log",
+            log=log_dir / f"rank-{rank}.log",
             error_file=error_file,
         )
 
@@ -196,14 +201,14 @@ def make_plan(
         size=size,
         workers=tuple(worker(index) for index in range(n)),
         servers=tuple(
-            _server(index, spec, shared, run_dir, error_dir / f"{meeting.generation}.json")
+            _server(index, spec, shared, log_dir, error_dir / f"{meeting.generation}.json")
             for index in range(own)
         ),
     )
 
 
 def _server(
-    index: int, spec: LaunchSpec, shared: Mapping[str, str], run_dir: Path, errors: Path
+    index: int, spec: LaunchSpec, shared: Mapping[str, str], log_dir: Path, errors: Path
 ) -> WorkerPlan:
     error_file = errors.with_name(f"server-{index}.{errors.name}")
     own = {**servers.variables(index, spec), "TORCHELASTIC_ERROR_FILE": str(error_file)}
@@ -213,7 +218,7 @@ def _server(
         command=(*interpreter(), "-m", servers.MODULE),
         env={**shared, **own},
         device="cpu",
-        log=run_dir / "logs" / f"server-{index}.log",
+        log=log_dir / f"server-{index}.log",
         error_file=error_file,
     )
 
@@ -314,7 +319,6 @@ def _shared_environment(
     machine: Machine,
     environ: Mapping[str, str],
     meeting: Meeting,
-    run_dir: Path,
     n: int,
 ) -> dict[str, str]:
     size = str(meeting.size or n)
@@ -325,16 +329,16 @@ def _shared_environment(
         "GROUP_RANK": str(meeting.node_rank),
         "GROUP_WORLD_SIZE": str(meeting.node_count),
         "ROLE_WORLD_SIZE": size,
-        "ROLE_NAME": _ROLE,
+        "ROLE_NAME": spec.role,
         "MASTER_ADDR": meeting.address,
         "MASTER_PORT": str(meeting.port),
         # A rank that is alone may start ranks of its own, which meet without the launcher's store.
         "TORCHELASTIC_USE_AGENT_STORE": str(size != "1" or has_servers),
-        "TORCHELASTIC_RUN_ID": meeting.run_id,
+        "TORCHELASTIC_RUN_ID": spec.nodes.id or meeting.run_id,
+        "LOCKSTEP_LAUNCH": meeting.run_id,
         "TORCHELASTIC_RESTART_COUNT": str(meeting.generation),
         "TORCHELASTIC_MAX_RESTARTS": str(meeting.max_restarts),
         MARK: __version__,
-        "LOCKSTEP_RUN_DIR": str(run_dir),
     }
     if meeting.replicas is not None:
         variables["LOCKSTEP_DEFAULT_REPLICAS"] = str(meeting.replicas)
@@ -393,6 +397,8 @@ def command(spec: LaunchSpec, local_rank: int) -> tuple[str, ...]:
             spec.target,
             *arguments_,
         )
+    if spec.kind == "program":
+        return (spec.target, *arguments_)
     if spec.kind == "module":
         return (*interpreter(), "-m", spec.target, *arguments_)
     return (*interpreter(), spec.target, *arguments_)

@@ -54,7 +54,7 @@ def make_clean(parent: int, streams: Sequence[int]) -> None:
 
     Args:
         parent: process id of the parent.
-        streams: descriptors that become standard output and standard error.
+        streams: descriptors that become standard input, output and error.
     """
     die_with_parent(parent, signal.SIGKILL)
     os.setsid()
@@ -78,13 +78,10 @@ def _reset_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
-def _connect_streams(out: int, err: int) -> None:
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    os.dup2(out, 1)
-    os.dup2(err, 2)
-    for descriptor in {out, err}:
+def _connect_streams(*streams: int) -> None:
+    for number, descriptor in enumerate(streams):
+        os.dup2(descriptor, number)
+    for descriptor in set(streams):
         os.close(descriptor)
 
 

@@ -13,7 +13,7 @@ import contextlib
 import threading
 import time
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import HashStore, PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
@@ -22,8 +22,10 @@ from lockstep.launch.chair import Policy
 from lockstep.launch.gathering import Gathering
 from lockstep.launch.hall import Hall
 from lockstep.launch.neighbours import Neighbours, RoundOverError
+from lockstep.launch.nodes import port_taken
 from lockstep.launch.roster import Roster
 from lockstep.launch.rounds import Rounds
+from lockstep.world import door
 from lockstep.world.meet import LOOPBACK, connect_store, host_store
 from lockstep.world.waiting import Check, go_on
 
@@ -43,6 +45,7 @@ class Rendezvous(RendezvousHandler):
         run_id: name of the launch.
         ranks: number of ranks of this launcher.
         meeting: the launchers that have met, once or in rounds; `None` for one that is alone.
+        port: where this launcher hosts each generation's store; 0 for a port that the system chooses.
         policy: which failures are followed by new workers, where this launcher decides for all.
         check: called again and again while others are waited for.
     """
@@ -53,10 +56,12 @@ class Rendezvous(RendezvousHandler):
         ranks: int,
         meeting: Gathering | Rounds | None = None,
         *,
+        port: int = 0,
         policy: Policy = lambda _: None,
         check: Check = go_on,
     ) -> None:
         self._run_id = run_id
+        self._port = port
         self._meeting = meeting
         self._alone = Roster.alone(ranks)
         self._store: TCPStore | None = None
@@ -110,12 +115,16 @@ class Rendezvous(RendezvousHandler):
         port = self._open() if self._meeting is None else self._enter()
         roster = self.roster
         place = RendezvousStoreInfo(roster.address, port)
-        agents = PrefixStore("lockstep/agent", self.store)
+        # The base class keeps its store until the next is there, which could not have the same port.
+        agents = HashStore() if self._port else PrefixStore("lockstep/agent", self.store)
         return RendezvousInfo(agents, roster.index, roster.count, place)
 
     def _open(self) -> int:
         """Open a store; return its port."""
-        self._store = host_store(0, loopback=self.roster.address == LOOPBACK)
+        try:
+            self._store = host_store(self._port, loopback=self.roster.address == LOOPBACK)
+        except OSError as error:
+            raise port_taken(self._port, door.reason(error)) from error
         if self._meeting is None:
             self.generation += 1
         return int(self._store.port)

@@ -52,7 +52,7 @@ def _imported(tree: ast.Module) -> Iterator[str]:
 
 
 def _read(spec: LaunchSpec) -> bytes | None:
-    if spec.kind == "function":
+    if spec.kind in ("function", "program"):
         return None
     try:
         file = Path(spec.target) if spec.kind == "script" else _module_file(spec.target)

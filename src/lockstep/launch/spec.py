@@ -9,12 +9,13 @@ from typing import Literal, cast, get_args
 from lockstep.errors import UsageError
 from lockstep.launch.method import Method
 from lockstep.launch.nodes import Nodes
+from lockstep.launch.streams import Streams
 from lockstep.launch.survival import Survival
 from lockstep.world.devices_asked import parse as parse_devices
 
 StartMethod = Literal["fork", "spawn", "exec"]
 Bind = Literal["none", "cores"]
-TargetKind = Literal["script", "module", "function"]
+TargetKind = Literal["script", "module", "function", "program"]
 LocalRankOption = Literal["auto", "none", "--local-rank", "--local_rank"]
 Ranks = int | Literal["cpu", "gpu", "auto"]
 
@@ -27,9 +28,9 @@ class LaunchSpec:
     """One launch as asked for, before anything is known about the machine.
 
     Attributes:
-        target: path of a script, name of a module, or qualified name of a function.
-        kind: which of the three `target` is.
-        args: arguments of the script or module.
+        target: path of a script, name of a module, qualified name of a function, or a program.
+        kind: which of the four `target` is.
+        args: arguments of the script, module or program.
         n: number of ranks: at least 1, or `cpu`, `gpu` or `auto`; `None` for one, or for as many as
             `devices` names.
         start: how workers come to life.
@@ -40,7 +41,9 @@ class LaunchSpec:
         bind: whether each rank keeps to cores of its own; `None` leaves `LOCKSTEP_BIND` and then `none`.
         run_dir: where logs and records go; `None` makes a new one.
         fresh: whether a finished run in `run_dir` may be overwritten.
-        tee: whether every rank's output is shown, not only the main rank's.
+        log_dir: where logs go; `None` leaves the run's directory.
+        streams: which of the ranks' streams the terminal shows.
+        role: what scripts read as `ROLE_NAME`.
         stop_on_nan: whether a loss that is not finite ends the run.
         local_rank_option: option by which old scripts get their local rank: `auto` until the script's
             source was read for it, then one of two spellings or `none`.
@@ -63,7 +66,9 @@ class LaunchSpec:
     bind: Bind | None = None
     run_dir: Path | None = None
     fresh: bool = False
-    tee: bool = False
+    log_dir: Path | None = None
+    streams: Streams = field(default_factory=Streams)
+    role: str = "default"
     stop_on_nan: bool = False
     local_rank_option: LocalRankOption = "auto"
     nodes: Nodes = field(default_factory=Nodes)
@@ -88,11 +93,17 @@ class LaunchSpec:
                 "a function cannot be started by exec; expected fork or spawn",
                 hint="leave out `start`",
             )
+        if self.kind == "program" and self.start != "exec":
+            raise UsageError(
+                f"a program is no Python that could be started by {self.start}; expected exec",
+                hint="leave out --start with --no-python",
+            )
 
     @property
     def name(self) -> str:
-        """What the run is called in `runs/`: the script's stem, the module or the function."""
-        return Path(self.target).stem if self.kind == "script" else self.target.rpartition(".")[2]
+        """What the run is called in `runs/`: the stem of script or program, the module, the function."""
+        is_file = self.kind in ("script", "program")
+        return Path(self.target).stem if is_file else self.target.rpartition(".")[2]
 
     def _check_ranks(self) -> None:
         if isinstance(self.n, str):

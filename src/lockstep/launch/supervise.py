@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.checkpoint.memory import Descriptors
 from lockstep.errors import LockstepError
-from lockstep.launch import failure, servers, source, worker
+from lockstep.launch import failure, servers, source, stdin, worker
 from lockstep.launch.dry_run import placement
 from lockstep.launch.failure import Failure, MemoryKills, Verdict
 from lockstep.launch.forkserver import ForkServer, Job
@@ -24,16 +24,16 @@ from lockstep.launch.gpus import visible
 from lockstep.launch.hang import HangWatch
 from lockstep.launch.interrupts import Interrupts
 from lockstep.launch.machine import Machine
-from lockstep.launch.nodes import Party
+from lockstep.launch.nodes import Nodes, Party
 from lockstep.launch.nodes import party as find_party
 from lockstep.launch.old_scripts import kept_port
 from lockstep.launch.output import Output, say
+from lockstep.launch.place import RunPlace
 from lockstep.launch.plan import Meeting, Plan, check_replicas, count_ranks, make_plan
 from lockstep.launch.restarts import Restarts
 from lockstep.launch.roster import Launcher
 from lockstep.launch.spec import LaunchSpec
 from lockstep.launch.standing import Standing
-from lockstep.record import directory
 
 #: How long a launcher waits for others before it says that it does.
 _SILENCE_SECONDS = 3.0
@@ -44,38 +44,11 @@ if TYPE_CHECKING:
     from lockstep.launch.rounds import Rounds
 
 
-class RunPlace:
-    """The run's directory, made when the launchers have met.
-
-    Args:
-        run_dir: the directory asked for; `None` makes a new one.
-        name: name of the run.
-    """
-
-    def __init__(self, run_dir: Path | None, name: str) -> None:
-        self._run_dir = run_dir
-        self._name = name
-        self.path: Path | None = None
-
-    def make(self, stamp: str | None) -> Path:
-        """Make the directory; `stamp` is what launcher 0 has called it, on the others.
-
-        Raises:
-            RunDirectoryError: if it cannot be made or written.
-        """
-        self.path = directory.create(self._run_dir, self._name, stamp=stamp)
-        return self.path
-
-
-#: See `RunPlace.make`.
-Place = Callable[[str | None], Path]
-
-
 def supervise(
     spec: LaunchSpec,
     here: Machine,
     job: Job,
-    place: Place,
+    place: RunPlace,
     private: Path,
     interrupts: Interrupts,
     deadline: float | None = None,
@@ -86,7 +59,7 @@ def supervise(
         spec: the launch.
         here: facts about this machine.
         job: what each worker does.
-        place: gives the run's directory, once the launchers of all nodes have met.
+        place: makes the run's directories, once the launchers of all nodes have met.
         private: a directory for this launch's own files.
         interrupts: signals to the launcher.
         deadline: moment of `time.monotonic` at which it must be over.
@@ -100,24 +73,26 @@ def supervise(
     environ = dict(os.environ)
     ranks = count_ranks(spec, here, environ)
     has_servers = servers.count(spec, environ) > 0
+    only_port, store_port = _ports(spec.nodes, is_only=ranks == 1 and not has_servers)
     is_run = source.imports(spec, "lockstep")
     job = worker.or_server(spec, job)
     with (
+        stdin.restored(),
         _memory() as memory,  # before the server is forked, so that workers inherit it
         _serving(job, interrupts, warm=_warms(spec, environ, is_run=is_run)) as server,
-        _showing(tee=spec.tee) as output,
+        _showing() as output,
         _gathered(spec, here, environ, interrupts) as gathering,
-        kept_port() as port,  # after the server is forked, so that no worker inherits what keeps it
+        kept_port(only_port) as port,  # after the fork, so that no worker inherits what keeps it
     ):
         from lockstep.launch.agent import Agent
         from lockstep.launch.rendezvous import Rendezvous
 
-        run_id, run_dir = _agree(gathering, place)
-        rendezvous = Rendezvous(run_id, ranks, gathering)
+        run_id = _agree(gathering, place)
+        rendezvous = Rendezvous(run_id, ranks, gathering, port=store_port)
 
         standing = Standing(memory, ranks)
         agent = Agent(
-            _planner(spec, here, environ, run_dir, private, None if has_servers else port),
+            _planner(spec, here, environ, place, private, None if has_servers else port),
             _judge(rendezvous),
             rendezvous,
             server=server,
@@ -135,11 +110,28 @@ def supervise(
     return agent.verdict
 
 
+def _ports(nodes: Nodes, *, is_only: bool) -> tuple[int, int]:
+    """Return the ports for the only rank of a launch and for the store of its ranks; 0 for any.
+
+    Where nodes come and go, they meet at the port that was asked for as long as the launch lasts.
+    """
+    port = nodes.main_port or 0
+    if is_only and nodes.count in (None, 1):
+        return port, 0
+    return 0, port if nodes.least is None else 0
+
+
+def _check_port(port: int) -> None:
+    """Refuse a port that is taken, before anything is made."""
+    with kept_port(port):
+        return
+
+
 def _planner(
     spec: LaunchSpec,
     here: Machine,
     environ: Mapping[str, str],
-    run_dir: Path,
+    place: RunPlace,
     private: Path,
     port: int | None,
 ) -> Callable[[Meeting], Plan]:
@@ -151,7 +143,16 @@ def _planner(
     def plan(meeting: Meeting) -> Plan:
         if meeting.size == 1 and port is not None:
             meeting = dataclasses.replace(meeting, port=port)
-        made = make_plan(spec, here, environ, meeting=meeting, run_dir=run_dir, error_dir=private)
+        assert place.path is not None, "made when the launchers had met"
+        made = make_plan(
+            spec,
+            here,
+            environ,
+            meeting=meeting,
+            run_dir=place.path,
+            log_dir=place.logs,
+            error_dir=private,
+        )
         if meeting.generation == 0:
             for line in placement(made):
                 say(line)
@@ -170,6 +171,7 @@ def _gathered(
     work = (spec.target, *spec.args)
     party = None if spec.kind == "function" else find_party(nodes, work, environ)
     if party is None:
+        _check_port(nodes.main_port or 0)
         yield None
         return
     from lockstep.world.meet import chosen_interface, join_timeout
@@ -244,24 +246,25 @@ def _judge(rendezvous: Rendezvous) -> Callable[[list[Failure]], Verdict]:
     return judge
 
 
-def _agree(gathering: Gathering | Rounds | None, place: Place) -> tuple[str, Path]:
-    """Return the name of this launch, which no other has, and its run's directory."""
+def _agree(gathering: Gathering | Rounds | None, place: RunPlace) -> str:
+    """Return the name of this launch, which no other has; make its run's directories."""
     run_id = uuid.uuid4().hex
     if gathering is None:
-        return run_id, place(None)
+        place.make(None)
+        return run_id
     try:
         if gathering.leads:
-            run_dir = place(None)
+            run_dir = place.make(None)
             gathering.tell("launch", run_id)
             gathering.tell("directory", run_dir.name)
         else:
-            run_dir = place(gathering.hear("directory"))
+            place.make(gathering.hear("directory"))
             run_id = gathering.hear("launch")
     except LockstepError as error:
         gathering.fail(error)
         raise
     gathering.ready()
-    return run_id, run_dir
+    return run_id
 
 
 @contextlib.contextmanager
@@ -300,8 +303,8 @@ def _serving(job: Job, interrupts: Interrupts, *, warm: bool) -> Iterator[ForkSe
 
 
 @contextlib.contextmanager
-def _showing(*, tee: bool) -> Iterator[Output]:
-    output = Output(tee=tee)
+def _showing() -> Iterator[Output]:
+    output = Output()
     try:
         yield output
     finally:

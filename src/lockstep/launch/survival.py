@@ -11,6 +11,8 @@ from lockstep.errors import UsageError
 
 #: Seconds without any sign of life after which a rank counts as hanging, unless the user says otherwise.
 HANG_TIMEOUT = 1800.0
+#: Seconds between SIGTERM and SIGKILL, unless the user says otherwise.
+GRACE = 5.0
 #: Signals that no process can be told politely with.
 _UNFIT = {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGSEGV, signal.SIGBUS}
 
@@ -27,6 +29,10 @@ class Survival:
         checkpoint_every: seconds between checkpoints, 0 for none; `None` leaves
             `LOCKSTEP_CHECKPOINT_EVERY` and then the script.
         keep: how many checkpoints are kept; `None` leaves `LOCKSTEP_KEEP` and then the script.
+        signals: names of signals that end the launch as SIGTERM does, and are passed on to the ranks of
+            scripts that have opened no run.
+        shutdown_timeout: seconds between asking ranks to end and killing them; `None` leaves
+            `TORCH_ELASTIC_SHUTDOWN_TIMEOUT`, as torchrun does, and then five.
         hang_timeout: seconds without a sign of life after which a rank counts as hanging, 0 for never;
             `None` leaves `LOCKSTEP_HANG_TIMEOUT` and then half an hour.
 
@@ -39,12 +45,17 @@ class Survival:
     checkpoint_every: float | None = None
     keep: int | None = None
     hang_timeout: float | None = None
+    signals: tuple[str, ...] = ()
+    shutdown_timeout: float | None = None
 
     def __post_init__(self) -> None:
         _check_least("--max-restarts", self.max_restarts, 0)
         _check_least("--checkpoint-every", self.checkpoint_every, 0)
         _check_least("--keep", self.keep, 1)
         _check_least("--hang-timeout", self.hang_timeout, 0)
+        _check_least("--shutdown-timeout", self.shutdown_timeout, 0)
+        for name in self.signals:
+            _signal("--signals-to-handle", name)
         if self.preempt_signal is not None:
             _signal("--preempt-signal", self.preempt_signal)
 
@@ -61,6 +72,23 @@ class Survival:
             return _signal("--preempt-signal", self.preempt_signal)
         name = environ.get("LOCKSTEP_PREEMPT_SIGNAL")
         return _signal("LOCKSTEP_PREEMPT_SIGNAL", name) if name else None
+
+    def polite(self, environ: Mapping[str, str]) -> frozenset[signal.Signals]:
+        """Return the signals besides SIGTERM that ask for room."""
+        chosen = self.preemption(environ)
+        return self.passed_on | (frozenset() if chosen is None else {chosen})
+
+    @property
+    def passed_on(self) -> frozenset[signal.Signals]:
+        """Return the signals that ranks get as they come."""
+        return frozenset(_signal("--signals-to-handle", name) for name in self.signals)
+
+    def grace(self, environ: Mapping[str, str]) -> float:
+        """Return the seconds between asking ranks to end and killing them."""
+        if self.shutdown_timeout is not None:
+            return self.shutdown_timeout
+        value = _number(environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+        return GRACE if value is None else value
 
     def patience(self, environ: Mapping[str, str]) -> float:
         """Return the seconds after which a rank hangs; 0 for never."""

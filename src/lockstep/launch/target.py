@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import sys
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 
 from lockstep.errors import ScriptNotFoundError
+
+
+def check(kind: str, target: str) -> None:
+    """Refuse a script that is no file, and a program that cannot be found; a module shows itself.
+
+    Raises:
+        ScriptNotFoundError: if it is not there.
+    """
+    if kind == "script":
+        check_script(target)
+    elif kind == "program" and shutil.which(target) is None:
+        raise ScriptNotFoundError(
+            f"the program {target} is not there, or may not be executed; expected one on PATH or a path",
+            hint="a Python script needs no --no-python",
+        )
 
 
 def check_script(target: str) -> None:

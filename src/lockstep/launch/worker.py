@@ -119,7 +119,7 @@ def _note(told: Report, environ: Mapping[str, str]) -> bool:
 
     The terminal shows the cause, which the launcher tells.
     """
-    log = Path(environ.get("LOCKSTEP_RUN_DIR", "")) / "logs" / f"rank-{told.rank}.log"
+    log = Path(environ.get("LOCKSTEP_LOG_DIR", "")) / f"rank-{told.rank}.log"
     try:
         with log.open("a") as file:
             file.write(told.traceback)
@@ -161,4 +161,4 @@ def execute(words: tuple[str, ...], env: Mapping[str, str]) -> NoReturn:
     memory = Descriptors.find(env)
     if memory is not None:
         memory.keep_through_exec()
-    os.execve(words[0], words, {**os.environ, **env})  # noqa: S606 - that is what exec means
+    os.execvpe(words[0], words, {**os.environ, **env})  # noqa: S606 - that is what exec means

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -39,6 +40,30 @@ def create(
         raise RunDirectoryError(
             f"the run directory {where} cannot be used: {error.strerror} ({error.filename})",
             hint=_HINT,
+        ) from None
+    return path
+
+
+def name_new(name: str, base: Path = Path("runs"), *, stamp: str | None = None) -> Path:
+    """Return the directory of a launch that makes none, for a run that may: see `create`."""
+    stamp = stamp or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    return (base / name / Path(stamp).name).absolute()
+
+
+def make_logs(path: Path) -> Path:
+    """Return a directory for logs, made and writable.
+
+    Raises:
+        RunDirectoryError: if it cannot be made or written.
+    """
+    path = path.absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        _check_writable(path)
+    except OSError as error:
+        raise RunDirectoryError(
+            f"the log directory {path} cannot be used: {error.strerror} ({error.filename})",
+            hint="--log-dir DIR names another place",
         ) from None
     return path
 

@@ -37,7 +37,7 @@ class Earlier:
 
 def launch_of(world: World, environ: Mapping[str, str]) -> str | None:
     """Return the name of the launch that this process belongs to; `None` where nobody gives one."""
-    return environ.get("TORCHELASTIC_RUN_ID") if world.environment == "lockstep" else None
+    return environ.get("LOCKSTEP_LAUNCH") if world.environment == "lockstep" else None
 
 
 def recall(meeting: Meeting, run_dir: Path | None, launch: str | None, *, fresh: bool) -> Earlier:

@@ -138,7 +138,7 @@ class Door:
                 return listen(port, loopback=self.loopback)
         raise WorldError(
             f"no port is free for the ranks to meet at: {', '.join(map(str, self._ports()))}",
-            hint="set MASTER_PORT to one that is",
+            hint="set MASTER_PORT or --master-port to one that is",
         )
 
     def _ports(self) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ import pytest
 
 from lockstep.errors import RunDirectoryError
 from lockstep.launch.output import Output
+from lockstep.launch.streams import Streams
 
 
 @pytest.fixture
@@ -15,11 +16,14 @@ def show(tmp_path, capfd):
     """Write to ranks' streams; return what the terminal and the logs received."""
 
     def run(
-        *, tee: bool, pieces: list[tuple[int, int, bytes]], ranks: int = 2
+        shown: Streams, pieces: list[tuple[int, int, bytes]], ranks: int = 2
     ) -> tuple[str, str, list[bytes]]:
-        output = Output(tee=tee)
+        output = Output()
         logs = [tmp_path / f"rank-{rank}.log" for rank in range(ranks)]
-        streams = [output.open(rank, logs[rank]) for rank in range(ranks)]
+        streams = [
+            output.open(logs[rank], shown.prefixes(rank, rank, f"rank {rank}"))
+            for rank in range(ranks)
+        ]
         for rank, stream, data in pieces:
             os.write(streams[rank][stream], data)
         for descriptor in [one for pair in streams for one in pair]:
@@ -42,7 +46,7 @@ def own_streams(monkeypatch):
 
 def test_only_the_main_rank_is_shown(show):
     out, err, logs = show(
-        tee=False, pieces=[(0, 0, b"a\n"), (1, 0, b"b\n"), (0, 1, b"c\n"), (1, 1, b"d\n")]
+        Streams(), [(0, 0, b"a\n"), (1, 0, b"b\n"), (0, 1, b"c\n"), (1, 1, b"d\n")]
     )
     assert (out, err) == ("a\n", "c\n")
     assert sorted(logs[0].split()) == [b"a", b"c"]
@@ -51,15 +55,15 @@ def test_only_the_main_rank_is_shown(show):
 
 def test_tee_prefixes_whole_lines(show):
     pieces = [(0, 0, b"be"), (1, 0, b"other\n"), (0, 0, b"gin\nlast"), (1, 1, b"\n")]
-    out, err, logs = show(tee=True, pieces=pieces)
+    out, err, logs = show(Streams(tee=3), pieces)
     assert sorted(out.splitlines()) == ["[rank 0] begin", "[rank 0] last", "[rank 1] other"]
     assert err == "[rank 1] \n"
     assert logs[0] == b"begin\nlast"
 
 
 def test_output_of_a_process_that_outlives_its_rank_does_not_hold_the_end(tmp_path, capfd):
-    output = Output(tee=False)
-    out, err = output.open(0, tmp_path / "log")
+    output = Output()
+    out, err = output.open(tmp_path / "log", ("", ""))
     os.write(out, b"kept\n")
     output.finish()  # with `out` still open
     os.close(out)
@@ -68,7 +72,16 @@ def test_output_of_a_process_that_outlives_its_rank_does_not_hold_the_end(tmp_pa
 
 
 def test_a_log_that_cannot_be_written_is_an_error(tmp_path):
-    output = Output(tee=False)
+    output = Output()
     with pytest.raises(RunDirectoryError, match="cannot be written: No such file"):
-        output.open(1, tmp_path / "missing" / "log")
+        output.open(tmp_path / "missing" / "log", (None, None))
     output.finish()
+
+
+def test_each_stream_goes_where_it_is_asked_to_go(show):
+    pieces = [(rank, k, f"{rank}{'oe'[k]}\n".encode()) for rank in (0, 1, 2) for k in (0, 1)]
+    shown = Streams(redirects={0: 1}, tee={1: 2, 2: 3}, only=frozenset({0, 1}))
+    out, err, logs = show(shown, pieces, ranks=3)
+    assert out == "1o\n"
+    assert sorted(err.splitlines()) == ["0e", "[rank 1] 1e"]
+    assert [sorted(log.split()) for log in logs] == [[b"0e", b"0o"], [b"1e", b"1o"], [b"2e", b"2o"]]

@@ -191,7 +191,9 @@ def test_more_ranks_than_cores_get_one_thread():
 def test_flags_become_variables_only_where_given():
     bare = plan(LaunchSpec(target="a.py", n=2)).workers[0].env
     assert {name for name in bare if name.startswith("LOCKSTEP_")} == {
+        "LOCKSTEP_LAUNCH",
         "LOCKSTEP_LAUNCHER",
+        "LOCKSTEP_LOG_DIR",
         "LOCKSTEP_RUN_DIR",
     }
     spec = LaunchSpec(

@@ -49,8 +49,8 @@ def test_an_empty_directory_and_none(tmp_path):
 
 def test_launchers_that_give_no_name(directory):
     world = World(environment="torchrun")
-    assert launch_of(world, {"TORCHELASTIC_RUN_ID": "none"}) is None
-    assert launch_of(World(environment="lockstep"), {"TORCHELASTIC_RUN_ID": "x"}) == "x"
+    assert launch_of(world, {"LOCKSTEP_LAUNCH": "none"}) is None
+    assert launch_of(World(environment="lockstep"), {"LOCKSTEP_LAUNCH": "x"}) == "x"
     assert not recall(meeting(1, "torchrun"), directory, None, fresh=False).is_ours
     recorded = json.loads((directory / "run.json").read_text())
     (directory / "run.json").write_text(json.dumps({**recorded, "launch": None}))

@@ -1,0 +1,69 @@
+"""A parser of one verb's words: its errors are Lockstep's, and a near miss gets a suggestion."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from lockstep.errors import UsageError
+
+_CHOICE = re.compile(r"invalid choice: '(?P<word>.*)' \(choose from (?P<choices>.*)\)")
+
+#: Returns what to do about words that nothing takes; given what was parsed, and these words.
+Advice = Callable[[argparse.Namespace, Sequence[str]], str]
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose flags may be spelled with underscores for dashes.
+
+    Attributes:
+        advice: what to do about words that nothing takes; `None` for no advice but the likeliest flag.
+        abbreviated: destinations of the flags that may be cut short, as torchrun's may.
+    """
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**{**given, "allow_abbrev": True})  # `_get_option_tuples` decides
+        self.advice: Advice | None = None
+        self.abbreviated: set[str] = set()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse `args`; raise `UsageError` where words are left over."""
+        options, left = super().parse_known_args(args, namespace)
+        if left:
+            advice = None if self.advice is None else self.advice(options, left)
+            hints = filter(None, (self._meant(left[0]), advice))
+            raise UsageError(
+                f"{self.prog} takes no {' '.join(left)}",
+                hint=" Otherwise: ".join(hints) or self._see,
+            )
+        return options, left
+
+    def error(self, message: str) -> NoReturn:
+        """Raise `UsageError`: the command line prints it and chooses the exit code."""
+        found = _CHOICE.search(message)
+        choices = re.findall(r"[\w-]+", found["choices"]) if found else []
+        near = difflib.get_close_matches(found["word"], choices, n=1) if found else []
+        raise UsageError(message, hint=f"did you mean {near[0]}?" if near else self._see)
+
+    @property
+    def _see(self) -> str:
+        return f"see {self.prog} --help"
+
+    def _meant(self, word: str) -> str | None:
+        flag = word.partition("=")[0].replace("_", "-")
+        known = [one for one in self._option_string_actions if one.startswith("--")]
+        near = difflib.get_close_matches(flag, known, n=1, cutoff=0.7)
+        return f"did you mean {near[0]}?" if near else None
+
+    def _get_option_tuples(self, option_string: str) -> Any:
+        """Return what an option that is not known as it stands may mean: argparse asks this last."""
+        if not option_string.startswith("--"):
+            return super()._get_option_tuples(option_string)
+        flag, equals, value = option_string.partition("=")
+        flag = flag.replace("_", "-")
+        found = super()._get_option_tuples(flag + equals + value)
+        whole = [one for one in found if flag in one[0].option_strings]
+        return whole or [one for one in found if one[0].dest in self.abbreviated]

@@ -1,0 +1,140 @@
+"""torchrun's flags: those that Lockstep has in another way, and the `PET_*` variables of all."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+
+from lockstep.cli.parser import Parser
+
+#: Variables of Lockstep that win over torchrun's.
+_WINS = {
+    "max_restarts": "LOCKSTEP_MAX_RESTARTS",
+    "local_addr": "LOCKSTEP_INTERFACE",
+    "rdzv_conf": "LOCKSTEP_JOIN_TIMEOUT",
+}
+#: Destinations that other groups of `lockstep run` give torchrun's flags, by torchrun's own.
+_SHARED = {
+    "nnodes": "nnodes",
+    "nproc_per_node": "n",
+    "rdzv_endpoint": "rdzv_endpoint",
+    "rdzv_id": "rdzv_id",
+    "node_rank": "node_rank",
+    "master_addr": "master_addr",
+    "master_port": "master_port",
+    "max_restarts": "max_restarts",
+    "module": "module",
+    "log_dir": "log_dir",
+    "redirects": "redirects",
+    "tee": "tee",
+    "local_ranks_filter": "local_ranks_filter",
+}
+#: torchrun's own flags that it reads from the environment, too.
+_OWN = (
+    "rdzv_backend",
+    "rdzv_conf",
+    "standalone",
+    "monitor_interval",
+    "start_method",
+    "event_log_handler",
+    "role",
+    "no_python",
+    "run_path",
+    "duplicate_stdout_filters",
+    "duplicate_stderr_filters",
+    "local_addr",
+    "signals_to_handle",
+    "shutdown_timeout",
+    "virtual_local_rank",
+)
+#: Those that take no value.
+_SWITCHES = ("module", "standalone", "no_python", "run_path", "virtual_local_rank")
+
+
+def add_flags(parser: Parser) -> None:
+    """Add the flags that only torchrun has."""
+    group = parser.add_argument_group(
+        "torchrun",
+        "Its other flags. All of its flags may be spelled with underscores, and be set by PET_* variables.",
+    )
+    before = _dests(parser)
+    _add_meeting(group)
+    _add_start(group)
+    _add_without_effect(group)
+    parser.abbreviated = {*_SHARED.values(), *(_dests(parser) - before)}
+
+
+def _dests(parser: argparse.ArgumentParser) -> set[str]:
+    return {action.dest for action in parser._actions}
+
+
+def _add_meeting(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--standalone", action="store_true", help="one node, whatever the environment says"
+    )
+    group.add_argument("--rdzv-backend", metavar="NAME", help="c10d or static")
+    group.add_argument(
+        "--rdzv-conf", metavar="K=V,…", help="join_timeout and last_call_timeout, in seconds"
+    )
+    group.add_argument(
+        "--local-addr", metavar="ADDRESS", help="as --interface, by an address that it has"
+    )
+
+
+def _add_start(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--start-method", metavar="M", help="spawn, fork or forkserver; --start says more"
+    )
+    group.add_argument(
+        "--no-python", action="store_true", help="SCRIPT is a program that needs no python"
+    )
+    group.add_argument(
+        "--run-path", action="store_true", help="run SCRIPT inside Lockstep's process: the default"
+    )
+    group.add_argument(
+        "--role", default="default", metavar="NAME", help="what ranks read as ROLE_NAME"
+    )
+    group.add_argument(
+        "--numa-binding",
+        choices=("node", "socket", "exclusive", "core-complex"),
+        help="as --bind cores",
+    )
+    group.add_argument(
+        "--signals-to-handle",
+        metavar="NAME,…",
+        help="signals besides TERM, INT and HUP that end the launch and are passed on",
+    )
+    group.add_argument(
+        "--shutdown-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="from asking ranks to end to killing them (default: 5)",
+    )
+
+
+def _add_without_effect(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--monitor-interval", type=float, metavar="SECONDS", help="without effect")
+    group.add_argument("--event-log-handler", metavar="NAME", help="without effect")
+    for name in ("--logs-specs", "--duplicate-stdout-filters", "--duplicate-stderr-filters"):
+        group.add_argument(name, metavar="…", help="refused: says what to use")
+    group.add_argument("--virtual-local-rank", action="store_true", help="refused, too")
+
+
+def words(environ: Mapping[str, str]) -> list[str]:
+    """Return the `PET_*` variables as flags, which flags of the command line win over."""
+    found = []
+    for name in (*_SHARED, *_OWN):
+        value = environ.get(f"PET_{name.upper()}", "")
+        if not value or _WINS.get(name, "") in environ:
+            continue
+        flag = "--" + name.replace("_", "-")
+        if name not in _SWITCHES:
+            found.append(f"{flag}={value}")
+        elif value != "0":
+            found.append(flag)
+    return found
+
+
+def with_environment(given: Sequence[str], environ: Mapping[str, str]) -> Sequence[str]:
+    """Return the words of a command, with those of the environment in front of its own."""
+    return [*given[:1], *words(environ), *given[1:]] if given[:1] == ["run"] else given

@@ -1,0 +1,118 @@
+"""Which streams of the ranks the terminal shows: `--redirects`, `--tee`, `--local-ranks-filter`. Pure.
+
+A log file receives both streams of its rank, whatever the terminal shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lockstep.errors import UsageError
+
+#: One bit for standard output, one for standard error: of all local ranks, or of each.
+Bits = int | Mapping[int, int]
+
+_BOTH = 3
+_HINT = "1 is standard output, 2 standard error, 3 both: --tee 3 shows all ranks, --tee 0:3,1:2 two"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Streams:
+    """What the user says of the terminal; the values mean what they mean to torchrun.
+
+    Attributes:
+        redirects: streams that go to the log file alone.
+        tee: streams that go to the log file and, each line prefixed, to the terminal.
+        only: local ranks whose streams are shown; `None` for all.
+
+    With none of the three given, the terminal shows rank 0.
+    """
+
+    redirects: Bits | None = None
+    tee: Bits | None = None
+    only: frozenset[int] | None = None
+
+    @property
+    def is_default(self) -> bool:
+        """Whether nothing was said."""
+        return self == Streams()
+
+    @property
+    def asks_for_files(self) -> bool:
+        """Whether a stream is asked for in a file."""
+        return any(_asks(bits) for bits in (self.redirects, self.tee))
+
+    def prefixes(self, rank: int, local_rank: int, name: str) -> tuple[str | None, str | None]:
+        """Return what precedes the lines of both streams on the terminal; `None` for one that is not shown.
+
+        Args:
+            rank: its number among all ranks; negative for a parameter server.
+            local_rank: its number among the ranks of the node.
+            name: what it is called.
+        """
+        return self._prefix(rank, local_rank, name, 1), self._prefix(rank, local_rank, name, 2)
+
+    def _prefix(self, rank: int, local_rank: int, name: str, bit: int) -> str | None:
+        if self.is_default:
+            return "" if rank == 0 else None
+        if rank < 0:  # no local rank means a server
+            return f"[{name}] " if isinstance(self.tee, int) and self.tee & bit else None
+        if self.only is not None and local_rank not in self.only:
+            return None
+        if _of(self.tee, local_rank) & bit:
+            return f"[{name}] "
+        return None if _of(self.redirects, local_rank) & bit else ""
+
+
+def parse_bits(flag: str, text: str) -> Bits:
+    """Return the streams that `text` spells: 0 to 3, or such a number for each of some local ranks.
+
+    Raises:
+        UsageError: if it is neither.
+    """
+    try:
+        if ":" not in text:
+            return _bits(text)
+        pairs = [pair.split(":") for pair in text.split(",")]
+        return {_number(local_rank): _bits(bits) for local_rank, bits in pairs}
+    except ValueError:
+        raise UsageError(
+            f"{flag} is {text!r}; expected 0, 1, 2 or 3, or one of them for each local rank",
+            hint=_HINT,
+        ) from None
+
+
+def parse_ranks_filter(text: str) -> frozenset[int] | None:
+    """Return the local ranks that `text` lists; `None` for an empty one, which means all.
+
+    Raises:
+        UsageError: if it is no list of numbers.
+    """
+    try:
+        return frozenset(map(_number, text.split(","))) if text else None
+    except ValueError:
+        raise UsageError(
+            f"--local-ranks-filter is {text!r}; expected local ranks, such as 0,1,2"
+        ) from None
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError(text)
+    return int(text)
+
+
+def _bits(text: str) -> int:
+    bits = _number(text)
+    if bits > _BOTH:
+        raise ValueError(text)
+    return bits
+
+
+def _of(bits: Bits | None, local_rank: int) -> int:
+    return (bits or 0) if not isinstance(bits, Mapping) else bits.get(local_rank, 0)
+
+
+def _asks(bits: Bits | None) -> bool:
+    return any(bits.values()) if isinstance(bits, Mapping) else bool(bits)

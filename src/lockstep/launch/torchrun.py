@@ -1,0 +1,267 @@
+"""What torchrun's flags mean to Lockstep, where that is not what they mean to torchrun."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from lockstep.errors import UnreachableError, UsageError
+from lockstep.launch.nodes import Nodes, endpoint_place
+from lockstep.launch.spec import StartMethod, TargetKind
+from lockstep.world import door, network
+
+_MEETING_HINT = (
+    "--rdzv-endpoint HOST or --rdzv-endpoint file:///SHARED/DIRECTORY needs no other service"
+)
+_START: Mapping[str, StartMethod] = {"spawn": "spawn", "fork": "fork", "forkserver": "fork"}
+#: Signals that a launcher always hears.
+_HEARD = ("SIGTERM", "SIGINT", "SIGHUP")
+#: Settings of torchrun's rendezvous that Lockstep has, and those that it has no use for.
+_CONF = {
+    "timeout": "join_timeout",
+    "join_timeout": "join_timeout",
+    "last_call_timeout": "last_call",
+}
+_CONF_WITHOUT_EFFECT = frozenset(
+    {
+        "close_timeout",
+        "heartbeat_timeout",
+        "is_host",
+        "keep_alive_interval",
+        "keep_alive_max_attempt",
+        "rank",
+        "read_timeout",
+        "store_type",
+        "use_libuv",
+    }
+)
+#: Flags without effect, and why.
+_WITHOUT_EFFECT = {
+    "monitor_interval": "the launcher learns at once that a rank has ended",
+    "event_log_handler": "run.json and events/ in the run's directory have the events of a run",
+}
+#: Flags that are refused, and what to use.
+_REFUSED = {
+    "logs_specs": "--log-dir, --redirects and --tee say where output goes",
+    "duplicate_stdout_filters": "grep finds the lines in the log files of --log-dir",
+    "duplicate_stderr_filters": "grep finds the lines in the log files of --log-dir",
+    "virtual_local_rank": "a script finds its GPU at LOCAL_RANK; --devices chooses the GPUs",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """Flags that only torchrun has, as given; `None` or `False` where not.
+
+    Raises:
+        UsageError: for a flag or a value that is refused; the hint says what to use.
+    """
+
+    standalone: bool = False
+    rdzv_backend: str | None = None
+    rdzv_conf: str | None = None
+    local_addr: str | None = None
+    start_method: str | None = None
+    no_python: bool = False
+    run_path: bool = False
+    numa_binding: str | None = None
+    signals_to_handle: str | None = None
+    monitor_interval: float | None = None
+    event_log_handler: str | None = None
+    logs_specs: str | None = None
+    duplicate_stdout_filters: str | None = None
+    duplicate_stderr_filters: str | None = None
+    virtual_local_rank: bool = False
+
+    def __post_init__(self) -> None:
+        for name, use in _REFUSED.items():
+            if getattr(self, name):
+                raise UsageError(f"Lockstep has no {_flag(name)}", hint=use)
+        if self.rdzv_backend not in (None, "c10d", "static"):
+            raise UsageError(
+                f"--rdzv-backend is {self.rdzv_backend!r}; expected c10d or static",
+                hint=_MEETING_HINT,
+            )
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user is told of flags that have no effect."""
+        given = [name for name in _WITHOUT_EFFECT if getattr(self, name) not in (None, "null")]
+        notes = [f"{_flag(name)} has no effect: {_WITHOUT_EFFECT[name]}" for name in given]
+        idle = sorted(_CONF_WITHOUT_EFFECT & _pairs(self.rdzv_conf).keys())
+        if idle:
+            notes.append(
+                f"--rdzv-conf {', '.join(idle)} has no effect on how Lockstep's nodes meet"
+            )
+        return tuple(notes)
+
+    @property
+    def signals(self) -> tuple[str, ...]:
+        """Signals that the launcher hears besides those that it always hears."""
+        words = (self.signals_to_handle or "").upper().split(",")
+        return tuple(word.strip() for word in words if word.strip() not in ("", *_HEARD))
+
+    def kind(self, *, module: bool) -> TargetKind:
+        """Return what is started.
+
+        Raises:
+            UsageError: if it would have to be two things.
+        """
+        if module and self.no_python and not self.run_path:
+            raise UsageError("-m and --no-python contradict each other; expected one of them")
+        if module:
+            return "module"
+        return "program" if self.no_python and not self.run_path else "script"
+
+    def start(self, own: StartMethod | None) -> StartMethod:
+        """Return how workers start; `own` is what `--start` says.
+
+        Raises:
+            UsageError: if it is unknown, or contradicts another flag.
+        """
+        if self.no_python and not self.run_path:
+            return own or "exec"
+        asked = own or _START.get(self.start_method or "fork")
+        if asked is None:
+            raise UsageError(
+                f"--start-method is {self.start_method!r}; expected spawn, fork or forkserver"
+            )
+        if self.run_path and asked == "exec":
+            raise UsageError(
+                "--run-path and --start exec contradict each other",
+                hint="leave --run-path out, or choose fork or spawn",
+            )
+        return asked
+
+
+def meeting(asked: Asked, nodes: Mapping[str, object]) -> tuple[Nodes, tuple[str, ...]]:
+    """Return what the user says of several nodes, and what the user is told of it.
+
+    Args:
+        asked: torchrun's own flags.
+        nodes: values for `Nodes`, as the flags have them.
+
+    Raises:
+        UsageError: if they cannot work together.
+    """
+    given = {**_conf(asked.rdzv_conf), **{k: v for k, v in nodes.items() if v is not None}}
+    notes: list[str] = []
+    if asked.standalone:
+        return _alone(given), ()
+    if "endpoint" in given:
+        notes += _at_endpoint(given, asked.rdzv_backend)
+    _count(given)
+    if asked.local_addr and given.get("count", 1) == 1:
+        notes.append("--local-addr has no effect: ranks of one node use the loopback interface")
+    elif asked.local_addr and "interface" not in given:
+        given["interface"] = _interface_of(asked.local_addr)
+    return Nodes(**given), tuple(notes)  # type: ignore[arg-type]
+
+
+def _alone(given: dict[str, object]) -> Nodes:
+    least = given.get("least", given.get("count", 1))
+    if least != 1:
+        raise UsageError(
+            f"--standalone and --nnodes {least} contradict each other; expected one node",
+            hint="leave one of them out",
+        )
+    kept = {name: given[name] for name in ("main_port", "id") if name in given}
+    return Nodes(count=1, alone=True, **kept)  # type: ignore[arg-type]
+
+
+def _at_endpoint(given: dict[str, object], backend: str | None) -> list[str]:
+    """Settle what the endpoint overrules; return what the user is told.
+
+    torchrun's static nodes have numbers and meet at the endpoint; others are numbered as they come.
+    """
+    address, port = endpoint_place(str(given["endpoint"]))
+    idle = [name for name in ("main_address", "main_port") if given.pop(name, None) is not None]
+    if backend != "c10d" and address is not None and "rank" in given:
+        del given["endpoint"]
+        given |= {"main_address": address} | ({"main_port": port} if port else {})
+    elif given.pop("rank", None) is not None:
+        idle.append("rank")
+    names = {"main_address": "--master-addr", "main_port": "--master-port", "rank": "--node-rank"}
+    return [f"{names[name]} has no effect beside --rdzv-endpoint" for name in idle]
+
+
+def _count(given: dict[str, object]) -> None:
+    """Take a place on this machine for one node where nobody says how many there are, as torchrun does."""
+    if "count" in given:
+        return
+    endpoint, address = given.get("endpoint"), given.get("main_address")
+    if endpoint is not None:
+        address, _ = endpoint_place(str(endpoint))
+    if isinstance(address, str) and _is_here(address):
+        given["count"] = 1
+
+
+def _is_here(address: str) -> bool:
+    """Return whether an address or a host's name means this machine."""
+    if door.is_loopback(address) or address == socket.gethostname():
+        return True
+    try:
+        found = network.addresses_of(address)
+    except UnreachableError:
+        return False
+    own = {one.address for one in network.interfaces()}
+    return any(one in own or door.is_loopback(one) for one in found)
+
+
+def _interface_of(address: str) -> str:
+    """Return the network interface that has an address of this machine."""
+    found = network.addresses_of(address)
+    own = network.interfaces()
+    for one in own:
+        if one.address in found:
+            return one.name
+    known = ", ".join(f"{one.address} ({one.name})" for one in own)
+    raise UsageError(f"--local-addr is {address!r}, no address of this machine; expected {known}")
+
+
+def _conf(text: str | None) -> dict[str, object]:
+    """Return what `--rdzv-conf` says that Lockstep has, by the names of `Nodes`."""
+    settings: dict[str, object] = {}
+    for key, value in _pairs(text).items():
+        if key in _CONF:
+            settings[_CONF[key]] = _seconds(key, value)
+        elif (key, value) == ("store_type", "file"):
+            raise UsageError(
+                "--rdzv-conf says store_type=file; Lockstep's nodes meet in a directory",
+                hint="--rdzv-endpoint file:///SHARED/DIRECTORY, without store_type",
+            )
+        elif key not in _CONF_WITHOUT_EFFECT:
+            near = difflib.get_close_matches(key, [*_CONF, *_CONF_WITHOUT_EFFECT], n=1)
+            raise UsageError(
+                f"--rdzv-conf has {key!r}; expected one of {', '.join(_CONF)}",
+                hint=f"did you mean {near[0]}?" if near else None,
+            )
+    return settings
+
+
+def _pairs(text: str | None) -> dict[str, str]:
+    words = [word.partition("=") for word in (text or "").split(",") if word]
+    if any(not (key and equals and value) for key, equals, value in words):
+        raise UsageError(f"--rdzv-conf is {text!r}; expected KEY=VALUE,KEY=VALUE")
+    return {key.strip(): value.strip() for key, _, value in words}
+
+
+def _seconds(key: str, value: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise UsageError(f"--rdzv-conf has {key}={value}; expected seconds") from None
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def asked_of(options: Mapping[str, object]) -> Asked:
+    """Return torchrun's flags among parsed options."""
+    names = [field.name for field in dataclasses.fields(Asked)]
+    return Asked(**cast("dict[str, str]", {name: options[name] for name in names}))  # type: ignore[arg-type]
