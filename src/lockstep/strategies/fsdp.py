@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, cast
 
@@ -264,8 +264,8 @@ class ShardedModel(HeldModel):
             "skipped; all ranks must do the same",
         )
 
-    def _has_gradients(self) -> bool:
-        return super()._has_gradients() or any(
+    def _has_gradients(self, among: Collection[int]) -> bool:
+        return super()._has_gradients(among) or any(
             gradient is not None for unit in self._units for gradient in unit.gradients
         )
 
@@ -361,8 +361,19 @@ class ShardedModel(HeldModel):
         """Let `meeting`, or `in_pass`, be entered where ranks wait for each other to gather parameters."""
         self._gathers.waiting = lambda: in_pass() if self._expects else meeting
 
-    def _is_nonzero(self, gradient: torch.Tensor) -> bool:
-        return super()._is_nonzero(local(gradient))
+    def _are_nonzero(self, gradients: Sequence[torch.Tensor]) -> list[bool]:
+        """Say it of whole gradients, the same on all ranks: one's own part may be zeros."""
+        own = [local(gradient).count_nonzero() for gradient in gradients]
+        found = torch.stack(own).to(self._holding.device)
+        if self._size > 1:
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._holding.group)
+        return found.bool().tolist()
+
+    def clip_values(self, parameters: Sequence[torch.Tensor], value: float) -> None:
+        """Clamp this rank's parts of gradients."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                local(parameter.grad).clamp_(-value, value)
 
 
 def hold_sharded(module: nn.Module, holding: Holding, settings: dict[str, Any]) -> ShardedModel:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,24 +17,14 @@ from lockstep.errors import ModelError, StepError
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.contributions import Contributions
 from lockstep.strategies.norms import each_norm, total_norm
+from lockstep.strategies.passes import Parameters, watch_forward
 from lockstep.strategies.shards import bytes_here
 
-
-class _ForwardHook:
-    """Tells a held model of its forward passes, but not of those of a copy of its module."""
-
-    def __init__(self, model: HeldModel) -> None:
-        self._model = model
-
-    def __call__(self, _module: nn.Module, _inputs: object) -> None:
-        self._model.before_forward()
-
-    def __deepcopy__(self, _memo: object) -> Callable[..., None]:
-        return _nothing
-
-
-def _nothing(*_: object) -> None:
-    """The forward hook of a copy."""
+#: What to do in the place of stepping in some microbatches only.
+ACCUMULATE = (
+    "call optimizer.step() and optimizer.zero_grad() in every iteration: the run accumulates by itself; "
+    "for more samples per update raise batch_size, and set replicas above the number of ranks"
+)
 
 
 class HeldModel(abc.ABC):
@@ -50,6 +40,7 @@ class HeldModel(abc.ABC):
         module: the user's model.
         parameters: those that take part in training.
         used: whether a forward pass with gradients has run since the last backward pass.
+        optimized: the ids of parameters that optimizers of the run have.
         gradient_bytes: what this rank's gradients take, once they have been there.
         exactness: `exact`, `close` or `approximate`: what holding it so makes of the run.
         is_split: whether this rank holds a part of it only, so that all ranks make its state together.
@@ -67,24 +58,23 @@ class HeldModel(abc.ABC):
     ) -> None:
         self.module = module
         self.parameters = [p for p in module.parameters() if p.requires_grad]
+        self._trainable = {id(p) for p in self.parameters}
         self.used = False
+        self.optimized: set[int] = set()
         self.contributions = Contributions(block, replicas)
         self._several_replicas = replicas > 1
         self._block_size = len(block)
-        self._buffered = [
-            m
-            for m in module.modules()
-            if any(True for _ in m.buffers(recurse=False)) or getattr(m, "meets_in_forward", False)
-        ]
         self._buffers = Buffers(module, block, group)
+        self._unchanged = Parameters(module)
         self._met = False
+        self._interrupted = False
         self._torn = False
         self._is_last = False
         self._stepped = False
-        self._mixed = False
+        self._mixed: set[int] = set()
         self._watching = False
         self.gradient_bytes = 0
-        module.register_forward_pre_hook(_ForwardHook(self))
+        watch_forward(module, self._before_forward, self._after_forward)
 
     @property
     def several_replicas(self) -> bool:
@@ -99,7 +89,7 @@ class HeldModel(abc.ABC):
     @property
     def trains_buffers(self) -> bool:
         """Whether forward passes may change buffers, or need all ranks: such a part is in training mode."""
-        return any(part.training for part in self._buffered)
+        return self._buffers.are_trained
 
     @property
     @abc.abstractmethod
@@ -118,11 +108,21 @@ class HeldModel(abc.ABC):
         """The model is about to be called."""
         if not self._watching:
             return
-        if self.trains_buffers:
-            self._buffers.before_forward()
+        self._buffers.before_forward()
         if torch.is_grad_enabled() and self.parameters:
             self._check_not_stepped()
             self.used = True
+
+    def _before_forward(self) -> None:
+        self.before_forward()
+        if self._watching and self._several_replicas:
+            self._buffers.before_evaluation()
+            self._unchanged.before_forward()
+
+    def _after_forward(self) -> None:
+        if self._watching and self._several_replicas:
+            self._buffers.after_evaluation()
+            self._unchanged.after_forward()
 
     def _check_not_stepped(self) -> None:
         if self._stepped and self._several_replicas:
@@ -142,8 +142,10 @@ class HeldModel(abc.ABC):
         if microbatch.first:
             self.check_whole()
             self._check_trainable()
-            self._mixed = False
+            self._mixed.clear()
             self._buffers.finish()
+            if self._several_replicas:
+                self._buffers.look()
             self.contributions.take()
             if self.trains_buffers:
                 self._buffers.batch_begins()
@@ -162,6 +164,8 @@ class HeldModel(abc.ABC):
         elif not left:
             self._check_complete(expected=self._block_size)
             self._buffers.finish()
+        if microbatch.last or left:
+            self._buffers.look_away()
         if left and 0 < self.contributions.missing < self._block_size:
             self._torn = True
 
@@ -182,10 +186,9 @@ class HeldModel(abc.ABC):
     def _check_trainable(self) -> None:
         if not self._several_replicas:
             return
-        now = [p for p in self.module.parameters() if p.requires_grad]
-        if len(now) != len(self.parameters) or any(
-            a is not b for a, b in zip(now, self.parameters, strict=True)
-        ):
+        # In any order: pruning gives a parameter another name, behind those that were there.
+        now = {id(p) for p in self.module.parameters() if p.requires_grad}
+        if now != self._trainable:
             raise ModelError(
                 f"{type(self.module).__name__} has {len(now)} trainable parameters; it had "
                 f"{len(self.parameters)} when it was given to run.model",
@@ -213,8 +216,10 @@ class HeldModel(abc.ABC):
             alone: whether the loss depends on no other model of the run.
 
         Raises:
-            StepError: if the model's gradients have met already in this pass.
+            StepError: if the model's gradients have met already in this pass, or an earlier backward
+                pass was interrupted by an exception.
         """
+        self._check_uninterrupted()
         if self._met and self._several_replicas:
             raise StepError(
                 f"run.backward was called twice for {type(self.module).__name__} in one "
@@ -227,19 +232,35 @@ class HeldModel(abc.ABC):
         if microbatch.last and self._several_replicas:
             self._check_complete(expected=1)
         self._before_backward(microbatch, alone=alone)
+        self._interrupted = True  # until gradients have met
+
+    def _check_uninterrupted(self) -> None:
+        """Refuse to go on after an exception in a backward pass: some of its gradients have met."""
+        if self._interrupted and self._several_replicas:
+            raise StepError(
+                f"a backward pass of {type(self.module).__name__} was interrupted by an exception, and "
+                "others may have some of its gradients",
+                hint="let exceptions of run.backward end the run; it goes on from its newest state",
+            )
 
     def _drop_old_gradients(self) -> None:
-        """Gradients from before this pass belong to no replica; whether that matters shows at the step."""
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                self._mixed |= self._is_nonzero(parameter.grad)  # zeros were cleared in place
-                parameter.grad = None
+        """Gradients from before this pass belong to no replica; whether that matters shows at the step.
 
-    def _is_nonzero(self, gradient: torch.Tensor) -> bool:
-        return bool(gradient.count_nonzero())
+        Those of parameters that no optimizer has had until now never do.
+        """
+        old = [parameter for parameter in self.parameters if parameter.grad is not None]
+        mixed = [p for p in old if id(p) in self.optimized]
+        if mixed:  # zeros were cleared in place
+            found = self._are_nonzero([p.grad for p in mixed if p.grad is not None])
+            self._mixed |= {id(p) for p, is_nonzero in zip(mixed, found, strict=True) if is_nonzero}
+        for parameter in old:
+            parameter.grad = None
 
-    def _has_gradients(self) -> bool:
-        return any(parameter.grad is not None for parameter in self.parameters)
+    def _are_nonzero(self, gradients: Sequence[torch.Tensor]) -> list[bool]:
+        return torch.stack([gradient.count_nonzero() for gradient in gradients]).bool().tolist()
+
+    def _has_gradients(self, among: Collection[int]) -> bool:
+        return any(p.grad is not None and id(p) in among for p in self.parameters)
 
     def _before_backward(self, microbatch: Microbatch, *, alone: bool) -> None:  # noqa: B027
         """Get ready for the backward pass of a microbatch, where there is something to do."""
@@ -249,15 +270,19 @@ class HeldModel(abc.ABC):
         self.used = False
         self._met = True
         self._meet(microbatch)
+        self._interrupted = False
 
-    def check_gradients(self) -> None:
+    def check_gradients(self, among: Collection[int]) -> None:
         """Check what an optimizer is about to use.
+
+        Args:
+            among: the ids of its parameters.
 
         Raises:
             StepError: if plain PyTorch would have added gradients of an earlier batch, or if there
                 are gradients that have not met those of the other replicas.
         """
-        if self._several_replicas and not self._met and self._has_gradients():
+        if self._several_replicas and not self._met and self._has_gradients(among):
             raise StepError(
                 f"{type(self.module).__name__} has gradients that have not met those of the other "
                 "replicas",
@@ -265,17 +290,16 @@ class HeldModel(abc.ABC):
             )
         if self._is_last:
             self._check_complete(expected=self._block_size)
-        if self._mixed:
+        if self._mixed and not self._mixed.isdisjoint(among):
             raise StepError(
                 f"{type(self.module).__name__} had gradients of an earlier batch when its backward "
                 "pass began",
-                hint="call optimizer.zero_grad() in every iteration; to accumulate over more "
-                "samples raise batch_size, and set replicas above the number of ranks",
+                hint=ACCUMULATE,
             )
 
-    def stepped(self) -> None:
-        """An optimizer of this model was asked to step inside a microbatch."""
-        self.check_gradients()
+    def stepped(self, among: Collection[int]) -> None:
+        """An optimizer of this model, with parameters `among`, was asked to step inside a microbatch."""
+        self.check_gradients(among)
         self._stepped = True
         if self._is_last and not self.gradient_bytes:
             self.gradient_bytes = bytes_here(p.grad for p in self.parameters if p.grad is not None)
@@ -345,6 +369,11 @@ class HeldModel(abc.ABC):
     def clip(self, parameters: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
         """Scale gradients of `parameters`, whose norm is `norm`, to at most `max_norm`."""
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+
+    def clip_values(self, parameters: Sequence[torch.Tensor], value: float) -> None:
+        """Clamp gradients of `parameters` to `-value` to `value`."""
+        if there := [p for p in parameters if p.grad is not None]:  # torch fails for none
+            nn.utils.clip_grad_value_(there, value)
 
     def unsaved_buffers(self) -> dict[str, torch.Tensor]:
         """Return the buffers that `state_dict` leaves out: they are what the run has computed, too."""

@@ -51,7 +51,7 @@ class PipelinedModel(HeldModel):
             flow.drawn = self._has_drawn
         self._row, self._flow, self._sums = flow.row, flow, sums
         group = holding.group if holding.mesh is None or holding.mesh["data"].size() > 1 else None
-        self._buffers = Buffers(flow.stage.module, holding.block, group)
+        self._buffers = Buffers(flow.stage.module, holding.block, group, modes=module)
         self._own = [p for p in self.parameters if not p.is_meta]
         module.__dict__["forward"] = flow
         module.__dict__["__deepcopy__"] = _Refusal(type(module).__name__)

@@ -75,8 +75,15 @@ class TensorModel(HeldModel):
         pairs = zip(self.parameters, take_gradients(self.parameters), strict=True)
         return [None if g is None else local(_placed(g, p)) for p, g in pairs]
 
-    def _is_nonzero(self, gradient: torch.Tensor) -> bool:
-        return super()._is_nonzero(whole(gradient))
+    def _are_nonzero(self, gradients: Sequence[torch.Tensor]) -> list[bool]:
+        return super()._are_nonzero([whole(gradient) for gradient in gradients])
+
+    def clip_values(self, parameters: Sequence[torch.Tensor], value: float) -> None:
+        """Clamp this rank's parts of gradients, once they are no parts of a sum."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad = _placed(parameter.grad, parameter)
+                local(parameter.grad).clamp_(-value, value)
 
     # --- the whole of it -------------------------------------------------------------------------
 

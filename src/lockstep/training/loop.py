@@ -12,6 +12,7 @@ from lockstep.data.microbatch import Batching, Microbatch, Start
 from lockstep.data.randomness import set_key, undisturbed
 from lockstep.errors import StepError
 from lockstep.layout import keys
+from lockstep.strategies.followed import FollowedModule
 from lockstep.strategies.held import HeldModel
 from lockstep.training.track import Track
 
@@ -48,6 +49,7 @@ class Loop:
         epoch: number of the running epoch.
         epochs: how many epochs were asked for.
         resumed: after which step the run goes on; 0 where it begins.
+        followed: modules whose buffers are replica 0's, too; the run adds to them.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Loop:
         self._seed = seed
         self._replicas = replicas
         self._models = models
+        self.followed: list[FollowedModule] = []
         self._listeners = listeners
         self._active: list[Microbatch] = []
         self._track = Track()
@@ -220,7 +223,7 @@ class Loop:
         if self._track.is_on_the_way:
             return
         # A loop that was left in the middle of a batch has not let the ranks' buffers meet.
-        for model in self._models:
+        for model in self._buffered:
             model.finish_buffers()
         # Models count their own steps until they meet: where one has, all do, or there might never be a
         # batch after which all are whole.
@@ -276,7 +279,12 @@ class Loop:
         """Let ranks agree on what a `break` has left open; all of them come here together."""
         for model in self._models:
             model.check_whole()
-            model.finish_buffers()
+        for one in self._buffered:
+            one.finish_buffers()
+
+    @property
+    def _buffered(self) -> list[HeldModel | FollowedModule]:
+        return [*self._models, *self.followed]
 
     def come_together(self) -> None:
         """Let ranks that have trained by themselves for some steps be one model again, between batches."""
@@ -341,14 +349,14 @@ class Loop:
     def needs_stand_ins(self) -> bool:
         """Whether replicas without a sample take part: gradients, buffers or parts of a model meet."""
         return torch.is_grad_enabled() or any(
-            model.trains_buffers or model.is_split for model in self._models
+            model.trains_buffers or model.is_split for model in self._buffered
         )
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
         """The loop's body is about to see this microbatch."""
         self._active.append(microbatch)
         if not self._is_nested:
-            for model in self._models:
+            for model in self._buffered:
                 model.microbatch_begins(microbatch)
         for listener in self._listeners:
             listener.microbatch_begins(microbatch)
@@ -364,7 +372,7 @@ class Loop:
         if self._closed:
             return  # an exception ended the run; its loops are only now collected
         if not self._is_nested:
-            for model in self._models:
+            for model in self._buffered:
                 model.microbatch_ends(microbatch, left=left)
         self._active.pop()
         if microbatch.last:

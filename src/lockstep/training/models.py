@@ -27,6 +27,7 @@ from lockstep.strategies.held import HeldModel
 from lockstep.strategies.holding import Holding
 from lockstep.strategies.keywords import taken_by
 from lockstep.strategies.local import hold_local
+from lockstep.strategies.passes import refuse_changing
 from lockstep.strategies.precision import REDUCED, autocast_forward
 from lockstep.strategies.ps import hold_served
 from lockstep.strategies.remote import hold_remotely
@@ -74,6 +75,8 @@ class Models:
         held.gathers_in(meeting, session.gathering)
         held.meets_in(session.standing.meeting("the exchange of buffers"))
         self._take(held)
+        # DistributedDataParallel's; without effect, as gradients meet once per global batch anyway.
+        held.wrapped.__dict__.setdefault("no_sync", contextlib.nullcontext)
         return held.wrapped
 
     def _take(self, held: HeldModel) -> None:
@@ -102,6 +105,8 @@ class Models:
         if any(module in (held.module, held.wrapped) for held in self._session.models):
             raise ModelError(f"this {type(module).__name__} belongs to the run already")
         refuse_unconverted(module)
+        if self._session.replicas > 1:
+            refuse_changing(module)
         asked = self._session.settings
         check = _check_of(asked.strategy)
         check(module, settings, exact=asked.exact, device=self._session.device)

@@ -8,16 +8,127 @@ from types import MethodType
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
+from lockstep.data.microbatch import Microbatch
 from lockstep.errors import ModelError, StepError
-from lockstep.strategies.held import HeldModel
+from lockstep.strategies.held import ACCUMULATE, HeldModel
 from lockstep.strategies.norms import each_norm, total_norm
 from lockstep.training.loop import Loop
 from lockstep.training.scaling import Scaler
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 Scheduler = TypeVar("Scheduler")
+
+
+class _Gate:
+    """What is known of an optimizer between its steps.
+
+    Args:
+        optimizer: what the script has made.
+        loop: where the run stands.
+        models: those that the run holds.
+        index: which of the run's optimizers it is, from 1.
+
+    Attributes:
+        own: the models whose parameters it has.
+        ids: of these parameters.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, loop: Loop, models: Sequence[HeldModel], index: int
+    ) -> None:
+        self._optimizer, self._loop, self._models, self._index = optimizer, loop, models, index
+        self.own: list[HeldModel] = []
+        self.ids: frozenset[int] = frozenset()
+        self._groups = 0
+        self._asked: Microbatch | None = None
+        self._settings: list[Any] = []
+        self.look()
+
+    def look(self) -> None:
+        """Take note of the optimizer's parameters, where groups were added to it.
+
+        Raises:
+            ModelError: if the run cannot let it step.
+        """
+        groups = self._optimizer.param_groups
+        if len(groups) == self._groups:
+            return
+        own = _models_of(self._optimizer, self._models, self._index)
+        _check_alone(self._optimizer, own, self._index)
+        for model in own:
+            if all(model is not known for known in self.own):
+                model.optimized_by(self._optimizer)
+        self.own, self._groups = own, len(groups)
+        self.ids = frozenset(id(p) for group in groups for p in group["params"])
+        for model in own:
+            model.optimized |= self.ids
+
+    def check(self) -> None:
+        """Check that a step means the same on every layout.
+
+        Raises:
+            StepError: if it does not.
+        """
+        microbatch, asked = self._loop.microbatch, self._asked
+        self._asked = microbatch
+        if microbatch is not None:
+            self._check_all_asked(microbatch, asked)
+        for model in self.own:
+            if microbatch is not None:
+                model.stepped(self.ids)
+            else:
+                model.check_gradients(self.ids)
+        if microbatch is not None:
+            self._check_settings(microbatch)
+
+    def _check_all_asked(self, microbatch: Microbatch, asked: Microbatch | None) -> None:
+        """Refuse steps in some microbatches of a batch only, as scripts make them that accumulate."""
+        if microbatch.first:
+            is_missed, replica = asked is not None and not asked.last, -1
+        else:
+            replica = microbatch.replica - 1
+            is_missed = asked is None or asked.place != microbatch.place or asked.replica < replica
+        if is_missed:
+            where = (
+                f"replica {replica} of" if replica >= 0 else "the last replica of the batch before"
+            )
+            where += f" batch {microbatch.step}"
+            raise StepError(
+                f"{type(self._optimizer).__name__}.step was called in some microbatches only, and not in "
+                f"that of {where}; expected a call in each",
+                hint=ACCUMULATE,
+            )
+
+    def _check_settings(self, microbatch: Microbatch) -> None:
+        """Refuse learning rates that change between the replicas of one batch."""
+        if microbatch.first and microbatch.last:
+            return
+        now = [group.get("lr") for group in self._optimizer.param_groups]
+        if microbatch.first:
+            # Schedulers fill a tensor in place.
+            self._settings = [rate.clone() if torch.is_tensor(rate) else rate for rate in now]
+        elif len(now) != len(self._settings) or any(
+            bool(rate != before) for rate, before in zip(now, self._settings, strict=True)
+        ):
+            raise StepError(
+                f"the learning rates of {type(self._optimizer).__name__} changed within one global batch",
+                hint="pass the scheduler through run.scheduler(…), so that it acts once per batch",
+            )
+
+
+class _NoScaler:
+    """What `torch.amp.GradScaler` finds when it asks if an optimizer can unscale: an error that helps."""
+
+    def __bool__(self) -> bool:
+        raise StepError(
+            "torch.amp.GradScaler.step was called; expected optimizer.step(): the scale of a script would "
+            "be applied to gradients of some replicas, and chosen by each rank for itself",
+            hint='lockstep.Run(…, precision="fp16") scales losses by itself; leave GradScaler out, or '
+            "make it with enabled=False",
+        )
 
 
 def gate_optimizer(
@@ -36,18 +147,7 @@ def gate_optimizer(
     Raises:
         ModelError: if it holds a parameter of no model that the run holds.
     """
-    own = _models_of(optimizer, models, index)
-    mixed = all(model.mixes for model in own)
-    alone = [model for model in own if (model.is_split and not mixed) or model.acts_alone]
-    if alone and len(own) > 1:
-        what = "is split over ranks" if alone[0].is_split else "is trained by each rank by itself"
-        raise ModelError(
-            f"optimizer {index} ({type(optimizer).__name__}) holds parameters of {len(own)} models, and "
-            f"{type(alone[0].module).__name__} {what}; expected an optimizer for each model",
-        )
-    for model in own:
-        model.optimized_by(optimizer)
-    rates: list[Any] = []
+    gate = _Gate(optimizer, loop, models, index)
 
     def step(self: Optimizer, closure: Callable[[], float] | None = None) -> Any:
         if closure is not None:
@@ -56,51 +156,49 @@ def gate_optimizer(
                 "gradients that no other replica takes part in",
                 hint="use an optimizer that needs no closure",
             )
-        for model in own:
-            if loop.microbatch is not None:
-                model.stepped()
-            else:
-                model.check_gradients()
-        _check_rates(self, loop, rates)
+        gate.look()
+        gate.check()
         if not loop.acts_now():
             return None
         for model in models:
             model.finish_buffers()
         loop.updated()
-        if loop.is_on_the_way or (scaler is not None and scaler.skips(own)):
+        if loop.is_on_the_way or (scaler is not None and scaler.skips(gate.own)):
             # torch's schedulers warn where they find that no step came before theirs.
             self._opt_called = True  # type: ignore[attr-defined]
             return None
-        result = own[0].update(act) if len(own) == 1 else act()
-        loop.stepped(own)
+        result = gate.own[0].update(act) if len(gate.own) == 1 else act()
+        loop.stepped(gate.own)
         return result
 
     act = optimizer.step
     optimizer.step = MethodType(functools.wraps(act)(step), optimizer)  # type: ignore[method-assign]
+    if any(model.several_replicas for model in gate.own):
+        optimizer._step_supports_amp_scaling = _NoScaler()  # type: ignore[attr-defined]
     return optimizer
 
 
-def _check_rates(optimizer: Optimizer, loop: Loop, rates: list[Any]) -> None:
-    """Refuse learning rates that change between the replicas of one batch.
+def _check_alone(optimizer: Optimizer, own: Sequence[HeldModel], index: int) -> None:
+    """Refuse an optimizer of several models where one of them must have its own.
 
-    Args:
-        optimizer: what is asked to step.
-        loop: where the run stands.
-        rates: those of the batch's first replica; kept here from call to call.
+    Raises:
+        ModelError: if there is one.
     """
-    microbatch = loop.microbatch
-    now = [group.get("lr") for group in optimizer.param_groups]
-    if microbatch is None or microbatch.first:
-        rates[:] = now
-    elif now != rates:
-        raise StepError(
-            f"the learning rates of {type(optimizer).__name__} changed within one global batch",
-            hint="pass the scheduler through run.scheduler(…), so that it acts once per batch",
+    mixed = all(model.mixes for model in own)
+    alone = [model for model in own if (model.is_split and not mixed) or model.acts_alone]
+    if alone and len(own) > 1:
+        what = "is split over ranks" if alone[0].is_split else "is trained by each rank by itself"
+        raise ModelError(
+            f"optimizer {index} ({type(optimizer).__name__}) holds parameters of {len(own)} models, and "
+            f"{type(alone[0].module).__name__} {what}; expected an optimizer for each model",
         )
 
 
 def _models_of(optimizer: Optimizer, models: Sequence[HeldModel], index: int) -> list[HeldModel]:
-    owner = {id(p): model for model in models for p in model.module.parameters()}
+    # The module's own may be whole ones that were gathered for a pass.
+    owner = {
+        id(p): model for model in models for p in (*model.module.parameters(), *model.parameters)
+    }
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     strangers = sum(id(p) not in owner for p in parameters)
     if strangers:
@@ -139,8 +237,15 @@ def gate_scheduler(scheduler: Scheduler, loop: Loop) -> Scheduler:
     return scheduler
 
 
+def listed(parameters: Any) -> list[torch.Tensor]:
+    """Return the parameters of a model, or what a script has given in the place of one, as a list."""
+    if isinstance(parameters, torch.Tensor):
+        return [parameters]
+    return list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
+
+
 def clip(
-    parameters: torch.Tensor | Sequence[torch.Tensor],
+    parameters: Sequence[torch.Tensor],
     max_norm: float,
     norm_type: float,
     models: Sequence[HeldModel],
@@ -150,7 +255,6 @@ def clip(
     Raises:
         ModelError: if they belong to several models of which one is split over ranks.
     """
-    parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     if not any(model.is_split for model in models):
         gradients = [p.grad for p in parameters if p.grad is not None]
         norm = total_norm(each_norm(gradients, norm_type), norm_type)
@@ -166,3 +270,24 @@ def clip(
     norm = owners[0].total_norm(parameters, norm_type)
     owners[0].clip(parameters, max_norm, norm)
     return norm
+
+
+def clip_values(
+    parameters: Sequence[torch.Tensor], value: float, models: Sequence[HeldModel]
+) -> None:
+    """Clamp gradients of `parameters` to `-value` to `value`."""
+    for model in models:
+        own = {id(p) for p in model.parameters}
+        model.clip_values([p for p in parameters if id(p) in own], value)
+
+
+def explained(error: BaseException, models: Sequence[HeldModel]) -> StepError | None:
+    """Return what torch's `clip_grad_value_` means, if it is that which failed for want of gradients."""
+    several = any(model.several_replicas for model in models)
+    if not several or "nested_tensorlist[0].empty()" not in str(error):
+        return None
+    return StepError(
+        "torch.nn.utils.clip_grad_value_ found no gradients; on microbatches that are not the last of "
+        "their global batch there are none yet",
+        hint="run.clip_grad_value_(model, value), which acts once per global batch",
+    )

@@ -134,7 +134,10 @@ class Run(Whereabouts):
         traceback: TracebackType | None,
     ) -> None:
         if error is not None:
-            self._session.close(error)
+            told = optimizers.explained(error, self._session.models)
+            self._session.close(told or error)
+            if told is not None:
+                raise told.with_traceback(traceback) from error
             return
         try:
             self._session.script_ends()
@@ -201,7 +204,7 @@ class Run(Whereabouts):
         gated = optimizers.gate_optimizer(
             optimizer, self._loop, state.models, self._optimizers, state.scaler
         )
-        state.optimizers.append(gated)
+        state.add_optimizer(gated)
         return gated
 
     def scheduler(self, scheduler: SchedulerT) -> SchedulerT:
@@ -311,11 +314,19 @@ class Run(Whereabouts):
         """
         if not self._loop.acts_now():
             return torch.tensor(float("nan"))
-        if isinstance(parameters, nn.Module):
-            parameters = parameters.parameters()
-        if not isinstance(parameters, torch.Tensor):
-            parameters = list(parameters)
-        return optimizers.clip(parameters, max_norm, norm_type, self._session.models)
+        own = optimizers.listed(parameters)
+        return optimizers.clip(own, max_norm, norm_type, self._session.models)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clamp each element of the gradients to `-clip_value` to `clip_value`, once per global batch.
+
+        Args:
+            parameters: a model, or what `torch.nn.utils.clip_grad_value_` takes.
+            clip_value: the largest magnitude that is left.
+        """
+        if self._loop.acts_now():
+            own = optimizers.listed(parameters)
+            optimizers.clip_values(own, float(clip_value), self._session.models)
 
     def log(self, **values: Any) -> None:
         """Record values of this step and show the newest; never waits for other ranks or the device."""

@@ -30,6 +30,7 @@ from lockstep.record.stacks import Frame
 from lockstep.strategies.held import HeldModel
 from lockstep.strategies.holding import Holding
 from lockstep.strategies.precision import check_precision
+from lockstep.training.averages import Averages
 from lockstep.training.continuation import Continuation
 from lockstep.training.digest import digest
 from lockstep.training.earlier import launch_of, recall
@@ -130,7 +131,11 @@ class Session:
         self._record = Recorder(self._record_settings(), self._identity, world, self.store)
         self._remember_directory()
         self._watch = self._start_watch()
-        self.loop = Loop(settings.seed, self.replicas, self.models, self._listeners())
+        listeners = self._listeners()
+        self.loop = Loop(settings.seed, self.replicas, self.models, listeners)
+        self._averages = Averages(self.loop.followed, self.holding(-1), self.models)
+        self._averages.meeting = self.standing.meeting("the exchange of buffers")
+        listeners.append(self._averages)
         self._record.bind(self.loop, self.digests)
         self._faults = Faults.of(os.environ, world)
         with self._meeting.telling():
@@ -305,6 +310,7 @@ class Session:
             raise ModelError(f"{name} is registered already; expected another name")
         check_savable(name, value.state_dict())
         self.state.registered[name] = value
+        self._averages.add(value)
 
     def digest(self) -> str:
         """Return the digest of all models and registered objects."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.optim import Optimizer
 from lockstep.checkpoint import tree
 from lockstep.errors import CheckpointError, ModelError
 from lockstep.strategies.held import HeldModel
+from lockstep.training.groups import add_missing, names_of
 from lockstep.training.scaling import Scaler
 
 #: Where in what is saved the values of metrics are that are tensors.
@@ -35,6 +35,12 @@ class State:
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[Any] = []
         self.registered: dict[str, Any] = {}
+        self._groups: list[int] = []  # of each optimizer, when the run was given it
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Take an optimizer that was passed through `run.optimizer`."""
+        self.optimizers.append(optimizer)
+        self._groups.append(len(optimizer.param_groups))
 
     def parts(self) -> dict[str, Mapping[str, Any]]:
         """Return what the result of the run is made of, each part under a name for messages."""
@@ -54,6 +60,7 @@ class State:
             "modes": _numbered([_modes(model) for model in self.models]),
             "extras": _numbered([model.extras() for model in self.models]),
             "optimizers": _numbered([self._saved(one) for one in self.optimizers]),
+            "groups": self._added_groups(),
             "schedulers": _numbered([one.state_dict() for one in self.schedulers]),
             "registered": {name: one.state_dict() for name, one in self.registered.items()},
             "scaler": {} if self.scaler is None else self.scaler.state_dict(),
@@ -77,7 +84,13 @@ class State:
                 _set_modes(model, state["modes"][str(number)])
         extras = _numbered([model.load_extras for model in self.models])
         _load("strategy of model", extras, state.get("extras", {}), whole=False)
-        optimizers = _numbered([self._loader(one) for one in self.optimizers])
+        groups = state.get("groups", {})
+        optimizers = {
+            str(number): self._loader(one, groups.get(str(number)))
+            for number, one in enumerate(self.optimizers)
+            # A script adds a group on its way to where it was, or has passed over it there.
+            if whole or len(groups.get(str(number), ())) <= len(one.param_groups)
+        }
         _load("optimizer", optimizers, state["optimizers"], whole=whole)
         for number, optimizer in enumerate(self.optimizers):
             if str(number) in state["optimizers"]:
@@ -106,11 +119,25 @@ class State:
         holder = self._holder(optimizer)
         return optimizer.state_dict() if holder is None else holder.optimizer_state(optimizer)
 
-    def _loader(self, optimizer: Optimizer) -> Callable[[Any], object]:
-        holder = self._holder(optimizer)
-        if holder is None:
-            return optimizer.load_state_dict
-        return functools.partial(holder.load_optimizer, optimizer)
+    def _added_groups(self) -> dict[str, Any]:
+        """Return what the groups hold of those optimizers to which some were added."""
+        return {
+            str(number): names_of(optimizer, self.models)
+            for number, optimizer in enumerate(self.optimizers)
+            if len(optimizer.param_groups) > self._groups[number]
+        }
+
+    def _loader(self, optimizer: Optimizer, groups: Any) -> Callable[[Any], object]:
+        def load(state: Any) -> None:
+            if groups is not None:
+                add_missing(optimizer, groups, self.models)
+            holder = self._holder(optimizer)
+            if holder is None:
+                optimizer.load_state_dict(state)
+            else:
+                holder.load_optimizer(optimizer, state)
+
+        return load
 
     def forgotten_scheduler(self) -> str | None:
         """Return the optimizer that has a learning rate scheduler the run has not been told of."""

@@ -40,6 +40,12 @@ def backward(model: HeldModel, m: Microbatch, loss: torch.Tensor) -> None:
     model.after_backward(m)
 
 
+def stepped(model: HeldModel) -> None:
+    """What an optimizer of the whole model says."""
+    model.optimized |= {id(p) for p in model.parameters}
+    model.stepped(model.optimized)
+
+
 def batch(
     model: HeldModel,
     inputs: torch.Tensor,
@@ -123,9 +129,34 @@ def test_backward_twice_with_one_replica_adds_as_plain_pytorch_does(net: nn.Modu
     model.microbatch_begins(m)
     for _ in range(2):
         backward(model, m, net(x).mean())
-    model.stepped()
+    stepped(model)
     once = torch.autograd.grad(net(x).mean(), net[0].weight, torch.tensor(0.25))[0]
     assert torch.equal(net[0].weight.grad, once + once)
+
+
+class Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(_context: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_context: Any, *_gradients: Any) -> Any:
+        raise ValueError("broken")
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_backward_pass_after_one_that_an_exception_ended(net: nn.Module, replicas: int) -> None:
+    """Some gradients may be with other ranks, in memory that the next pass would use."""
+    model, m = SingleModel(net, replicas), microbatch(0, replicas)
+    model.microbatch_begins(m)
+    with pytest.raises(ValueError, match="broken"):
+        backward(model, m, net[2](Broken.apply(net[:2](torch.randn(3, 5)))).mean())
+    model.microbatch_begins(m)
+    if replicas == 1:
+        backward(model, m, net(torch.randn(3, 5)).mean())
+    else:
+        with pytest.raises(StepError, match="Sequential was interrupted by an exception"):
+            backward(model, m, net(torch.randn(3, 5)).mean())
 
 
 @pytest.mark.parametrize("replica", [0, 1])
@@ -151,9 +182,9 @@ def test_the_next_batch_may_go_backward_again(net: nn.Module) -> None:
 def test_gradients_of_an_earlier_batch_are_named_at_the_step(net: nn.Module) -> None:
     model = SingleModel(net, 2)
     inputs = torch.randn(2, 3, 5)
-    batch(model, inputs, lambda _, x: net(x).mean(), at_end=model.stepped)
+    batch(model, inputs, lambda _, x: net(x).mean(), at_end=lambda: stepped(model))
     with pytest.raises(StepError, match="gradients of an earlier batch") as caught:
-        batch(model, inputs, lambda _, x: net(x).mean(), at_end=model.stepped)
+        batch(model, inputs, lambda _, x: net(x).mean(), at_end=lambda: stepped(model))
     assert "zero_grad" in caught.value.hint
 
 
@@ -163,7 +194,7 @@ def test_gradients_that_have_not_met_are_named_at_the_step(net: nn.Module) -> No
     model.microbatch_begins(m)
     net(torch.randn(3, 5)).mean().backward()
     with pytest.raises(StepError, match="have not met") as caught:
-        model.stepped()
+        stepped(model)
     assert "run.backward" in caught.value.hint
 
 
@@ -173,7 +204,7 @@ def test_use_after_a_step(net: nn.Module, replicas: int) -> None:
     m = microbatch(0, replicas)
     model.microbatch_begins(m)
     backward(model, m, net(torch.randn(3, 5)).mean())
-    model.stepped()
+    stepped(model)
     with torch.no_grad():
         net(torch.randn(3, 5))
     if replicas == 1:
@@ -193,7 +224,7 @@ def test_a_replica_without_a_backward_pass_is_named(net: nn.Module, skipped: int
             model,
             inputs,
             lambda replica, x: None if replica == skipped else net(x).mean(),
-            at_end=model.stepped,
+            at_end=lambda: stepped(model),
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+
 import pytest
 import torch
 from torch import nn
@@ -150,6 +152,163 @@ def test_a_step_after_the_batchs_microbatches(make_run, replicas: int) -> None:
             return run.digest(), run.step
 
     assert train(outside=True) == train(outside=False)
+
+
+def test_values_are_clipped_in_the_body(make_run) -> None:
+    with make_run(replicas=2) as run:
+        model = run.model(nn.Linear(3, 1, bias=False))
+        run.clip_grad_value_(model, 0.5)  # nothing there yet
+        for (x,) in run.loader(data(4), batch_size=4):
+            run.backward(1000 * model(x).sum())
+            run.clip_grad_value_(model, 0.5)
+        assert model.weight.grad.abs().max() == 0.5
+        run.clip_grad_value_(model.weight, 0.25)
+        run.clip_grad_value_(list(model.parameters()), 0.3)
+        assert model.weight.grad.abs().max() == 0.25
+
+
+def clip_by_torch(run) -> None:
+    with run:
+        model = run.model(nn.Linear(3, 1))
+        for (x,) in run.loader(data(4), batch_size=4):
+            run.backward(model(x).mean())
+            nn.utils.clip_grad_value_(model.parameters(), 0.5)
+
+
+def test_torchs_own_clipping_of_values_is_explained(make_run) -> None:
+    """It fails where there is no gradient, as before the last microbatch."""
+    clip_by_torch(make_run(replicas=1))
+    with pytest.raises(StepError, match="clip_grad_value_ found no gradients") as caught:
+        clip_by_torch(make_run(replicas=2))
+    assert "run.clip_grad_value_" in caught.value.hint
+    frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert "clip_grad_value_" in frames
+
+
+def test_a_tensor_as_learning_rate_that_changes_within_a_batch(make_run) -> None:
+    """A scheduler that the run does not know fills it in place."""
+    changed = pytest.raises(StepError, match="learning rates of Adam changed")
+    with changed, make_run(replicas=2) as run:
+        model = run.model(nn.Linear(3, 1))
+        rate = torch.tensor(0.1)
+        optimizer = run.optimizer(torch.optim.Adam(model.parameters(), lr=rate))
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for (x,) in run.loader(data(), batch_size=4):
+            run.backward(model(x).mean())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("replicas", "when"),
+    [
+        (2, lambda i: i % 2 == 1),
+        (4, lambda i: i % 2 == 1),
+        (2, lambda i: i % 2 == 0),
+        (4, lambda i: i % 3 == 2),
+    ],
+)
+def test_steps_in_some_microbatches_only(make_run, replicas: int, when) -> None:
+    seen = pytest.raises(StepError, match=r"SGD\.step was called in some microbatches only")
+    with seen as caught, make_run(replicas=replicas) as run:
+        model = run.model(nn.Linear(3, 1))
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for number, (x,) in enumerate(run.loader(data(32), batch_size=4)):
+            run.backward(model(x).mean())
+            if when(number):
+                optimizer.step()
+            optimizer.zero_grad()
+    assert "replicas above the number of ranks" in caught.value.hint
+
+
+def test_the_idiom_of_accumulation_with_one_replica(make_run) -> None:
+    with make_run(replicas=1) as run:
+        model = run.model(nn.Linear(3, 1))
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for number, (x,) in enumerate(run.loader(data(16), batch_size=4)):
+            run.backward(model(x).mean() / 2)
+            if (number + 1) % 2 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert run.step == 2
+
+
+def test_steps_in_some_batches_only(make_run) -> None:
+    """By the batch, which is the same on every layout."""
+    with make_run(replicas=2) as run:
+        model = run.model(nn.Linear(3, 1))
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for number, batch in enumerate(run.batches(run.loader(data(16), batch_size=4))):
+            for (x,) in batch:
+                run.backward(model(x).mean())
+                if number % 2:
+                    optimizer.step()
+                optimizer.zero_grad()
+        assert run.step == 2
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_scaler_of_the_script_is_refused_with_what_to_use(make_run, unscales: bool) -> None:
+    refused = pytest.raises(StepError, match=r"GradScaler\.step was called")
+    with refused as caught, make_run(replicas=2) as run:
+        model = run.model(nn.Linear(3, 1))
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        scaler = torch.amp.GradScaler("cpu")
+        for (x,) in run.loader(data(), batch_size=4):
+            run.backward(scaler.scale(model(x).mean()))
+            if unscales:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+    assert 'precision="fp16"' in caught.value.hint
+
+
+def test_a_scaler_that_is_disabled(make_run) -> None:
+    with make_run(replicas=2) as run:
+        model = run.model(nn.Linear(3, 1))
+        optimizer = run.optimizer(torch.optim.Adam(model.parameters(), fused=True))
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        for (x,) in run.loader(data(), batch_size=4):
+            run.backward(scaler.scale(model(x).mean()))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert run.step == 4
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_no_sync_is_there_and_changes_nothing(make_run, request, grouped: bool) -> None:
+    if grouped:
+        request.getfixturevalue("lone_group")
+    with make_run(replicas=2) as run:
+        model = run.model(nn.Linear(3, 1))
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for (x,) in run.loader(data(), batch_size=4):
+            with model.no_sync():
+                run.backward(model(x).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert run.step == 4
+        assert "no_sync" not in model.state_dict()
+
+
+def test_parameters_of_another_model_join_later(make_run) -> None:
+    with make_run(replicas=2) as run:
+        first, second = run.model(nn.Linear(3, 2)), run.model(nn.Linear(2, 1))
+        optimizer = run.optimizer(torch.optim.SGD(second.parameters(), lr=0.1))
+        before = first.weight.clone()
+        for epoch in run.epochs(2):
+            if epoch == 1:
+                assert torch.equal(first.weight, before)
+                optimizer.add_param_group({"params": first.parameters()})
+            for (x,) in run.loader(data(), batch_size=4):
+                run.backward(second(first(x)).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        assert not torch.equal(first.weight, before)
+        optimizer.add_param_group({"params": nn.Linear(1, 1).parameters()})
+        with pytest.raises(ModelError, match="2 of 6 parameters that belong to no model"):
+            optimizer.step()
 
 
 def test_clip_acts_with_the_step(make_run) -> None:

@@ -1,0 +1,69 @@
+"""Modules that the run does not train, and whose buffers are replica 0's, too: averages of weights."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.data.microbatch import Microbatch
+from lockstep.strategies.buffers import Buffers
+from lockstep.strategies.passes import watch_forward
+
+
+class FollowedModule:
+    """A module whose forward passes in loops change its buffers as those of a model do.
+
+    Args:
+        module: the module.
+        block: the replicas of this rank.
+        group: the process group whose ranks share their buffers; `None` for a single rank.
+        meeting: entered where ranks wait for each other's buffers.
+    """
+
+    is_split = False
+
+    def __init__(
+        self,
+        module: nn.Module,
+        block: range,
+        group: dist.ProcessGroup | None,
+        meeting: AbstractContextManager[None],
+    ) -> None:
+        self.module = module
+        self._buffers = Buffers(module, block, group)
+        self._buffers.meeting = meeting
+        self._watching = False
+        self.leave = watch_forward(module, self._before_forward, self._buffers.after_evaluation)
+
+    @property
+    def trains_buffers(self) -> bool:
+        """Whether forward passes may change buffers."""
+        return self._buffers.are_trained
+
+    def _before_forward(self) -> None:
+        if self._watching:
+            self._buffers.before_forward()
+            self._buffers.before_evaluation()
+
+    def microbatch_begins(self, microbatch: Microbatch) -> None:
+        """The loop's body is about to see `microbatch`."""
+        self._watching = True
+        if microbatch.first:
+            self._buffers.finish()
+            self._buffers.look()
+
+    def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
+        """The loop's body is done with `microbatch`; where it was left, buffers wait for the next call."""
+        self._watching = False
+        if not microbatch.last:
+            self._buffers.next_replica()
+        elif not left:
+            self._buffers.finish()
+        if microbatch.last or left:
+            self._buffers.look_away()
+
+    def finish_buffers(self) -> None:
+        """Let all ranks take replica 0's buffers now."""
+        self._buffers.finish()

@@ -1,0 +1,108 @@
+"""Forward passes of a module: what is told of them, and what they must leave alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from lockstep.errors import ModelError
+
+
+class _Hook:
+    """Says that a module is called, but not that a copy of it is."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act = act
+
+    def __call__(self, *_called: object) -> None:
+        self._act()
+
+    def __deepcopy__(self, _memo: object) -> Callable[..., None]:
+        return _nothing
+
+
+def _nothing(*_: object) -> None:
+    """The hook of a copy."""
+
+
+def watch_forward(
+    module: nn.Module, before: Callable[[], None], after: Callable[[], None]
+) -> Callable[[], None]:
+    """Call `before` and `after` around each forward pass of `module`; return what ends that."""
+    handles = [
+        module.register_forward_pre_hook(_Hook(before)),
+        module.register_forward_hook(_Hook(after)),
+    ]
+
+    def end() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return end
+
+
+class Parameters:
+    """The parameters of a model, which forward passes must leave alone.
+
+    Each replica has a forward pass of its own, and each rank those of its replicas: what they change is
+    another thing on every rank.
+
+    Args:
+        module: the model.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        # Tensors of inference mode count no versions, and those without a shape do nothing yet.
+        self._own: list[Any] = [
+            p for p in module.parameters() if not (nn.parameter.is_lazy(p) or p.is_inference())
+        ]
+        self._versions: list[int] = []
+
+    def before_forward(self) -> None:
+        """A forward pass is about to begin."""
+        self._versions = [parameter._version for parameter in self._own]
+
+    def after_forward(self) -> None:
+        """A forward pass is over.
+
+        Raises:
+            ModelError: if it has changed a parameter in place.
+        """
+        now = [parameter._version for parameter in self._own]
+        if now == self._versions:
+            return
+        pairs = zip(self._own, now, self._versions, strict=True)
+        changed = {id(p) for p, version, before in pairs if version != before}
+        names = [name for name, p in self._module.named_parameters() if id(p) in changed]
+        raise ModelError(
+            f"a forward pass of {type(self._module).__name__} changed "
+            f"{', '.join(names) or 'a parameter'}; expected parameters that only optimizers change: "
+            "replicas on one rank would change it one after the other",
+            hint="compute with a changed copy in forward, as torch.nn.utils.parametrize does; or change "
+            "parameters between the batches of run.batches(…)",
+        )
+
+
+def refuse_changing(module: nn.Module) -> None:
+    """Refuse layers that change their parameters in forward passes, or make them there.
+
+    Raises:
+        ModelError: naming the first one.
+    """
+    for name, part in module.named_modules():
+        what = f"the layer {name or '(the model itself)'}, a {type(part).__name__},"
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            raise ModelError(
+                f"{what} has max_norm={part.max_norm}, which changes its weights in each forward pass; "
+                "expected None, since replicas on one rank would change them one after the other",
+                hint="scale in forward: v * (max_norm / v.norm(dim=-1, keepdim=True)).clamp(max=1); or "
+                "renormalise weights between the batches of run.batches(…)",
+            )
+        if any(map(nn.parameter.is_lazy, (*part._parameters.values(), *part._buffers.values()))):
+            raise ModelError(
+                f"{what} has parameters without a shape yet; expected a model that has been called",
+                hint="call the model once, on a batch of zeros, before run.model(model)",
+            )

@@ -1,0 +1,95 @@
+"""Modules that the run does not train, but whose buffers its loops change: averages of weights, say."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.data.microbatch import Microbatch
+from lockstep.strategies.followed import FollowedModule
+from lockstep.strategies.held import HeldModel
+from lockstep.strategies.holding import Holding
+
+#: Frames between a loop that begins and torch's function: those of the loader, and what is put around it.
+_DEPTH = 16
+
+
+class Averages:
+    """Follows modules, so that their buffers are replica 0's on every rank.
+
+    Args:
+        followed: the followed modules, which the run's loop tells of its microbatches.
+        holding: where the run's models live.
+        models: those that the run holds.
+
+    Attributes:
+        meeting: entered where ranks wait for each other's buffers.
+    """
+
+    def __init__(
+        self, followed: list[FollowedModule], holding: Holding, models: Sequence[HeldModel]
+    ) -> None:
+        self._followed, self._holding, self._models = followed, holding, models
+        self._passing: list[FollowedModule] = []  # for the length of a loop
+        self.meeting: AbstractContextManager[None] = nullcontext()
+
+    def add(self, value: Any) -> FollowedModule | None:
+        """Follow `value` from here on; `None` where it is no module, or is followed already."""
+        if not isinstance(value, nn.Module) or self._holding.replicas == 1:
+            return None
+        known: list[HeldModel | FollowedModule] = [*self._models, *self._followed]
+        parts = {id(part) for one in known for part in one.module.modules()}
+        if not parts.isdisjoint(map(id, value.modules())):
+            return None
+        own = FollowedModule(value, self._holding.block, self._holding.group, self.meeting)
+        self._followed.append(own)
+        return own
+
+    def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
+        """A loop over a loader begins: follow the model of torch's `update_bn`, if it is that one's."""
+        if torch.is_grad_enabled():
+            return
+        added = self.add(_of_update_bn(sys._getframe(1)))
+        if added is not None:
+            self._passing.append(added)
+
+    def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
+        """A loop over a loader is over."""
+        while self._passing:
+            followed = self._passing.pop()
+            followed.leave()
+            self._followed.remove(followed)
+
+    def microbatch_begins(self, microbatch: Microbatch) -> None:
+        """The loop has come to another microbatch: nothing to do."""
+
+    def step_ends(self, step: int, microbatch: Microbatch) -> None:
+        """A step has ended: nothing to do."""
+
+
+def _of_update_bn(frame: FrameType | None) -> Any:
+    """Return the model whose statistics torch's function computes, if it is what called `frame`, or `None`.
+
+    The function has no place to hook into, and gives the model to nothing but its own loop.
+    """
+    swa_utils = sys.modules.get("torch.optim.swa_utils")
+    if swa_utils is None:
+        return None
+    code = swa_utils.update_bn.__wrapped__.__code__
+    for caller in itertools.islice(_callers(frame), _DEPTH):
+        if caller.f_code is code:
+            return caller.f_locals["model"]
+    return None
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
