@@ -193,7 +193,7 @@ class HeldModel(abc.ABC):
                 f"{type(self.module).__name__} has {len(now)} trainable parameters; it had "
                 f"{len(self.parameters)} when it was given to run.model",
                 hint="freeze and unfreeze before run.model; later, leave parameters out of the "
-                "optimizer or set their learning rate to 0",
+                "optimizer, until add_param_group, or set their learning rate to 0",
             )
 
     def _check_complete(self, *, expected: int) -> None:
