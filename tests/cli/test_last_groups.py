@@ -43,7 +43,7 @@ def main():
 )
 @pytest.mark.ranks(2)
 def test_a_late_thread_neither_hangs_nor_aborts_a_script_that_has_ended(lockstep, end):
-    done = lockstep("run", "-n", "2", lockstep.script(LATE + end + '\nprint("end")'))
+    done = lockstep("run", "-n", "2", "-r", "1:3", lockstep.script(LATE + end + '\nprint("end")'))
     assert (done.code, done.err) == (0, "")
     assert done.out == ("" if "exit" in end else "end\n")
 
@@ -68,7 +68,7 @@ print(max(counts[20:]) <= max(counts[:20]))
 
 @pytest.mark.ranks(2)
 def test_groups_made_and_destroyed_for_ever_do_not_pile_up(lockstep):
-    done = lockstep("run", "-n", "2", lockstep.script(AGAIN))
+    done = lockstep("run", "-n", "2", "-r", "1:3", lockstep.script(AGAIN))
     assert (done.code, done.err, done.out) == (0, "", "True\n")
 
 

@@ -198,7 +198,8 @@ print("place", args.local_process_index, args.process_index, args.world_size, tr
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="needs transformers: not installed"
+    not all(map(importlib.util.find_spec, ("transformers", "accelerate"))),
+    reason="needs transformers and accelerate: not installed",
 )
 @pytest.mark.ranks(2)
 def test_the_trainer_of_transformers(lockstep):

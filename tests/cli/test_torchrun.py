@@ -165,6 +165,17 @@ def test_lines_of_others_run_with_one_word_changed(
     assert not (lockstep.directory / "runs").exists()
 
 
+@pytest.mark.parametrize("line", [line for _, line, _, _ in LINES])
+def test_torchrun_itself_takes_these_lines(line: str) -> None:
+    from torch.distributed.run import parse_args
+
+    words = shlex.split(line.format(node=0))[1:]
+    options = vars(parse_args(words))
+    assert [options["training_script"], *options["training_script_args"]] == words[
+        words.index(options["training_script"]) :
+    ]
+
+
 def test_the_manual_has_these_lines() -> None:
     text = (Path(__file__).parents[2] / "docs/manual/torchrun.md").read_text()
     flags = {word.partition("=")[0] for _, line, _, _ in LINES for word in line.split()}
