@@ -43,6 +43,11 @@ class Background:
         if error is not None:
             raise error
 
+    def settle(self, seconds: float) -> None:
+        """Wait until all jobs are done, but not for longer than `seconds`; tell no error."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._open == 0, seconds)
+
     def close(self, seconds: float) -> bool:
         """Do no more jobs; return whether the thread has ended within `seconds`."""
         if self._thread is None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from lockstep.checkpoint import dcp, drafts, found, manifest, retention
 from lockstep.checkpoint.background import Background
 from lockstep.checkpoint.company import Company
-from lockstep.checkpoint.found import Found, Warn
+from lockstep.checkpoint.found import Found, Key, Warn
 from lockstep.checkpoint.manifest import TensorSpec
 from lockstep.checkpoint.reasons import explained, not_written
 from lockstep.checkpoint.saving import Content, Saving, Table
@@ -80,8 +80,9 @@ class Checkpoints:
         self._specs: dict[str, TensorSpec] = {}
         self._shares: list[list[str]] = []
         self._serial = 0
-        self._step: int | None = None
-        self._bad: set[int] = set()
+        self._last: tuple[int, str] | None = None  # step and text of what was saved last
+        self._path: Path | None = None  # on the main rank, where it is
+        self._bad: set[Key] = set()
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
         """Get ready for `save` of such tensors, in the background; all ranks call it, or none.
@@ -104,7 +105,7 @@ class Checkpoints:
         """Save the state after `step`: copy it, and let it be written while training goes on.
 
         All ranks call it with the same state. An earlier checkpoint that is still being written is
-        waited for. A step that was saved before is not saved again; but `best` is noted.
+        waited for. A state that was saved last is not saved again; but `best` is noted.
 
         Args:
             step: updates that the run has done.
@@ -117,19 +118,20 @@ class Checkpoints:
         """
         # Whatever is NaN is not the best of anything.
         best = None if best is None or isnan(best) else float(best)
-        if step == self._step:
+        if (step, text) == self._last:
             if best is not None and self._rank == 0:
-                self._background.submit(lambda: self._note(step, best))
+                self._background.submit(lambda: self._note(best))
             return
         self.wait()
         content = self._stage(step, tensors, text, best)
         assert self._table is not None
-        self._serial, self._step = self._serial + 1, step
+        self._serial, self._last = self._serial + 1, (step, text)
         saving = Saving(self._company, self._table, self._serial, content)
 
         def write() -> None:
             saving.run()
-            self._retain(step)
+            self._path = saving.path
+            self._retain()
 
         self._background.submit(write)
 
@@ -142,11 +144,12 @@ class Checkpoints:
         try:
             self._background.wait()
         except BaseException:
-            self._step = None
+            self._last = None
             raise
 
-    def close(self) -> None:
-        """Drop what is not written yet; no other rank is waited for."""
+    def close(self, patience: float = 0.0) -> None:
+        """Drop what is not written within `patience` seconds; no other rank is waited for beyond that."""
+        self._background.settle(patience)
         self._company.drop()
         self._background.close(_CLOSE_SECONDS)
         if self._token is not None:
@@ -163,8 +166,8 @@ class Checkpoints:
             CheckpointError: if the directory cannot be read.
         """
         newest = found.newest(self._directory, self._identity, self._warn)
-        last = -1 if newest is None else newest.step
-        self._bad = {step for step in found.paths(self._directory) if step > last}
+        last = None if newest is None else found.key_of(newest.path)
+        self._bad = {key for key in found.paths(self._directory) if last is None or key > last}
         return newest
 
     def newest_text(self) -> str | None:
@@ -235,21 +238,22 @@ class Checkpoints:
             tensors=self._buffers.copy({name: tensors[name].detach() for name in own}),
         )
 
-    def _note(self, step: int, best: float) -> None:
-        path = found.place(self._directory, step)
+    def _note(self, best: float) -> None:
+        assert self._path is not None, "it was written before"
         try:
-            manifest.note_best(path, best)
+            manifest.note_best(self._path, best)
         except (CheckpointError, OSError) as error:
-            raise not_written(path, explained(error)) from error
-        self._retain(step)
+            raise not_written(self._path, explained(error)) from error
+        self._retain()
 
-    def _retain(self, step: int) -> None:
-        if self._rank != 0 or not found.place(self._directory, step).exists():
+    def _retain(self) -> None:
+        key = None if self._path is None else found.key_of(self._path)
+        if self._rank != 0 or key is None or not found.place(self._directory, key).exists():
             return
-        self._bad.discard(step)
+        self._bad.discard(key)
         try:
             retention.apply(
-                self._directory, self._identity, keep=self._keep, newest=step, bad=self._bad
+                self._directory, self._identity, keep=self._keep, newest=key, bad=self._bad
             )
         except CheckpointError as error:
             self._warn(f"lockstep: warning: old checkpoints are not removed: {error.message}")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lockstep.checkpoint import found
 from lockstep.checkpoint.disk import read, warn_on_stderr
-from lockstep.checkpoint.found import Found
+from lockstep.checkpoint.found import Found, Key
 from lockstep.checkpoint.plain import check_suffix, write_weights
 from lockstep.errors import CheckpointError, UsageError
 
@@ -72,30 +72,40 @@ def choose(run_dir: Path, *, step: int | None = None, best: bool = False) -> Fou
             f"the run in {run_dir} has no checkpoint yet", hint="run.save() in its script makes one"
         )
     if best:
-        step = found.best(directory)
-        if step is None:
+        path = found.best(directory)
+        if path is None:
             raise UsageError(
                 f"no checkpoint in {directory} says how good it is",
                 hint="run.save(best=...) does; without --best, the newest one is taken",
             )
+        return _chosen(there, path)
     if step is not None:
-        return _chosen(there, step)
+        return _chosen(there, _of_step(there, step))
     newest = found.newest(directory, None, warn_on_stderr)
     if newest is None:
         raise CheckpointError(f"no checkpoint in {directory} is what was written")
     return newest
 
 
-def _chosen(there: dict[int, Path], step: int) -> Found:
-    steps = ", ".join(map(str, sorted(there)))
-    if step not in there:
-        raise UsageError(f"there is no checkpoint of step {step}; expected one of {steps}")
+def _of_step(there: dict[Key, Path], step: int) -> Path:
+    """Return the newest checkpoint of a step."""
+    found = next((path for key, path in there.items() if key[0] == step), None)
+    if found is None:
+        raise UsageError(f"there is no checkpoint of step {step}; expected one of {_steps(there)}")
+    return found
+
+
+def _steps(there: dict[Key, Path]) -> str:
+    return ", ".join(map(str, sorted({step for step, _ in there})))
+
+
+def _chosen(there: dict[Key, Path], path: Path) -> Found:
     try:
-        return found.look(there[step])
+        return found.look(path)
     except CheckpointError as error:
         raise CheckpointError(
-            f"the checkpoint {there[step]} cannot be used: {error.message}",
-            hint=error.hint or f"--step takes another one, of {steps}",
+            f"the checkpoint {path} cannot be used: {error.message}",
+            hint=error.hint or f"--step takes another one, of {_steps(there)}",
         ) from error
 
 

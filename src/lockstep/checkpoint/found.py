@@ -18,7 +18,9 @@ from lockstep.errors import CheckpointError, RunDirectoryError
 
 #: Where in a run directory checkpoints are.
 DIRECTORY = "checkpoints"
-_PATTERN = re.compile(r"step-(\d{8,})")
+_PATTERN = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+#: Which checkpoint it is: its step, and how many states of that step were saved before.
+Key = tuple[int, int]
 
 Warn = Callable[[str], None]
 
@@ -51,13 +53,20 @@ class Found:
         return self.manifest.text
 
 
-def place(directory: Path, step: int) -> Path:
-    """Return where the checkpoint of a step is."""
-    return directory / f"step-{step:08d}"
+def place(directory: Path, key: Key) -> Path:
+    """Return where a checkpoint is."""
+    step, number = key
+    return directory / (f"step-{step:08d}.{number}" if number else f"step-{step:08d}")
 
 
-def paths(directory: Path) -> dict[int, Path]:
-    """Return where checkpoints are, whole or not, by step: the newest first.
+def key_of(path: Path) -> Key | None:
+    """Return which checkpoint is at `path`; `None` where that is none's place."""
+    match = _PATTERN.fullmatch(path.name)
+    return None if match is None else (int(match[1]), int(match[2] or 0))
+
+
+def paths(directory: Path) -> dict[Key, Path]:
+    """Return where checkpoints are, whole or not: the newest first.
 
     Raises:
         CheckpointError: if the directory cannot be read.
@@ -71,8 +80,7 @@ def paths(directory: Path) -> dict[int, Path]:
             f"the checkpoints in {directory} cannot be read: {error.strerror or error}",
             hint="--run-dir names another place",
         ) from error
-    matches = [match for name in names if (match := _PATTERN.fullmatch(name))]
-    found = {int(match[1]): directory / match[0] for match in matches}
+    found = {key: directory / name for name in names if (key := key_of(Path(name)))}
     return dict(sorted(found.items(), reverse=True))
 
 
@@ -116,20 +124,20 @@ def newest(directory: Path, identity: Mapping[str, Any] | None, warn: Warn) -> F
     return None
 
 
-def best(directory: Path) -> int | None:
-    """Return the step of the best checkpoint, by what the manifests say; `None` if none says it.
+def best(directory: Path) -> Path | None:
+    """Return where the best checkpoint is, by what the manifests say; `None` if none says it.
 
     Raises:
         CheckpointError: if the directory cannot be read.
     """
-    rated: list[tuple[float, int]] = []
-    for step, path in paths(directory).items():
+    rated: list[tuple[float, Key]] = []
+    for key, path in paths(directory).items():
         # One that cannot be read is not the best.
         with contextlib.suppress(OSError, CheckpointError):
             value = manifest.read(path).best
             if value is not None:
-                rated.append((value, step))
-    return max(rated)[1] if rated else None
+                rated.append((value, key))
+    return place(directory, max(rated)[1]) if rated else None
 
 
 def check_identity(path: Path, identity: Mapping[str, Any]) -> None:

@@ -12,28 +12,29 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint import drafts, found, manifest
+from lockstep.checkpoint.found import Key
 from lockstep.errors import CheckpointError
 
 
-def superseded(good: Mapping[int, float | None], keep: int, newest: int) -> set[int]:
-    """Return the steps whose checkpoints are no longer needed.
+def superseded(good: Mapping[Key, float | None], keep: int, newest: Key) -> set[Key]:
+    """Return which checkpoints are no longer needed.
 
     Args:
-        good: how good each whole checkpoint is, by step.
+        good: how good each whole checkpoint is.
         keep: how many of the latest stay.
-        newest: the step that was written just now: it stays in any case.
+        newest: the one that was written just now: it stays in any case.
     """
     stay = {newest, *sorted(good)[-keep:]}
-    rated = [(best, step) for step, best in good.items() if best is not None and not isnan(best)]
+    rated = [(best, key) for key, best in good.items() if best is not None and not isnan(best)]
     if rated:
         stay.add(max(rated)[1])
     return set(good) - stay
 
 
 def apply(
-    directory: Path, identity: Mapping[str, Any], *, keep: int, newest: int, bad: Collection[int]
+    directory: Path, identity: Mapping[str, Any], *, keep: int, newest: Key, bad: Collection[Key]
 ) -> None:
-    """Remove what is no longer needed, once the checkpoint of step `newest` is on disk.
+    """Remove what is no longer needed, once the checkpoint `newest` is on disk.
 
     Checkpoints of other runs and of newer formats are nobody's to remove, and damaged ones stand in for
     none of those that stay.
@@ -42,12 +43,12 @@ def apply(
         directory: where checkpoints are.
         identity: of the run.
         keep: how many of the latest stay.
-        newest: the step that was written just now.
-        bad: steps whose checkpoints were found damaged.
+        newest: the one that was written just now.
+        bad: those that were found damaged.
     """
-    good: dict[int, float | None] = {}
-    damaged: set[int] = set()
-    for step, path in found.paths(directory).items():
+    good: dict[Key, float | None] = {}
+    damaged: set[Key] = set()
+    for key, path in found.paths(directory).items():
         try:
             told = manifest.read(path)
             if told.differences(identity):
@@ -57,18 +58,18 @@ def apply(
         except manifest.NewerFormatError:
             continue
         except manifest.DamagedError:
-            damaged.add(step)
+            damaged.add(key)
             continue
         except (OSError, CheckpointError):
             continue
-        if step in bad:
-            damaged.add(step)
+        if key in bad:
+            damaged.add(key)
         else:
-            good[step] = told.best
+            good[key] = told.best
     # A damaged one that lies ahead is replaced when the run gets there.
-    older = {step for step in damaged if step < newest}
-    for step in superseded(good, keep, newest) | older:
-        remove(found.place(directory, step))
+    older = {key for key in damaged if key < newest}
+    for key in superseded(good, keep, newest) | older:
+        remove(found.place(directory, key))
 
 
 def remove(path: Path) -> None:

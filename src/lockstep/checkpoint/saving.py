@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import time
 from collections.abc import Iterator, Mapping
@@ -74,6 +75,9 @@ class Saving:
         table: where to write, and who writes.
         serial: which checkpoint of this launch it is, from 1.
         content: what is saved.
+
+    Attributes:
+        path: on the main rank, where it is.
     """
 
     def __init__(self, company: Company, table: Table, serial: int, content: Content) -> None:
@@ -82,7 +86,13 @@ class Saving:
         self._serial = serial
         self._content = content
         self._draft = drafts.draft(table.directory, table.token, serial, content.step)
-        self._place = found.place(table.directory, content.step)
+        self._there = self._of_step()
+        self.path = found.place(table.directory, (content.step, 0))
+
+    def _of_step(self) -> set[Path]:
+        """Return where checkpoints of this step are."""
+        step = self._content.step
+        return {path for key, path in found.paths(self._table.directory).items() if key[0] == step}
 
     def run(self) -> None:
         """Write it.
@@ -115,7 +125,7 @@ class Saving:
                 told = self._company.news(self._serial) or told
                 self._company.fail(self._serial, told)
             self._give_up()
-            raise not_written(self._place, told) from error
+            raise not_written(self.path, told) from error
 
     def _give_up(self) -> None:
         if self._company.rank == 0:
@@ -179,29 +189,35 @@ class Saving:
         manifest.sync_directory(self._table.directory)
 
     def _rename(self) -> None:
-        try:
-            self._draft.rename(self._place)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-            self._replace()
+        for number in itertools.count():
+            self.path = found.place(self._table.directory, (self._content.step, number))
+            try:
+                self._draft.rename(self.path)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                if not self._settles():
+                    continue  # another state of this step: weights may change without an update
+            return
 
-    def _replace(self) -> None:
-        """Settle with the checkpoint of this step that is there already."""
+    def _settles(self) -> bool:
+        """Settle with the checkpoint that is there; return whether it has this state, or is useless."""
         content = self._content
         try:
-            there = found.look(self._place)
+            there = found.look(self.path)
             is_same = not there.manifest.differences(content.identity)
         except CheckpointError:
             is_same = False
         if not is_same:
-            retention.remove(self._place)
-            self._draft.rename(self._place)
-            return
-        # The same run at the same step has the same state: what is there is as good.
+            retention.remove(self.path)
+            self._draft.rename(self.path)
+            return True
+        if there.text != content.text:
+            return False
         drafts.remove(self._draft)
         if content.best is not None:
-            manifest.note_best(self._place, content.best)
+            manifest.note_best(self.path, content.best)
+        return True
 
     def _follow(self) -> None:
         shares_directory = self._company.rank in self._table.writers
@@ -212,7 +228,7 @@ class Saving:
         try:
             self._company.follow(self._serial, alive)
         except (PeerError, dist.DistError) as error:  # the main rank, or the store, is not there
-            if shares_directory and self._place.exists():
+            if shares_directory and self._of_step() - self._there:
                 return
             raise PeerError("rank 0 left while it wrote a checkpoint") from error
 

@@ -159,9 +159,10 @@ class ThroughStore:
                 return  # the store is gone with its host: there is nobody to agree with
 
     def _look_once(self) -> None:
-        turn, wish = self._turn, self._wish
+        # In this order: while nothing is ready, the main thread leaves the turn alone.
         if self._stop.is_set() or self._ready is not None:
             return
+        turn, wish = self._turn, self._wish
         if wish == "stop":
             self._store.set(f"{turn}/stop", "1")
         if wish is not None:

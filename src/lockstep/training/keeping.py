@@ -187,7 +187,7 @@ class Keeper:
         with self._standing.meeting("run.save"):
             self._checkpoints.wait()
 
-    def close(self) -> None:
-        """Stop, without waiting for anything."""
+    def close(self, patience: float) -> None:
+        """Stop; a checkpoint that is being written has so many seconds left."""
         self._agreement.close()
-        self._checkpoints.close()
+        self._checkpoints.close(patience)

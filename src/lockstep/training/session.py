@@ -19,7 +19,7 @@ from lockstep.data.build import LoaderSettings
 from lockstep.data.loader import Loader
 from lockstep.data.microbatch import Microbatch
 from lockstep.data.randomness import set_key
-from lockstep.errors import DivergenceError, LockstepError, ModelError, UsageError
+from lockstep.errors import DivergenceError, LockstepError, ModelError, PeerError, UsageError
 from lockstep.exchange.choose import exactness_of
 from lockstep.layout import keys
 from lockstep.layout.classes import of_staleness, worst
@@ -59,6 +59,9 @@ from lockstep.world import World, mpi
 from lockstep.world.connect import connect
 from lockstep.world.devices import choose_device, make_deterministic
 from lockstep.world.meet import leave, meet
+
+#: Seconds that a checkpoint which is being written has left when the script fails.
+_PATIENCE = 10.0
 
 
 class Session:
@@ -434,12 +437,14 @@ class Session:
         self._signals.close()
         Session._stops = error is None and self._keeper.stop_asked
         failed = error is not None and not isinstance(error, Preempted)
+        # First: once the others know of the error, they write no more.
+        own = failed and not isinstance(error, PeerError | KeyboardInterrupt)
+        self._keeper.close(_PATIENCE if own else 0.0)
         if failed and error is not None:
             mpi.fail()
             self._meeting.fail(error)
         self.standing.closes()
         self.loop.close()
-        self._keeper.close()
         if self._watch is not None:
             self._watch.close()
         for model in self.models:

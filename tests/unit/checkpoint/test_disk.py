@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.checkpoint import dcp, drafts, manifest
+from lockstep.checkpoint.disk import read
+from lockstep.checkpoint.export import choose
 from lockstep.errors import CheckpointError, RunDirectoryError
 from tests.unit.checkpoint.conftest import IDENTITY
 
@@ -98,14 +100,38 @@ def test_a_step_that_is_saved_twice_is_written_once(make, directory) -> None:
     checkpoints = make(keep=1)
     save(checkpoints, 1)
     before = (directory / "step-00000001/__0_0.distcp").stat()
-    checkpoints.save(1, {}, "", best=None)
-    checkpoints.save(1, {}, "", best=0.5)
+    checkpoints.save(1, {}, json.dumps({"step": 1}), best=None)
+    checkpoints.save(1, {}, json.dumps({"step": 1}), best=0.5)
     checkpoints.wait()
     assert (directory / "step-00000001/__0_0.distcp").stat() == before
     assert checkpoints.newest().best == 0.5
     save(checkpoints, 2, best=0.4)
     save(checkpoints, 3)
     assert names(directory) == ["step-00000001", "step-00000003"]
+
+
+def test_another_state_of_the_same_step_is_another_checkpoint(make, directory) -> None:
+    """Weights may change without an update: averaged ones, for instance, that are rated then."""
+    for best in (0.5, None):
+        checkpoints = make(keep=1)
+        save(checkpoints, 1)
+        checkpoints.save(1, {"weight": torch.full((2,), 7.0)}, "averaged", best=best)
+        checkpoints.wait()
+        assert names(directory) == ["step-00000001.1"], "a second launch does the same"
+        assert checkpoints.newest().text == "averaged"
+        assert checkpoints.newest().best == 0.5
+    rated = choose(directory.parent, best=True)
+    assert read(rated)["weight"].tolist() == [7.0, 7.0]
+    assert choose(directory.parent, step=1).path == rated.path
+    save(checkpoints, 2)
+    assert names(directory) == ["step-00000001.1", "step-00000002"], "the best, and the newest"
+
+
+def test_an_end_waits_for_what_is_being_written(make, directory) -> None:
+    checkpoints = make()
+    checkpoints.save(1, state(1), "", best=None)
+    checkpoints.close(10.0)
+    assert names(directory) == ["step-00000001"]
 
 
 def test_a_step_that_another_launch_saved_is_kept(make, directory) -> None:
@@ -390,7 +416,7 @@ def test_best_of_a_checkpoint_that_is_gone(make, directory) -> None:
     checkpoints = make()
     save(checkpoints, 1)
     shutil.rmtree(directory / "step-00000001")
-    checkpoints.save(1, state(1), "", best=1.0)
+    checkpoints.save(1, state(1), json.dumps({"step": 1}), best=1.0)
     with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
         checkpoints.wait()
     save(checkpoints, 1)
