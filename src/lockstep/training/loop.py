@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
 
 import torch
 
@@ -14,26 +13,11 @@ from lockstep.errors import StepError
 from lockstep.layout import keys
 from lockstep.strategies.followed import FollowedModule
 from lockstep.strategies.held import HeldModel
+from lockstep.training.listeners import Listener
 from lockstep.training.track import Track
 
 #: Gives everything its saved state; told whether everything is expected to be there.
 Restore = Callable[[bool], None]
-
-
-class Listener(Protocol):
-    """Who is told of steps and loops: records and the watch over other ranks."""
-
-    def step_ends(self, step: int, microbatch: Microbatch) -> None:
-        """Step number `step` (counted from 1) has updated the parameters."""
-
-    def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
-        """A loop over a loader begins."""
-
-    def microbatch_begins(self, microbatch: Microbatch) -> None:
-        """A loop's body is about to see a microbatch."""
-
-    def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
-        """A loop over a loader is over, in its global batch `step`."""
 
 
 class Loop:
@@ -46,8 +30,10 @@ class Loop:
         listeners: who is told of steps and loops.
 
     Attributes:
+        track: the way through the script.
         epoch: number of the running epoch.
         epochs: how many epochs were asked for.
+        key: where generators were started last, outside of microbatches.
         resumed: after which step the run goes on; 0 where it begins.
         followed: modules whose buffers are replica 0's, too; the run adds to them.
     """
@@ -61,10 +47,9 @@ class Loop:
         self.followed: list[FollowedModule] = []
         self._listeners = listeners
         self._active: list[Microbatch] = []
-        self._track = Track()
+        self.track = Track()
         self._loops: list[LoopEvent] = []  # those that we are in
         self._losses: list[float] = []  # of the batch that is computed again, those to come
-        self._key: int | None = None  # where generators were set to last, outside of microbatches
         self._fresh = False  # whether there was an update since the last point
         self._restore: Restore | None = None
         self._updated = False
@@ -76,6 +61,7 @@ class Loop:
         self.warn: Callable[[str], None] = _say_nothing
         self.epoch = 0
         self.epochs = 0
+        self.key: int | None = None
         self.points = 0
         self.resumed = 0
         self.at_point: Callable[[], None] = _nothing
@@ -84,70 +70,64 @@ class Loop:
 
     def run_epochs(self, count: int, epoch_ends: Callable[[int], None]) -> Iterator[int]:
         """Yield the epochs of the run that are still to be run."""
-        self._refuse_in_metric()
         self.epochs = count
         self.approach()
-        for epoch in self._track.phase_begins(count):
+        for epoch in self.track.phase_begins(count):
             self.epoch = epoch
-            self._track.epoch_begins(epoch)
-            self._arrive()
-            self._set_key(keys.EPOCH, self._track.stretch)
+            self.track.epoch_begins(epoch)
+            self.arrive()
+            self._set_key(keys.EPOCH, self.track.stretch)
             try:
                 yield epoch
             except GeneratorExit:  # a `break`, or an exception in the script
                 self._leave_epochs()
                 raise
             self._end_epoch(epoch, epoch_ends)
-        self._track.phase_ends()
+        self.track.phase_ends()
         self._begin_between()
 
     def _end_epoch(self, epoch: int, epoch_ends: Callable[[int], None]) -> None:
         if self.is_on_the_way:
-            self._track.epoch_ends()
-            self._arrive()
+            self.track.epoch_ends()
+            self.arrive()
         else:
             epoch_ends(epoch)
-            self._track.epoch_ends()
+            self.track.epoch_ends()
             self.point()
 
     def _leave_epochs(self) -> None:
         if not self._closed:
-            self._track.phase_left()
+            self.track.phase_left()
             self._begin_between()
 
     def _begin_between(self) -> None:
-        self._arrive()
-        self._set_key(keys.EPOCH, self._track.stretch)
-
-    def _refuse_in_metric(self) -> None:
-        metrics = self._track.open_metrics
-        if metrics and not self._track.is_in_epoch:
-            raise StepError(
-                f"run.epochs was called by the items of {metrics[-1].call}; expected them to come from "
-                "loops over loaders",
-                hint=f"call {metrics[-1].call} in each epoch",
-            )
+        self.arrive()
+        self._set_key(keys.EPOCH, self.track.stretch)
 
     def _set_key(self, purpose: str, *numbers: int) -> None:
-        self._key = keys.derive(self._seed, purpose, *numbers)
-        set_key(self._key)
+        self.set_key(keys.derive(self._seed, purpose, *numbers))
+
+    def set_key(self, key: int) -> None:
+        """Start all generators at `key`."""
+        self.key = key
+        set_key(key)
 
     # --- points: places between batches and between epochs, where the state is whole -------------
 
     @property
     def steps(self) -> int:
         """How many steps are done; on the way back as many as were when the script was here."""
-        return self._track.steps
+        return self.track.steps
 
     @property
     def updates(self) -> int:
         """How many times the parameters have been updated, with the step that is under way."""
-        return self._track.steps + self._updated
+        return self.track.steps + self._updated
 
     @property
     def position(self) -> Position:
         """Where the run stands at this point."""
-        return self._track.position(self.points)
+        return self.track.position(self.points)
 
     def resume(self, position: Position, restore: Restore) -> None:
         """Go on at `position`: pass over what was done before it.
@@ -157,7 +137,7 @@ class Loop:
             restore: gives models and all others their state. It is called as soon as the script comes to
                 its first loop, which may only evaluate, and again, for the whole, at `position`.
         """
-        self._track.set_out(position)
+        self.track.set_out(position)
         self.points, self.resumed = position.points, position.steps
         self._restore = restore
 
@@ -168,17 +148,17 @@ class Loop:
             CheckpointError: if it has not come to where its state was saved.
         """
         self.approach()
-        self._track.check_arrived()
+        self.track.check_arrived()
 
     @property
     def is_on_the_way(self) -> bool:
         """Whether the script has not come to where its state was saved."""
-        return self._track.is_on_the_way
+        return self.track.is_on_the_way
 
     @property
     def is_entered_again(self) -> bool:
         """Whether the script does what it has done before, in an epoch, a loop or a metric."""
-        return self.is_on_the_way and self._track.depth > 0
+        return self.is_on_the_way and self.track.depth > 0
 
     def approach(self) -> None:
         """The script comes to its first loop, epoch or metric: from here on it may use the state."""
@@ -186,10 +166,11 @@ class Loop:
             self._has_approached = True
             with undisturbed():
                 self._restore(False)
-            self._arrive()
+            self.arrive()
 
-    def _arrive(self) -> None:
-        position = self._track.arrives()
+    def arrive(self) -> None:
+        """Load the state, if the script has come to where that was saved."""
+        position = self.track.arrives()
         if position is None:
             return
         assert self._restore is not None, "there was a position to come to"
@@ -198,8 +179,8 @@ class Loop:
         self._restore = None
         self._fresh = self._updated = False
         self.points = position.points
-        if self._track.evaluated_again:
-            loaders = ", ".join(map(str, sorted(set(self._track.evaluated_again))))
+        if self.track.evaluated_again:
+            loaders = ", ".join(map(str, sorted(set(self.track.evaluated_again))))
             self.warn(
                 f"lockstep: warning: loops over loader {loaders} that only evaluate have run again, with "
                 f"the parameters of step {self.steps}; run.mean, run.sum and run.gather return what they "
@@ -214,13 +195,13 @@ class Loop:
     def passes_save(self) -> bool:
         """The script calls `run.save` outside of loops; return whether that has been done before."""
         self.approach()
-        done = self._track.passes_save()
-        self._arrive()
+        done = self.track.passes_save()
+        self.arrive()
         return done
 
     def point(self) -> None:
         """The state is whole here."""
-        if self._track.is_on_the_way:
+        if self.track.is_on_the_way:
             return
         # A loop that was left in the middle of a batch has not let the ranks' buffers meet.
         for model in self._buffered:
@@ -307,7 +288,7 @@ class Loop:
 
     def new_loader(self) -> int:
         """Return the number of a loader that the script makes now."""
-        return self._track.new_loader()
+        return self.track.new_loader()
 
     def loop_begins(self, loader: int, batching: Callable[[], Batching]) -> Start:
         """Return where a loop over `loader` that begins now starts.
@@ -318,8 +299,8 @@ class Loop:
         """
         self.require_meeting_point("iterating over a loader")
         self.approach()
-        loop, start = self._track.loop_begins(loader, batching())
-        self._arrive()
+        loop, start = self.track.loop_begins(loader, batching())
+        self.arrive()
         if not self._loops:
             self._trains = start.is_over or start.again is not None or start.batch > 0
             self._losses = [] if start.again is None else [float(loss) for loss in loop.losses]
@@ -390,14 +371,14 @@ class Loop:
         if passed is not None and not self._active:
             self._count_update(passed)
         if self._is_again(start):
-            self._track.repeated(loop)
-            self._arrive()
+            self.track.repeated(loop)
+            self.arrive()
             return start.is_over
         if len(self._loops) != 1 or self._active:
             return False  # inside of another loop: its batch is not done
         loop.batches, loop.steps = loop.batches + 1, self.steps
         if self._fresh:
-            self._track.trained(loop)
+            self.track.trained(loop)
             self._trains = True
             self.point()
         return False
@@ -406,7 +387,7 @@ class Loop:
         if not self._updated:
             return
         self._updated = False
-        self._track.steps += 1
+        self.track.steps += 1
         if self.is_on_the_way:
             return
         self._fresh = True
@@ -423,50 +404,26 @@ class Loop:
         if not self._loops:
             self._end_outermost(ended, early=early)
         if self._is_again(start):
-            self._track.repeated(ended)  # it was left in the middle
-        self._track.loop_ends(ended, early=early)
-        self._arrive()
+            self.track.repeated(ended)  # it was left in the middle
+        self.track.loop_ends(ended, early=early)
+        self.arrive()
         for listener in self._listeners:
             listener.loop_ends(loader, start.epoch, start.round, step, early=early)
 
     def _end_outermost(self, ended: LoopEvent, *, early: bool) -> None:
         if not self.is_on_the_way and (self._fresh or self._trains):
             ended.complete, ended.steps = True, self.steps
-            self._track.trained(ended)
+            self.track.trained(ended)
         self._fresh = self._trains = False
         if not early:
             self.come_together()
 
-    # --- metrics and losses, which a script that is started again finds as they were ----------------
-
-    def metric_begins(self, call: str) -> MetricEvent:
-        """Return a call of a metric that begins now; done, if it was before the position."""
-        self.approach()
-        event = self._track.metric_begins(call)
-        if event.done:
-            if event.key is not None:
-                self._key = event.key
-                set_key(event.key)
-            self._arrive()
-        else:
-            event.key = self._key
-        return event
-
-    def metric_ends(self, event: MetricEvent, value: Any) -> None:
-        """A call of a metric returns `value`."""
-        key = None if self._key == event.key else self._key
-        if key is not None:
-            set_key(key)  # whatever its items have drawn behind their loops is not drawn again
-        self._track.metric_ends(event, value, key)
-
-    def metric_left(self, event: MetricEvent) -> None:
-        """A call of a metric has ended with an exception."""
-        self._track.metric_left(event)
+    # --- what a script that is started again finds as it was ---------------------------------------
 
     @property
     def open_metrics(self) -> list[MetricEvent]:
         """The calls of metrics that the script is in, the outermost first."""
-        return self._track.open_metrics
+        return self.track.open_metrics
 
     def saw_loss(self, loss: torch.Tensor) -> None:
         """Keep a loss whose gradients have been computed, or give it the value that it had.

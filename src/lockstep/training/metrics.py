@@ -91,7 +91,7 @@ class Metrics:
         return Columns(self._replicas, self._block, self._group)
 
     def _compute(self, call: str, items: Iterable[Any], seen: _Seen) -> Any:
-        event = self._loop.metric_begins(call)
+        event = self._begin(call)
         if event.done:
             return _copy(event.value)
         self._loop.require_meeting_point(call)
@@ -104,12 +104,32 @@ class Metrics:
             with self._meeting(call):
                 value = seen.result()
         except BaseException:
-            self._loop.metric_left(event)
+            self._loop.track.metric_left(event)
             raise
         finally:
             self._under_way.pop()
-        self._loop.metric_ends(event, value)
+        self._end(event, value)
         return _copy(value)
+
+    def _begin(self, call: str) -> MetricEvent:
+        """Return a call that begins now; done, if it was before the position that the run goes on from."""
+        self._loop.approach()
+        event = self._loop.track.metric_begins(call)
+        if not event.done:
+            event.key = self._loop.key
+            return event
+        if event.key is not None:
+            self._loop.set_key(event.key)
+        self._loop.arrive()
+        return event
+
+    def _end(self, event: MetricEvent, value: Any) -> None:
+        key = None if self._loop.key == event.key else self._loop.key
+        if key is not None:
+            self._loop.set_key(
+                key
+            )  # what its items have drawn behind their loops is not drawn again
+        self._loop.track.metric_ends(event, value, key)
 
     def _with_microbatches(
         self, call: str, items: Iterable[Any]

@@ -44,7 +44,8 @@ from lockstep.training.formation import (
 )
 from lockstep.training.identity import describe
 from lockstep.training.keeping import Keeper
-from lockstep.training.loop import Listener, Loop
+from lockstep.training.listeners import Listener
+from lockstep.training.loop import Loop
 from lockstep.training.memory import Memory, find_slot
 from lockstep.training.preemption import Preempted, Signals
 from lockstep.training.scaling import Scaler

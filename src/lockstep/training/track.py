@@ -28,7 +28,7 @@ from lockstep.checkpoint.position import (
     SaveEvent,
 )
 from lockstep.data.microbatch import Batching, Start
-from lockstep.errors import CheckpointError, RunDirectoryError
+from lockstep.errors import CheckpointError, RunDirectoryError, StepError
 
 EventT = TypeVar("EventT", PhaseEvent, MetricEvent, SaveEvent)
 
@@ -107,13 +107,27 @@ class Track:
     # --- phases and epochs -----------------------------------------------------------------------
 
     def phase_begins(self, count: int) -> range:
-        """Return the epochs of a phase of `count` that are still to be run, or entered again."""
+        """Return the epochs of a phase of `count` that are still to be run, or entered again.
+
+        Raises:
+            StepError: inside of a metric.
+        """
+        self._refuse_in_metric()
         event = self._expect(PhaseEvent)
         if event is None:
             event = PhaseEvent(begin=self.counters())
             self._enter(event)
             return range(count)
         return self._return_to(event, count)
+
+    def _refuse_in_metric(self) -> None:
+        metrics = self.open_metrics
+        if metrics and not self.is_in_epoch:
+            raise StepError(
+                f"run.epochs was called by the items of {metrics[-1].call}; expected them to come from "
+                "loops over loaders",
+                hint=f"call {metrics[-1].call} in each epoch",
+            )
 
     def _return_to(self, event: PhaseEvent, count: int) -> range:
         last = event.epoch

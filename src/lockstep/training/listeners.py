@@ -1,0 +1,23 @@
+"""What is told of steps and loops."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from lockstep.data.microbatch import Microbatch
+
+
+class Listener(Protocol):
+    """Who is told of steps and loops: records and the watch over other ranks."""
+
+    def step_ends(self, step: int, microbatch: Microbatch) -> None:
+        """Step number `step` (counted from 1) has updated the parameters."""
+
+    def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
+        """A loop over a loader begins."""
+
+    def microbatch_begins(self, microbatch: Microbatch) -> None:
+        """A loop's body is about to see a microbatch."""
+
+    def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
+        """A loop over a loader is over, in its global batch `step`."""
