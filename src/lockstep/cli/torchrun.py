@@ -55,7 +55,9 @@ def add_flags(parser: Parser) -> None:
     """Add the flags that only torchrun has."""
     group = parser.add_argument_group(
         "torchrun",
-        "Its other flags. All of its flags may be spelled with underscores, and be set by PET_* variables.",
+        "Its other flags. All of its flags may be spelled with underscores, and be set by PET_* variables. "
+        "Without effect: --monitor-interval, --event-log-handler. Refused: --logs-specs, "
+        "--duplicate-stdout-filters, --duplicate-stderr-filters, --virtual-local-rank.",
     )
     before = _dests(parser)
     _add_meeting(group)
@@ -113,11 +115,14 @@ def _add_start(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_without_effect(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--monitor-interval", type=float, metavar="SECONDS", help="without effect")
-    group.add_argument("--event-log-handler", metavar="NAME", help="without effect")
-    for name in ("--logs-specs", "--duplicate-stdout-filters", "--duplicate-stderr-filters"):
-        group.add_argument(name, metavar="…", help="refused: says what to use")
-    group.add_argument("--virtual-local-rank", action="store_true", help="refused, too")
+    """Add flags that the help names in one sentence: what they say is in `lockstep.launch.torchrun`."""
+    hidden = argparse.SUPPRESS
+    group.add_argument("--monitor-interval", type=float, help=hidden)
+    for flag in ("--event-log-handler", "--logs-specs"):
+        group.add_argument(flag, help=hidden)
+    for stream in ("stdout", "stderr"):
+        group.add_argument(f"--duplicate-{stream}-filters", help=hidden)
+    group.add_argument("--virtual-local-rank", action="store_true", help=hidden)
 
 
 def words(environ: Mapping[str, str]) -> list[str]:

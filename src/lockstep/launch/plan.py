@@ -165,11 +165,8 @@ def make_plan(
     size = meeting.size or n
     check_replicas(spec, environ, size)
     log_dir = log_dir or run_dir / "logs"
-    shared = {
-        **_shared_environment(spec, machine, environ, meeting, n),
-        "LOCKSTEP_RUN_DIR": str(run_dir),
-        "LOCKSTEP_LOG_DIR": str(log_dir),
-    }
+    shared = _shared_environment(spec, machine, environ, meeting, n)
+    shared |= {"LOCKSTEP_RUN_DIR": str(run_dir), "LOCKSTEP_LOG_DIR": str(log_dir)}
     here = range(meeting.first_local_rank, meeting.first_local_rank + n)
     places = seats(spec, machine, environ, here, own=meeting.own_gpus)
     sharing, among = (range(n), n) if meeting.own_cores else (here, meeting.local_size or n)
@@ -182,12 +179,8 @@ def make_plan(
             rank=rank,
             local_rank=local_rank,
             command=command(spec, local_rank),
-            env={
-                **_identity(rank, local_rank, error_file),
-                **shared,
-                **places[index].env,
-                **bound[index],
-            },
+            env=_identity(rank, local_rank, error_file)
+            | {**shared, **places[index].env, **bound[index]},
             device=places[index].device,
             gpu=places[index].gpu,
             log=log_dir / f"rank-{rank}.log",
@@ -196,14 +189,12 @@ def make_plan(
 
     # Servers are with the first rank, where the store is: on the node that all others reach.
     own = 0 if meeting.first_rank else servers.count(spec, environ)
+    errors = error_dir / f"{meeting.generation}.json"
     return Plan(
         spec=spec,
         size=size,
-        workers=tuple(worker(index) for index in range(n)),
-        servers=tuple(
-            _server(index, spec, shared, log_dir, error_dir / f"{meeting.generation}.json")
-            for index in range(own)
-        ),
+        workers=tuple(map(worker, range(n))),
+        servers=tuple(_server(index, spec, shared, log_dir, errors) for index in range(own)),
     )
 
 

@@ -52,9 +52,13 @@ class Work:
         return [*words, *self.of_servers, *(() if is_said else ("--servers", "1"))]
 
     def environ(self, layout: Layout, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return what a layout keeps of the environment."""
+        """Return what a layout keeps of the environment: `PET_*` variables speak of another launch."""
         others = _OURS if layout.strategy in (None, WITH_SERVERS) else (*_OURS, *_OF_SERVERS)
-        return {name: value for name, value in environ.items() if name not in others}
+        return {
+            name: value
+            for name, value in environ.items()
+            if name not in others and not name.startswith("PET_")
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ def test_where_nobody_says_how_many_servers_there_is_one() -> None:
 
 def test_variables_of_servers_go_to_the_strategy_that_has_them() -> None:
     environ = {
+        "PET_NNODES": "2",
         "PATH": "/bin",
         "LOCKSTEP_SERVERS": "2",
         "LOCKSTEP_STALENESS": "0",
