@@ -58,7 +58,7 @@ class Loop:
         self._has_approached = False
         self._trains = False  # whether the outermost loop has updated parameters
         self._closed = False
-        self.warn: Callable[[str], None] = _say_nothing
+        self.warn: Callable[[str], None] = _nothing
         self.epoch = 0
         self.epochs = 0
         self.key: int | None = None
@@ -443,9 +443,5 @@ class Loop:
         self._closed = True
 
 
-def _nothing() -> None:
-    """What happens at a point of a run that keeps no state."""
-
-
-def _say_nothing(_: str) -> None:
-    """Where a loop without a run warns."""
+def _nothing(*_: object) -> None:
+    """What happens at a point of a loop without a run."""

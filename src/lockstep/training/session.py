@@ -19,7 +19,7 @@ from lockstep.data.build import LoaderSettings
 from lockstep.data.loader import Loader
 from lockstep.data.microbatch import Microbatch
 from lockstep.data.randomness import set_key
-from lockstep.errors import DivergenceError, LockstepError, ModelError, PeerError, UsageError
+from lockstep.errors import LockstepError, PeerError, UsageError
 from lockstep.exchange.choose import exactness_of
 from lockstep.layout import keys
 from lockstep.layout.classes import of_staleness, worst
@@ -33,6 +33,7 @@ from lockstep.strategies.precision import check_precision
 from lockstep.training.averages import Averages
 from lockstep.training.continuation import Continuation
 from lockstep.training.digest import digest
+from lockstep.training.divergence import check_same
 from lockstep.training.earlier import launch_of, recall
 from lockstep.training.faults import Faults
 from lockstep.training.formation import (
@@ -51,7 +52,7 @@ from lockstep.training.preemption import Preempted, Signals
 from lockstep.training.scaling import Scaler
 from lockstep.training.settings import Settings
 from lockstep.training.standing import Standing
-from lockstep.training.state import State, check_savable
+from lockstep.training.state import State
 from lockstep.training.threads import set_threads
 from lockstep.training.together import Together
 from lockstep.training.turns import Turns
@@ -120,11 +121,8 @@ class Session:
             always = needs_group(settings.strategy)
             connection = connect(self._meeting, self.device, always=always)
             self.groups = Groups.of(connection.group, mesh, settings.strategy, self.device)
-        self.store, self.group, self._owns_group = (
-            connection.store,
-            connection.group,
-            connection.owned,
-        )
+        self.store, self.group = connection.store, connection.group
+        self._owns_group = connection.owned
         self.together = Together(self.standing, self.group, self._meeting)
         self.exchange = self._choose_exchange()
         self.state = State()
@@ -304,16 +302,7 @@ class Session:
 
     def register(self, name: str, value: Any) -> None:
         """Count `value` as state of the run."""
-        for method in ("state_dict", "load_state_dict"):
-            if not callable(getattr(value, method, None)):
-                raise ModelError(
-                    f"{name} is a {type(value).__name__} without {method}(); "
-                    "expected an object that can save and load its state"
-                )
-        if name in self.state.registered:
-            raise ModelError(f"{name} is registered already; expected another name")
-        check_savable(name, value.state_dict())
-        self.state.registered[name] = value
+        self.state.register(name, value)
         self._averages.add(value)
 
     def digest(self) -> str:
@@ -406,7 +395,8 @@ class Session:
             self._watch.run_ends()
         self._record.script_ends()
         with self.standing.meeting("the end of the run"):
-            self._agree(own_digest)
+            if self.group is not None:
+                check_same(self._meeting, own_digest, exact=self.settings.exact)
         if self._watch is not None:
             self._watch.close()  # from here on nobody waits for another rank
         if self._backwards and not self.loop.steps:
@@ -416,22 +406,6 @@ class Session:
             )
         self._record.finish(own_digest, time.monotonic() - self._started, used)
         self._keeper.leave_behind()
-
-    def _agree(self, own: str) -> None:
-        if self.group is None:
-            return
-        store = self._meeting.store
-        store.set(f"digest/{self.world.rank}", own)
-        self._meeting.wait([f"digest/{rank}" for rank in range(self.world.size)], "the end")
-        for rank in range(self.world.size):
-            theirs = store.get(f"digest/{rank}").decode()
-            if theirs != own and self.settings.exact:
-                raise DivergenceError(
-                    f"rank {self.world.rank} ends with {own}, rank {rank} with {theirs}; "
-                    "expected the same bits",
-                    hint="look for code that changes weights by itself on one rank; "
-                    "`lockstep verify` names the first step that differs",
-                )
 
     def close(self, error: BaseException | None) -> None:
         """Give back everything; after an error nothing that would wait for other ranks."""

@@ -104,6 +104,19 @@ class State:
         if self.scaler is not None and state.get("scaler"):
             self.scaler.load_state_dict(state["scaler"])
 
+    def register(self, name: str, value: Any) -> None:
+        """Count `value` as state of the run."""
+        for method in ("state_dict", "load_state_dict"):
+            if not callable(getattr(value, method, None)):
+                raise ModelError(
+                    f"{name} is a {type(value).__name__} without {method}(); "
+                    "expected an object that can save and load its state"
+                )
+        if name in self.registered:
+            raise ModelError(f"{name} is registered already; expected another name")
+        check_savable(name, value.state_dict())
+        self.registered[name] = value
+
     @property
     def is_split(self) -> bool:
         """Whether no rank has all of it: then all ranks gather it together."""

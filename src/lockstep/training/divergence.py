@@ -1,0 +1,42 @@
+"""Whether all ranks end with the same bits."""
+
+from __future__ import annotations
+
+import json
+
+from lockstep.errors import DivergenceError
+from lockstep.world.meet import Meeting
+
+
+def check_same(meeting: Meeting, own: str, *, exact: bool) -> None:
+    """Wait until all ranks have come to their end, and compare what they end with.
+
+    Rank 0 reads all digests and tells the others which is another one: each key is read once.
+
+    Args:
+        meeting: with the other ranks.
+        own: digest of this rank.
+        exact: whether digests have to be the same.
+
+    Raises:
+        DivergenceError: if a rank holds other bits.
+        PeerError: if a rank does not come to its end.
+    """
+    store, world = meeting.store, meeting.world
+    names = [f"digest/{rank}" for rank in range(world.size)]
+    store.set(names[world.rank], own)
+    if world.is_main:
+        meeting.wait(names, "the end")
+        digests = [store.get(name).decode() for name in names]
+        other = next((rank for rank, digest in enumerate(digests) if digest != own), None)
+        told = None if other is None else [own, other, digests[other]]
+        store.set("digest/other", json.dumps(told))
+    meeting.wait(["digest/other"], "the end")
+    found = json.loads(store.get("digest/other"))
+    if found is not None and exact:
+        main, rank, digest = found
+        raise DivergenceError(
+            f"rank 0 ends with {main}, rank {rank} with {digest}; expected the same bits",
+            hint="look for code that changes weights by itself on one rank; "
+            "`lockstep verify` names the first step that differs",
+        )
