@@ -13,23 +13,23 @@ _WINS = {
     "local_addr": "LOCKSTEP_INTERFACE",
     "rdzv_conf": "LOCKSTEP_JOIN_TIMEOUT",
 }
-#: Destinations that other groups of `lockstep run` give torchrun's flags, by torchrun's own.
-_SHARED = {
-    "nnodes": "nnodes",
-    "nproc_per_node": "n",
-    "rdzv_endpoint": "rdzv_endpoint",
-    "rdzv_id": "rdzv_id",
-    "node_rank": "node_rank",
-    "master_addr": "master_addr",
-    "master_port": "master_port",
-    "max_restarts": "max_restarts",
-    "module": "module",
-    "log_dir": "log_dir",
-    "redirects": "redirects",
-    "tee": "tee",
-    "local_ranks_filter": "local_ranks_filter",
-}
-#: torchrun's own flags that it reads from the environment, too.
+#: torchrun's flags that other groups of `lockstep run` have.
+_SHARED = (
+    "nnodes",
+    "nproc_per_node",
+    "rdzv_endpoint",
+    "rdzv_id",
+    "node_rank",
+    "master_addr",
+    "master_port",
+    "max_restarts",
+    "module",
+    "log_dir",
+    "redirects",
+    "tee",
+    "local_ranks_filter",
+)
+#: Flags that only torchrun has, and reads from the environment, too.
 _OWN = (
     "rdzv_backend",
     "rdzv_conf",
@@ -63,7 +63,7 @@ def add_flags(parser: Parser) -> None:
     _add_meeting(group)
     _add_start(group)
     _add_without_effect(group)
-    parser.abbreviated = {*_SHARED.values(), *(_dests(parser) - before)}
+    parser.abbreviated = {"n", *_SHARED, *(_dests(parser) - before)}
 
 
 def _dests(parser: argparse.ArgumentParser) -> set[str]:

@@ -18,8 +18,8 @@ _MEETING_HINT = (
     "--rdzv-endpoint HOST or --rdzv-endpoint file:///SHARED/DIRECTORY needs no other service"
 )
 _START: Mapping[str, StartMethod] = {"spawn": "spawn", "fork": "fork", "forkserver": "fork"}
-#: Signals that a launcher always hears.
-_HEARD = ("SIGTERM", "SIGINT", "SIGHUP")
+#: Signals that a launcher always handles.
+_HANDLED = ("SIGTERM", "SIGINT", "SIGHUP")
 #: Settings of torchrun's rendezvous that Lockstep has, and those that it has no use for.
 _CONF = {
     "timeout": "join_timeout",
@@ -101,9 +101,9 @@ class Asked:
 
     @property
     def signals(self) -> tuple[str, ...]:
-        """Signals that the launcher hears besides those that it always hears."""
+        """Signals that the launcher handles besides those that it always handles."""
         words = (self.signals_to_handle or "").upper().split(",")
-        return tuple(word.strip() for word in words if word.strip() not in ("", *_HEARD))
+        return tuple(word.strip() for word in words if word.strip() not in ("", *_HANDLED))
 
     def kind(self, *, module: bool) -> TargetKind:
         """Return what is started.
