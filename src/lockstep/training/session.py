@@ -133,21 +133,25 @@ class Session:
         self._record = Recorder(self._record_settings(), self._identity, world, self.store)
         self._remember_directory()
         self._watch = self._start_watch()
+        self._begin()
+        self._signals = Signals(self._keeper.stop, patient=world.environment == "lockstep")
+        set_key(keys.derive(settings.seed, keys.INIT))
+
+    def _begin(self) -> None:
+        """Make the loop, and let it begin, or go on from the newest state."""
         listeners = self._listeners()
-        self.loop = Loop(settings.seed, self.replicas, self.models, listeners)
+        self.loop = Loop(self.settings.seed, self.replicas, self.models, listeners)
         self._averages = Averages(self.loop.followed, self.holding(-1), self.models)
         self._averages.meeting = self.standing.meeting("the exchange of buffers")
         listeners.append(self._averages)
         self._record.bind(self.loop, self.digests)
-        self._faults = Faults.of(os.environ, world)
+        self._faults = Faults.of(os.environ, self.world)
         with self._meeting.telling():
             self._keeper = self._keep()
         if self.loop.is_on_the_way:
             self._faults.go_on(self.loop.resumed)
         self.loop.at_point = self._at_point
         self.loop.warn = self._record.warn
-        self._signals = Signals(self._keeper.stop, patient=world.environment == "lockstep")
-        set_key(keys.derive(settings.seed, keys.INIT))
 
     def _listeners(self) -> list[Listener]:
         """Return who is told of steps and loops."""

@@ -128,3 +128,40 @@ def test_what_an_earlier_run_has_agreed_on_is_past(board):
     board.begin_run()
     second = OnBoard(board, leads=True)
     assert [second.at_point(step) for step in (1, 2, 3)] == [None, None, None]
+
+
+class Racing(ThroughStore):
+    """Its main thread ends a turn at the very moment at which its other thread reads which one it is."""
+
+    race = False
+    number = 0
+
+    @property
+    def _turn(self) -> int:
+        seen = self.number
+        if self.race:
+            self.race = False
+            assert self.at_point(7) == "save"
+        return seen
+
+    @_turn.setter
+    def _turn(self, number: int) -> None:
+        self.number = number
+
+
+def test_a_turn_that_ends_while_a_thread_looks_is_not_taken_again():
+    """The rank would save, or stop, a second time, and alone."""
+    store = dist.HashStore()
+    for key in ("0/asked", "0/ready/0", "0/ready/1"):
+        store.set(key, "1")
+    store.set("0/at", "7")
+    rank = Racing(store, 1, 2)
+    rank.close()
+    rank._stop.clear()
+    rank._look_once()
+    rank.race = True
+    rank._look_once()
+    if rank.race:  # it has not looked at the turn: the main thread ends it now
+        assert rank._turn == 0
+    assert rank._ready is None
+    assert rank.at_point(8) is None

@@ -180,3 +180,54 @@ def test_values_that_come_from_no_loop() -> None:
     with pytest.raises(StepError, match="saw no samples"):
         metrics.gather([])
     assert metrics.sum([]) == 0
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+def test_means_of_what_has_a_weight_of_its_own(replicas: int) -> None:
+    metrics, loader = make(replicas)
+
+    def items() -> Any:
+        for (x,) in loader:
+            yield {"tokens": (x.double().mean(), x.sum()), "samples": x, "none": (math.nan, 0)}
+
+    with pytest.raises(StepError, match="saw no samples of 'none'"):
+        metrics.mean(items())
+    tokens = metrics.mean((x.double().mean(), len(x) * 3) for (x,) in loader)
+    assert tokens == pytest.approx(28.5)
+    some = metrics.mean(
+        (x.double().mean() if i % 2 else math.nan, i % 2) for i, (x,) in enumerate(loader)
+    )
+    assert not math.isnan(some)
+
+
+def test_a_weight_goes_with_one_number() -> None:
+    metrics, loader = make(1)
+    with pytest.raises(StepError, match=r"shape \(4,\) with a weight"):
+        metrics.mean((x, 4) for (x,) in loader)
+    with pytest.raises(StepError, match="a tuple of 3"):
+        metrics.mean((x, 4, 5) for (x,) in loader)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+@pytest.mark.parametrize("grad", [True, False], ids=["with stand-ins", "without"])
+def test_sums_of_any_shape(replicas: int, grad: bool) -> None:
+    metrics, loader = make(replicas)
+
+    def table(x: torch.Tensor) -> torch.Tensor:
+        return torch.bincount(x % 3, minlength=6).view(2, 3)
+
+    with torch.set_grad_enabled(grad):
+        found = metrics.sum((table(x) for (x,) in loader), per_sample=False)
+        named = metrics.sum(
+            ({"a": table(x).float(), "b": table(x).numpy(), "c": len(x)} for (x,) in loader),
+            per_sample=False,
+        )
+    assert torch.equal(found, table(VALUES))
+    assert found.dtype == torch.int64
+    assert named["a"].dtype == torch.float64
+    assert torch.equal(named["a"].long(), found)
+    assert torch.equal(named["b"], found)
+    assert named["c"] == 10
+    found.zero_()
+    with pytest.raises(StepError, match="values of the shapes"):
+        metrics.sum((torch.zeros(1 + i) for i, _ in enumerate(loader)), per_sample=False)
