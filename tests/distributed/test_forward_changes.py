@@ -91,3 +91,15 @@ def pruned() -> str:
 
 def test_pruning_between_epochs() -> None:
     assert_same(pruned, [1, 2, 3], replicas=3)
+
+
+def prune_shards() -> None:
+    with quiet_run(strategy="fsdp", replicas=2) as run:
+        model = run.model(nn.Linear(6, 4))
+        prune.l1_unstructured(model, "weight", 0.5)
+
+
+def test_pruning_what_is_cut_over_ranks() -> None:
+    with pytest.raises(RankError, match="of which each rank holds a part") as caught:
+        run_ranks(prune_shards, 2)
+    assert "prune before run.model" in str(caught.value)

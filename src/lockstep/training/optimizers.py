@@ -279,15 +279,3 @@ def clip_values(
     for model in models:
         own = {id(p) for p in model.parameters}
         model.clip_values([p for p in parameters if id(p) in own], value)
-
-
-def explained(error: BaseException, models: Sequence[HeldModel]) -> StepError | None:
-    """Return what torch's `clip_grad_value_` means, if it is that which failed for want of gradients."""
-    several = any(model.several_replicas for model in models)
-    if not several or "nested_tensorlist[0].empty()" not in str(error):
-        return None
-    return StepError(
-        "torch.nn.utils.clip_grad_value_ found no gradients; on microbatches that are not the last of "
-        "their global batch there are none yet",
-        hint="run.clip_grad_value_(model, value), which acts once per global batch",
-    )

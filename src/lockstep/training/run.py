@@ -20,6 +20,7 @@ from lockstep.errors import UsageError
 from lockstep.training import optimizers
 from lockstep.training.backward import Backward
 from lockstep.training.batchnorm import synchronise
+from lockstep.training.explained import explained
 from lockstep.training.footprint import footprint
 from lockstep.training.loaders import Loaders
 from lockstep.training.metrics import Item, Metrics, Value
@@ -134,7 +135,7 @@ class Run(Whereabouts):
         traceback: TracebackType | None,
     ) -> None:
         if error is not None:
-            told = optimizers.explained(error, self._session.models)
+            told = explained(error, self._session.models)
             self._session.close(told or error)
             if told is not None:
                 raise told.with_traceback(traceback) from error

@@ -12,6 +12,7 @@ from lockstep.checkpoint import tree
 from lockstep.errors import CheckpointError, ModelError
 from lockstep.strategies.held import HeldModel
 from lockstep.training.groups import add_missing, names_of
+from lockstep.training.pruned import prune_alike, unpruned
 from lockstep.training.scaling import Scaler
 
 #: Where in what is saved the values of metrics are that are tensors.
@@ -76,8 +77,9 @@ class State:
         Raises:
             CheckpointError: if the script has made other things than the state has.
         """
-        models = _numbered([model.load for model in self.models])
-        _load("model", models, state["models"], whole=whole)
+        _load(
+            "model", self._model_loaders(state["models"], whole=whole), state["models"], whole=whole
+        )
         for number, model in enumerate(self.models):
             _fill(model, state["buffers"].get(str(number)), state["gradients"].get(str(number)))
             if whole and str(number) in state["modes"]:
@@ -131,6 +133,19 @@ class State:
     def _saved(self, optimizer: Optimizer) -> dict[str, Any]:
         holder = self._holder(optimizer)
         return optimizer.state_dict() if holder is None else holder.optimizer_state(optimizer)
+
+    def _model_loaders(
+        self, saved: Mapping[str, Any], *, whole: bool
+    ) -> dict[str, Callable[[Any], object]]:
+        """Return what loads the models; a script prunes one on its way, or has passed over that there."""
+        loaders: dict[str, Callable[[Any], object]] = {}
+        for number, model in enumerate(self.models):
+            own = saved.get(str(number), {})
+            if whole:
+                prune_alike(model.module, own)
+            if whole or not unpruned(model.module, own):
+                loaders[str(number)] = model.load
+        return loaders
 
     def _added_groups(self) -> dict[str, Any]:
         """Return what the groups hold of those optimizers to which some were added."""

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
+from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.data import TensorDataset
 
 import lockstep
@@ -156,6 +158,26 @@ def leaving(run: lockstep.Run) -> None:
     epochs(3, 3)
 
 
+def by_parts(run: lockstep.Run) -> None:
+    """The head first, then the rest, then pruned; and an average with statistics of its own."""
+    model = run.model(net())
+    average = run.register("average", AveragedModel(model))
+    optimizer = run.optimizer(torch.optim.SGD(model[4].parameters(), lr=0.05, momentum=0.9))
+    loader = run.loader(data(24), batch_size=8, shuffle=True)
+    for epoch in run.epochs(4):
+        if epoch == 1:
+            optimizer.add_param_group({"params": model[:2].parameters(), "lr": 0.02})
+        if epoch == 2:
+            prune.l1_unstructured(model[0], "weight", 0.5)
+        for x, y in loader:
+            run.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        if epoch < 2:
+            average.update_parameters(model)
+            update_bn(loader, average)
+
+
 def by_steps(run: lockstep.Run) -> None:
     """As many loops as it takes, and one replica that keeps gradients from batch to batch."""
     model = run.model(net())
@@ -283,7 +305,7 @@ def train(script: Callable[[lockstep.Run], None], directory: Path, number: int) 
 
 
 @pytest.mark.parametrize(
-    "script", [plain, winding, fresh_loaders, leaving, by_steps, by_metrics, by_names]
+    "script", [plain, winding, fresh_loaders, leaving, by_parts, by_steps, by_metrics, by_names]
 )
 def test_from_every_point(script, tmp_path, monkeypatch, capsys):
     points: list[Saved] = []
