@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -45,7 +46,8 @@ class FollowedModule:
     def _before_forward(self) -> None:
         if self._watching:
             self._buffers.before_forward()
-            self._buffers.before_evaluation()
+            if not torch.compiler.is_compiling():
+                self._buffers.before_evaluation()
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
         """The loop's body is about to see `microbatch`."""

@@ -115,12 +115,17 @@ class HeldModel(abc.ABC):
 
     def _before_forward(self) -> None:
         self.before_forward()
-        if self._watching and self._several_replicas:
+        if self._checks_passes:
             self._buffers.before_evaluation()
             self._unchanged.before_forward()
 
+    @property
+    def _checks_passes(self) -> bool:
+        # Where torch compiles the hooks, too, versions of tensors are those of the trace.
+        return self._watching and self._several_replicas and not torch.compiler.is_compiling()
+
     def _after_forward(self) -> None:
-        if self._watching and self._several_replicas:
+        if self._checks_passes:
             self._buffers.after_evaluation()
             self._unchanged.after_forward()
 
