@@ -11,7 +11,7 @@ from lockstep.launch import source
 from lockstep.launch.failure import short
 from lockstep.launch.output import say
 from lockstep.launch.spec import LaunchSpec
-from lockstep.record import directory
+from lockstep.record import directory, lock
 
 
 class RunPlace:
@@ -38,6 +38,8 @@ class RunPlace:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self.path is not None:
+            lock.leave(self.path)
         if self._temporary is None or self.keeps:
             return
         if kind is None and self._spec.streams.is_default and _has_more(self._temporary):

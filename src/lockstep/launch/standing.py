@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
 from lockstep.checkpoint.memory import SLOTS, VARIABLE, Board, Descriptors, Slot, progress, run_of
+from lockstep.record.lock import LAUNCHER_VARIABLE
 
 
 class Standing:
@@ -61,4 +64,5 @@ class Standing:
         return {
             VARIABLE: self._memory.variable(),
             "LOCKSTEP_SLOT": f"{index}/{self._ranks}",
+            LAUNCHER_VARIABLE: str(os.getpid()),
         }

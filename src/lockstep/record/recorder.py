@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ from lockstep.errors import RunDirectoryError, UsageError
 from lockstep.record import directory as directories
 from lockstep.record import run_file
 from lockstep.record.events import Events
+from lockstep.record.lock import DirectoryLock, Owner
 from lockstep.record.progress import Progress
 from lockstep.record.run_file import Identity
 from lockstep.record.trace import Trace
@@ -91,6 +93,7 @@ class Recorder:
     ) -> None:
         self._settings, self._identity, self._world = settings, identity, world
         self._progress = Progress(shown=world.is_main and settings.progress)
+        self._lock: DirectoryLock | None = None
         self.directory = self._agree_on_directory(store)
         self._events = Events(self.directory, world.rank)
         self._trace = self._open_trace()
@@ -126,6 +129,8 @@ class Recorder:
         if self._world.is_main:
             path = directories.create(self._settings.run_dir, self._settings.name)
             settings = self._settings
+            owner = Owner.of(self._world.environment, os.environ, settings.launch)
+            self._lock = DirectoryLock(path, owner)
             run_file.check(path, self._identity, fresh=settings.fresh, restarted=settings.restarted)
             if self._settings.fresh:
                 for part in ("events", "checkpoints"):
@@ -310,6 +315,9 @@ class Recorder:
         except RunDirectoryError:
             if error is None:
                 raise  # otherwise the first error is the one to tell
+        finally:
+            if self._lock is not None:
+                self._lock.release(ends=error is None)
 
     def _generation(self, step: int, source: str | None) -> dict[str, Any]:
         world = self._world

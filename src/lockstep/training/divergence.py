@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 from lockstep.errors import DivergenceError
 from lockstep.world.meet import Meeting
 
 
-def check_same(meeting: Meeting, own: str, *, exact: bool) -> None:
+def check_same(
+    meeting: Meeting, own: str, parts: Callable[[], dict[str, str]], *, exact: bool
+) -> None:
     """Wait until all ranks have come to their end, and compare what they end with.
 
     Rank 0 reads all digests and tells the others which is another one: each key is read once.
@@ -16,6 +19,7 @@ def check_same(meeting: Meeting, own: str, *, exact: bool) -> None:
     Args:
         meeting: with the other ranks.
         own: digest of this rank.
+        parts: returns digests of models and registered objects, by name; asked for where ranks differ.
         exact: whether digests have to be the same.
 
     Raises:
@@ -36,7 +40,17 @@ def check_same(meeting: Meeting, own: str, *, exact: bool) -> None:
     if found is not None and exact:
         main, rank, digest = found
         raise DivergenceError(
-            f"rank 0 ends with {main}, rank {rank} with {digest}; expected the same bits",
+            f"rank 0 ends with {main}, rank {rank} with {digest}: "
+            f"{_differing(meeting, parts(), rank)} differ; expected the same bits",
             hint="look for code that changes weights by itself on one rank; "
             "`lockstep verify` names the first step that differs",
         )
+
+
+def _differing(meeting: Meeting, own: dict[str, str], other: int) -> str:
+    """Return the names of what rank 0 and another rank hold that is not the same."""
+    keys = [f"parts/{rank}" for rank in (0, other)]
+    meeting.store.set(f"parts/{meeting.world.rank}", json.dumps(own))
+    meeting.wait(keys, "the end")
+    one, two = (json.loads(meeting.store.get(key)) for key in keys)
+    return ", ".join(n for n in {**one, **two} if one.get(n) != two.get(n)) or "the objects"

@@ -130,7 +130,7 @@ class Session:
         self._loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
         self.turns = Turns(world, self.store, self.standing)
         self._backwards = False
-        self._record = Recorder(self._record_settings(), self._identity, world, self.store)
+        self._record = self._open_record()
         self._remember_directory()
         self._watch = self._start_watch()
         self._begin()
@@ -256,6 +256,13 @@ class Session:
         if self.settings.run_dir is not None:
             self._directories.add(self.settings.run_dir)
         Session._before = (os.getpid(), self._record.directory)
+
+    def _open_record(self) -> Recorder:
+        store = self._meeting.store
+        with self._meeting.telling():
+            if not self.world.is_main:  # which may refuse the directory
+                self._meeting.wait(["directory"], "begin")
+            return Recorder(self._record_settings(), self._identity, self.world, store)
 
     def _record_settings(self) -> RecordSettings:
         asked = self.settings
@@ -400,7 +407,7 @@ class Session:
         self._record.script_ends()
         with self.standing.meeting("the end of the run"):
             if self.group is not None:
-                check_same(self._meeting, own_digest, exact=self.settings.exact)
+                check_same(self._meeting, own_digest, self.digests, exact=self.settings.exact)
         if self._watch is not None:
             self._watch.close()  # from here on nobody waits for another rank
         if self._backwards and not self.loop.steps:

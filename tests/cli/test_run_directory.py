@@ -1,0 +1,87 @@
+"""One launch at a time in a run directory; a directory that is refused is refused on all ranks at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+
+import pytest
+
+from tests.conftest import Lockstep
+
+pytestmark = pytest.mark.forked
+
+SCRIPT = """
+import os, pathlib, signal, time, torch, lockstep
+from torch import nn
+
+with lockstep.Run("held") as run:
+    model = run.model(nn.Linear(4, 1))
+    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for epoch in run.epochs(2):
+        for x in run.loader(torch.randn(8, 4), batch_size=4):
+            run.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        if epoch == 0 and "WAIT" in os.environ:
+            pathlib.Path(f"rank-{run.world.rank}").write_text(str(os.getpid()))
+            while not pathlib.Path("go").exists():
+                time.sleep(0.02)
+"""
+
+
+@pytest.mark.ranks(2)
+def test_a_second_launch_in_the_same_directory_is_refused(lockstep: Lockstep) -> None:
+    lockstep.script(SCRIPT)
+    first = lockstep.start("run", "-n", "2", "--run-dir", "d", "train.py", env={"WAIT": "1"})
+    (worker,) = lockstep.wait_for("rank-0")
+    seconds = (
+        lockstep("run", "-n", "1", "--run-dir", "d", "train.py"),
+        lockstep.python("train.py", env={"LOCKSTEP_RUN_DIR": "d"}),
+    )
+    for second in seconds:
+        assert second.code == 1
+        text = second.err.replace(str(lockstep.directory) + "/", "")
+        expected = f"the run directory d is in use by another launch: process {first.pid} on "
+        assert f"{expected}{socket.gethostname()}; expected one at a time" in text
+        assert "hint: wait for its end, or name another directory with --run-dir" in text
+    # Its own ranks are no other launch, not even if rank 0 is gone in between.
+    os.kill(int(worker), signal.SIGKILL)
+    (lockstep.directory / "go").touch()
+    done = lockstep.finish(first)
+    assert done.code == 0, done.err
+    assert not (lockstep.directory / "d/.lock").exists()
+
+
+def test_the_directory_of_a_launcher_that_was_killed_is_free(lockstep: Lockstep) -> None:
+    lockstep.script(SCRIPT)
+    first = lockstep.start("run", "-n", "1", "--run-dir", "d", "train.py", env={"WAIT": "1"})
+    lockstep.wait_for("rank-0")
+    first.kill()
+    lockstep.finish(first)
+    (lockstep.directory / "go").touch()
+    again = lockstep("run", "-n", "1", "--run-dir", "d", "train.py")
+    assert again.code == 0, again.err
+
+
+@pytest.mark.ranks(2)
+def test_a_directory_that_rank_0_refuses_ends_all_ranks_at_once(lockstep: Lockstep) -> None:
+    lockstep.script(SCRIPT)
+    assert lockstep("run", "-n", "2", "--run-dir", "d", "train.py").code == 0
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    ranks = [
+        lockstep.start(
+            "train.py", env={**meeting, "RANK": str(rank), "LOCKSTEP_RUN_DIR": "d"}, program=()
+        )
+        for rank in range(2)
+    ]
+    refused, peer = (lockstep.finish(process) for process in ranks)
+    assert (refused.code, peer.code) == (1, 1)
+    expected = (
+        f"the run in {lockstep.directory / 'd'} is finished; expected a new or an unfinished one"
+    )
+    assert f"lockstep: error: {expected}\n" in refused.err
+    assert f"lockstep: error: rank 0 failed: RunDirectoryError: {expected}\n" in peer.err
