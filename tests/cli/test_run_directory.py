@@ -52,6 +52,9 @@ def test_a_second_launch_in_the_same_directory_is_refused(lockstep: Lockstep) ->
     done = lockstep.finish(first)
     assert done.code == 0, done.err
     assert not (lockstep.directory / "d/.lock").exists()
+    # Said once, and not again after the restart.
+    assert done.err.count("replicas is not set, so that 2 ranks mean 2 replicas, and another") == 1
+    assert "replicas is not set" not in second.err
 
 
 def test_the_directory_of_a_launcher_that_was_killed_is_free(lockstep: Lockstep) -> None:

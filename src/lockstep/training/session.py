@@ -30,6 +30,7 @@ from lockstep.record.stacks import Frame
 from lockstep.strategies.held import HeldModel
 from lockstep.strategies.holding import Holding
 from lockstep.strategies.precision import check_precision
+from lockstep.training import opening
 from lockstep.training.averages import Averages
 from lockstep.training.continuation import Continuation
 from lockstep.training.digest import digest
@@ -170,7 +171,8 @@ class Session:
 
     def _choose_replicas(self, mesh: Mesh) -> int:
         asked = self.settings
-        return asked.replicas or self._earlier.replicas or asked.default_replicas or mesh.data
+        self._says_replicas = asked.replicas or self._earlier.replicas or asked.default_replicas
+        return self._says_replicas or mesh.data
 
     def _keep(self) -> Keeper:
         continuation = Continuation(
@@ -252,17 +254,17 @@ class Session:
             run_dir /= f"{self.settings.name}-{number + 1}"
         return run_dir
 
-    def _remember_directory(self) -> None:
-        if self.settings.run_dir is not None:
-            self._directories.add(self.settings.run_dir)
-        Session._before = (os.getpid(), self._record.directory)
-
     def _open_record(self) -> Recorder:
         store = self._meeting.store
         with self._meeting.telling():
             if not self.world.is_main:  # which may refuse the directory
                 self._meeting.wait(["directory"], "begin")
             return Recorder(self._record_settings(), self._identity, self.world, store)
+
+    def _remember_directory(self) -> None:
+        if self.settings.run_dir is not None:
+            self._directories.add(self.settings.run_dir)
+        Session._before = (os.getpid(), self._record.directory)
 
     def _record_settings(self) -> RecordSettings:
         asked = self.settings
@@ -301,13 +303,14 @@ class Session:
             self._memory.opened()
         if self._stops:
             self._keeper.stop()
-        ranks = f"{_counted(self.replicas, 'replica')} on {_counted(self.world.size, 'rank')}"
+        name, say = self.settings.name, self._record.say
         exchange = "" if self.group is None else f", exchange {self.exchange}"
-        self._record.say(
-            f"lockstep: {self.settings.name}: {self.exactness}, {ranks}, {self.device.type}"
-            f"{exchange}, threads {self.threads}, {self._record.shown_directory}"
-            f"{self._record.origin}"
+        say(
+            f"{opening.title(name, self.exactness, self.replicas, self.world.size)}, {self.device.type}"
+            f"{exchange}, threads {self.threads}, {self._record.shown_directory}{self._record.origin}"
         )
+        if self._says_replicas is None and self.replicas > 1:
+            say(opening.unset(name, self.replicas))
 
     # --- what the run asks for -------------------------------------------------------------------
 
@@ -448,7 +451,3 @@ class Session:
     def _leave_group(self) -> None:
         leave(self._meeting)
         dist.destroy_process_group()
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
