@@ -67,6 +67,7 @@ class Trace:
     def loop(self, loader: int, epoch: int, round_: int, *, complete: bool) -> None:
         """Record that a loop over a loader is over."""
         self._write(kind="loop", loader=loader, epoch=epoch, round=round_, complete=complete)
+        self._file.flush()  # a state that is saved now has what an evaluation has found
 
     def _write(self, **fields: Any) -> None:
         self._file.write(json.dumps(fields) + "\n")
