@@ -170,13 +170,13 @@ class Loop:
 
     def arrive(self) -> None:
         """Load the state, if the script has come to where that was saved."""
-        position = self.track.arrives()
-        if position is None:
+        if not self.track.is_there:
             return
         assert self._restore is not None, "there was a position to come to"
+        # Before the run has arrived: an error here may be lost with a loop that was left, and comes again.
         with undisturbed():
             self._restore(True)
-        self._restore = None
+        position, self._restore = self.track.arrive(), None
         self._fresh = self._updated = False
         self.points = position.points
         if self.track.evaluated_again:

@@ -369,12 +369,17 @@ class Track:
         if self._target is not None:
             raise _elsewhere("at its end")
 
-    def arrives(self) -> Position | None:
-        """Return the target if the run has just reached it: from here on nothing is passed over."""
-        target = self._target
-        if target is None or any(level.waits or level.ahead for level in self._levels):
-            return None
-        self._target = None
+    @property
+    def is_there(self) -> bool:
+        """Whether the run has come to its target, and is to be told by `arrive`."""
+        return self._target is not None and not any(
+            level.waits or level.ahead for level in self._levels
+        )
+
+    def arrive(self) -> Position:
+        """Return the target, which the run has reached: from here on nothing is passed over."""
+        target, self._target = self._target, None
+        assert target is not None, "there was a position to come to"
         self._set(target.counters)
         return target
 

@@ -58,7 +58,8 @@ def test_a_loop_that_makes_the_same_batches_goes_on() -> None:
     track = stopped()
     _, start = track.loop_begins(0, BEFORE)
     assert (start.batch, start.again, start.is_over) == (2, None, False)
-    assert track.arrives() is not None
+    assert track.is_there
+    track.arrive()
     assert track.steps == 6
 
 
@@ -67,9 +68,10 @@ def test_a_loop_after_its_last_batch_computes_that_again() -> None:
     event, start = track.loop_begins(0, BEFORE)
     assert (start.batch, start.again, start.first, start.is_over) == (4, 3, 3, False)
     assert track.steps == 7
-    assert track.arrives() is None
+    assert not track.is_there
     track.repeated(event)
-    assert track.arrives() is not None
+    assert track.is_there
+    track.arrive()
 
 
 @pytest.mark.parametrize(
@@ -103,7 +105,8 @@ def test_a_loop_that_is_over_may_have_made_other_batches() -> None:
 def test_a_later_loop_may_make_other_batches() -> None:
     track = stopped()
     event, _ = track.loop_begins(0, BEFORE)
-    assert track.arrives() is not None
+    assert track.is_there
+    track.arrive()
     track.loop_ends(event, early=False)
     track.epoch_ends()
     track.epoch_begins(2)
@@ -132,7 +135,8 @@ def test_of_thousands_of_loops_a_few_are_computed_again() -> None:
     assert sum(start.again is not None for start in starts) == 32
     assert starts[0].again is not None
     assert starts[-1].again is not None
-    assert track.arrives() is not None
+    assert track.is_there
+    track.arrive()
 
 
 @pytest.mark.parametrize(
@@ -156,8 +160,9 @@ def test_what_is_in_a_loop_that_only_evaluates_is_computed_again() -> None:
     metric = track.metric_begins("run.mean")
     assert not metric.done
     track.metric_ends(metric, 1.0, None)
-    assert track.arrives() is None
+    assert not track.is_there
     track.loop_ends(event, early=False)
     assert track.evaluated_again == [3]
     assert track.passes_save()
-    assert track.arrives() is not None
+    assert track.is_there
+    track.arrive()
