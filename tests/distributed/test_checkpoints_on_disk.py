@@ -82,7 +82,7 @@ def fail(directory: str, how: str) -> str:
     from lockstep.checkpoint import dcp
 
     mine = checkpoints(directory, patience=2.0)
-    mine.save(1, state(1), "", best=None)
+    mine.save(1, state(1), "text 1", best=None)
     mine.wait()
     write_part = dcp.write_part
 
