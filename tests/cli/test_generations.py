@@ -12,9 +12,9 @@ from tests.conftest import Lockstep
 LAUNCHER = """
 import sys
 from lockstep.cli import main
-from lockstep.launch import agent
+from lockstep.launch import workers
 
-agent._LAST_GRACE = 1.0
+workers.LAST_GRACE = 1.0
 sys.exit(main(["run", "-n", "2", "train.py"]))
 """
 #: A process that is traced has not ended for its parent before its tracer lets it go.

@@ -38,6 +38,7 @@ class Kind(IntEnum):
     UPDATE = 9  # a worker's tree nodes of all gradients that a server has the parameters of
     PARAMETERS = 10  # the newest there are, or a wish for some that are new enough
     MEMORY = 11  # an optimizer's state, or a wish for it
+    CHALLENGE = 12  # what a worker is to prove itself with
 
 
 #: Types of elements, by the number that a frame gives as its tag.

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
+import os
+import secrets
 import socket
 import uuid
 from collections import deque
@@ -239,15 +242,33 @@ def connect(
         store.set(f"servers/{key}", uuid.uuid4().hex)
     room = store.get(f"servers/{key}").decode()
     me = {"room": room, "rank": forest.rank, "size": forest.size, "replicas": replicas}
-    places = servers.find(world, count)
+    token = servers.token_of(os.environ)
     links = []
-    for index, place in enumerate(places):
+    for index, place in enumerate(servers.find(world, count)):
         link = Link(servers.connect(place, f"server {index}"), index)
-        link.send(Kind.HELLO, meta={"token": place.token, "threads": threads, **me})
-        link.receive(Kind.WELCOME)
+        greet(link, token, {"threads": threads, **me})
         links.append(link)
     leads = forest.rank == 0
     return Links(links, leads=leads, tells=leads and tells)
+
+
+def greet(link: Link, token: str, me: Mapping[str, Any]) -> None:
+    """Show a server that this worker belongs to its launch, and have it show the same.
+
+    Args:
+        link: a new connection to it.
+        token: what both know; whoever listens there instead does not learn it.
+        me: who this worker is.
+
+    Raises:
+        PeerError: if what listens there is no server of this launch.
+    """
+    nonces = (str(link.receive(Kind.CHALLENGE).meta.get("nonce")), secrets.token_hex(16))
+    shown = servers.proof(token, "worker", nonces)
+    link.send(Kind.HELLO, meta={**me, "nonce": nonces[1], "proof": shown})
+    answer = str(link.receive(Kind.WELCOME).meta.get("proof"))
+    if not hmac.compare_digest(answer.encode(), servers.proof(token, "server", nonces).encode()):
+        raise link.strange("does not know the secret of this launch")
 
 
 def _complaint(meta: Mapping[str, Any]) -> RunError:

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,11 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.events.api import Event, EventSource
 
-from lockstep.errors import PREEMPTED, LockstepError, RunError
-from lockstep.launch import failure, stdin
+from lockstep.errors import PREEMPTED, LockstepError
+from lockstep.launch import failure
 from lockstep.launch.chair import Decision
 from lockstep.launch.failure import Failure, Verdict, preempted
-from lockstep.launch.forkserver import Exit, ForkServer, Request
+from lockstep.launch.forkserver import Exit, ForkServer
 from lockstep.launch.hang import HangWatch
 from lockstep.launch.interrupts import Interrupted, Interrupts
 from lockstep.launch.neighbours import Neighbours, RoundOverError, Told
@@ -35,7 +35,7 @@ from lockstep.launch.rendezvous import Rendezvous
 from lockstep.launch.restarts import Kind, Restarts
 from lockstep.launch.standing import Standing
 from lockstep.launch.survival import GRACE, Survival
-from lockstep.world.servers import END
+from lockstep.launch.workers import LAST_GRACE, Workers
 
 #: More than none, which the base class refuses.
 _NO_TIME = 1e-6
@@ -45,8 +45,6 @@ _INTERVAL = 0.02
 _SETTLE = 0.3
 #: The same while all that is known are consequences: the cause may be slower to end.
 _SETTLE_CONSEQUENCE = 1.5
-#: Seconds that the kernel may take to end a process: one may be in the middle of a long write.
-_LAST_GRACE = 30.0
 
 Planner = Callable[[Meeting], Plan]
 Judge = Callable[[list[Failure]], Verdict]
@@ -101,7 +99,7 @@ class Agent(SimpleElasticAgent):
         self._meeting_place = rendezvous
         rendezvous.policy, rendezvous.check = self._again, self._check
         self._server = server
-        self._output = output
+        self._processes = Workers(server, output, interrupts, self._await_signal)
         self._interrupts = interrupts
         self._deadline = deadline
         self.plan: Plan | None = None
@@ -109,8 +107,6 @@ class Agent(SimpleElasticAgent):
         self._hangs = hangs
         self._restarts = restarts
         self._is_run = is_run
-        self._started: dict[int, int] = {}  # rank to process id
-        self._exits: dict[int, Exit] = {}
         self._leaving = False
         self._preempted: set[int] = set()  # process ids of ranks that were told
         #: What is said of the launch, if it did not end well.
@@ -118,15 +114,14 @@ class Agent(SimpleElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._check()
-        self._exits.clear()
-        self._started.clear()
+        self._processes.begin()
         self._standing.begin()
         self.plan = self._planner(self._meeting(worker_group))
         # First the servers: what a fork server remembers of its last child is a worker's.
         for server in self._servers:
-            self._start(server, {})
+            self._processes.start(self.plan, server, {})
         return {
-            index: self._start(worker, self._standing.variables(index))
+            index: self._processes.start(self.plan, worker, self._standing.variables(index))
             for index, worker in enumerate(self._workers)
         }
 
@@ -152,36 +147,19 @@ class Agent(SimpleElasticAgent):
             replicas=self._meeting_place.replicas,
         )
 
-    def _start(self, worker: WorkerPlan, more: Mapping[str, str]) -> int:
-        assert self.plan is not None
-        shown = self.plan.spec.streams.prefixes(worker.rank, worker.local_rank, worker.name)
-        streams = (
-            stdin.descriptor(worker.rank, self.plan.size, self.plan.spec.kind),
-            *self._output.open(worker.log, shown),
-        )
-        try:
-            env = {**worker.env, **more}
-            request = Request(rank=worker.rank, local_rank=worker.local_rank, env=env)
-            pid = self._server.start(request, streams)
-        finally:
-            for descriptor in streams:
-                os.close(descriptor)
-        self._started[worker.rank] = pid
-        return pid
-
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._server.wait(_INTERVAL)
         self._check()
         if self._deadline is not None and time.monotonic() > self._deadline:
             raise TimeoutError
-        self._look()
+        self._processes.look()
         if self._failed():
             self._settle()
             self._check_gone()
             return self._report(self._told(self._failures()))
         if (hang := self._hang()) is not None:
             result = self._report(hang)
-            self._kill_all()  # who hangs has nothing left to say
+            self._processes.kill()  # who hangs has nothing left to say
             return result
         if self._neighbours is not None and self._neighbours.decision is not None:
             return self._follow(self._neighbours.decision)
@@ -202,7 +180,7 @@ class Agent(SimpleElasticAgent):
     def _failed(self) -> dict[int, Exit]:
         """Return the workers that ended badly; to save and leave is no failure of a run."""
         fine = {0, PREEMPTED} if self._standing.opened else {0}
-        return {rank: left for rank, left in self._exits.items() if left.code not in fine}
+        return {rank: left for rank, left in self._processes.exits.items() if left.code not in fine}
 
     def _failures(self) -> list[Failure]:
         return failure.collect((*self._workers, *self._servers), self._failed())
@@ -243,41 +221,12 @@ class Agent(SimpleElasticAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         # Without grace: what they hold is in the snapshot, and time is what a restart costs.
-        self._kill_all()
+        self._processes.kill()
         super()._restart_workers(worker_group)
-
-    def _kill_all(self) -> None:
-        """Kill the workers and wait until the last has ended.
-
-        The kernel ends a process that is in the middle of a system call, such as a write to a server
-        that does not answer, when that returns. Until then it may change memory and files that the next
-        generation reads.
-
-        Raises:
-            Interrupted: if the launcher was told twice to stop.
-        """
-        told = False
-        while not self._wait_after(signal.SIGKILL, _LAST_GRACE):
-            if self._interrupts.impatient:
-                self._interrupts.check()
-            if not told:
-                say(
-                    f"lockstep: {self._survivors()}; the next generation starts when they have ended"
-                )
-                told = True
-
-    def _survivors(self) -> str:
-        """Return in words which workers have not ended."""
-        living = [
-            f"{worker.name} (process {self._started[worker.rank]})"
-            for worker in (*self._workers, *self._servers)
-            if worker.rank in self._started.keys() - self._exits.keys()
-        ]
-        return f"SIGKILL has not ended {', '.join(living)} within {_LAST_GRACE:.0f} s"
 
     def _preemption(self) -> Verdict | None:
         """Return what is said of a run whose ranks have saved it and left."""
-        if all(left.code != PREEMPTED for left in self._exits.values()):
+        if all(left.code != PREEMPTED for left in self._processes.exits.values()):
             return None
         return preempted(self._standing.step, Path(self._workers[0].env["LOCKSTEP_RUN_DIR"]))
 
@@ -292,9 +241,8 @@ class Agent(SimpleElasticAgent):
 
     def _hang(self) -> Told | None:
         """Return what is told if no rank moves any more."""
-        pids = {rank: pid for rank, pid in self._started.items() if rank not in self._exits}
         size = self._meeting_place.roster.size
-        hang = self._hangs.look(self._workers, pids, size, self._servers)
+        hang = self._hangs.look(self._workers, self._processes.living, size, self._servers)
         if hang is None:
             return None
         # Another launcher may know of a failure, or of a rank that is further behind.
@@ -363,7 +311,7 @@ class Agent(SimpleElasticAgent):
 
     def _check_gone(self) -> None:
         """Stop if a rank ended by the signal that was passed on: its run was over, and none to save."""
-        told = [left for left in self._exits.values() if left.pid in self._preempted]
+        told = [left for left in self._processes.exits.values() if left.pid in self._preempted]
         if any(left.code == -signal.SIGTERM for left in told):
             self._stop()
 
@@ -396,21 +344,9 @@ class Agent(SimpleElasticAgent):
         )
         self._neighbours.fail(Told(verdict=verdict, consequence=False, time=time.time()))
 
-    def _running(self) -> bool:
-        return len(self._exits) < len(self._started)
-
     def _training(self) -> bool:
         """Whether any worker runs: servers end when they are told that all workers have."""
-        return any(worker.rank not in self._exits for worker in self._workers)
-
-    def _look(self) -> None:
-        try:
-            for left in self._server.poll():
-                if self._started.get(left.rank) == left.pid:
-                    self._exits[left.rank] = left
-        except RunError:
-            self._await_signal()
-            raise
+        return any(worker.rank not in self._processes.exits for worker in self._workers)
 
     def _await_signal(self) -> None:
         """Whoever ends the fork server may mean the launcher too: Slurm signals all processes of a step."""
@@ -430,12 +366,12 @@ class Agent(SimpleElasticAgent):
             if time.monotonic() - began > patience or self._interrupts.first:
                 return
             self._server.wait(_INTERVAL)
-            self._look()
+            self._processes.look()
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         if self._standing.opened:
             # SIGTERM asks a run to save itself, and ranks to agree when: some of them are gone.
-            self._wait_after(signal.SIGKILL, _LAST_GRACE)
+            self._processes.end(signal.SIGKILL, LAST_GRACE)
         self._shutdown()
 
     def _shutdown(
@@ -448,23 +384,8 @@ class Agent(SimpleElasticAgent):
         survival = Survival() if self.plan is None else self.plan.spec.survival
         if self._interrupts.first in survival.passed_on:
             death_sig = self._interrupts.first
-        if self._leaving or not self._wait_after(death_sig, survival.grace(os.environ)):
-            self._wait_after(signal.SIGKILL, GRACE)
-
-    def _wait_after(self, signum: signal.Signals, seconds: float) -> bool:
-        """Send `signum`; return whether all workers ended within `seconds`."""
-        if self._running():
-            self._server.signal(signum)
-            servers = {s.rank for s in self._servers} & self._started.keys()
-            self._server.signal(END, only={self._started[rank] for rank in servers})
-        deadline = time.monotonic() + seconds
-        while self._running():
-            hurry = self._interrupts.impatient and signum != signal.SIGKILL
-            if hurry or time.monotonic() > deadline:
-                return False
-            self._server.wait(_INTERVAL / 2)
-            self._look()
-        return True
+        if self._leaving or not self._processes.end(death_sig, survival.grace(os.environ)):
+            self._processes.end(signal.SIGKILL, GRACE)
 
     def _construct_event(  # type: ignore[no-untyped-def]
         self, state: str, source: EventSource, *_args, **_kwargs

@@ -67,6 +67,8 @@ class MeetingFile:
     def open(self) -> dist.Store:
         """Return the store in the file: a fresh one, unless somebody is there."""
         self._take_lock()
+        # torch would let all users read it, and with it the secret of the launch.
+        os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         return dist.FileStore(str(self._path), -1)
 
     def close(self) -> None:

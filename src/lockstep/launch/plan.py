@@ -17,7 +17,8 @@ from lockstep.launch.roster import Roster
 from lockstep.launch.spec import LaunchSpec
 from lockstep.layout import mesh as meshes
 from lockstep.version import __version__
-from lockstep.world.environments.lockstep import MARK
+from lockstep.world.environments.init_method import STORE
+from lockstep.world.environments.lockstep import MARK, TOKEN
 
 #: More ranks on one core than this are a slip of the finger, not a plan.
 MAX_RANKS_PER_CORE = 16
@@ -44,6 +45,10 @@ class Meeting:
         own_gpus: the same of their GPUs.
         overrules_interface: whether the user chose it for Lockstep, over variables of Gloo and NCCL.
         run_id: what the nodes of one launch call it.
+        listens: whether a launcher hosts a store at the port; otherwise rank 0 does, if the script asks
+            for one.
+        store: the file that is the store of this generation, where this launcher starts all ranks.
+        token: what workers and servers of the launch know, and nobody else.
         replicas: replicas of a run that names no number; `None` leaves its number of ranks.
     """
 
@@ -62,6 +67,9 @@ class Meeting:
     own_gpus: bool = False
     overrules_interface: bool = False
     run_id: str = "none"
+    listens: bool = True
+    store: Path | None = None
+    token: str = field(default="", repr=False)
     replicas: int | None = None
 
     @staticmethod
@@ -324,13 +332,17 @@ def _shared_environment(
         "MASTER_ADDR": meeting.address,
         "MASTER_PORT": str(meeting.port),
         # A rank that is alone may start ranks of its own, which meet without the launcher's store.
-        "TORCHELASTIC_USE_AGENT_STORE": str(size != "1" or has_servers),
+        "TORCHELASTIC_USE_AGENT_STORE": str(meeting.listens and (size != "1" or has_servers)),
         "TORCHELASTIC_RUN_ID": spec.nodes.id or meeting.run_id,
         "LOCKSTEP_LAUNCH": meeting.run_id,
         "TORCHELASTIC_RESTART_COUNT": str(meeting.generation),
         "TORCHELASTIC_MAX_RESTARTS": str(meeting.max_restarts),
         MARK: __version__,
     }
+    if has_servers:
+        variables[TOKEN] = meeting.token
+    if meeting.store is not None and (size != "1" or has_servers):
+        variables[STORE] = str(meeting.store)
     if meeting.replicas is not None:
         variables["LOCKSTEP_DEFAULT_REPLICAS"] = str(meeting.replicas)
     if "LOCKSTEP_ENVIRONMENT" in environ:  # what it says of the launcher is not true of its workers

@@ -46,6 +46,7 @@ class Rendezvous(RendezvousHandler):
         ranks: number of ranks of this launcher.
         meeting: the launchers that have met, once or in rounds; `None` for one that is alone.
         port: where this launcher hosts each generation's store; 0 for a port that the system chooses.
+        listens: whether workers find a store at a port; those of several launchers always do.
         policy: which failures are followed by new workers, where this launcher decides for all.
         check: called again and again while others are waited for.
     """
@@ -57,6 +58,7 @@ class Rendezvous(RendezvousHandler):
         meeting: Gathering | Rounds | None = None,
         *,
         port: int = 0,
+        listens: bool = True,
         policy: Policy = lambda _: None,
         check: Check = go_on,
     ) -> None:
@@ -64,7 +66,8 @@ class Rendezvous(RendezvousHandler):
         self._port = port
         self._meeting = meeting
         self._alone = Roster.alone(ranks)
-        self._store: TCPStore | None = None
+        self._listens = listens or meeting is not None
+        self._store: TCPStore | HashStore | None = None
         self._watch: _Watch | None = None
         self._closed = False
         #: See the arguments; whoever starts the workers knows better.
@@ -95,11 +98,11 @@ class Rendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether workers are clients of the store made here: always."""
-        return True
+        """Whether workers are clients of the store made here."""
+        return self._listens
 
     @property
-    def store(self) -> TCPStore:
+    def store(self) -> TCPStore | HashStore:
         """The store of this generation."""
         assert self._store is not None, "there is one from the first rendezvous on"
         return self._store
@@ -120,14 +123,18 @@ class Rendezvous(RendezvousHandler):
         return RendezvousInfo(agents, roster.index, roster.count, place)
 
     def _open(self) -> int:
-        """Open a store; return its port."""
-        try:
-            self._store = host_store(self._port, loopback=self.roster.address == LOOPBACK)
-        except OSError as error:
-            raise port_taken(self._port, door.reason(error)) from error
+        """Open a store; return its port, 0 for one that is this launcher's alone."""
         if self._meeting is None:
             self.generation += 1
-        return int(self._store.port)
+        if not self._listens:
+            self._store = HashStore()
+            return 0
+        try:
+            store = host_store(self._port, loopback=self.roster.address == LOOPBACK)
+        except OSError as error:
+            raise port_taken(self._port, door.reason(error)) from error
+        self._store = store
+        return int(store.port)
 
     def _enter(self) -> int:
         """Begin a generation with the others; return the port of its store."""

@@ -33,6 +33,16 @@ def names(spec: LaunchSpec, word: str) -> bool:
     return any(word in _said(node) for node in ast.walk(parse(spec)))
 
 
+#: What makes a process group, or a store, of the script's own.
+_OF_GROUPS = frozenset({"TCPStore", "init_device_mesh", "init_process_group", "init_rpc"})
+
+
+def leaves_groups_alone(spec: LaunchSpec) -> bool:
+    """Return whether the source of `spec`, as far as it can be read, makes no process group by itself."""
+    tree = parse(spec)
+    return not any(_OF_GROUPS.intersection(_said(node)) for node in ast.walk(tree))
+
+
 def _said(node: ast.AST) -> list[str]:
     if isinstance(node, ast.Name):
         return [node.id]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import secrets
 import shutil
 import socket
 import tempfile
@@ -73,8 +74,9 @@ def supervise(
     environ = dict(os.environ)
     ranks = count_ranks(spec, here, environ)
     has_servers = servers.count(spec, environ) > 0
-    only_port, store_port = _ports(spec.nodes, is_only=ranks == 1 and not has_servers)
     is_run = source.imports(spec, "lockstep")
+    listens = ranks > 1 and not (is_run and source.leaves_groups_alone(spec))
+    only_port, store_port = _ports(spec.nodes, is_only=not listens)
     job = worker.or_server(spec, job)
     with (
         stdin.restored(),
@@ -87,12 +89,14 @@ def supervise(
         from lockstep.launch.agent import Agent
         from lockstep.launch.rendezvous import Rendezvous
 
-        run_id = _agree(gathering, place)
-        rendezvous = Rendezvous(run_id, ranks, gathering, port=store_port)
-
+        run_id, token = _agree(gathering, place)
+        rendezvous = Rendezvous(run_id, ranks, gathering, port=store_port, listens=listens)
+        alone = _alone(private, port, token, listens=listens)
+        several = _among_several(None if has_servers else port, token)
+        meets = alone if gathering is None else several
         standing = Standing(memory, ranks)
         agent = Agent(
-            _planner(spec, here, environ, place, private, None if has_servers else port),
+            _planner(spec, here, environ, place, private, meets),
             _judge(rendezvous),
             rendezvous,
             server=server,
@@ -133,16 +137,12 @@ def _planner(
     environ: Mapping[str, str],
     place: RunPlace,
     private: Path,
-    port: int | None,
+    meets: Callable[[Meeting], Meeting],
 ) -> Callable[[Meeting], Plan]:
-    """Return what plans a generation and says where its ranks are.
-
-    A rank that is alone, without servers, gets a `port` of its own; others meet at the launcher's store.
-    """
+    """Return what plans a generation, whose ranks meet as `meets` says, and says where they are."""
 
     def plan(meeting: Meeting) -> Plan:
-        if meeting.size == 1 and port is not None:
-            meeting = dataclasses.replace(meeting, port=port)
+        meeting = meets(meeting)
         assert place.path is not None, "made when the launchers had met"
         made = make_plan(
             spec,
@@ -159,6 +159,38 @@ def _planner(
         return made
 
     return plan
+
+
+def _alone(private: Path, port: int, token: str, *, listens: bool) -> Callable[[Meeting], Meeting]:
+    """Return where the ranks of each generation meet if this launcher starts all: in a private file.
+
+    At `port`, rank 0 may host a store if the script wants one and this launcher `listens` at none.
+    """
+
+    def meets(meeting: Meeting) -> Meeting:
+        return dataclasses.replace(
+            meeting,
+            store=private / f"store-{meeting.generation}",
+            token=token,
+            listens=listens,
+            port=meeting.port or port,
+        )
+
+    return meets
+
+
+def _among_several(port: int | None, token: str) -> Callable[[Meeting], Meeting]:
+    """Return where they meet if there are several launchers: at the store of launcher 0.
+
+    A rank that is alone gets a `port` of its own.
+    """
+
+    def meets(meeting: Meeting) -> Meeting:
+        if meeting.size == 1 and port is not None:
+            meeting = dataclasses.replace(meeting, port=port)
+        return dataclasses.replace(meeting, token=token)
+
+    return meets
 
 
 @contextlib.contextmanager
@@ -246,25 +278,26 @@ def _judge(rendezvous: Rendezvous) -> Callable[[list[Failure]], Verdict]:
     return judge
 
 
-def _agree(gathering: Gathering | Rounds | None, place: RunPlace) -> str:
-    """Return the name of this launch, which no other has; make its run's directories."""
-    run_id = uuid.uuid4().hex
+def _agree(gathering: Gathering | Rounds | None, place: RunPlace) -> tuple[str, str]:
+    """Return the name of this launch, which no other has, and its secret; make its run's directories."""
+    run_id, token = uuid.uuid4().hex, secrets.token_hex(16)
     if gathering is None:
         place.make(None)
-        return run_id
+        return run_id, token
     try:
         if gathering.leads:
             run_dir = place.make(None)
             gathering.tell("launch", run_id)
+            gathering.tell("token", token)
             gathering.tell("directory", run_dir.name)
         else:
             place.make(gathering.hear("directory"))
-            run_id = gathering.hear("launch")
+            run_id, token = gathering.hear("launch"), gathering.hear("token")
     except LockstepError as error:
         gathering.fail(error)
         raise
     gathering.ready()
-    return run_id
+    return run_id, token
 
 
 @contextlib.contextmanager

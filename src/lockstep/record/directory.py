@@ -68,6 +68,11 @@ def make_logs(path: Path) -> Path:
     return path
 
 
+def owner_only(path: str, flags: int) -> int:
+    """Open a file that other users of the machine cannot read: an opener for `open`."""
+    return os.open(path, flags, 0o600)
+
+
 def _make_new(parent: Path) -> Path:
     """Make a directory named after the time that no other launch has, and return it."""
     parent = parent.absolute()

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from lockstep.record.directory import owner_only
 from lockstep.record.run_file import cannot_write
 
 _FLUSH_SECONDS = 1.0
@@ -26,10 +27,10 @@ class Events:
         self._flushed = time.monotonic()
         self._closed = False
         try:
-            self._directory.mkdir(exist_ok=True)
+            self._directory.mkdir(mode=0o700, exist_ok=True)
             path = self._directory / f"rank-{rank}.jsonl"
             # Closed by `close`, at the end of the run.
-            self._file = path.open("a", encoding="utf-8")
+            self._file = open(path, "a", encoding="utf-8", opener=owner_only)  # noqa: SIM115
         except OSError as error:
             raise cannot_write(self._directory, error) from error
 

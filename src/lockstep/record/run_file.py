@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import RunDirectoryError
+from lockstep.record.directory import owner_only
 
 NAME = "run.json"
 #: How launchers tell old scripts their local rank: other words on each rank, and none under `python`.
@@ -103,7 +104,7 @@ def write(directory: Path, content: dict[str, Any]) -> None:
     """
     draft = directory / f".{NAME}.{os.getpid()}"
     try:
-        with draft.open("w", encoding="utf-8") as file:
+        with open(draft, "w", encoding="utf-8", opener=owner_only) as file:
             json.dump(content, file, indent=2)
             file.write("\n")
         draft.replace(directory / NAME)

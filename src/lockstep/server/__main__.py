@@ -17,7 +17,7 @@ def main() -> None:
     """Serve until the launcher says that it is enough, and the workers have left."""
     index = int(os.environ[SERVER])
     listener, place = servers.open_place(os.environ)
-    server = Server(listener, place.token)
+    server = Server(listener, servers.token_of(os.environ))
     signal.signal(servers.END, lambda *_: server.end())
     _say(f"server {index}: process {os.getpid()} listens at {place.address} on port {place.port}")
     servers.publish(os.environ, index, place)

@@ -60,10 +60,10 @@ class Room:
         """Whether nobody is left."""
         return not self._members
 
-    def enter(self, connection: Connection) -> None:
-        """Let a worker in."""
+    def enter(self, connection: Connection, proof: str) -> None:
+        """Let a worker in, and show it that it has come to the right place."""
         self._members[connection.rank] = connection
-        connection.send(Kind.WELCOME)
+        connection.send(Kind.WELCOME, meta={"proof": proof})
         if self._trouble is not None:
             self._trouble.tell(connection)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import secrets
 import selectors
 import socket
 import sys
@@ -18,6 +19,7 @@ from lockstep.server.connection import BrokenError, Connection, Frame
 from lockstep.server.memory import Pool
 from lockstep.server.room import Room
 from lockstep.world.door import NO_ROOM
+from lockstep.world.servers import proof
 
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 #: Seconds that a guest has to say who it is; workers do as soon as they are connected.
@@ -33,7 +35,7 @@ class Server:
 
     Args:
         listener: where they come.
-        token: what they know.
+        token: what they know, and this server.
     """
 
     def __init__(self, listener: socket.socket, token: str) -> None:
@@ -43,6 +45,7 @@ class Server:
         self._rooms: dict[str, Room] = {}
         self._homes: dict[Connection, Room | None] = {}
         self._guests: dict[Connection, float] = {}  # until when they may say who they are
+        self._nonces: dict[Connection, str] = {}  # what guests are to prove themselves with
         self._closed_until: float | None = None  # when the door opens again; None while it is open
         self._writing: set[Connection] = set()
         self._selector = selectors.DefaultSelector()
@@ -104,6 +107,8 @@ class Server:
             return
         self._homes[connection] = None
         self._guests[connection] = time.monotonic() + GREETING_SECONDS
+        self._nonces[connection] = secrets.token_hex(16)
+        connection.send(Kind.CHALLENGE, meta={"nonce": self._nonces[connection]})
         self._selector.register(connection, _READ)
         if self._is_full:
             self._close_door(0.0)
@@ -162,12 +167,11 @@ class Server:
             room.hear(connection, frame)
 
     def _greet(self, connection: Connection, meta: dict[str, Any]) -> None:
-        """Let a worker in that knows the token."""
-        token = meta.get("token")  # before anything else is looked at
-        known = isinstance(token, str) and hmac.compare_digest(
-            token.encode(errors="replace"), self._token.encode()
-        )
-        if not known:
+        """Let a worker in that proves that it knows the token."""
+        nonces = (self._nonces[connection], str(meta.get("nonce")))
+        shown = str(meta.get("proof")).encode(errors="replace")
+        # Before anything else is looked at.
+        if not hmac.compare_digest(shown, proof(self._token, "worker", nonces).encode()):
             raise BrokenError("it does not belong to this launch")
         try:
             name = str(meta["room"])
@@ -178,15 +182,16 @@ class Server:
         if not 0 <= rank < size <= replicas or threads < 1:
             raise BrokenError("it says what cannot be")
         connection.rank = rank
-        del self._guests[connection]
+        del self._guests[connection], self._nonces[connection]
         torch.set_num_threads(threads)
         room = self._rooms.setdefault(name, Room(size, replicas, self._pool))
         self._homes[connection] = room
-        room.enter(connection)
+        room.enter(connection, proof(self._token, "server", nonces))
 
     def _part(self, connection: Connection, why: BrokenError) -> None:
         room = self._homes.pop(connection)
         self._guests.pop(connection, None)
+        self._nonces.pop(connection, None)
         self._writing.discard(connection)
         self._selector.unregister(connection)
         self._moved[0] += connection.received

@@ -57,6 +57,8 @@ class Watch:
         self._thread_store = dist.PrefixStore("watch", own)
         self._meeting = replace(meeting, store=own)
         self._standing = standing
+        # A launcher that starts all ranks sees whether any of them moves.
+        self._several = meeting.world.launch_file is None
         self._rank, size = meeting.world.rank, meeting.world.size
         self._others = _after(self._rank, range(size))
         self._pulse = None if watched else Pulse(self._thread_store, self._rank, size)
@@ -148,10 +150,12 @@ class Watch:
         if self._pulse is not None:
             self._pulse.look()
         if not self._looks:
-            self._moves = self._thread_store.add("moves", 1)
+            if self._several:
+                self._moves = self._thread_store.add("moves", 1)
             return
         self._hear_failure()
-        self._hear_moves()
+        if self._several:
+            self._hear_moves()
         if self._pulse is not None and (error := self._pulse.lost()) is not None:
             self._end(error)
         row = self._row  # the main thread may go on

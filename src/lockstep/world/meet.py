@@ -166,7 +166,8 @@ def join_timeout() -> timedelta:
 def leave(meeting: Meeting) -> None:
     """Leave in good order: rank 0, which may host the store, goes last."""
     world, store = meeting.world, meeting.store
-    if not meeting.ours or world.agent_store or world.size == 1:
+    launchers = world.agent_store or world.launch_file is not None
+    if not meeting.ours or launchers or world.size == 1:
         return
     store.set(f"left/{world.rank}", "1")
     if world.is_main:
@@ -261,6 +262,8 @@ def _use_interface(name: str) -> None:
 def _reach_store(world: World, number: int, wait: timedelta) -> dist.Store:
     if world.file is not None:
         return _open_file(_file_of(world, number))
+    if world.launch_file is not None:
+        return launch_store(world.launch_file)
     if world.by_mpi:
         name, addresses = mpi.agree(world)
         return _through_door(world, name, addresses, wait)
@@ -302,6 +305,14 @@ def _open_file(path: Path) -> dist.Store:
             hint="give file:// the path of a file that is not there yet",
         )
     return dist.FileStore(str(path), -1)
+
+
+def launch_store(file: str) -> dist.Store:
+    """Return a client of the store of a launch whose launcher starts all ranks.
+
+    It is a file and no port: the system keeps other users from it.
+    """
+    return dist.FileStore(file, -1)
 
 
 def _through_door(world: World, name: str, addresses: Sequence[str], wait: timedelta) -> dist.Store:

@@ -24,6 +24,7 @@ class World:
         port: port of that store; `None` where nobody chose one: then the ranks agree on one under `key`.
         key: a name that the processes of this job share, and no other process on their nodes.
         file: a file on a directory that all nodes share, in which the ranks meet instead.
+        launch_file: a file of the launcher's, which no other user can open, in which the ranks meet.
         by_mpi: whether only MPI can tell the ranks where to meet; they ask it then.
         generation: how many times the processes were (re)started before these.
         agent_store: whether the launcher hosts the store, so that every rank is a client of it.
@@ -45,6 +46,7 @@ class World:
     port: int | None = None
     key: str | None = None
     file: str | None = None
+    launch_file: str | None = None
     by_mpi: bool = False
     generation: int = 0
     agent_store: bool = False
@@ -71,7 +73,7 @@ class World:
     def _has_meeting_place(self) -> bool:
         has_port = self.port is not None or self.key is not None
         by_name = self.address is not None and has_port
-        return by_name or self.file is not None or self.by_mpi
+        return by_name or bool(self.file or self.launch_file) or self.by_mpi
 
     def _check_pair(self, index_name: str, index: int, count_name: str, count: int) -> None:
         if not 0 <= index < count:

@@ -1,13 +1,15 @@
-"""Where the servers of a launch are: each leaves its address and a secret in the launch's store.
+"""Where the servers of a launch are: each leaves its address in the launch's store.
 
-Servers are no ranks. They know the launch from the variables that its workers have, and nothing else.
+Servers are no ranks. They know the launch from the variables that its workers have, and nothing else. One
+of these is a secret by which workers and servers know each other: it is in no store, and in no message.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
 import json
-import secrets
 import signal
 import socket
 from collections.abc import Mapping
@@ -17,8 +19,10 @@ import torch.distributed as dist
 
 from lockstep.errors import PeerError, WorldError
 from lockstep.world import door, network
+from lockstep.world.environments.init_method import STORE
+from lockstep.world.environments.lockstep import TOKEN
 from lockstep.world.environments.variables import meeting_place
-from lockstep.world.meet import LOOPBACK, connect_store, join_timeout
+from lockstep.world.meet import LOOPBACK, connect_store, join_timeout, launch_store
 from lockstep.world.model import World
 from lockstep.world.waiting import await_any
 
@@ -36,12 +40,34 @@ class Place:
     Attributes:
         address: of its node, as the workers reach it.
         port: chosen by the system.
-        token: what a worker of the launch proves itself with.
     """
 
     address: str
     port: int
-    token: str
+
+
+def token_of(environ: Mapping[str, str]) -> str:
+    """Return the secret that the launcher gave to the workers and servers of a launch.
+
+    Raises:
+        WorldError: if there is none.
+    """
+    if not environ.get(TOKEN):
+        raise WorldError("the environment of this process names no launch with servers")
+    return environ[TOKEN]
+
+
+def proof(token: str, who: str, nonces: tuple[str, str]) -> str:
+    """Return what shows that a `worker` or a `server` knows the secret, for this connection alone.
+
+    Args:
+        token: the secret.
+        who: which of the two shows it.
+        nonces: a random text of the server's and one of the worker's.
+    """
+    return hmac.new(
+        token.encode(), "/".join((who, *nonces)).encode(errors="replace"), hashlib.sha256
+    ).hexdigest()
 
 
 def open_place(environ: Mapping[str, str]) -> tuple[socket.socket, Place]:
@@ -51,24 +77,24 @@ def open_place(environ: Mapping[str, str]) -> tuple[socket.socket, Place]:
         WorldError: if the environment names no launch.
     """
     address, _ = _launch(environ)
-    token = secrets.token_hex(16)
     if door.listens_locally(address):
         listener = door.listen(0, loopback=True)
-        return listener, Place(address=LOOPBACK, port=listener.getsockname()[1], token=token)
+        return listener, Place(address=LOOPBACK, port=listener.getsockname()[1])
     for candidate in network.addresses_of(address):
         family = socket.AF_INET6 if ":" in candidate else socket.AF_INET
         # An address of this node may have another name inside of a container.
         with contextlib.suppress(OSError):
             listener = socket.create_server((candidate, 0), family=family, backlog=1024)
-            return listener, Place(address=candidate, port=listener.getsockname()[1], token=token)
+            return listener, Place(address=candidate, port=listener.getsockname()[1])
     listener = door.listen(0, loopback=False)
-    return listener, Place(address=address, port=listener.getsockname()[1], token=token)
+    return listener, Place(address=address, port=listener.getsockname()[1])
 
 
 def publish(environ: Mapping[str, str], index: int, place: Place) -> None:
     """Tell the workers of the launch where server `index` is."""
     address, port = _launch(environ)
-    _store(address, port).set(str(index), json.dumps(asdict(place)))
+    store = _store(environ.get(STORE), address, port)
+    store.set(str(index), json.dumps(asdict(place)))
 
 
 def find(world: World, count: int) -> list[Place]:
@@ -79,7 +105,7 @@ def find(world: World, count: int) -> list[Place]:
     """
     assert world.address is not None
     assert world.port is not None
-    store = _store(world.address, world.port)
+    store = _store(world.launch_file, world.address, world.port)
     keys = [str(index) for index in range(count)]
     try:
         if await_any(store, [keys], join_timeout().total_seconds()) is not None:
@@ -119,7 +145,9 @@ def _launch(environ: Mapping[str, str]) -> tuple[str, int]:
     return address, port
 
 
-def _store(address: str, port: int) -> dist.Store:
+def _store(file: str | None, address: str, port: int) -> dist.Store:
+    if file:
+        return dist.PrefixStore(_PREFIX, launch_store(file))
     found = door.await_port(
         network.addresses_of(address), port, "the launch's store", _CONNECT_SECONDS
     )

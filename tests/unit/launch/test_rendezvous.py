@@ -49,6 +49,16 @@ def test_every_generation_has_a_store_of_its_own() -> None:
     assert not one.store.check(["note"])
 
 
+def test_ranks_that_meet_in_a_file_need_no_port() -> None:
+    import psutil
+
+    one = Rendezvous("id", 2, listens=False)
+    before = len(psutil.Process().net_connections("tcp"))
+    assert one.next_rendezvous().bootstrap_store_info.master_port == 0
+    assert len(psutil.Process().net_connections("tcp")) == before
+    assert not one.use_agent_store
+
+
 def test_a_store_on_this_host_is_for_this_host() -> None:
     import psutil
 

@@ -159,13 +159,13 @@ def test_a_write_that_fails_leaves_the_old_record(tmp_path: Path, monkeypatch) -
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 
-def test_others_may_read_it_as_far_as_the_umask_says(tmp_path: Path) -> None:
+def test_other_users_may_not_read_it(tmp_path: Path) -> None:
     old = os.umask(0o022)
     try:
         run_file.write(tmp_path, {})
     finally:
         os.umask(old)
-    assert (tmp_path / "run.json").stat().st_mode & 0o777 == 0o644
+    assert (tmp_path / "run.json").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_directory_that_is_gone(tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.exchange.frames import Kind
-from lockstep.exchange.links import Link, Links
+from lockstep.exchange.links import Link, Links, greet
 from lockstep.server.serve import Server
 from tests.unit.threads import together
 
@@ -49,9 +48,8 @@ class Service:
         links = []
         for index in range(len(self.ports)):
             link = Link(self.connect(index), index)
-            meta = {"token": TOKEN, "room": room, "rank": rank, "size": size, "replicas": replicas}
-            link.send(Kind.HELLO, meta={**meta, "threads": 1})
-            link.receive(Kind.WELCOME)
+            me = {"room": room, "rank": rank, "size": size, "replicas": replicas, "threads": 1}
+            greet(link, TOKEN, me)
             links.append(link)
         return Links(links, leads=rank == 0)
 

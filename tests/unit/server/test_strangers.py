@@ -15,25 +15,31 @@ import torch
 
 from lockstep.errors import PeerError
 from lockstep.exchange.base import Forest
-from lockstep.exchange.frames import HEADER, Kind, frame
-from lockstep.exchange.links import Link, Links
+from lockstep.exchange.frames import HEADER, Header, Kind, frame
+from lockstep.exchange.links import Link, Links, greet
 from lockstep.exchange.server import ServerExchange
 from lockstep.server import serve as serving
 from lockstep.server.connection import Connection
 from lockstep.server.memory import Lease, Pool
 from lockstep.server.serve import Server
+from lockstep.world import servers
 from tests.unit.server.conftest import SECONDS, TOKEN, Service
 
-GREETING = {"token": TOKEN, "room": "r", "rank": 0, "size": 1, "replicas": 1, "threads": 1}
+GREETING = {"room": "r", "rank": 0, "size": 1, "replicas": 1, "threads": 1}
 
 
 def hello(text: bytes) -> bytes:
     return HEADER.pack(Kind.HELLO, 0, len(text), 0, 0, 0) + text
 
 
-def greeting(**more: Any) -> bytes:
+def greeting(guest: socket.socket, token: str = TOKEN, **more: Any) -> bytes:
+    """Answer the server's challenge."""
+    header = Header.unpack(guest.recv(HEADER.size, socket.MSG_WAITALL))
+    nonce = json.loads(guest.recv(header.meta, socket.MSG_WAITALL))["nonce"]
+    proofs = {"nonce": "n", "proof": servers.proof(token, "worker", (nonce, "n"))}
     # Python writes infinity as a word of its own; others write a number that is too large.
-    return hello(json.dumps({**GREETING, **more}).replace("Infinity", "1e999").encode())
+    text = json.dumps({**GREETING, **proofs, **more}).replace("Infinity", "1e999")
+    return hello(text.encode())
 
 
 def works(links: Links) -> bool:
@@ -44,7 +50,8 @@ def works(links: Links) -> bool:
 
 def is_closed(guest: socket.socket) -> bool:
     with contextlib.suppress(ConnectionResetError):
-        return guest.recv(1) == b""
+        while guest.recv(1 << 12):
+            pass
     return True
 
 
@@ -61,15 +68,7 @@ def is_closed(guest: socket.socket) -> bool:
         hello(b"[" * 4000),  # deeper than Python's stack
         hello(b'{"token": ' + b"[" * 900 + b"]" * 900 + b"}"),
         hello(b"9" * 4096),
-        greeting(token="x"),
-        greeting(token="\ud800"),  # half of a character: no UTF-8 has it
-        greeting(token=None),
-        greeting(token="x", rank=float("inf")),
-        greeting(rank=float("inf")),
-        greeting(size=float("inf")),
-        greeting(threads=0),
-        greeting(rank="first"),
-        hello(json.dumps({"token": TOKEN}).encode()),
+        hello(json.dumps({**GREETING, "token": TOKEN}).encode()),
     ],
 )
 def test_strangers_are_shown_the_door(serve: Callable[[int], Service], words: bytes) -> None:
@@ -81,13 +80,68 @@ def test_strangers_are_shown_the_door(serve: Callable[[int], Service], words: by
     assert works(links)
 
 
+@pytest.mark.parametrize(
+    "says",
+    [
+        {"token": "x"},
+        {"token": "x", "rank": float("inf")},
+        {"proof": "\ud800"},  # half of a character: no UTF-8 has it
+        {"proof": None},
+        {"nonce": "\ud800"},
+        {"nonce": "another"},
+        {"rank": float("inf")},
+        {"size": float("inf")},
+        {"threads": 0},
+        {"rank": "first"},
+    ],
+)
+def test_greetings_that_prove_nothing_or_make_no_sense(
+    serve: Callable[[int], Service], says: dict[str, Any]
+) -> None:
+    service = serve(1)
+    links = service.join(0, 1, 1)
+    stranger = service.connect(0)
+    stranger.sendall(greeting(stranger, **says))
+    assert is_closed(stranger)
+    assert works(links)
+
+
+def test_what_one_connection_has_proved_proves_nothing_on_another(
+    serve: Callable[[int], Service],
+) -> None:
+    service = serve(1)
+    links = service.join(0, 1, 1)
+    first, second = service.connect(0), service.connect(0)
+    heard = greeting(first)
+    second.sendall(heard)
+    assert is_closed(second)
+    assert works(links)
+
+
+def test_an_impostor_learns_no_secret_and_is_found_out() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        link = Link(socket.create_connection(listener.getsockname(), timeout=SECONDS), 3)
+        impostor, _ = listener.accept()
+    for one in (
+        frame(Kind.CHALLENGE, meta={"nonce": "n"}),
+        frame(Kind.WELCOME, meta={"proof": "p"}),
+    ):
+        impostor.sendall(b"".join(one))
+    with pytest.raises(PeerError, match="server 3 does not know the secret of this launch"):
+        greet(link, TOKEN, GREETING)
+    assert TOKEN.encode() not in impostor.recv(1 << 12)
+    impostor.close()
+    link.leave()
+
+
 @pytest.mark.parametrize("size", [1 << 45, 1 << 62, (1 << 64) - 1])
 def test_more_bytes_than_there_is_memory(serve: Callable[[int], Service], size: int) -> None:
     service = serve(1)
     links = service.join(0, 1, 1)
     guest = service.connect(0)
-    guest.sendall(greeting() + HEADER.pack(Kind.PUSH, 0, 0, 1, 0, size))
-    assert guest.recv(HEADER.size) == frame(Kind.WELCOME)[0]
+    guest.sendall(greeting(guest) + HEADER.pack(Kind.PUSH, 0, 0, 1, 0, size))
+    welcome = Header.unpack(guest.recv(HEADER.size, socket.MSG_WAITALL))
+    assert welcome.kind == Kind.WELCOME
     assert is_closed(guest)
     assert works(links)
 
@@ -144,8 +198,7 @@ def test_a_server_without_room_for_one_more_file_waits(monkeypatch: pytest.Monke
     thread.start()
     try:
         link = Link(socket.create_connection(listener.getsockname(), timeout=SECONDS), 0)
-        link.send(Kind.HELLO, meta=GREETING)
-        link.receive(Kind.WELCOME)
+        greet(link, TOKEN, GREETING)
         link.leave()
     finally:
         server.end()

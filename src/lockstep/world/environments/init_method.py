@@ -14,6 +14,8 @@ from lockstep.errors import UsageError
 VARIABLE = "LOCKSTEP_INIT_METHOD"
 #: Where the other environments find the file of `file://`.
 FILE = "LOCKSTEP_MEETING_FILE"
+#: Set by a launcher that starts all ranks: the file that is the store of their generation.
+STORE = "LOCKSTEP_STORE"
 
 _HINT = "for example tcp://10.0.0.1:29500, file:///shared/meeting or env://"
 
@@ -37,7 +39,10 @@ def apply(environ: Mapping[str, str], url: str | None = None) -> Mapping[str, st
             f"the init method is {url!r}; expected tcp://, file:// or env://", hint=_HINT
         )
     identity = _identity(parts, url)
-    meant = {**environ, **_READERS[parts.scheme](parts, url), **identity}
+    place = _READERS[parts.scheme](parts, url)
+    meant = {**environ, **place, **identity}
+    if place:
+        meant.pop(STORE, None)
     if identity and not meant.keys() >= {"RANK", "WORLD_SIZE"}:
         raise UsageError(
             f"the init method {url!r} gives one of rank and world_size; expected both or neither",

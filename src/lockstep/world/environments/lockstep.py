@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from lockstep.world.environments import torchrun
+from lockstep.world.environments import init_method, torchrun
 from lockstep.world.model import World
 
 #: Set by the launcher in every worker, to the version that started it.
@@ -15,10 +16,13 @@ SERVERS = "LOCKSTEP_SERVERS"
 SERVER = "LOCKSTEP_SERVER"
 #: Set by the launcher in a server: where the script's own modules are.
 SERVER_ROOT = "LOCKSTEP_SERVER_ROOT"
+#: Set by the launcher where there are servers: the secret that workers and servers share.
+TOKEN = "LOCKSTEP_TOKEN"  # noqa: S105 - the name of a variable
 
 
 def detect(environ: Mapping[str, str]) -> World | None:
     """Return the world that `lockstep run` meant for this process, or `None` without its mark."""
     if MARK not in environ:
         return None
-    return torchrun.read(environ, environment="lockstep", reason=f"{MARK} is set")
+    world = torchrun.read(environ, environment="lockstep", reason=f"{MARK} is set")
+    return replace(world, launch_file=environ.get(init_method.STORE) or None)
