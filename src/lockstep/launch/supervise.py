@@ -73,7 +73,6 @@ def supervise(
     """
     environ = dict(os.environ)
     ranks = count_ranks(spec, here, environ)
-    has_servers = servers.count(spec, environ) > 0
     is_run = source.imports(spec, "lockstep")
     listens = ranks > 1 and not (is_run and source.leaves_groups_alone(spec))
     only_port, store_port = _ports(spec.nodes, is_only=not listens)
@@ -92,7 +91,7 @@ def supervise(
         run_id, token = _agree(gathering, place)
         rendezvous = Rendezvous(run_id, ranks, gathering, port=store_port, listens=listens)
         alone = _alone(private, port, token, listens=listens)
-        several = _among_several(None if has_servers else port, token)
+        several = _among_several(None if servers.count(spec, environ) else port, token)
         meets = alone if gathering is None else several
         standing = Standing(memory, ranks)
         agent = Agent(
