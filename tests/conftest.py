@@ -106,8 +106,11 @@ class Done:
 class Lockstep:
     """Runs `lockstep …` in a directory of its own, each in its own session, never longer than a timeout."""
 
-    def __init__(self, directory: Path, template: Template | None = None) -> None:
+    def __init__(
+        self, directory: Path, template: Template | None = None, temporary: Path | None = None
+    ) -> None:
         self.directory, self._template = directory, template
+        self._own = {} if temporary is None else {"TMPDIR": str(temporary)}
         self._started: list[subprocess.Popen[str]] = []
 
     def script(self, text: str, name: str = "train.py") -> str:
@@ -125,7 +128,7 @@ class Lockstep:
         executable: str = sys.executable,
     ) -> subprocess.Popen[str]:
         """Start a command and return at once."""
-        environ = {**os.environ, **(env or {})}
+        environ = {**os.environ, **self._own, **(env or {})}
         process: subprocess.Popen[str]
         if self._template is not None and (executable, program) == (sys.executable, LOCKSTEP):
             process = Forked(self._template, words, self.directory, environ)
@@ -201,9 +204,13 @@ def template() -> Iterator[Template]:
 
 
 @pytest.fixture
-def lockstep(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Lockstep]:
+def lockstep(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Lockstep]:
     """The command `lockstep`, run in a temporary directory; from a template for tests marked `forked`."""
     is_forked = request.node.get_closest_marker("forked") is not None
-    command = Lockstep(tmp_path, request.getfixturevalue("template") if is_forked else None)
+    template = request.getfixturevalue("template") if is_forked else None
+    # Logs of plain scripts that fail stay; a short name, since sockets' paths may not be long.
+    command = Lockstep(tmp_path, template, tmp_path_factory.mktemp("t"))
     yield command
     command.close()

@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -171,6 +172,7 @@ def _become(streams: list[int], words: list[str], cwd: str, env: dict[str, str])
     os.environ.clear()
     os.environ.update(env)
     signal.set_wakeup_fd(-1)
+    tempfile.tempdir = None  # the directory of the template's own environment
     processes.renew_streams()
     places = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
     sys.path[:] = [cwd, *places, *(place for place in sys.path[1:] if place != str(ROOT))]

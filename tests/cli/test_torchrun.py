@@ -196,8 +196,7 @@ def test_a_plain_script_leaves_nothing(
     lockstep: Lockstep, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     temporary = tmp_path_factory.mktemp("temporary")
-    words = ("-m", "lockstep", "run", "-n", "2", lockstep.script(PRINTS))
-    done = lockstep.python(*words, env={"TMPDIR": str(temporary)})
+    done = lockstep("run", "-n", "2", lockstep.script(PRINTS), env={"TMPDIR": str(temporary)})
     assert (done.code, done.out, done.err) == (0, "I am 0\n", HIDDEN)
     assert [path.name for path in lockstep.directory.iterdir()] == ["train.py"]
     assert list(temporary.iterdir()) == []
@@ -209,8 +208,7 @@ def test_logs_of_a_plain_script_that_fails_stay(
 ) -> None:
     temporary = tmp_path_factory.mktemp("temporary")
     script = lockstep.script(f"{PRINTS}\nif os.environ['RANK'] == '1': os._exit(3)")
-    words = ("-m", "lockstep", "run", "-n", "2", script)
-    done = lockstep.python(*words, env={"TMPDIR": str(temporary)})
+    done = lockstep("run", "-n", "2", script, env={"TMPDIR": str(temporary)})
     assert done.code == 1
     (logs,) = temporary.iterdir()
     assert done.err.endswith(f"  | I am 1\n  log: {logs}/rank-1.log\n")
