@@ -1,6 +1,7 @@
 """GPT-2 of transformers, built from its config, on blocks of one long text; warmup and cosine."""
 
 import torch
+from tests import vision  # noqa: F401 (transformers imports torchvision; this lets it, beside a CPU build)
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, get_cosine_schedule_with_warmup
 
