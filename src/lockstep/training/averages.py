@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -16,6 +15,7 @@ from lockstep.data.microbatch import Microbatch
 from lockstep.strategies.followed import FollowedModule
 from lockstep.strategies.held import HeldModel
 from lockstep.strategies.holding import Holding
+from lockstep.training.standing import Standing
 
 #: Frames between a loop that begins and torch's function: those of the loader, and what is put around it.
 _DEPTH = 16
@@ -25,31 +25,30 @@ class Averages:
     """Follows modules, so that their buffers are replica 0's on every rank.
 
     Args:
-        followed: the followed modules, which the run's loop tells of its microbatches.
         holding: where the run's models live.
         models: those that the run holds.
+        standing: where it is said that ranks wait for each other's buffers.
 
     Attributes:
-        meeting: entered where ranks wait for each other's buffers.
+        followed: the followed modules, which the run's loop tells of its microbatches.
     """
 
-    def __init__(
-        self, followed: list[FollowedModule], holding: Holding, models: Sequence[HeldModel]
-    ) -> None:
-        self._followed, self._holding, self._models = followed, holding, models
+    def __init__(self, holding: Holding, models: Sequence[HeldModel], standing: Standing) -> None:
+        self.followed: list[FollowedModule] = []
+        self._holding, self._models = holding, models
         self._passing: list[FollowedModule] = []  # for the length of a loop
-        self.meeting: AbstractContextManager[None] = nullcontext()
+        self._meeting = standing.meeting("the exchange of buffers")
 
     def add(self, value: Any) -> FollowedModule | None:
         """Follow `value` from here on; `None` where it is no module, or is followed already."""
         if not isinstance(value, nn.Module) or self._holding.replicas == 1:
             return None
-        known: list[HeldModel | FollowedModule] = [*self._models, *self._followed]
+        known: list[HeldModel | FollowedModule] = [*self._models, *self.followed]
         parts = {id(part) for one in known for part in one.module.modules()}
         if not parts.isdisjoint(map(id, value.modules())):
             return None
-        own = FollowedModule(value, self._holding.block, self._holding.group, self.meeting)
-        self._followed.append(own)
+        own = FollowedModule(value, self._holding.block, self._holding.group, self._meeting)
+        self.followed.append(own)
         return own
 
     def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
@@ -65,7 +64,7 @@ class Averages:
         while self._passing:
             followed = self._passing.pop()
             followed.leave()
-            self._followed.remove(followed)
+            self.followed.remove(followed)
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
         """The loop has come to another microbatch: nothing to do."""

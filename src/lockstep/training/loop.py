@@ -44,7 +44,7 @@ class Loop:
         self._seed = seed
         self._replicas = replicas
         self._models = models
-        self.followed: list[FollowedModule] = []
+        self.followed: Sequence[FollowedModule] = ()
         self._listeners = listeners
         self._active: list[Microbatch] = []
         self.track = Track()

@@ -37,13 +37,7 @@ from lockstep.training.digest import digest
 from lockstep.training.divergence import check_same
 from lockstep.training.earlier import launch_of, recall
 from lockstep.training.faults import Faults
-from lockstep.training.formation import (
-    Formation,
-    Groups,
-    choose_exchange,
-    choose_mesh,
-    needs_group,
-)
+from lockstep.training.formation import Formation, Groups, choose_exchange, choose_mesh, needs_group
 from lockstep.training.identity import describe
 from lockstep.training.keeping import Keeper
 from lockstep.training.listeners import Listener
@@ -140,11 +134,10 @@ class Session:
 
     def _begin(self) -> None:
         """Make the loop, and let it begin, or go on from the newest state."""
+        self._averages = Averages(self.holding(-1), self.models, self.standing)
         listeners = self._listeners()
         self.loop = Loop(self.settings.seed, self.replicas, self.models, listeners)
-        self._averages = Averages(self.loop.followed, self.holding(-1), self.models)
-        self._averages.meeting = self.standing.meeting("the exchange of buffers")
-        listeners.append(self._averages)
+        self.loop.followed = self._averages.followed
         self._record.bind(self.loop, self.digests)
         self._faults = Faults.of(os.environ, self.world)
         with self._meeting.telling():
@@ -156,7 +149,7 @@ class Session:
 
     def _listeners(self) -> list[Listener]:
         """Return who is told of steps and loops."""
-        listeners: list[Listener] = [self._record, self.standing]
+        listeners: list[Listener] = [self._record, self.standing, self._averages]
         if self._watch is not None:
             listeners.append(self._watch)
         if self.settings.precision == "fp16":
