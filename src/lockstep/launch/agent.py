@@ -183,7 +183,20 @@ class Agent(SimpleElasticAgent):
         return {rank: left for rank, left in self._processes.exits.items() if left.code not in fine}
 
     def _failures(self) -> list[Failure]:
-        return failure.collect((*self._workers, *self._servers), self._failed())
+        found = failure.collect((*self._workers, *self._servers), self._failed())
+        if found and all(one.consequence for one in found):
+            return found + failure.collect(self._workers, self._left())
+        return found
+
+    def _left(self) -> dict[int, Exit]:
+        """Return the workers that ended inside a run with exit code 0: others may have waited for them."""
+        return {
+            worker.rank: left
+            for index, worker in enumerate(self._workers)
+            if (left := self._processes.exits.get(worker.rank)) is not None
+            and left.code == 0
+            and self._standing.is_inside(index)
+        }
 
     def _report(self, told: Told) -> RunResult:
         """Do what is decided on a failure of this launcher's workers, or of all that it knows."""

@@ -19,6 +19,10 @@ from lockstep.record.report import Report
 
 _LAST_LINES = 8
 _LAST_BYTES = 1 << 14
+_LEFT_HINT = (
+    "  hint: sys.exit and os._exit must not depend on the rank: leave the loops on all ranks, and let "
+    "the `with` block end"
+)
 
 _CAUSES: dict[int, str] = {
     signal.SIGKILL: "out of memory, or somebody's kill -9",
@@ -85,11 +89,11 @@ class Verdict:
 
 
 def collect(workers: Iterable[WorkerPlan], exits: Mapping[int, Exit]) -> list[Failure]:
-    """Return the failures known so far: workers that ended badly or described an exception."""
+    """Return the failures known so far: workers in `exits`, and those that described an exception."""
     failures = []
     for worker in workers:
         left, told = exits.get(worker.rank), report.read(worker.error_file)
-        if told is None and (left is None or left.code == 0):
+        if told is None and left is None:
             continue
         moment = told.time if told else left.time if left else 0.0
         failures.append(Failure(worker=worker, time=moment, report=told, exit=left))
@@ -205,7 +209,9 @@ def _what(failure: Failure, killed_for_memory: bool | None) -> str:
         told = failure.report
         return f"{told.exception}: {told.message}" if told.message else told.exception
     code = failure.exit.code if failure.exit is not None else 1
-    if code >= 0:
+    if code == 0:
+        return "ended inside the run, with exit code 0, and the other ranks waited for it"
+    if code > 0:
         return f"exit code {code}"
     return f"killed by signal {-code} ({_signal_name(-code)}): {_likely(-code, killed_for_memory)}"
 
@@ -242,7 +248,8 @@ def _likely(number: int, killed_for_memory: bool | None) -> str:
 def _details(failure: Failure) -> list[str]:
     told = failure.report
     if told is None:
-        return [f"  | {line}" for line in last_lines(failure.worker.log)]
+        lines = [f"  | {line}" for line in last_lines(failure.worker.log)]
+        return [*lines, _LEFT_HINT] if failure.exit is not None and not failure.exit.code else lines
     lines = []
     if told.file:
         where = f"  at {short(Path(told.file))}:{told.line}"

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import os
 
-from lockstep.checkpoint.memory import SLOTS, VARIABLE, Board, Descriptors, Slot, progress, run_of
+from lockstep.checkpoint.memory import (
+    AFTER_RUN,
+    SLOTS,
+    VARIABLE,
+    Board,
+    Descriptors,
+    Slot,
+    progress,
+    run_of,
+)
 from lockstep.record.lock import LAUNCHER_VARIABLE
 
 
@@ -39,6 +48,11 @@ class Standing:
     def opened(self) -> bool:
         """Whether any rank of any generation has opened a run."""
         return self._opened or bool(self.pids)
+
+    def is_inside(self, index: int) -> bool:
+        """Whether the `index`-th rank of this launcher has opened a run, and not come to its end."""
+        slot = self.slots[index] if index < len(self.slots) else None
+        return slot is not None and slot.pid != 0 and slot.waiting != AFTER_RUN
 
     @property
     def step(self) -> int:

@@ -51,12 +51,15 @@ class Signals:
     Args:
         ask: called when the first signal comes.
         patient: whether further signals change nothing: a launcher passes them on, and knows when to end.
+
+    Attributes:
+        handled: the signals that have a handler of ours.
     """
 
     def __init__(self, ask: Callable[[], None], *, patient: bool) -> None:
         self._ask, self._patient = ask, patient
         self._count = 0
-        self._handled: list[signal.Signals] = []
+        self.handled: list[signal.Signals] = []
 
     def listen(self) -> None:
         """Begin to handle signals."""
@@ -66,7 +69,8 @@ class Signals:
         for signum in wanted:
             if signal.getsignal(signum) is signal.SIG_DFL:
                 signal.signal(signum, self._receive)
-                self._handled.append(signum)
+                self.handled.append(signum)
+        _listening.append(self)
 
     def _receive(self, signum: int, _frame: FrameType | None) -> None:
         self._count += 1
@@ -79,5 +83,33 @@ class Signals:
 
     def close(self) -> None:
         """Let signals do again what they do by default."""
-        while self._handled:
-            signal.signal(self._handled.pop(), signal.SIG_DFL)
+        while self.handled:
+            signal.signal(self.handled.pop(), signal.SIG_DFL)
+        if self in _listening:
+            _listening.remove(self)
+
+
+#: Those of this process that handle signals.
+_listening: list[Signals] = []
+#: What threads that fork block otherwise, by thread.
+_masks: dict[int, set[signal.Signals | int]] = {}
+
+
+def _before_fork() -> None:
+    """Let a signal that comes to the child before it has its own actions wait until it has."""
+    held = {signum for signals in _listening for signum in signals.handled}
+    _masks[threading.get_ident()] = signal.pthread_sigmask(signal.SIG_BLOCK, held)
+
+
+def _after_fork() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.pop(threading.get_ident()))
+
+
+def _in_child() -> None:
+    """Give a forked child the default actions: it has no run to save, and is to end when it is told to."""
+    while _listening:
+        _listening[-1].close()
+    _after_fork()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)

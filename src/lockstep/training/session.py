@@ -425,7 +425,10 @@ class Session:
         if failed and error is not None:
             mpi.fail()
             self._meeting.fail(error)
-        self.standing.closes()
+        if failed and isinstance(error, SystemExit):
+            self.standing.moves()  # the launcher sees that this rank has left inside the run
+        else:
+            self.standing.closes()
         self.loop.close()
         if self._watch is not None:
             self._watch.close()

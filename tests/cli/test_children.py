@@ -1,0 +1,54 @@
+"""Processes that a script starts inside a Run, and ranks that leave it by themselves."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.conftest import Lockstep
+
+pytestmark = pytest.mark.forked
+
+FORKS = """
+import multiprocessing, time
+import lockstep
+
+with lockstep.Run("forks", progress=False):
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    child.start()
+    child.terminate()
+    child.join(10)
+    print("ended with", child.exitcode, flush=True)
+    child.kill()
+"""
+
+
+LEAVES = """
+import os, sys, torch, lockstep
+with lockstep.Run("leaves", replicas=2, progress=False) as run:
+    model = run.model(torch.nn.Linear(4, 2))
+    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for x in run.loader([torch.full((4,), float(i)) for i in range(16)], batch_size=2):
+        run.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        if run.step == 3 and run.world.rank == 1:
+            {"sys": sys.exit, "os": os._exit}[sys.argv[1]](0)
+"""
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", ["sys", "os"])
+def test_a_rank_that_leaves_the_run_is_named(lockstep: Lockstep, way: str) -> None:
+    lockstep.script(LEAVES)
+    done = lockstep("run", "-n", "2", "train.py", way)
+    assert done.code == 1
+    assert "lockstep: rank 1 of 2 failed on " in done.err
+    assert "ended inside the run, with exit code 0" in done.err
+    assert "restart" not in done.err
+
+
+def test_a_forked_child_ends_when_it_is_told_to(lockstep: Lockstep) -> None:
+    lockstep.script(FORKS)
+    done = lockstep("run", "train.py")
+    assert done.code == 0, done.err
+    assert "ended with -15" in done.out
