@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from lockstep.errors import PREEMPTED, RunError, UsageError
-from lockstep.launch import forksafety, machine, processes, worker
+from lockstep.launch import forksafety, machine, processes, seeding, worker
 from lockstep.launch.failure import Verdict
 from lockstep.launch.forkserver import Job, Request
 from lockstep.launch.interrupts import Interrupted, listening
@@ -215,6 +215,8 @@ def _call_pickled(work: tuple[dict[str, Any], bytes]) -> None:
 
 
 def _call(main: Callable[..., Any], args: Sequence[Any], environ: Mapping[str, str]) -> None:
+    if seeding.names_run(main):
+        seeding.seed_generators(environ)
     value = main(*args)
     try:
         data = pickle.dumps(value)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from lockstep.checkpoint.memory import Descriptors
-from lockstep.launch import processes, servers, target
+from lockstep.launch import processes, seeding, servers, source, target
 from lockstep.launch.forkserver import Job, Request
 from lockstep.launch.plan import arguments, command, interpreter
 from lockstep.launch.spec import LaunchSpec
@@ -26,7 +26,8 @@ _PACKAGE = str(Path(__file__).parent)
 def job(spec: LaunchSpec) -> Job:
     """Return what each worker of `spec` does in its clean process."""
     if spec.start == "fork":
-        return lambda request: _run_forked(spec, request)
+        uses_run = source.imports(spec, "lockstep")
+        return lambda request: _run_forked(spec, request, uses_run=uses_run)
     return lambda request: execute(command(spec, request.local_rank), request.env)
 
 
@@ -128,8 +129,10 @@ def _note(told: Report, environ: Mapping[str, str]) -> bool:
     return True
 
 
-def _run_forked(spec: LaunchSpec, request: Request) -> NoReturn:
+def _run_forked(spec: LaunchSpec, request: Request, *, uses_run: bool) -> NoReturn:
     _become(request)
+    if uses_run:
+        seeding.seed_generators(os.environ)
     args = list(arguments(spec, request.local_rank))
     code = run_target(spec.kind, spec.target, args)
     _end(code)

@@ -10,6 +10,7 @@ import hashlib
 import struct
 
 #: The streams of a run. Each names what its numbers after the seed mean.
+SCRIPT = "script"  # checksum of the seed: what a script draws before its run
 INIT = "init"  # none: parameters and whatever the script draws before it trains
 ORDER = "order"  # loader, epoch: the epoch's permutation
 SAMPLE = "sample"  # loader, epoch, index: what `dataset[index]` draws
