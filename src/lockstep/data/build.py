@@ -16,6 +16,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from lockstep.data.description import Description
 from lockstep.data.fetch import Collate, choose
 from lockstep.data.orders import DatasetOrder, OrderSource, SamplerOrder, check_sampler
 from lockstep.data.sources import MapSource, Source, Split, StreamSource, Workers
@@ -115,6 +116,7 @@ def _build_map(dataset: Any, settings: LoaderSettings, split: Split, seed: int) 
         _order_source(dataset, settings, seed),
         split,
         settings.workers,
+        Description(dataset, settings.sampler),
         drop_last=settings.drop_last,
     )
     if len(source) == 0:

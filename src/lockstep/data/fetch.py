@@ -28,11 +28,19 @@ class Request:
     numbers: tuple[int, int, int, int, int]
 
 
+@dataclass(frozen=True, slots=True)
+class Look(Request):
+    """Samples that are to be compared with those of other ranks, and not collated."""
+
+
 class Fetch(Protocol):
     """How a dataset turns a request into a batch."""
 
     def __call__(self, request: Request) -> Any:
         """Return the collated samples of `request`."""
+
+    def samples(self, request: Request) -> Any:
+        """Return them as the dataset gives them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +52,10 @@ class FetchTensors:
 
     def __call__(self, request: Request) -> list[torch.Tensor]:
         """Return one tensor per tensor of the dataset, each of shape `(samples, …)`."""
+        return self.samples(request)
+
+    def samples(self, request: Request) -> list[torch.Tensor]:
+        """Return the same."""
         index = torch.from_numpy(request.indices)
         if self.subset is not None:
             index = self.subset[index]
@@ -61,8 +73,12 @@ class FetchBatch:
 
     def __call__(self, request: Request) -> Any:
         """Return the collated samples of `request`."""
+        return self.collate(self.samples(request))
+
+    def samples(self, request: Request) -> Any:
+        """Return them as the dataset gives them."""
         set_key(keys.derive(self.seed, keys.BATCH, *request.numbers))
-        return self.collate(self.dataset.__getitems__(request.indices.tolist()))
+        return self.dataset.__getitems__(request.indices.tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +91,13 @@ class FetchSamples:
 
     def __call__(self, request: Request) -> Any:
         """Return the collated samples of `request`."""
-        samples = [self._sample(index, request) for index in request.indices.tolist()]
+        samples = self.samples(request)
         set_key(keys.derive(self.seed, keys.BATCH, *request.numbers))
         return self.collate(samples)
+
+    def samples(self, request: Request) -> list[Any]:
+        """Return them as the dataset gives them."""
+        return [self._sample(index, request) for index in request.indices.tolist()]
 
     def _sample(self, index: int, request: Request) -> Any:
         loader, epoch, round_, _, _ = request.numbers

@@ -10,7 +10,7 @@ import torch
 
 from lockstep.data.microbatch import Microbatch, Observer, Start
 from lockstep.data.move import to_device
-from lockstep.data.sources import Batch, MapSource, Source
+from lockstep.data.sources import Batch, MapSource, Source, Tell
 from lockstep.errors import LoaderError
 
 
@@ -96,10 +96,12 @@ class Loader:
         number: int,
         batch_size: int,
         device: torch.device | None,
+        compare: Tell | None = None,
     ) -> None:
         self._source = source
         self._observer = observer
         self._device = device
+        self._compare = compare
         self.number = number
         self.batch_size = batch_size
 
@@ -146,4 +148,5 @@ class Loader:
     def _batches(self, start: Start) -> Iterator[Batch]:
         if start.is_over and start.again is None:
             return iter(())
-        return self._source.batches(self.number, start.epoch, start.round, start.first)
+        compare, self._compare = self._compare, None  # in the first loop alone
+        return self._source.batches(self.number, start.epoch, start.round, start.first, compare)

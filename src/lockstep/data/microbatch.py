@@ -74,12 +74,15 @@ class Batching:
         samples: how many a loop goes through; `None` for a stream, whose length nobody knows.
         order: `sequential`, `shuffled`, `stream`, or the class of the sampler that draws it.
         drop_last: whether a short last batch is left out.
+        indices: a checksum of those that subsets and samplers hold; `None` without any, or where a state
+            of an earlier version does not say.
     """
 
     batch_size: int
     samples: int | None
     order: str
     drop_last: bool
+    indices: str | None = None
 
     @property
     def batches(self) -> int | None:
@@ -99,6 +102,7 @@ class Batching:
             f"{name}: {recorded!r} recorded, {values[name]!r} now"
             for name, recorded in asdict(self).items()
             if recorded != values[name]
+            and (name != "indices" or None not in (recorded, values[name]))
         ]
 
 

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lockstep.data.fetch import Collate, Fetch, Request
+from lockstep.data.description import Description, checksum
+from lockstep.data.fetch import Collate, Fetch, Look, Request
 from lockstep.data.microbatch import Batching, Microbatch
 from lockstep.data.orders import OrderSource
 from lockstep.data.randomness import Stream, set_key, undisturbed
@@ -19,6 +20,8 @@ from lockstep.layout import keys
 from lockstep.layout.order import Indices, Order
 from lockstep.layout.replicas import share
 
+#: Is given what a rank holds of its data: names and short values.
+Tell = Callable[[dict[str, str]], None]
 #: A global batch of one rank: its microbatches, each with the data that belongs to it.
 Batch = Iterator[tuple[Microbatch, Any]]
 
@@ -40,8 +43,13 @@ class Source(Protocol):
     def batching(self) -> Batching:
         """Return how a loop that begins now makes its batches."""
 
-    def batches(self, loader: int, epoch: int, round_: int, first: int = 0) -> Iterator[Batch]:
-        """Yield this rank's part of each global batch of one loop over the data, from number `first` on."""
+    def batches(
+        self, loader: int, epoch: int, round_: int, first: int = 0, tell: Tell | None = None
+    ) -> Iterator[Batch]:
+        """Yield this rank's part of each global batch of one loop over the data, from number `first` on.
+
+        `tell` is first given what can be compared with other ranks: a description and some samples.
+        """
 
     def close(self) -> None:
         """Let go of worker processes."""
@@ -100,6 +108,8 @@ class _Fetched(Dataset[Any]):
         self._fetch = fetch
 
     def __getitem__(self, request: Request) -> Any:
+        if isinstance(request, Look):
+            return checksum(self._fetch.samples(request))
         return self._fetch(request)
 
 
@@ -111,10 +121,17 @@ class MapSource:
     """A dataset with a length and an index: every sample has a position in the epoch's order."""
 
     def __init__(
-        self, fetch: Fetch, orders: OrderSource, split: Split, workers: Workers, *, drop_last: bool
+        self,
+        fetch: Fetch,
+        orders: OrderSource,
+        split: Split,
+        workers: Workers,
+        description: Description,
+        *,
+        drop_last: bool,
     ) -> None:
-        self._fetch, self._orders, self._split = fetch, orders, split
-        self._drop_last = drop_last
+        self._fetched, self._orders, self._split = _Fetched(fetch), orders, split
+        self._description, self._drop_last = description, drop_last
         self._requests = _Requests()
         self._loader = self._make_loader(workers) if workers.count else None
         self._is_read = False
@@ -123,7 +140,7 @@ class MapSource:
         own = workers.settings.get("worker_init_fn")
         settings = {**workers.settings, "worker_init_fn": _Start(own, workers.threads)}
         return DataLoader(
-            _Fetched(self._fetch),
+            self._fetched,
             sampler=self._requests,
             batch_size=None,
             collate_fn=_as_is,
@@ -144,14 +161,24 @@ class MapSource:
             samples=len(self._orders),
             order=self._orders.name,
             drop_last=self._drop_last,
+            indices=self._description.indices(),
         )
 
-    def batches(self, loader: int, epoch: int, round_: int, first: int = 0) -> Iterator[Batch]:
-        """Yield this rank's part of each global batch of one loop over the data, from number `first` on."""
+    def batches(
+        self, loader: int, epoch: int, round_: int, first: int = 0, tell: Tell | None = None
+    ) -> Iterator[Batch]:
+        """Yield this rank's part of each global batch of one loop over the data, from number `first` on.
+
+        `tell` is first given what can be compared with other ranks: a description and some samples.
+        """
         order = self._orders.order(loader, epoch, round_)
         plan = self._plan(order, (loader, epoch, round_), first)
         planned, to_fetch = itertools.tee(itertools.chain.from_iterable(plan))
-        data = self._fetch_all(Request(m.indices, m.numbers) for m in to_fetch)
+        requests = (Request(m.indices, m.numbers) for m in to_fetch)
+        if tell is None or first == len(self):
+            data = self._fetch_all(requests)
+        else:
+            data = self._look(order, (loader, epoch, round_, first, -1), requests, tell)
         pairs = zip(planned, data, strict=True)
         outermost, self._is_read = not self._is_read, True
         try:
@@ -160,10 +187,33 @@ class MapSource:
         finally:
             self._is_read = not outermost
 
+    def _look(
+        self,
+        order: Order,
+        numbers: tuple[int, int, int, int, int],
+        requests: Iterable[Request],
+        tell: Tell,
+    ) -> Iterator[Any]:
+        """Return the data of `requests`, after a look at a few samples of the first batch.
+
+        Some rank fetches those anyway, and they go the way of all others: a dataset with workers is not
+        touched in this process.
+        """
+        start, batch_size = numbers[3] * self._split.batch_size, self._split.batch_size
+        batch = order(start, min(len(order), start + batch_size))
+        some = np.unique(batch[[0, len(batch) // 2, -1]])
+        data = self._fetch_all(itertools.chain([Look(some, numbers)], requests))
+        with undisturbed():
+            samples = next(data)
+        shown = ", ".join(map(str, some.tolist()))
+        drawn = {"order": checksum(batch), "shown": shown, "samples": samples}
+        tell({**self._description.parts(), **drawn})
+        return data
+
     def _fetch_all(self, requests: Iterable[Request]) -> Iterator[Any]:
         # A loop inside a loop over the same loader fetches by itself: the workers are busy.
         if self._loader is None or self._is_read:
-            return map(self._fetch, requests)
+            return map(self._fetched.__getitem__, requests)
         self._requests.pending = requests
         with undisturbed():  # it draws a seed for its workers, which keys make pointless
             return iter(self._loader)
@@ -229,7 +279,7 @@ class StreamSource:
     ) -> None:
         self._collate, self._split, self._seed = collate, split, seed
         self._drop_last = drop_last
-        self._stream = _KeyedStream(dataset)
+        self._stream, self._kind = _KeyedStream(dataset), type(dataset).__name__
         self._items: Iterable[Any] = self._stream
         if workers.count:
             own = workers.settings.get("worker_init_fn")
@@ -251,11 +301,16 @@ class StreamSource:
             drop_last=self._drop_last,
         )
 
-    def batches(self, loader: int, epoch: int, round_: int, first: int = 0) -> Iterator[Batch]:
+    def batches(
+        self, loader: int, epoch: int, round_: int, first: int = 0, tell: Tell | None = None
+    ) -> Iterator[Batch]:
         """Yield this rank's part of each global batch of one loop over the stream.
 
-        A stream has no places to start from: batches before number `first` are read and dropped.
+        A stream has no places to start from: batches before number `first` are read and dropped. Of what
+        ranks hold, `tell` is given the kind alone.
         """
+        if tell is not None:
+            tell({"kind": self._kind})
         self._stream.key = keys.derive(self._seed, keys.STREAM, loader, epoch, round_)
         stream = Stream(self._stream.key)
         with stream.active():

@@ -65,12 +65,14 @@ class Loaders:
         source = build(
             dataset, settings, session.replicas, session.formation.block, session.settings.seed
         )
+        number = session.loop.new_loader()
         loader = Loader(
             source,
             session.loop,
-            number=session.loop.new_loader(),
+            number=number,
             batch_size=settings.batch_size,
             device=None if session.device.type == "cpu" else session.device,
+            compare=session.same_data.check_of(number),
         )
         session.loader_made(loader, dataset, settings)
         return loader

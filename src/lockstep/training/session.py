@@ -44,6 +44,7 @@ from lockstep.training.listeners import Listener
 from lockstep.training.loop import Loop
 from lockstep.training.memory import Memory, find_slot
 from lockstep.training.preemption import Preempted, Signals
+from lockstep.training.same_data import SameData
 from lockstep.training.scaling import Scaler
 from lockstep.training.settings import Settings
 from lockstep.training.standing import Standing
@@ -119,6 +120,7 @@ class Session:
         self.store, self.group = connection.store, connection.group
         self._owns_group = connection.owned
         self.together = Together(self.standing, self.group, self._meeting)
+        self.same_data = SameData(self._meeting, self.standing, exact=settings.exact)
         self.exchange = self._choose_exchange()
         self.state = State()
         # Weak, so that a script may make a loader per epoch and let it go.

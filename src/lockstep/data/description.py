@@ -1,0 +1,115 @@
+"""What a rank holds of its data, in a few short values that can be compared with those of another.
+
+Nothing here fetches a sample: that may be slow, and may change a dataset.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
+
+#: Of long rows of indices and of large tensors so many entries count, at equal distances.
+_INDICES, _ITEMS, _ELEMENTS = 4096, 64, 16384
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A dataset and its sampler, to be described as they are when they are asked for.
+
+    Attributes:
+        dataset: of the user's.
+        sampler: of the user's; `None` for the loader's own order.
+    """
+
+    dataset: Any
+    sampler: Any = None
+
+    def parts(self) -> dict[str, str]:
+        """Return the kind, the length, and checksums of indices and of values in memory."""
+        found: dict[str, list[Any]] = {}
+        for name, value in self._walk():
+            found.setdefault(name, []).append(value)
+        kinds = " of ".join(found.pop("kind"))
+        length = str(len(self.dataset)) if hasattr(self.dataset, "__len__") else "unknown"
+        sums = {name: checksum(values) for name, values in found.items()}
+        return {"kind": kinds, "length": length, **sums}
+
+    def indices(self) -> str | None:
+        """Return a checksum of the indices that subsets and samplers have drawn; `None` without any."""
+        found = [value for name, value in self._walk() if name in ("indices", "sampler")]
+        return checksum(found) if found else None
+
+    def _walk(self) -> Iterator[tuple[str, Any]]:
+        yield from _walk(self.dataset)
+        drawn = getattr(self.sampler, "indices", None)
+        if isinstance(drawn, (list, tuple, range, np.ndarray, torch.Tensor)):
+            yield "sampler", _some(drawn, _INDICES)
+
+
+def _walk(dataset: Any) -> Iterator[tuple[str, Any]]:
+    yield "kind", type(dataset).__name__
+    if isinstance(dataset, Subset):
+        yield "indices", _some(dataset.indices, _INDICES)
+        yield from _walk(dataset.dataset)
+    elif type(dataset) is ConcatDataset:
+        for one in dataset.datasets:
+            yield from _walk(one)
+    elif type(dataset) is TensorDataset:
+        yield "values", [_some(tensor, _ITEMS) for tensor in dataset.tensors]
+    elif isinstance(dataset, (list, tuple)):
+        yield "values", _some(dataset, _ITEMS)
+
+
+def _some(values: Any, count: int) -> Any:
+    distance = max(1, len(values) // count)
+    if isinstance(values, (list, tuple, range, np.ndarray, torch.Tensor)):
+        return values[::distance]
+    return [values[place] for place in range(0, len(values), distance)]
+
+
+def checksum(value: object) -> str:
+    """Return 64 bits in hexadecimal, equal for equal values.
+
+    Tensors, arrays, images, numbers, text and containers of them count by their bytes, all others by their
+    type alone: what they hold may be an address.
+    """
+    found = hashlib.blake2b(digest_size=8)
+    for part in _bytes_of(value):
+        found.update(part)
+    return found.hexdigest()
+
+
+def _bytes_of(value: object) -> Iterator[bytes]:
+    yield f"{type(value).__qualname__}:".encode()
+    if isinstance(value, torch.Tensor):
+        yield from _bytes_of_tensor(value)
+    elif isinstance(value, range):
+        yield repr(value).encode()
+    elif isinstance(value, Mapping):
+        yield from _bytes_of(list(value.items()))
+    elif isinstance(value, (list, tuple)):
+        yield len(value).to_bytes(8, "little")
+        for one in value:
+            yield from _bytes_of(one)
+    elif isinstance(value, (set, frozenset)):
+        yield "".join(sorted(map(checksum, value))).encode()
+    elif isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
+        yield repr(value).encode()
+    elif isinstance(value, np.ndarray) and value.dtype.hasobject:
+        yield from _bytes_of(value.tolist())
+    elif callable(getattr(value, "tobytes", None)):  # arrays, their scalars, images
+        yield f"{getattr(value, 'dtype', '')}{getattr(value, 'shape', '')}".encode()
+        yield bytes(value.tobytes())  # type: ignore[attr-defined]
+
+
+def _bytes_of_tensor(value: torch.Tensor) -> Iterator[bytes]:
+    yield f"{value.dtype}{tuple(value.shape)}".encode()
+    if value.layout is torch.strided and not value.is_quantized and not value.is_meta:
+        some = _some(value.detach().reshape(-1), _ELEMENTS).cpu().contiguous()
+        yield some.resolve_conj().resolve_neg().view(torch.uint8).numpy().tobytes()

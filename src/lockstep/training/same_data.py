@@ -1,0 +1,94 @@
+"""Whether all ranks hold the same data: compared once for each loader, in its first loop.
+
+A script that draws a split or an order before its run, without a seed, gives each rank another one. Each
+rank compares itself with rank 0, which does not wait.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from lockstep.data.sources import Tell
+from lockstep.errors import DivergenceError
+from lockstep.training.standing import Standing
+from lockstep.world.meet import Meeting
+
+#: What is compared, in this order, and how a difference is said.
+_WORDS = {
+    "kind": "rank 0 has data of the kind {theirs}, rank {rank} of the kind {own}",
+    "length": "rank 0 has {theirs} samples, rank {rank} has {own}",
+    "indices": "the indices of the Subset on rank {rank} are not those on rank 0",
+    "sampler": "the indices of the sampler on rank {rank} are not those on rank 0",
+    "values": "the values of the dataset on rank {rank} are not those on rank 0",
+    "order": "the sampler on rank {rank} draws another order than on rank 0",
+    "samples": "samples {shown} on rank {rank} are not those on rank 0",
+}
+_HINT = (
+    "draw what makes the data (random_split, shuffle, permutation) inside `with lockstep.Run(…)`, or seed "
+    "before: torch.manual_seed, numpy.random.seed, random.seed"
+)
+_OWN_GENERATOR = (
+    "; a dataset that draws by a generator of its own is not set by the run's seed, and exact=False passes "
+    "over these samples"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SameData:
+    """Compares the data of loaders with the data of rank 0.
+
+    Attributes:
+        meeting: with the other ranks.
+        standing: where this rank stands.
+        exact: whether values count, and not only what they are chosen by.
+    """
+
+    meeting: Meeting
+    standing: Standing
+    exact: bool
+
+    def check_of(self, loader: int) -> Tell | None:
+        """Return what compares the data of loader number `loader`; `None` on a single rank."""
+        return None if self.meeting.world.size == 1 else partial(self._compare, loader)
+
+    def _compare(self, loader: int, own: dict[str, str]) -> None:
+        """Compare what this rank holds; rank 0 says what it holds, and goes on.
+
+        Raises:
+            DivergenceError: if it is something else than on rank 0.
+            PeerError: if rank 0 does not come.
+        """
+        key, store, rank = f"data/{loader}", self.meeting.store, self.meeting.world.rank
+        if rank == 0:
+            store.set(key, json.dumps(own))
+            return
+        what = f"the first loop over loader {loader}"
+        with self.standing.meeting(what):
+            self.meeting.wait([key], what)
+        self._check(loader, own, json.loads(store.get(key)))
+
+    def _check(self, loader: int, own: Mapping[str, str], theirs: Mapping[str, str]) -> None:
+        name = differing(own, theirs, values=self.exact)
+        if name is None:
+            return
+        seen = _WORDS[name].format(
+            own=own.get(name),
+            theirs=theirs.get(name),
+            rank=self.meeting.world.rank,
+            shown=own.get("shown"),
+        )
+        raise DivergenceError(
+            f"loader {loader} ({own['kind']}): {seen}; expected the same data on all ranks",
+            hint=_HINT + (_OWN_GENERATOR if name == "samples" else ""),
+        )
+
+
+def differing(
+    own: Mapping[str, str], theirs: Mapping[str, str], *, values: bool = True
+) -> str | None:
+    """Return the name of the first thing that differs; of values only where they count."""
+    names = [name for name in _WORDS if values or name not in ("values", "samples")]
+    return next((name for name in names if own.get(name) != theirs.get(name)), None)
