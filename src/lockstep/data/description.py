@@ -49,13 +49,13 @@ class Description:
         yield from _walk(self.dataset)
         drawn = getattr(self.sampler, "indices", None)
         if isinstance(drawn, (list, tuple, range, np.ndarray, torch.Tensor)):
-            yield "sampler", _some(drawn, _INDICES)
+            yield "sampler", _numbers(_some(drawn, _INDICES))
 
 
 def _walk(dataset: Any) -> Iterator[tuple[str, Any]]:
     yield "kind", type(dataset).__name__
     if isinstance(dataset, Subset):
-        yield "indices", _some(dataset.indices, _INDICES)
+        yield "indices", _numbers(_some(dataset.indices, _INDICES))
         yield from _walk(dataset.dataset)
     elif type(dataset) is ConcatDataset:
         for one in dataset.datasets:
@@ -71,6 +71,11 @@ def _some(values: Any, count: int) -> Any:
     if isinstance(values, (list, tuple, range, np.ndarray, torch.Tensor)):
         return values[::distance]
     return [values[place] for place in range(0, len(values), distance)]
+
+
+def _numbers(values: Any) -> Any:
+    """Return a row of integers as an array, whose bytes are read at once."""
+    return np.array(values) if all(type(value) is int for value in values) else values
 
 
 def checksum(value: object) -> str:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.data.build import LoaderSettings
+from lockstep.data.description import Description
 from lockstep.data.loader import Loader
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import RunDirectoryError, UsageError
@@ -25,6 +26,9 @@ from lockstep.record.progress import Progress
 from lockstep.record.run_file import Identity
 from lockstep.record.trace import Trace
 from lockstep.world.model import World
+
+#: So many loaders have their data recorded; a script may make some in every epoch.
+_LOADERS = 64
 
 
 class Place(Protocol):
@@ -99,7 +103,7 @@ class Recorder:
         self._trace = self._open_trace()
         self._lengths: dict[int, int | None] = {}
         self._loops: list[bool] = []  # whether each of the loops that we are in trains
-        self._generations = self._earlier_generations()
+        self._generations, self._data = self._earlier()
         self._place: Place | None = None
         self._digests: Callable[[], Mapping[str, str]] = dict
         self._without_loss: dict[int, Microbatch] = {}  # the newest of each loader
@@ -156,11 +160,13 @@ class Recorder:
                 "pass over that one"
             )
 
-    def _earlier_generations(self) -> list[dict[str, Any]]:
+    def _earlier(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Return the generations that are recorded, and the data of each loader."""
         recorded = run_file.read(self.directory) if self._world.is_main else None
         if recorded is None or self._settings.fresh:
-            return []
-        return list(recorded.get("generations", []))
+            return [], {}
+        data = recorded.get("data")
+        return list(recorded.get("generations", [])), data if isinstance(data, dict) else {}
 
     @property
     def shown_directory(self) -> str:
@@ -183,6 +189,18 @@ class Recorder:
             length = len(dataset) if hasattr(dataset, "__len__") else None
             exhaustive = settings.sampler is None and not settings.drop_last
             self._trace.loader(loader.number, length, exhaustive=exhaustive)
+        if self._world.is_main and loader.number < _LOADERS:
+            self._data_made(str(loader.number), Description(dataset, settings.sampler).parts())
+
+    def _data_made(self, loader: str, data: dict[str, str]) -> None:
+        """Record the data of a loader; say so if the run has recorded others."""
+        recorded = self._data.get(loader)
+        if recorded == data:
+            return
+        if isinstance(recorded, dict):
+            self.warn(_changed(loader, recorded, data))
+        self._data[loader] = data
+        self._write("running")
 
     def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
         """Show a bar for a loop that trains."""
@@ -338,9 +356,19 @@ class Recorder:
                 "status": status,
                 **more,
                 "generations": self._generations,
+                "data": self._data,
                 **run_file.kept(self.directory),
             },
         )
+
+
+def _changed(loader: str, recorded: Mapping[str, str], now: Mapping[str, str]) -> str:
+    names = {*recorded, *now}
+    what = ", ".join(sorted(name for name in names if recorded.get(name) != now.get(name)))
+    return (
+        f"lockstep: warning: loader {loader} has other data than this run had before ({what} differ): "
+        "what a script draws before the run needs a seed of its own under python and torchrun"
+    )
 
 
 def _short(source: str) -> str:

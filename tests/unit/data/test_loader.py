@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,12 +66,20 @@ class Journal:
 
 
 def loader(
-    journal: Journal, data: Any = None, *, batch_size=4, replicas=2, ranks=1, rank=0, workers=0
+    journal: Journal,
+    data: Any = None,
+    *,
+    batch_size=4,
+    replicas=2,
+    ranks=1,
+    rank=0,
+    workers=0,
+    compare=None,
 ) -> Loader:
     data = TensorDataset(torch.arange(10)) if data is None else data
     settings = LoaderSettings(batch_size=batch_size, workers=Workers(workers))
     source = build(data, settings, replicas, block(replicas, ranks, rank), 0)
-    return Loader(source, journal, number=3, batch_size=batch_size, device=None)
+    return Loader(source, journal, number=3, batch_size=batch_size, device=None, compare=compare)
 
 
 def test_the_observer_hears_of_everything_in_order() -> None:
@@ -269,3 +279,53 @@ def test_whole_batches_are_announced() -> None:
     assert journal.shown == []
     assert len(list(one.batches())) == 3
     assert journal.shown == [0, 1, 2]
+
+
+class Told(Dataset):
+    """Draws its samples, and writes down in which process which was fetched."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        with self.path.open("a") as file:
+            file.write(f"{os.getpid()} {index}\n")
+        return torch.rand(())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_first_loop_shows_three_samples_of_its_first_batch(
+    tmp_path: Path, workers: int
+) -> None:
+    told: list[dict[str, str]] = []
+    data = Told(tmp_path / "fetched")
+    plain = [list(loader(Journal(), Told(tmp_path / "other"))) for _ in range(2)][1]
+    one = loader(Journal(), data, workers=workers, compare=told.append)
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    batches = iter(one)
+    first = next(batches)
+    if workers:
+        assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(torch.cat([first, *batches]), torch.cat(plain))
+    (shown,) = told
+    assert (shown["kind"], shown["length"], shown["shown"]) == ("Told", "10", "0, 2, 3")
+    list(one)
+    assert len(told) == 1
+    fetched = [line.split() for line in data.path.read_text().splitlines()]
+    assert sorted(int(index) for _, index in fetched) == sorted([*range(10), *range(10), 0, 2, 3])
+    here = {pid == str(os.getpid()) for pid, _ in fetched}
+    assert here == {not workers}, "with workers the dataset is not touched here"
+
+
+def test_ranks_see_the_same_samples_whatever_they_hold(tmp_path: Path) -> None:
+    shown: list[dict[str, str]] = []
+    for rank in range(2):
+        one = loader(
+            Journal(), Told(tmp_path / "fetched"), ranks=2, rank=rank, compare=shown.append
+        )
+        list(one)
+    assert shown[0] == shown[1]

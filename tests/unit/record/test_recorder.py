@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import Subset, TensorDataset
 
 from lockstep.errors import RunDirectoryError
 from lockstep.training.session import Session
@@ -90,3 +92,26 @@ def test_unnamed_runs_have_directories_of_their_own(make_run, tmp_path: Path, mo
             directories.append(run.directory)
     assert len(set(directories)) == 2
     assert {path.parent for path in directories} == {tmp_path / "runs" / "digits"}
+
+
+def test_a_run_that_goes_on_with_other_data_says_so(again, tmp_path: Path, capsys) -> None:
+    def made_of(values: torch.Tensor, indices: list[int]) -> None:
+        run = again()
+        dataset = Subset(TensorDataset(values), indices)
+        with pytest.raises(ZeroDivisionError), run:  # noqa: PT012
+            run.loader(dataset, batch_size=2)
+            raise ZeroDivisionError
+
+    values = torch.arange(6.0)
+    made_of(values, [0, 1, 2])
+    made_of(values.clone(), [0, 1, 2])
+    assert "other data" not in capsys.readouterr().err
+    made_of(values, [0, 1, 3])
+    assert (
+        "loader 0 has other data than this run had before (indices differ)"
+        in capsys.readouterr().err
+    )
+    made_of(values + 1, [0, 1, 3, 4])
+    assert "(indices, length, values differ)" in capsys.readouterr().err
+    data = record(tmp_path)["data"]["0"]
+    assert (data["kind"], data["length"]) == ("Subset of TensorDataset", "4")
