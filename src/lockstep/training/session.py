@@ -427,10 +427,7 @@ class Session:
         if failed and error is not None:
             mpi.fail()
             self._meeting.fail(error)
-        if failed and isinstance(error, SystemExit):
-            self.standing.moves()  # the launcher sees that this rank has left inside the run
-        else:
-            self.standing.closes()
+        self.standing.closes(left=failed and isinstance(error, SystemExit))
         self.loop.close()
         if self._watch is not None:
             self._watch.close()

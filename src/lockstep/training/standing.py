@@ -71,10 +71,11 @@ class Standing:
         standing.leave()
         return standing
 
-    def closes(self) -> None:
-        """The run is over: what comes now is the script's own affair."""
+    def closes(self, *, left: bool = False) -> None:
+        """The run is over: what comes now is the script's own affair; unless the script `left` it to end."""
         self.moves()
-        self._slot.waiting = AFTER_RUN
+        if not left:
+            self._slot.waiting = AFTER_RUN
 
     def moves(self) -> None:
         """Something has happened on this rank."""
