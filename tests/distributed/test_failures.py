@@ -217,6 +217,9 @@ def test_a_disk_that_is_full(faulty: Lockstep, tiny_disk: Path) -> None:
 def test_a_finished_run_is_not_overwritten(faulty: Lockstep) -> None:
     assert run(faulty, "", "--run-dir", "kept")[0] == 0
     code, verdict = run(faulty, "", "--run-dir", "kept")
+    assert code == 0, "there is nothing to do"
+    assert "lockstep: finished already steps=" in verdict
+    code, verdict = run(faulty, "", "--run-dir", "kept", "--replicas", "7")
     assert code == 1
     assert "is finished; expected a new or an unfinished one" in verdict
     assert run(faulty, "", "--run-dir", "kept", "--fresh")[0] == 0

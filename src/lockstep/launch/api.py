@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lockstep.errors import PREEMPTED
-from lockstep.launch import dry_run, machine, nodes, old_scripts, openmp, worker
+from lockstep.launch import dry_run, finished, machine, nodes, old_scripts, openmp, worker
 from lockstep.launch.functions import launch
 from lockstep.launch.interrupts import Interrupted, listening
 from lockstep.launch.output import say
@@ -37,6 +37,9 @@ def run(spec: LaunchSpec) -> int:
     """
     check(spec.kind, spec.target)
     spec = _adapt(spec)
+    if (line := finished.already(spec)) is not None:
+        say(line)
+        return 0
     with listening(spec.survival.polite(os.environ)) as interrupts:
         spec = _prepare(spec)
         here = machine.look(gpus=asked(spec, os.environ) != "cpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import os
 import secrets
 import shutil
@@ -38,6 +39,8 @@ from lockstep.launch.standing import Standing
 
 #: How long a launcher waits for others before it says that it does.
 _SILENCE_SECONDS = 3.0
+#: Names of a launcher's own directory, and of the lock in it.
+_PREFIX, _LOCK = "lockstep-", "launcher.lock"
 
 if TYPE_CHECKING:
     from lockstep.launch.gathering import Gathering
@@ -301,12 +304,35 @@ def _agree(gathering: Gathering | Rounds | None, place: RunPlace) -> tuple[str, 
 
 @contextlib.contextmanager
 def private_directory() -> Iterator[Path]:
-    """Make a directory that only this user can read, and remove it at the end."""
-    path = Path(tempfile.mkdtemp(prefix="lockstep-"))
+    """Make a directory that only this user can read, and remove it at the end.
+
+    What launchers that were killed have left is removed, too: a lock tells whether one lives.
+    """
+    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
+        _remove_left(left)
+    path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    lock = os.open(path / "new", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
+        with contextlib.suppress(OSError):  # a file system without locks: then it may be left
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            (path / "new").rename(path / _LOCK)
         yield path
     finally:
+        os.close(lock)
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_left(file: Path) -> None:
+    """Remove the directory of a launcher that is gone, under its lock."""
+    with contextlib.suppress(OSError):  # another user's, or of a launcher that lives
+        if file.parent.is_symlink() or file.parent.stat().st_uid != os.getuid():
+            return
+        lock = os.open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(file.parent)
+        finally:
+            os.close(lock)
 
 
 def _warms(spec: LaunchSpec, environ: Mapping[str, str], *, is_run: bool) -> bool:

@@ -72,7 +72,7 @@ class Standing:
         return standing
 
     def closes(self, *, left: bool = False) -> None:
-        """The run is over: what comes now is the script's own affair; unless the script `left` it to end."""
+        """The run is over: what comes now is the script's own affair, unless it `left` to end."""
         self.moves()
         if not left:
             self._slot.waiting = AFTER_RUN

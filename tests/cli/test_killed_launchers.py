@@ -1,0 +1,113 @@
+"""Launchers that are killed: what the next one finds, and that nothing is lost or done twice."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import Lockstep
+
+pytestmark = pytest.mark.forked
+
+#: How many launchers are killed, by default and with LOCKSTEP_LAUNCHER_KILLS=20, and the seed of when.
+KILLS = int(os.environ.get("LOCKSTEP_LAUNCHER_KILLS", "3"))
+SEED = int(os.environ.get("LOCKSTEP_LAUNCHER_SEED", "0"))
+
+SCRIPT = """
+import os, time
+import torch
+import lockstep
+
+with lockstep.Run("killed", replicas=4, progress=False) as run:
+    net = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Dropout(), torch.nn.Linear(64, 1))
+    model = run.model(net)
+    optimizer = run.optimizer(torch.optim.Adam(model.parameters(), lr=0.01))
+    data = [torch.full((8,), float(i % 7)) for i in range(240)]
+    loader = run.loader(data, batch_size=8, shuffle=True)
+    for _ in run.epochs(4):
+        for x in loader:
+            run.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(0.005)
+            run.save()
+            open("step", "w").write(str(run.step))
+if os.environ.get("LINGERS"):
+    time.sleep(60)
+"""
+
+
+def digest(text: str) -> str:
+    (found,) = re.findall(r"digest=(sha256:\w+)", text)
+    return found
+
+
+@pytest.mark.ranks(3)
+def test_launchers_killed_while_checkpoints_are_written(
+    lockstep: Lockstep, record_property: Callable[[str, object], None]
+) -> None:
+    # Long enough for any of them to be killed on the way.
+    lockstep.script(SCRIPT.replace("epochs(4)", f"epochs({4 + 2 * KILLS})"))
+    undisturbed = lockstep("run", "--run-dir", "whole", "train.py", timeout=120)
+    assert undisturbed.code == 0, undisturbed.err
+    rng, reached = random.Random(SEED), []
+    for kill in range(KILLS):
+        step = lockstep.directory / "step"
+        step.unlink(missing_ok=True)
+        ranks = str(rng.choice([1, 2, 3]))
+        launcher = lockstep.start("run", "-n", ranks, "--run-dir", "run", "train.py")
+        while not step.exists() and launcher.poll() is None:
+            time.sleep(0.005)
+        time.sleep(rng.uniform(0.0, 0.4))
+        launcher.kill()
+        killed = lockstep.finish(launcher)
+        assert killed.code == -signal.SIGKILL, (kill, killed)
+        reached.append((ranks, step.read_text()))
+    record_property("ranks and steps", reached)
+    done = lockstep("run", "-n", "2", "--run-dir", "run", "train.py", timeout=120)
+    assert done.code == 0, done.err
+    assert digest(done.out) == digest(undisturbed.out)
+
+
+def test_a_launcher_that_is_killed_at_the_end_leaves_nothing_to_do(lockstep: Lockstep) -> None:
+    lockstep.script(SCRIPT.replace("epochs(4)", "epochs(1)"))
+    words = ("run", "--run-dir", "run", "train.py")
+    launcher = lockstep.start(*words, env={"LINGERS": "1"})
+    record = lockstep.directory / "run" / "run.json"
+    while not record.exists() or '"finished"' not in record.read_text():
+        assert launcher.poll() is None
+        time.sleep(0.01)
+    launcher.kill()
+    first = lockstep.finish(launcher)
+    again = lockstep(*words)
+    assert again.code == 0, again.err
+    assert "lockstep: finished already steps=30 " in again.err
+    assert digest(again.err) == digest(first.out or again.err)
+    assert lockstep(*words, "another").code == 1, "another run"
+
+
+def test_the_directory_of_a_killed_launcher_is_removed_by_the_next(lockstep: Lockstep) -> None:
+    lockstep.script(
+        "import os, time\nopen('here', 'w').write(os.environ['TORCHELASTIC_ERROR_FILE'])\n"
+        "time.sleep(float(os.environ.get('LINGERS', 0)))\n"
+    )
+    launcher = lockstep.start("run", "train.py", env={"LINGERS": "60"})
+    (file,) = lockstep.wait_for("here")
+    left = Path(file).parent
+    children = psutil.Process(launcher.pid).children(recursive=True)
+    launcher.kill()
+    lockstep.finish(launcher)
+    assert not psutil.wait_procs(children, timeout=10)[1]
+    assert left.is_dir()
+    lives = lockstep.start("run", "train.py", env={"LINGERS": "2"})
+    assert lockstep("run", "train.py").code == 0
+    assert not left.exists()
+    assert lockstep.finish(lives).code == 0, "a launcher that lives keeps its own"
