@@ -23,6 +23,16 @@ FORMAT = 2
 FILE_MODE, DIRECTORY_MODE = 0o600, 0o700
 
 
+_RATING = (float, int, type(None))
+_KINDS: dict[str, tuple[type, ...]] = {
+    "identity": (dict,),
+    "step": (int,),
+    "best": _RATING,
+    "text": (str,),
+    "lockstep": (str,),
+}
+
+
 class DamagedError(CheckpointError):
     """A checkpoint that is not what was written."""
 
@@ -107,7 +117,7 @@ class Manifest:
                 raise DamagedError(f"{NAME} has another checksum than it says")
             del content["format"]
             return _manifest(content)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise DamagedError(f"{NAME} is no manifest: {error}") from error
 
     def differences(self, identity: Mapping[str, Any]) -> list[str]:
@@ -214,14 +224,34 @@ def _is_newer(content: Any) -> bool:
 
 def _manifest(content: dict[str, Any]) -> Manifest:
     tensors, files = content.pop("tensors"), content.pop("files")
+    for name, kinds in _KINDS.items():
+        _check(name, content[name], kinds)
     return Manifest(
         **content,
-        tensors={
-            name: TensorSpec(str(spec["dtype"]), tuple(map(int, spec["shape"])))
-            for name, spec in tensors.items()
-        },
-        files={_file_name(name): FileSpec(**spec) for name, spec in files.items()},
+        tensors={name: _tensor(name, **spec) for name, spec in tensors.items()},
+        files={_file_name(name): _file(name, **spec) for name, spec in files.items()},
     )
+
+
+def _tensor(name: str, dtype: Any, shape: Any) -> TensorSpec:
+    _check(name, dtype, (str,))
+    _check(name, shape, (list,))
+    for length in shape:
+        _check(name, length, (int,))
+    return TensorSpec(dtype, tuple(shape))
+
+
+def _file(name: str, bytes: Any, sha256: Any) -> FileSpec:  # noqa: A002 - the word in the file
+    _check(name, bytes, (int,))
+    _check(name, sha256, (str,))
+    return FileSpec(bytes, sha256)
+
+
+def _check(name: str, value: Any, kinds: tuple[type, ...]) -> None:
+    # `True` is an int to Python, and no number to whoever wrote the file.
+    if type(value) not in kinds or (int in kinds and kinds != _RATING and value < 0):
+        expected = " or ".join("nothing" if k is type(None) else k.__name__ for k in kinds)
+        raise DamagedError(f"{NAME} says {value!r:.40} of {name}; expected {expected}")
 
 
 def _file_name(name: str) -> str:

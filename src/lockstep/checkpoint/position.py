@@ -7,7 +7,7 @@ value. The last event of a level may be open: the position is inside it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -39,8 +39,9 @@ class Counters:
     @staticmethod
     def parse(told: Mapping[str, Any]) -> Counters:
         """Read what `dataclasses.asdict` and JSON have made of it."""
-        rounds = tuple((int(loader), int(count)) for loader, count in told["rounds"])
-        return Counters(int(told["steps"]), int(told["stretch"]), int(told["loaders"]), rounds)
+        rounds = tuple((_count(loader), _count(count)) for loader, count in told["rounds"])
+        steps, stretch, loaders = (_count(told[name]) for name in ("steps", "stretch", "loaders"))
+        return Counters(steps, stretch, loaders, rounds)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -128,6 +129,21 @@ class SaveEvent:
     events: list[Event] = field(default_factory=list)
 
 
+def _count(told: Any) -> int:
+    if type(told) is not int or not 0 <= told < 1 << 64:
+        raise ValueError(f"{told!r:.40} is no number of 64 bits")
+    return told
+
+
+def _count_or_none(told: Any) -> int | None:
+    return None if told is None else _count(told)
+
+
+def _batching(told: dict[str, Any]) -> Batching:
+    numbers = {"batch_size": _count(told["batch_size"]), "samples": _count_or_none(told["samples"])}
+    return Batching(**{**told, **numbers})
+
+
 Event = LoopEvent | MetricEvent | PhaseEvent | SaveEvent
 _KINDS: dict[str, type[Event]] = {
     "loop": LoopEvent,
@@ -136,10 +152,13 @@ _KINDS: dict[str, type[Event]] = {
     "save": SaveEvent,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
-_PARSED = {
-    "batching": lambda told: Batching(**told),
+_PARSED: dict[str, Callable[[Any], Any]] = {
+    "batching": _batching,
     "begin": Counters.parse,
     "after": Counters.parse,
+    **dict.fromkeys(("loader", "stretch", "round", "batches", "steps", "last", "before"), _count),
+    **dict.fromkeys(("epoch", "key"), _count_or_none),
+    "losses": list,
 }
 
 
@@ -180,7 +199,7 @@ class Position:
         try:
             events = [_parse(event, tensors or {}) for event in told["events"]]
             counters = Counters.parse(told["counters"])
-            return Position(points=int(told["points"]), counters=counters, events=events)
+            return Position(points=_count(told["points"]), counters=counters, events=events)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
                 f"a saved state does not say where the run was, as this version reads it ({error!r})",

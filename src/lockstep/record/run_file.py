@@ -17,6 +17,19 @@ from lockstep.record.directory import owner_only
 NAME = "run.json"
 #: How launchers tell old scripts their local rank: other words on each rank, and none under `python`.
 _LOCAL_RANK = ("--local_rank=", "--local-rank=")
+#: Types of what is read again; any may be missing.
+_KINDS: dict[str, tuple[type, ...]] = {
+    "identity": (dict,),
+    "launch": (str, type(None)),
+    "status": (str,),
+    "step": (int,),
+    "steps": (int,),
+    "seconds": (int, float),
+    "digest": (str,),
+    "generations": (list,),
+    "next": (str,),
+}
+_COUNTS_OF_IDENTITY: dict[str, tuple[type, ...]] = {"replicas": (int,), "threads": (int,)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +95,25 @@ def read(directory: Path) -> dict[str, Any] | None:
         recorded = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _damaged(path, str(error)) from error
-    if not isinstance(recorded, dict) or not isinstance(recorded.get("identity", {}), dict):
+    if not isinstance(recorded, dict):
         raise _damaged(path, "it is no record of a run")
+    _check_kinds(path, recorded, _KINDS, least=0)
+    _check_kinds(path, recorded.get("identity", {}), _COUNTS_OF_IDENTITY, least=1)
+    if not all(isinstance(generation, dict) for generation in recorded.get("generations", [])):
+        raise _damaged(path, "its generations are not objects")
     return recorded
+
+
+def _check_kinds(
+    path: Path, content: dict[str, Any], expected: dict[str, tuple[type, ...]], *, least: int
+) -> None:
+    """Refuse values of other types than are written: whoever reads them relies on these."""
+    for name in expected.keys() & content.keys():
+        value, kinds = content[name], expected[name]
+        if type(value) not in kinds or (int in kinds and not value >= least):
+            raise _damaged(path, f"{name} is {value!r:.40}")
 
 
 def _damaged(path: Path, what: str) -> RunDirectoryError:

@@ -40,6 +40,11 @@ def chosen_signals(environ: Mapping[str, str]) -> list[signal.Signals]:
         raise UsageError(
             f"{VARIABLE} is {name!r}; expected the name of a signal, such as USR1"
         ) from None
+    if chosen in (signal.SIGKILL, signal.SIGSTOP):
+        raise UsageError(
+            f"{VARIABLE} is {name!r}, a signal that no process can receive; expected one that it can, "
+            "such as USR1"
+        )
     return [signal.SIGTERM, *([chosen] if chosen != signal.SIGTERM else [])]
 
 

@@ -41,14 +41,17 @@ class Saved:
         """Where the run was."""
         names = len(ANSWERS) + 1
         answers = {n[names:]: t for n, t in self.tensors.items() if n.startswith(f"{ANSWERS}.")}
-        return Position.parse(json.loads(self.text)["position"], answers)
+        return Position.parse(_content(self.text, "position"), answers)
 
     def restore(self, state: State, *, whole: bool) -> None:
         """Give everything in `state` what was saved of it."""
         # Copies: optimizers keep the very tensors that they are given.
         copies = {name: tensor.clone() for name, tensor in self.tensors.items()}
-        values = tree.rebuild(json.loads(self.text)["state"], copies)
-        del values[ANSWERS]  # the position has them
+        try:
+            values = tree.rebuild(_content(self.text, "state"), copies)
+            del values[ANSWERS]  # the position has them
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise _unreadable(f"its state cannot be read ({error!r})") from error
         state.load(values, whole=whole)
 
 
@@ -167,7 +170,7 @@ def _points(saved: Saved | None) -> int:
 
 
 def _points_of(text: str) -> int:
-    return Position.parse(json.loads(text)["position"]).points
+    return Position.parse(_content(text, "position")).points
 
 
 def _name(tensor: torch.Tensor) -> str:
@@ -176,3 +179,21 @@ def _name(tensor: torch.Tensor) -> str:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
+
+
+def _content(text: str, part: str) -> Any:
+    """Return a part of what was saved beside the tensors.
+
+    Raises:
+        CheckpointError: if it is not what a run saves.
+    """
+    try:
+        return json.loads(text)[part]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _unreadable(f"it has no {part} ({error!r})") from error
+
+
+def _unreadable(what: str) -> CheckpointError:
+    return CheckpointError(
+        f"what was saved is no state of a run: {what}", hint="--fresh begins anew"
+    )

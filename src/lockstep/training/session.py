@@ -298,14 +298,14 @@ class Session:
             self._memory.opened()
         if self._stops:
             self._keeper.stop()
-        name, say = self.settings.name, self._record.say
+        name = self.settings.name
         exchange = "" if self.group is None else f", exchange {self.exchange}"
-        say(
+        self._record.say(
             f"{opening.title(name, self.exactness, self.replicas, self.world.size)}, {self.device.type}"
             f"{exchange}, threads {self.threads}, {self._record.shown_directory}{self._record.origin}"
         )
         if self._says_replicas is None and self.replicas > 1:
-            say(opening.unset(name, self.replicas))
+            self._record.say(opening.unset(name, self.replicas))
 
     # --- what the run asks for -------------------------------------------------------------------
 

@@ -85,3 +85,9 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on(tmp_path, monkeypatch):
     recorded = json.loads((tmp_path / "run/run.json").read_text())
     assert recorded["status"] == "finished"
     assert recorded["generations"][1]["step"] == 3
+
+
+@pytest.mark.parametrize("name", ["KILL", "SIGKILL", "stop"])
+def test_a_signal_that_no_process_receives_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match="a signal that no process can receive; expected one"):
+        chosen_signals({VARIABLE: name})
