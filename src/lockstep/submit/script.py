@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import signal
+import unicodedata
 from pathlib import Path
 
 from lockstep.errors import PREEMPTED, UsageError
@@ -38,8 +39,11 @@ def job_script(request: JobRequest, *, directory: Path, run_dir: Path, python: s
         python: the interpreter that has Lockstep.
 
     Raises:
-        UsageError: if Slurm could not write to `run_dir`.
+        UsageError: if Slurm could not write to `run_dir`, or a word has a control character.
     """
+    # What stands in a directive, where no quotes help. The words of the command may hold anything.
+    for text in (str(directory), str(run_dir), python, *request.run_options):
+        _check_characters(text)
     return "\n".join(
         [
             "#!/bin/bash",
@@ -52,6 +56,15 @@ def job_script(request: JobRequest, *, directory: Path, run_dir: Path, python: s
             _REQUEUE,
         ]
     )
+
+
+def _check_characters(text: str) -> None:
+    """Refuse what would end a line of the script, so that sbatch would read another directive there."""
+    if any(unicodedata.category(character) in ("Cc", "Zl", "Zp", "Cs") for character in text):
+        raise UsageError(
+            f"{text!r} has a control character, and cannot stand in a job script",
+            hint="rename the directory, or work in another one",
+        )
 
 
 def output_file(run_dir: Path, job: str) -> Path:

@@ -87,6 +87,14 @@ def test_the_launchers_words_reach_it_unbroken(tmp_path):
     assert launcher[10:] == list(words)
 
 
+@pytest.mark.parametrize("character", ["\n", "\r", "\x1b", "\u2028", "\0"])
+@pytest.mark.parametrize("where", ["directory", "run_dir"])
+def test_a_directory_cannot_write_lines_of_its_own(where, character):
+    path = Path(f"/home/ada{character}#SBATCH --uid=0")
+    with pytest.raises(UsageError, match="has a control character, and cannot stand in a job"):
+        text(JobRequest(name="t", command=("a.py",)), **{where: path})
+
+
 @pytest.mark.parametrize(
     ("code", "state", "requeued"),
     [
