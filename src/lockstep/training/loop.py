@@ -57,7 +57,7 @@ class Loop:
         self._passed: Microbatch | None = None
         self._has_approached = False
         self._trains = False  # whether the outermost loop has updated parameters
-        self._closed = False
+        self.closed = False
         self.warn: Callable[[str], None] = _nothing
         self.epoch = 0
         self.epochs = 0
@@ -96,7 +96,7 @@ class Loop:
             self.point()
 
     def _leave_epochs(self) -> None:
-        if not self._closed:
+        if not self.closed:
             self.track.phase_left()
             self._begin_between()
 
@@ -350,7 +350,7 @@ class Loop:
 
     def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
         """The loop's body is done with this microbatch, or has left it."""
-        if self._closed:
+        if self.closed:
             return  # an exception ended the run; its loops are only now collected
         if not self._is_nested:
             for model in self._buffered:
@@ -396,7 +396,7 @@ class Loop:
 
     def loop_ends(self, loader: int, start: Start, step: int, *, early: bool) -> None:
         """The loop is over in global batch `step`: early by `break`, or after the last one."""
-        if self._closed:
+        if self.closed:
             return
         self._set_key(keys.BETWEEN, loader, start.epoch, start.round, -1, 0)
         ended = self._loop(loader, start)
@@ -440,7 +440,7 @@ class Loop:
 
     def close(self) -> None:
         """The run is over: what loops still say is nobody's affair."""
-        self._closed = True
+        self.closed = True
 
 
 def _nothing(*_: object) -> None:

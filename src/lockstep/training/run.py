@@ -125,6 +125,7 @@ class Run(Whereabouts):
         self._loaders = Loaders(self._session)
 
     def __enter__(self) -> Self:
+        self._begin_once()
         self._session.open()
         return self
 
@@ -179,6 +180,7 @@ class Run(Whereabouts):
             UsageError: if a model cannot be spread over the ranks that are to hold it.
             ExactnessError: for a setting that breaks the promise.
         """
+        self._require_open("run.model")
         return self._models.add(module, settings)
 
     def sync_batchnorm(self, module: ModelT) -> ModelT:
@@ -238,6 +240,7 @@ class Run(Whereabouts):
         Raises:
             CheckpointError: if an earlier one could not be written.
         """
+        self._require_open("run.save")
         self._session.save(None if best is None else float(best))
 
     # --- data ------------------------------------------------------------------------------------
@@ -271,6 +274,7 @@ class Run(Whereabouts):
         """
         asked = {"batch_size": batch_size, "sampler": sampler, "collate_fn": collate_fn, **workers}
         asked |= {"shuffle": shuffle, "drop_last": drop_last, "num_workers": num_workers}
+        self._require_open("run.loader")
         return self._loaders.make(data, asked)
 
     def batches(self, loader: Loader) -> Iterator[GlobalBatch]:
@@ -281,6 +285,7 @@ class Run(Whereabouts):
         """Yield the epochs of the run, `0` to `count - 1`."""
         if count < 0:
             raise UsageError(f"{count} epochs; expected 0 or more")
+        self._require_open("run.epochs")
         return self._loop.run_epochs(count, self._session.epoch_ends)
 
     # --- a step ----------------------------------------------------------------------------------
@@ -299,6 +304,7 @@ class Run(Whereabouts):
             NonFiniteLossError: with `stop_on_nan`, for a loss that is NaN or infinite.
             PeerError: if another rank is gone.
         """
+        self._require_open("run.backward")
         self._backward(loss, weight)
 
     def clip(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from lockstep.errors import StepError
 from lockstep.training.loop import Loop
 from lockstep.training.session import Session
 from lockstep.world import World
@@ -16,6 +17,24 @@ class Whereabouts:
     """The properties of a run."""
 
     _session: Session
+    _is_begun = False
+
+    def _begin_once(self) -> None:
+        if self._is_begun:
+            raise StepError(
+                f"the run {self._session.settings.name} was entered before; expected one `with` for a run",
+                hint="make another lockstep.Run(…) for another run",
+            )
+        self._is_begun = True
+
+    def _require_open(self, call: str) -> None:
+        """Refuse a call after the end of the run."""
+        if self._session.loop.closed:
+            raise StepError(
+                f"{call} was called after the end of the run {self._session.settings.name}; "
+                "expected to be inside its `with` block",
+                hint="make another lockstep.Run(…) for another run",
+            )
 
     @property
     def world(self) -> World:

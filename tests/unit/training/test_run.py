@@ -481,6 +481,30 @@ def test_register(make_run) -> None:
             run.register("list", [])
 
 
+def test_a_run_is_entered_once_and_not_used_after_its_end(make_run) -> None:
+    run = make_run()
+    with run:
+        model = run.model(nn.Linear(6, 1))
+        with pytest.raises(StepError, match="the run test was entered before; expected one `with`"):
+            run.__enter__()
+    digest_at_the_end = run.digest()
+    calls = {
+        "model": lambda: run.model(nn.Linear(6, 1)),
+        "loader": lambda: run.loader([1, 2], batch_size=1),
+        "epochs": lambda: run.epochs(1),
+        "backward": lambda: run.backward(model(torch.ones(2, 6)).sum()),
+        "save": run.save,
+    }
+    for name, call in calls.items():
+        with pytest.raises(
+            StepError, match=rf"run\.{name} was called after the end of the run test"
+        ):
+            call()
+    with pytest.raises(StepError, match="was entered before"), run:
+        pass
+    assert run.digest() == digest_at_the_end
+
+
 class Stateful:
     """A registered object with the state that it is made with."""
 
