@@ -149,3 +149,16 @@ def test_help_and_version_do_not_import_torch(lockstep):
 
 def test_no_command_is_a_usage_error(lockstep):
     assert lockstep().code == 2
+
+
+@pytest.mark.parametrize("verb", ["run", "verify"])
+def test_help_states_the_conditions_of_the_promise(lockstep, verb):
+    text = " ".join(lockstep(verb, "--help").out.split())
+    for word in (
+        "--replicas",
+        "--threads",
+        "1 to R ranks",
+        "one kind of hardware",
+        "one version of",
+    ):
+        assert word in text.partition("Exit codes")[2]

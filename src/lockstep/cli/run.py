@@ -20,6 +20,9 @@ _EPILOG = """\
 Everything after SCRIPT belongs to the script. Flags win over the LOCKSTEP_* variables of the
 environment, and these over torchrun's PET_* variables. Exit codes: 0 done, 1 the script failed,
 2 usage, 3 a check did not hold, 75 preempted: the same command with --run-dir DIR continues.
+The promise: a script that uses lockstep.Run gives the same weights, bit for bit, on 1 to R ranks,
+with R fixed by --replicas and the threads by --threads, on one kind of hardware, with one version
+of Python, PyTorch and Lockstep. Without --replicas, R is the number of ranks.
 """
 
 

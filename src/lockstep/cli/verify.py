@@ -28,7 +28,9 @@ A layout is a number of ranks, or ranks that change on the way: "4>2@30>3@60" be
 2 after step 30 and with 3 after step 60. Faults follow after commas: "2,kill@30" kills a rank in step
 30, "2,term@25" preempts the run after step 25. Arguments for the script come after `--`. A script
 that names no replicas gets as many as the largest layout has ranks. Exit codes: 0 the same on all
-layouts, 1 the script failed, 2 usage, 3 not the same.
+layouts, 1 the script failed, 2 usage, 3 not the same. The promise that is
+checked: the same weights on 1 to R ranks, for R replicas (--replicas), T threads (--threads), one
+kind of hardware, and one version of Python, PyTorch and Lockstep.
 """
 #: What may follow after `--layouts` and one layout; a script does not look like that.
 _LAYOUT = re.compile(r"\d+([,>@].*)?|(kill|term)@\d+(,.*)?")
