@@ -24,10 +24,10 @@ def base():
 
 
 with lockstep.Run("lora", seed=17, replicas=3) as run:
+    pretrained, net = base(), base()
     with run.first():
         if run.main:
-            torch.save(base().state_dict(), "pretrained.pt")
-    net = base()
+            torch.save(pretrained.state_dict(), "pretrained.pt")
     net.load_state_dict(torch.load("pretrained.pt", weights_only=True))
     model = run.model(nn.Sequential(LoRA(net[0]), nn.ReLU(), LoRA(net[2])))
     trainable = [p for p in model.parameters() if p.requires_grad]
