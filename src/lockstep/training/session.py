@@ -190,7 +190,8 @@ class Session:
     def save(self, best: float | None) -> None:
         """Save the state: in a loop when the script is done with this batch, elsewhere now."""
         if self.loop.is_in_loop:
-            if not self.loop.is_on_the_way:
+            # Once per batch: a condition on run.step holds on some ranks' earlier microbatches only.
+            if self.loop.acts_now() and not self.loop.is_on_the_way:
                 self._keeper.ask(best)
         elif not self.loop.passes_save():
             self._keeper.ask(best)
