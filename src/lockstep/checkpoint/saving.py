@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import json
 import time
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from lockstep.checkpoint import dcp, drafts, found, manifest, retention
 from lockstep.checkpoint.company import Company, DroppedError
+from lockstep.checkpoint.found import Key
 from lockstep.checkpoint.manifest import FileSpec, Manifest, TensorSpec
 from lockstep.checkpoint.reasons import explained, not_written
 from lockstep.errors import CheckpointError, PeerError
@@ -89,10 +89,10 @@ class Saving:
         self._there = self._of_step()
         self.path = found.place(table.directory, (content.step, 0))
 
-    def _of_step(self) -> set[Path]:
+    def _of_step(self) -> dict[Key, Path]:
         """Return where checkpoints of this step are."""
-        step = self._content.step
-        return {path for key, path in found.paths(self._table.directory).items() if key[0] == step}
+        there = found.paths(self._table.directory)
+        return {key: path for key, path in there.items() if key[0] == self._content.step}
 
     def run(self) -> None:
         """Write it.
@@ -189,35 +189,42 @@ class Saving:
         manifest.sync_directory(self._table.directory)
 
     def _rename(self) -> None:
-        for number in itertools.count():
-            self.path = found.place(self._table.directory, (self._content.step, number))
+        """Make this state the newest checkpoint of its step; one that is there already moves up."""
+        while True:
+            there = self._of_step()
+            texts = {key: self._text_at(path) for key, path in there.items()}
+            same = [path for key, path in there.items() if texts[key] == self._content.text]
+            self.path = self._following(there, texts)
             try:
-                self._draft.rename(self.path)
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                (same or [self._draft])[0].rename(self.path)
+                break
+            except OSError as error:  # another launch may write here, too
+                taken = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT)
+                if not taken or not self._draft.exists():
                     raise
-                if not self._settles():
-                    continue  # another state of this step: weights may change without an update
-            return
+        if same:
+            drafts.remove(self._draft)
+            if self._content.best is not None:
+                manifest.note_best(self.path, self._content.best)
 
-    def _settles(self) -> bool:
-        """Settle with the checkpoint that is there; return whether it has this state, or is useless."""
-        content = self._content
+    def _text_at(self, path: Path) -> str | None:
+        """Return the text of a checkpoint; `None` for one that is damaged, or another run's."""
         try:
-            there = found.look(self.path)
-            is_same = not there.manifest.differences(content.identity)
+            there = found.look(path)
         except CheckpointError:
-            is_same = False
-        if not is_same:
-            retention.remove(self.path)
-            self._draft.rename(self.path)
-            return True
-        if there.text != content.text:
-            return False
-        drafts.remove(self._draft)
-        if content.best is not None:
-            manifest.note_best(self.path, content.best)
-        return True
+            return None
+        return None if there.manifest.differences(self._content.identity) else there.text
+
+    def _following(self, there: Mapping[Key, Path], texts: Mapping[Key, str | None]) -> Path:
+        """Return the place above all that are `there`: their numbers say which is the newest."""
+        last = max(there, default=None)
+        if last is None:
+            return found.place(self._table.directory, (self._content.step, 0))
+        if texts[last] is None:
+            retention.remove(there[last])
+        # Another state of this step has the next number: weights may change without an update.
+        is_free = texts[last] == self._content.text or not there[last].exists()
+        return found.place(self._table.directory, (last[0], last[1] + (not is_free)))
 
     def _follow(self) -> None:
         shares_directory = self._company.rank in self._table.writers
@@ -228,7 +235,7 @@ class Saving:
         try:
             self._company.follow(self._serial, alive)
         except (PeerError, dist.DistError) as error:  # the main rank, or the store, is not there
-            if shares_directory and self._of_step() - self._there:
+            if shares_directory and self._of_step().keys() - self._there.keys():
                 return
             raise PeerError("rank 0 left while it wrote a checkpoint") from error
 

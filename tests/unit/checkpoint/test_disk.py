@@ -112,19 +112,33 @@ def test_a_step_that_is_saved_twice_is_written_once(make, directory) -> None:
 
 def test_another_state_of_the_same_step_is_another_checkpoint(make, directory) -> None:
     """Weights may change without an update: averaged ones, for instance, that are rated then."""
-    for best in (0.5, None):
+    for best, name in (0.5, "step-00000001.1"), (None, "step-00000001.3"):  # a second launch
         checkpoints = make(keep=1)
         save(checkpoints, 1)
         checkpoints.save(1, {"weight": torch.full((2,), 7.0)}, "averaged", best=best)
         checkpoints.wait()
-        assert names(directory) == ["step-00000001.1"], "a second launch does the same"
+        assert names(directory) == [name]
         assert checkpoints.newest().text == "averaged"
         assert checkpoints.newest().best == 0.5
     rated = choose(directory.parent, best=True)
     assert read(rated)["weight"].tolist() == [7.0, 7.0]
     assert choose(directory.parent, step=1).path == rated.path
     save(checkpoints, 2)
-    assert names(directory) == ["step-00000001.1", "step-00000002"], "the best, and the newest"
+    assert names(directory) == ["step-00000001.3", "step-00000002"], "the best, and the newest"
+
+
+def test_the_last_state_of_a_step_is_the_newest_by_name(make, directory) -> None:
+    checkpoints = make(keep=1)
+    for number in range(5):
+        checkpoints.save(1, {"weight": torch.full((2,), number)}, str(number), best=None)
+        checkpoints.wait()
+        assert checkpoints.newest().text == choose(directory.parent).text == str(number)
+        assert len(names(directory)) == 1
+    flip_a_bit(directory / "step-00000001.4" / "__0_0.distcp")
+    checkpoints = make(keep=1)
+    save(checkpoints, 1)
+    assert names(directory) == ["step-00000001.4"], "a damaged one is replaced"
+    assert whole(make(), 1)
 
 
 def test_an_end_waits_for_what_is_being_written(make, directory) -> None:
