@@ -257,7 +257,16 @@ def _of_all(
 
 
 def _named(item: Any) -> Mapping[str, Any]:
-    return item if isinstance(item, Mapping) else {"": item}
+    if not isinstance(item, Mapping):
+        return {"": item}
+    for name in item:
+        if not isinstance(name, str):  # other ranks and checkpoints would have it as text
+            raise StepError(
+                f"a mapping of metrics has the key {name!r}, of type {type(name).__name__}; expected "
+                "names of type str",
+                hint=f"take str({name!r})",
+            )
+    return item
 
 
 def _weighed(item: Item, microbatch: Microbatch) -> tuple[Number, Number]:

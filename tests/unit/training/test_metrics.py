@@ -80,6 +80,15 @@ def test_mappings() -> None:
     assert result == {"value": 285, "count": 10.0}
 
 
+@pytest.mark.parametrize("call", ["mean", "sum"])
+def test_names_in_mappings_are_text(call: str) -> None:
+    for key in (0, ("val", "loss")):
+        metrics, loader = make(3)
+        with pytest.raises(StepError, match=r"has the key .*expected names of type str") as caught:
+            getattr(metrics, call)({key: x} for (x,) in loader)
+        assert f"str({key!r})" in str(caught.value.hint)
+
+
 def test_stand_ins_count_nothing() -> None:
     metrics, loader = make(4, values=torch.arange(6))
     seen: list[int] = []
