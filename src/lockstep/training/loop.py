@@ -65,6 +65,7 @@ class Loop:
         self.points = 0
         self.resumed = 0
         self.at_point: Callable[[], None] = _nothing
+        self.at_epoch: Callable[[], None] = _nothing
         #: Notes what metrics under way have seen; all ranks call it together.
         self.note_partial: Callable[[], None] = _nothing
 
@@ -76,6 +77,8 @@ class Loop:
             self.epoch = epoch
             self.track.epoch_begins(epoch)
             self.arrive()
+            if not self.is_on_the_way:
+                self.at_epoch()
             self._set_key(keys.EPOCH, self.track.stretch)
             try:
                 yield epoch

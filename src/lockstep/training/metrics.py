@@ -98,8 +98,9 @@ class Metrics:
         if event.value is not None:
             seen.resume(event.value)
         self._under_way.append((event, seen))
+        again = self._loop.track.is_entered_again
         try:
-            for item, microbatch in self._with_microbatches(call, items):
+            for item, microbatch in self._with_microbatches(call, items, again=again):
                 seen.add(item, microbatch)
             with self._meeting(call):
                 value = seen.result()
@@ -132,11 +133,12 @@ class Metrics:
         self._loop.track.metric_ends(event, value, key)
 
     def _with_microbatches(
-        self, call: str, items: Iterable[Any]
+        self, call: str, items: Iterable[Any], *, again: bool
     ) -> Iterator[tuple[Any, Microbatch]]:
         for item in items:
             microbatch = self._loop.require_microbatch(call)
-            if not self._loop.is_on_the_way:  # it has been seen, when its batch was computed first
+            # On the way back it has been seen, when its batch was computed first.
+            if not (again and self._loop.is_on_the_way):
                 yield item, microbatch
 
     def note_partial(self) -> None:

@@ -130,7 +130,11 @@ class Session:
         self._record = self._open_record()
         self._remember_directory()
         self._watch = self._start_watch()
-        self._begin()
+        try:
+            self._begin()
+        except BaseException:
+            self._record.close(None)
+            raise
         self._signals = Signals(self._keeper.stop, patient=world.environment == "lockstep")
         set_key(keys.derive(settings.seed, keys.INIT))
 
@@ -146,7 +150,7 @@ class Session:
             self._keeper = self._keep()
         if self.loop.is_on_the_way:
             self._faults.go_on(self.loop.resumed)
-        self.loop.at_point = self._at_point
+        self.loop.at_point, self.loop.at_epoch = self._at_point, self.state.epoch_begins
         self.loop.warn = self._record.warn
 
     def _listeners(self) -> list[Listener]:

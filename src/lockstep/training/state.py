@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,10 @@ from lockstep.training.scaling import Scaler
 
 #: Where in what is saved the values of metrics are that are tensors.
 ANSWERS = "answers"
+
+#: Bytes up to which the state of a registered object is kept as it was when the epoch began: counters and
+#: best values, not averages of weights.
+_SMALL = 1 << 16
 
 
 class State:
@@ -36,7 +41,13 @@ class State:
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[Any] = []
         self.registered: dict[str, Any] = {}
+        self._before: dict[str, Any] = {}  # of what is registered and small, when the epoch began
         self._groups: list[int] = []  # of each optimizer, when the run was given it
+
+    def epoch_begins(self) -> None:
+        """Remember the state of what is registered: on the way back a script decides by it as it did."""
+        states = {name: one.state_dict() for name, one in self.registered.items()}
+        self._before = {name: copy.deepcopy(one) for name, one in states.items() if _is_small(one)}
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Take an optimizer that was passed through `run.optimizer`."""
@@ -64,6 +75,7 @@ class State:
             "groups": self._added_groups(),
             "schedulers": _numbered([one.state_dict() for one in self.schedulers]),
             "registered": {name: one.state_dict() for name, one in self.registered.items()},
+            "before": self._before,
             "scaler": {} if self.scaler is None else self.scaler.state_dict(),
         }
 
@@ -102,7 +114,10 @@ class State:
         schedulers = _numbered([one.load_state_dict for one in self.schedulers])
         _load("scheduler", schedulers, state["schedulers"], whole=whole)
         registered = {name: one.load_state_dict for name, one in self.registered.items()}
-        _load("registered object", registered, state["registered"], whole=whole)
+        saved, before = state["registered"], state["before"]
+        # Until the position an epoch is gone through from its beginning.
+        _load("registered object", registered, saved if whole else {**saved, **before}, whole=whole)
+        self._before = copy.deepcopy(before)
         if self.scaler is not None and state.get("scaler"):
             self.scaler.load_state_dict(state["scaler"])
 
@@ -204,6 +219,11 @@ def _fill(
         if name in own:
             own[name].copy_(value)
     model.load_gradients(gradients or {})
+
+
+def _is_small(state: Any) -> bool:
+    text, tensors = tree.flatten({"state": state})
+    return len(text) + sum(tensor.nbytes for tensor in tensors.values()) <= _SMALL
 
 
 def _modes(model: HeldModel) -> str:

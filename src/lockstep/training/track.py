@@ -70,6 +70,7 @@ class Track:
         self._loaders = 0
         self._levels = [_Level([])]
         self._target: Position | None = None
+        self._last: Event | None = None  # that leads to the target
         self.evaluated_again: list[int] = []
 
     # --- where it is -----------------------------------------------------------------------------
@@ -167,6 +168,7 @@ class Track:
         phase = self._phase
         level = self._levels[self._level_of(phase)]
         if self._target is not None:
+            self._skip(level)
             if level.ahead or not level.waits:
                 raise _elsewhere(f"at the end of epoch {phase.epoch}")
             self._set(phase.after)
@@ -230,13 +232,12 @@ class Track:
     def _expect_loop(self, key: tuple[int, int, int]) -> tuple[LoopEvent | None, bool]:
         """Return the loop that was there, and whether it is one of many in the middle."""
         level = self._around
-        ahead = level.ahead
-        if self._target is None or not ahead or not isinstance(ahead[0], LoopEvent):
+        ahead = level.ahead or []
+        loop = next((event for event in ahead if not self._may_be_missing(event)), None)
+        if self._target is None or not isinstance(loop, LoopEvent) or loop.key != key:
             return None, False
-        if ahead[0].key != key:
-            return None, False
-        loop = ahead.pop(0)
-        assert isinstance(loop, LoopEvent)
+        self._skip(level)
+        ahead.remove(loop)
         passed = sum(isinstance(event, LoopEvent) for event in level.events)
         coming = sum(isinstance(event, LoopEvent) for event in ahead)
         return loop, loop.complete and passed >= _AGAIN and coming >= _AGAIN
@@ -276,15 +277,13 @@ class Track:
 
     def metric_begins(self, call: str) -> MetricEvent:
         """Return a call of a metric that begins now; on the way back with the value that it had."""
-        event = self._expect(MetricEvent)
+        event = self._expect(MetricEvent, call)
         if event is None:
             event = MetricEvent(call=call)
             ahead: list[Event] | None = None if self._target else []
             if ahead is not None:
                 self._levels[-1].events.append(event)
             self._levels.append(_Level(event.events, ahead, event))
-        elif event.call != call:
-            raise _elsewhere(f"at {call} in the place of {event.call}")
         elif event.done:
             self._levels[-1].events.append(event)
             self._set(event.after)
@@ -307,27 +306,45 @@ class Track:
             events.pop()
 
     def passes_save(self) -> bool:
-        """The script calls `run.save` outside of loops; return whether that has been done before."""
+        """The script calls `run.save` outside of loops; return whether that is to do nothing."""
         event = self._expect(SaveEvent)
-        self._levels[-1].events.append(event or SaveEvent())
-        return event is not None
+        if event is not None or self._target is None:
+            self._levels[-1].events.append(event or SaveEvent())
+        return event is not None or self._target is not None
 
     # --- levels ----------------------------------------------------------------------------------
 
-    def _expect(self, kind: type[EventT]) -> EventT | None:
-        """Return what the run has come past here before; `None` off the way, and inside of evaluations.
+    def _expect(self, kind: type[EventT], call: str = "") -> EventT | None:
+        """Return what the run has come past here before.
+
+        A script may decide whether it saves or evaluates, by what it does not have on the way back: the
+        best value until then, say. So these calls may be missing, and others may come, which return `None`
+        as they do off the way and inside of evaluations.
 
         Raises:
-            CheckpointError: if that was something else.
+            CheckpointError: if the run has come past something else, without which it cannot go on.
         """
-        ahead = (self._around if kind is PhaseEvent else self._levels[-1]).ahead
-        if self._target is None or ahead is None:
+        level = self._around if kind is PhaseEvent else self._levels[-1]
+        if self._target is None or level.ahead is None:
             return None
-        if not ahead or not isinstance(ahead[0], kind):
-            raise _elsewhere(f"at {_CALLS[kind]}")
-        event = ahead.pop(0)
-        assert isinstance(event, kind)
-        return event
+        for event in level.ahead:
+            if isinstance(event, kind) and getattr(event, "call", "") == call:
+                del level.ahead[: level.ahead.index(event) + 1]
+                return event
+            if not self._may_be_missing(event):
+                break
+        if kind is PhaseEvent:
+            raise _elsewhere("at run.epochs")
+        return None
+
+    def _may_be_missing(self, event: Event) -> bool:
+        is_short = isinstance(event, SaveEvent) or (isinstance(event, MetricEvent) and event.done)
+        return is_short and event is not self._last
+
+    def _skip(self, level: _Level) -> None:
+        """Leave out calls that are missing this time, up to something that may not be."""
+        while level.ahead and self._may_be_missing(level.ahead[0]):
+            level.ahead.pop(0)
 
     def _enter(
         self, event: Event, ahead: list[Event] | None = None, *, waits: bool = False
@@ -354,6 +371,15 @@ class Track:
         """The run was at `target` before: from here on, pass over what was done until then."""
         self._target = target
         self._levels = [_Level([], list(target.events))]
+        events = target.events
+        while events:
+            self._last = last = events[-1]
+            events = last.events if _is_open(last) else ()
+
+    @property
+    def is_entered_again(self) -> bool:
+        """Whether the script has been before where it is, on the way back, and its results are known."""
+        return self._target is not None and self._levels[-1].ahead is not None
 
     @property
     def is_on_the_way(self) -> bool:
@@ -384,13 +410,6 @@ class Track:
         return target
 
 
-_CALLS: dict[type[Event], str] = {
-    PhaseEvent: "run.epochs",
-    MetricEvent: "a metric",
-    SaveEvent: "run.save",
-}
-
-
 def _again(loop: LoopEvent) -> int | None:
     """Return which batch of a loop that was there is to be computed again; `None` where others follow."""
     length = loop.batching.batches
@@ -412,9 +431,17 @@ def _check_the_same(done: LoopEvent, batching: Batching, epoch: int | None) -> N
         )
 
 
+def _is_open(event: Event) -> bool:
+    """Whether a position whose last event is this one is inside of it, at what it has come past there."""
+    if isinstance(event, PhaseEvent):
+        return not (event.ended or event.complete)
+    return isinstance(event, MetricEvent) and not event.done
+
+
 def _elsewhere(where: str) -> CheckpointError:
     return CheckpointError(
         f"the script does not come to where its state was saved: it is {where} without what was there "
         "before",
-        hint="a run continues with the script and the data it began with; --fresh begins anew",
+        hint="a run continues with the script and the data it began with; whether loops, epochs and saves "
+        "come must not follow from variables of the script that are not registered; --fresh begins anew",
     )

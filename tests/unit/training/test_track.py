@@ -143,8 +143,6 @@ def test_of_thousands_of_loops_a_few_are_computed_again() -> None:
     "act",
     [
         lambda track: track.phase_begins(1),
-        lambda track: track.passes_save(),
-        lambda track: track.metric_begins("run.sum"),
         lambda track: track.check_arrived(),
     ],
 )
@@ -152,6 +150,24 @@ def test_another_script_than_before_is_refused(act) -> None:
     track = back_to(MetricEvent(call="run.mean", done=True, value=1.0))
     with pytest.raises(CheckpointError, match="does not come to where its state was saved"):
         act(track)
+
+
+def test_saves_and_metrics_may_be_others_than_before() -> None:
+    """A script may decide about them by what it does not have on the way back."""
+    one, two = (MetricEvent(call="run.mean", done=True, value=value) for value in (1.0, 2.0))
+    track = back_to(one, SaveEvent(), loop(complete=True), SaveEvent(), two, SaveEvent())
+    assert not track.metric_begins("run.sum").done
+    track = back_to(one, SaveEvent(), loop(complete=True), SaveEvent(), two, SaveEvent())
+    assert track.passes_save(), "the metric before it is missing"
+    assert track.passes_save(), "one more than there were: nothing happens"
+    event, start = track.loop_begins(0, BEFORE)
+    assert start.is_over
+    track.repeated(event)
+    track.loop_ends(event, early=True)
+    assert track.metric_begins("run.mean").value == 2.0
+    assert not track.is_there, "the save at which the run was may not be missing"
+    assert track.passes_save()
+    assert track.is_there
 
 
 def test_what_is_in_a_loop_that_only_evaluates_is_computed_again() -> None:
