@@ -22,10 +22,12 @@ KILLS = int(os.environ.get("LOCKSTEP_LAUNCHER_KILLS", "3"))
 SEED = int(os.environ.get("LOCKSTEP_LAUNCHER_SEED", "0"))
 
 SCRIPT = """
-import os, time
+import atexit, os, time
 import torch
 import lockstep
 
+if os.environ.get("LINGERS"):
+    atexit.register(time.sleep, 60)
 with lockstep.Run("killed", replicas=4, progress=False) as run:
     net = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Dropout(), torch.nn.Linear(64, 1))
     model = run.model(net)
@@ -40,8 +42,6 @@ with lockstep.Run("killed", replicas=4, progress=False) as run:
             time.sleep(0.005)
             run.save()
             open("step", "w").write(str(run.step))
-if os.environ.get("LINGERS"):
-    time.sleep(60)
 """
 
 
@@ -90,6 +90,21 @@ def test_a_launcher_that_is_killed_at_the_end_leaves_nothing_to_do(lockstep: Loc
     assert "lockstep: finished already steps=30 " in again.err
     assert digest(again.err) == digest(first.out or again.err)
     assert lockstep(*words, "another").code == 1, "another run"
+
+
+def test_a_script_that_fails_after_its_run_has_not_finished(lockstep: Lockstep) -> None:
+    body = "import os\nopen('model', 'w').close()\nassert os.environ.get('FAILS') is None\n"
+    lockstep.script(SCRIPT.replace("epochs(4)", "epochs(1)") + body)
+    words = ("run", "--run-dir", "run", "train.py")
+    assert lockstep(*words, env={"FAILS": "1"}).code == 1
+    again = lockstep(*words)
+    assert again.code == 1, "what follows the run is not done"
+    assert "is finished; expected a new or an unfinished one" in again.err
+    assert lockstep(*words, "--fresh").code == 1, "an argument of the script"
+    assert lockstep("run", "--fresh", *words[1:]).code == 0
+    again = lockstep(*words)
+    assert again.code == 0, again.err
+    assert "lockstep: finished already steps=30 " in again.err
 
 
 def test_the_directory_of_a_killed_launcher_is_removed_by_the_next(lockstep: Lockstep) -> None:

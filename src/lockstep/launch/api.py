@@ -52,6 +52,8 @@ def run(spec: LaunchSpec) -> int:
             with private_directory() as private, place:
                 verdict = supervise(spec, here, worker.job(spec), place, private, interrupts)
                 place.keeps = verdict is not None and verdict.exit_code != PREEMPTED
+                if verdict is None and place.path is not None:
+                    finished.mark(spec, place.path)
         except NotNeeded:
             say("lockstep: the launch has ended; there was no place for this node meanwhile")
             return 0

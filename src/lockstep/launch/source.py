@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import sys
 import warnings
@@ -15,10 +16,15 @@ from lockstep.launch.spec import LaunchSpec
 
 def parse(spec: LaunchSpec) -> ast.Module:
     """Return the tree of what `spec` runs; an empty one where it cannot be found or parsed."""
+    return _parse(_read(spec) or b"")
+
+
+@functools.lru_cache(maxsize=1)  # a launch asks several times
+def _parse(text: bytes) -> ast.Module:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the worker compiles it again, and warns
-            return ast.parse(_read(spec) or b"")
+            return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ast.Module(body=[], type_ignores=[])
 
@@ -30,7 +36,7 @@ def imports(spec: LaunchSpec, package: str) -> bool:
 
 def names(spec: LaunchSpec, word: str) -> bool:
     """Return whether the source of `spec` says `word`: as a name, an attribute or a part of an import."""
-    return any(word in _said(node) for node in ast.walk(parse(spec)))
+    return any(word in said(node) for node in ast.walk(parse(spec)))
 
 
 #: What makes a process group, or a store, of the script's own.
@@ -40,10 +46,11 @@ _OF_GROUPS = frozenset({"TCPStore", "init_device_mesh", "init_process_group", "i
 def leaves_groups_alone(spec: LaunchSpec) -> bool:
     """Return whether the source of `spec`, as far as it can be read, makes no process group by itself."""
     tree = parse(spec)
-    return not any(_OF_GROUPS.intersection(_said(node)) for node in ast.walk(tree))
+    return not any(_OF_GROUPS.intersection(said(node)) for node in ast.walk(tree))
 
 
-def _said(node: ast.AST) -> list[str]:
+def said(node: ast.AST) -> list[str]:
+    """Return the names that a node itself says."""
     if isinstance(node, ast.Name):
         return [node.id]
     if isinstance(node, ast.Attribute):

@@ -28,6 +28,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "digest": (str,),
     "generations": (list,),
     "next": (str,),
+    "complete": (bool,),
 }
 _COUNTS_OF_IDENTITY: dict[str, tuple[type, ...]] = {"replicas": (int,), "threads": (int,)}
 
