@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Subset, SubsetRandomSampler, TensorDataset
 
 #: Of long rows of indices and of large tensors so many entries count, at equal distances.
 _INDICES, _ITEMS, _ELEMENTS = 4096, 64, 16384
@@ -41,8 +41,13 @@ class Description:
         return {"kind": kinds, "length": length, **sums}
 
     def indices(self) -> str | None:
-        """Return a checksum of the indices that subsets and samplers have drawn; `None` without any."""
-        found = [value for name, value in self._walk() if name in ("indices", "sampler")]
+        """Return a checksum of the indices that torch's own subsets and samplers hold; `None` without any.
+
+        Classes of the user's may draw theirs anew for each loop: in the middle of one, they are no longer
+        what they were when it began.
+        """
+        names = {"indices"} | ({"sampler"} if type(self.sampler) is SubsetRandomSampler else set())
+        found = [value for name, value in self._walk() if name in names]
         return checksum(found) if found else None
 
     def _walk(self) -> Iterator[tuple[str, Any]]:
@@ -55,7 +60,8 @@ class Description:
 def _walk(dataset: Any) -> Iterator[tuple[str, Any]]:
     yield "kind", type(dataset).__name__
     if isinstance(dataset, Subset):
-        yield "indices", _numbers(_some(dataset.indices, _INDICES))
+        name = "indices" if type(dataset) is Subset else "subset"
+        yield name, _numbers(_some(dataset.indices, _INDICES))
         yield from _walk(dataset.dataset)
     elif type(dataset) is ConcatDataset:
         for one in dataset.datasets:

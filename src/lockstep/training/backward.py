@@ -36,7 +36,7 @@ class Backward:
         if session.settings.stop_on_nan and not session.loop.is_on_the_way:
             self._check_finite(loss, microbatch)
         models = self._reached(loss)
-        part = self._weighting.part(microbatch, models, weight)
+        part = self._weighting.part(microbatch, models, loss, weight)
         for model in models:
             model.before_backward(microbatch, alone=len(models) == 1)
         session.before_backward(microbatch, loss, models)

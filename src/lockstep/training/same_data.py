@@ -21,6 +21,7 @@ _WORDS = {
     "kind": "rank 0 has data of the kind {theirs}, rank {rank} of the kind {own}",
     "length": "rank 0 has {theirs} samples, rank {rank} has {own}",
     "indices": "the indices of the Subset on rank {rank} are not those on rank 0",
+    "subset": "the indices of the subset on rank {rank} are not those on rank 0",
     "sampler": "the indices of the sampler on rank {rank} are not those on rank 0",
     "values": "the values of the dataset on rank {rank} are not those on rank 0",
     "order": "the sampler on rank {rank} draws another order than on rank 0",

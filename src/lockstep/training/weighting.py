@@ -37,18 +37,26 @@ class Weighting:
         self,
         microbatch: Microbatch,
         models: Sequence[HeldModel],
+        loss: torch.Tensor,
         weight: torch.Tensor | float | None,
     ) -> float:
         """Return what the gradients of a microbatch's loss are multiplied with before they meet.
 
         Raises:
-            StepError: for a weight that is none, or for some microbatches of a batch only.
+            StepError: for a weight that is none, or for some microbatches of a batch only; for a loss that
+                is not finite, with the weight 0.
             UsageError: where ranks update by themselves before all weights are known.
         """
         if weight is None:
             self._check_all(microbatch, models, 0)
             return microbatch.weight
         value = self._read(weight)
+        if not value and not math.isfinite(loss.item()):
+            raise StepError(
+                f"the loss of replica {microbatch.replica} is {loss.item()} with the weight 0: a mean over "
+                "nothing; expected a finite one, since 0 times it is no number either",
+                hint="divide a sum by tokens.clamp(min=1)",
+            )
         if self._session.replicas == 1:
             return 1.0
         weights = self._weights.setdefault(_key(models), {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset
 
 from lockstep.data.randomness import set_key
 from lockstep.errors import (
@@ -649,3 +650,70 @@ def test_a_finished_directory_is_not_taken_again(make_run, tmp_path) -> None:
     Session._directories.discard(tmp_path / "a")  # as in another process
     with pytest.raises(RunDirectoryError, match="is finished"):
         make_run(run_dir=tmp_path / "a")
+
+
+class Redrawing(Sampler[int]):
+    """Draws half of the samples anew for each loop, and keeps them."""
+
+    def __init__(self) -> None:
+        self.indices = list(range(6))
+
+    def __iter__(self) -> Iterator[int]:
+        self.indices = torch.randperm(12)[:6].tolist()
+        return iter(self.indices)
+
+    def __len__(self) -> int:
+        return 6
+
+
+@pytest.mark.parametrize("kind", ["sampler", "subset"])
+def test_indices_that_each_epoch_draws_anew(make_run, tmp_path, kind) -> None:
+    from lockstep.training.session import Session
+
+    seen: list[list[float]] = []
+
+    def train(place: str, stop: int) -> None:
+        Session._directories.discard(tmp_path / place)  # as in another process
+        subset = Subset(TensorDataset(torch.arange(12.0)), range(6))
+        made = (subset.dataset, Redrawing()) if kind == "sampler" else (subset, None)
+        with make_run(run_dir=tmp_path / place, seed=1) as run:
+            model = run.model(nn.Linear(2, 1))
+            optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            loader = run.loader(made[0], sampler=made[1], batch_size=2)
+            for epoch in run.epochs(3):
+                generator = torch.Generator().manual_seed(epoch)
+                subset.indices = torch.randperm(12, generator=generator)[:6].tolist()
+                for (x,) in loader:
+                    run.backward(model(x).mean())
+                    optimizer.step()
+                    seen.append(x.tolist())
+                    run.save()
+                    if len(seen) == stop:
+                        raise KeyboardInterrupt
+
+    train("whole", 0)
+    whole, seen[:] = seen[:], []
+    with pytest.raises(KeyboardInterrupt):
+        train("parts", 5)
+    stopped = len(seen)
+    train("parts", 0)
+    assert seen[:stopped] == whole[:stopped]
+    assert seen[-4:] == whole[-4:]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_mean_over_nothing_is_refused(make_run, replicas) -> None:
+    with make_run(replicas=replicas) as run:
+        model = run.model(nn.Linear(1, 1))
+        loader = run.loader(TensorDataset(torch.tensor([[0.0], [1.0]])), batch_size=2)
+        for finite in (True, False):
+            for (x,) in loader:
+                tokens = (x[:, 0] if replicas == 2 else 0 * x[:, 0]).sum()
+                summed = (model(x)[:, 0] * x[:, 0]).sum()
+                if finite or tokens:
+                    run.backward(summed / tokens.clamp(min=1), weight=tokens)
+                    continue
+                with pytest.raises(StepError, match="the weight 0: a mean over nothing") as caught:
+                    run.backward(0 * summed / tokens, weight=tokens)
+                assert "tokens.clamp(min=1)" in str(caught.value.hint)
+                return
