@@ -70,6 +70,21 @@ except RunError as error:
     assert lockstep.python(lockstep.script(script(body))).out == "refused\n"
 
 
+@pytest.mark.ranks(1)
+def test_a_failed_run_leaves_its_directory_to_other_processes(lockstep):
+    body = """
+from lockstep.errors import RunError
+def train():
+    with lockstep.Run('here', replicas=1):
+        raise ValueError('bad data')
+try:
+    lockstep.launch(train, n=1, run_dir='here')
+except RunError:
+    print(sorted(set(os.listdir('here')) & {'run.json', '.lock'}))
+"""
+    assert lockstep.python(lockstep.script(script(body))).out == "['run.json']\n"
+
+
 @pytest.mark.ranks(2)
 def test_a_timeout_leaves_no_process(lockstep):
     body = """
