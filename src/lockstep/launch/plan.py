@@ -339,10 +339,10 @@ def _shared_environment(
         "TORCHELASTIC_MAX_RESTARTS": str(meeting.max_restarts),
         MARK: __version__,
     }
-    if has_servers:
-        variables[TOKEN] = meeting.token
-    if meeting.store is not None and (size != "1" or has_servers):
-        variables[STORE] = str(meeting.store)
+    # Empty where there is none: a launch inside of another one must not take over the outer one's.
+    has_store = meeting.store is not None and (size != "1" or has_servers)
+    variables[TOKEN] = meeting.token if has_servers else ""
+    variables[STORE] = str(meeting.store) if has_store else ""
     if meeting.replicas is not None:
         variables["LOCKSTEP_DEFAULT_REPLICAS"] = str(meeting.replicas)
     if "LOCKSTEP_ENVIRONMENT" in environ:  # what it says of the launcher is not true of its workers

@@ -150,6 +150,8 @@ def meeting(asked: Asked, nodes: Mapping[str, object]) -> tuple[Nodes, tuple[str
     """
     given = {**_conf(asked.rdzv_conf), **{k: v for k, v in nodes.items() if v is not None}}
     notes: list[str] = []
+    if given.get("main_port") == 0:  # any port, as in torchrun
+        del given["main_port"]
     if asked.standalone:
         return _alone(given), ()
     if "endpoint" in given:

@@ -195,6 +195,8 @@ def test_flags_become_variables_only_where_given():
         "LOCKSTEP_LAUNCHER",
         "LOCKSTEP_LOG_DIR",
         "LOCKSTEP_RUN_DIR",
+        "LOCKSTEP_STORE",
+        "LOCKSTEP_TOKEN",
     }
     spec = LaunchSpec(
         target="a.py", n=2, replicas=4, threads=2, devices="cpu", fresh=True, stop_on_nan=True
@@ -290,6 +292,11 @@ def test_a_shell_that_names_an_environment_does_not_speak_for_the_workers():
         made = plan(LaunchSpec(target="train.py", n=2), environ=environ, port=29512)
         for worker in made.workers:
             assert detect({**environ, **worker.env}).size == 2
+
+
+def test_a_launch_in_a_rank_does_not_take_over_the_store_and_token_of_that_rank():
+    (worker,) = plan(LaunchSpec(target="train.py")).workers
+    assert (worker.env["LOCKSTEP_STORE"], worker.env["LOCKSTEP_TOKEN"]) == ("", "")
 
 
 def test_an_interface_chosen_for_lockstep_wins_over_gloos_own():

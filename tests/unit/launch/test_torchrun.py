@@ -109,6 +109,8 @@ MEETINGS: list[tuple[str, dict[str, Any]]] = [
         "--rdzv-endpoint=127.0.0.1:29400 --rdzv-id x",
         {"count": 1, "endpoint": "127.0.0.1:29400", "id": "x"},
     ),
+    ("--standalone --master-port 0", {"count": 1, "alone": True}),
+    ("--rdzv-endpoint localhost:0 --master-port 0", {"count": 1, "endpoint": "localhost:0"}),
     (
         "--master-addr localhost --master-port 29501",
         {"count": 1, "main_address": "localhost", "main_port": 29501},
@@ -210,7 +212,7 @@ def test_what_has_no_effect_is_said_once(line: str, note: str) -> None:
         ("--tee", "--tee is 'x.py'; expected 0, 1, 2 or 3", "--tee 3 shows all ranks"),
         ("-r 0:1:2", "--redirects is '0:1:2'", None),
         ("--local-ranks-filter a", "--local-ranks-filter is 'a'; expected local ranks", None),
-        ("--master-port 0", "--master-port is 0; expected a port", None),
+        ("--master-port 65536", "--master-port is 65536; expected a port", None),
         ("--max-restarts some", "invalid int value: 'some'", None),
     ],
 )
