@@ -120,7 +120,10 @@ def test_the_directory_of_a_killed_launcher_is_removed_by_the_next(lockstep: Loc
     lockstep.finish(launcher)
     assert not psutil.wait_procs(children, timeout=10)[1]
     assert left.is_dir()
+    logs = (left / "logs").resolve()
+    assert (logs / "rank-0.log").is_file()
     lives = lockstep.start("run", "train.py", env={"LINGERS": "2"})
     assert lockstep("run", "train.py").code == 0
     assert not left.exists()
+    assert not logs.exists()
     assert lockstep.finish(lives).code == 0, "a launcher that lives keeps its own"

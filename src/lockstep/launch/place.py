@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -12,6 +13,9 @@ from lockstep.launch.failure import short
 from lockstep.launch.output import say
 from lockstep.launch.spec import LaunchSpec
 from lockstep.record import directory, lock
+
+#: In a launcher's private directory: a link to its temporary logs.
+LINK = "logs"
 
 
 class RunPlace:
@@ -50,8 +54,13 @@ class RunPlace:
             _move(self._temporary, self.path / "logs")
         shutil.rmtree(self._temporary, ignore_errors=True)
 
-    def make(self, stamp: str | None) -> Path:
-        """Make the directories; `stamp` is what launcher 0 has called the run's, on the others.
+    def make(self, stamp: str | None, private: Path) -> Path:
+        """Make the directories.
+
+        Args:
+            stamp: what launcher 0 has called the run's, on the others.
+            private: directory of this launcher, which the next one removes if this one is killed, and
+                with it temporary logs.
 
         Raises:
             RunDirectoryError: if one cannot be made or written.
@@ -65,6 +74,7 @@ class RunPlace:
             self._logs = directory.make_logs(_in(self._spec.log_dir, self._spec, self.path))
         elif has_none:
             self._temporary = self._logs = Path(tempfile.mkdtemp(prefix=f"{self._name}-logs-"))
+            (private / LINK).symlink_to(self._logs)
         else:
             self._logs = self.path / "logs"
         return self.path
@@ -80,6 +90,14 @@ class RunPlace:
         """Where the logs are, in words; empty where there are none or none will stay."""
         stays = self._logs is not None and (self._temporary is None or self.keeps)
         return f"; logs: {short(self.logs)}" if stays else ""
+
+
+def remove_left(private: Path) -> None:
+    """Remove what a launcher that is gone has left: its private directory, and its temporary logs."""
+    logs = private / LINK
+    if logs.is_dir() and logs.stat().st_uid == os.getuid():
+        shutil.rmtree(logs.resolve())
+    shutil.rmtree(private)
 
 
 def expected(spec: LaunchSpec) -> tuple[Path, Path]:

@@ -30,12 +30,13 @@ from lockstep.launch.nodes import Nodes, Party
 from lockstep.launch.nodes import party as find_party
 from lockstep.launch.old_scripts import kept_port
 from lockstep.launch.output import Output, say
-from lockstep.launch.place import RunPlace
+from lockstep.launch.place import RunPlace, remove_left
 from lockstep.launch.plan import Meeting, Plan, check_replicas, count_ranks, make_plan
 from lockstep.launch.restarts import Restarts
 from lockstep.launch.roster import Launcher
 from lockstep.launch.spec import LaunchSpec
 from lockstep.launch.standing import Standing
+from lockstep.world import host
 
 #: How long a launcher waits for others before it says that it does.
 _SILENCE_SECONDS = 3.0
@@ -77,7 +78,9 @@ def supervise(
     environ = dict(os.environ)
     ranks = count_ranks(spec, here, environ)
     is_run = source.imports(spec, "lockstep")
-    listens = ranks > 1 and not (is_run and source.leaves_groups_alone(spec))
+    has_locks = (private / _LOCK).exists()
+    needs_port = not (has_locks and is_run and source.leaves_groups_alone(spec))
+    listens = needs_port and (ranks > 1 or (not has_locks and servers.count(spec, environ) > 0))
     only_port, store_port = _ports(spec.nodes, is_only=not listens)
     job = worker.or_server(spec, job)
     with (
@@ -91,9 +94,9 @@ def supervise(
         from lockstep.launch.agent import Agent
         from lockstep.launch.rendezvous import Rendezvous
 
-        run_id, token = _agree(gathering, place)
+        run_id, token = _agree(gathering, place, private)
         rendezvous = Rendezvous(run_id, ranks, gathering, port=store_port, listens=listens)
-        alone = _alone(private, port, token, listens=listens)
+        alone = _alone(private if has_locks else None, port, token, listens=listens)
         several = _among_several(None if servers.count(spec, environ) else port, token)
         meets = alone if gathering is None else several
         standing = Standing(memory, ranks)
@@ -163,16 +166,19 @@ def _planner(
     return plan
 
 
-def _alone(private: Path, port: int, token: str, *, listens: bool) -> Callable[[Meeting], Meeting]:
+def _alone(
+    private: Path | None, port: int, token: str, *, listens: bool
+) -> Callable[[Meeting], Meeting]:
     """Return where the ranks of each generation meet if this launcher starts all: in a private file.
 
+    torch locks that file. On a file system without locks they meet at the port where the launcher listens.
     At `port`, rank 0 may host a store if the script wants one and this launcher `listens` at none.
     """
 
     def meets(meeting: Meeting) -> Meeting:
         return dataclasses.replace(
             meeting,
-            store=private / f"store-{meeting.generation}",
+            store=None if private is None else private / f"store-{meeting.generation}",
             token=token,
             listens=listens,
             port=meeting.port or port,
@@ -280,20 +286,20 @@ def _judge(rendezvous: Rendezvous) -> Callable[[list[Failure]], Verdict]:
     return judge
 
 
-def _agree(gathering: Gathering | Rounds | None, place: RunPlace) -> tuple[str, str]:
+def _agree(gathering: Gathering | Rounds | None, place: RunPlace, private: Path) -> tuple[str, str]:
     """Return the name of this launch, which no other has, and its secret; make its run's directories."""
     run_id, token = uuid.uuid4().hex, secrets.token_hex(16)
     if gathering is None:
-        place.make(None)
+        place.make(None, private)
         return run_id, token
     try:
         if gathering.leads:
-            run_dir = place.make(None)
+            run_dir = place.make(None, private)
             gathering.tell("launch", run_id)
             gathering.tell("token", token)
             gathering.tell("directory", run_dir.name)
         else:
-            place.make(gathering.hear("directory"))
+            place.make(gathering.hear("directory"), private)
             run_id, token = gathering.hear("launch"), gathering.hear("token")
     except LockstepError as error:
         gathering.fail(error)
@@ -315,6 +321,7 @@ def private_directory() -> Iterator[Path]:
     try:
         with contextlib.suppress(OSError):  # a file system without locks: then it may be left
             fcntl.flock(lock, fcntl.LOCK_EX)
+            os.write(lock, host.identity().encode())
             (path / "new").rename(path / _LOCK)
         yield path
     finally:
@@ -330,7 +337,9 @@ def _remove_left(file: Path) -> None:
         lock = os.open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(file.parent)
+            # A file system that nodes share may have locks for each node alone.
+            if os.pread(lock, 4096, 0) == host.identity().encode():
+                remove_left(file.parent)
         finally:
             os.close(lock)
 
