@@ -43,9 +43,7 @@ class Averages:
         """Follow `value` from here on; `None` where it is no module, or is followed already."""
         if not isinstance(value, nn.Module) or self._holding.replicas == 1:
             return None
-        known: list[HeldModel | FollowedModule] = [*self._models, *self.followed]
-        parts = {id(part) for one in known for part in one.module.modules()}
-        if not parts.isdisjoint(map(id, value.modules())):
+        if _share_parts(value, [*self._models, *self.followed]):
             return None
         own = FollowedModule(value, self._holding.block, self._holding.group, self._meeting)
         self.followed.append(own)
@@ -53,6 +51,9 @@ class Averages:
 
     def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
         """A loop over a loader begins: follow the model of torch's `update_bn`, if it is that one's."""
+        for one in [one for one in self.followed if _share_parts(one.module, self._models)]:
+            one.leave()  # the run has got it as a model since, and follows it as such
+            self.followed.remove(one)
         if torch.is_grad_enabled():
             return
         added = self.add(_of_update_bn(sys._getframe(1)))
@@ -71,6 +72,11 @@ class Averages:
 
     def step_ends(self, step: int, microbatch: Microbatch) -> None:
         """A step has ended: nothing to do."""
+
+
+def _share_parts(module: nn.Module, known: Sequence[HeldModel | FollowedModule]) -> bool:
+    parts = {id(part) for one in known for part in one.module.modules()}
+    return not parts.isdisjoint(map(id, module.modules()))
 
 
 def _of_update_bn(frame: FrameType | None) -> Any:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset
 
 from lockstep.data.randomness import set_key
@@ -717,3 +718,34 @@ def test_a_mean_over_nothing_is_refused(make_run, replicas) -> None:
                     run.backward(0 * summed / tokens, weight=tokens)
                 assert "tokens.clamp(min=1)" in str(caught.value.hint)
                 return
+
+
+@pytest.mark.parametrize("settings", [{}, {"multi_avg_fn": get_ema_multi_avg_fn()}])
+def test_an_average_is_updated_between_batches(make_run, settings) -> None:
+    with make_run(replicas=2) as run:
+        model = run.model(nn.Linear(1, 1))
+        average = AveragedModel(copy.deepcopy(model), **settings)
+        run.register("average", average)
+        loader = run.loader(TensorDataset(torch.ones(8, 1)), batch_size=4)
+        for batch in run.batches(loader):
+            for _ in batch:
+                pass
+            average.update_parameters(model)
+        assert average.n_averaged == 2
+        with pytest.raises(StepError, match=r"AveragedModel .* changed in a loop's body") as caught:
+            any(average.update_parameters(model) for _ in loader)
+        assert "between the batches of run.batches(…)" in str(caught.value.hint)
+        assert average.n_averaged == 3
+
+
+def test_a_model_that_is_registered_before_it_is_the_runs(make_run) -> None:
+    with make_run(replicas=2) as run:
+        net = nn.Linear(1, 1)
+        run.register("net", net)
+        model = run.model(net)
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for (x,) in run.loader(TensorDataset(torch.ones(8, 1)), batch_size=4):
+            run.backward(model(x).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert run.step == 2
