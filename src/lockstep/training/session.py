@@ -121,7 +121,9 @@ class Session:
         self._owns_group = connection.owned
         self.together = Together(self.standing, self.group, self._meeting)
         self.same_data = SameData(self._meeting, self.standing, exact=settings.exact)
-        self.exchange = self._choose_exchange()
+        self.exchange = "none"
+        if self.groups.data is not None:
+            self.exchange = choose_exchange(settings, self.formation, world, self.device.type)
         self.state = State()
         # Weak, so that a script may make a loader per epoch and let it go.
         self._loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
@@ -200,11 +202,6 @@ class Session:
         elif not self.loop.passes_save():
             self._keeper.ask(best)
             self.loop.point()
-
-    def _choose_exchange(self) -> str:
-        if self.groups.data is None:
-            return "none"
-        return choose_exchange(self.settings, self.formation, self.world, self.device.type)
 
     @property
     def exactness(self) -> str:
