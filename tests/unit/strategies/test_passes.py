@@ -100,9 +100,8 @@ def test_buffers_that_come_go_or_change_their_shapes(make_run, what: str, seen: 
 @pytest.mark.parametrize("registered", [False, True])
 @pytest.mark.parametrize("what", ["counts", "replaces"])
 def test_buffers_that_evaluation_changes(make_run, what: str, registered: bool) -> None:
-    named = pytest.raises(ModelError, match="Remembering in evaluation mode changed seen")
-    with named, make_run(replicas=2) as run:
-        use(run, Remembering(what, training=False), registered=registered)
+    with pytest.raises(ModelError, match="Remembering in evaluation mode changed seen"):
+        use(make_run(replicas=2), Remembering(what, training=False), registered=registered)
     use(make_run(replicas=2), Remembering(what, training=True), registered=registered)
 
 
