@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from lockstep.data.sources import Tell
-from lockstep.errors import DivergenceError
-from lockstep.training.standing import Standing
+from lockstep.errors import DivergenceError, PeerError
 from lockstep.world.meet import Meeting
+from lockstep.world.waiting import await_any
 
 #: What is compared, in this order, and how a difference is said.
 _WORDS = {
@@ -31,6 +31,8 @@ _HINT = (
     "draw what makes the data (random_split, shuffle, permutation) inside `with lockstep.Run(…)`, or seed "
     "before: torch.manual_seed, numpy.random.seed, random.seed"
 )
+#: How long a rank waits for rank 0 to come to the loop, too.
+_SECONDS = 20.0
 _OWN_GENERATOR = (
     "; a dataset that draws by a generator of its own is not set by the run's seed, and exact=False passes "
     "over these samples"
@@ -43,12 +45,10 @@ class SameData:
 
     Attributes:
         meeting: with the other ranks.
-        standing: where this rank stands.
         exact: whether values count, and not only what they are chosen by.
     """
 
     meeting: Meeting
-    standing: Standing
     exact: bool
 
     def check_of(self, loader: int) -> Tell | None:
@@ -60,17 +60,19 @@ class SameData:
 
         Raises:
             DivergenceError: if it is something else than on rank 0.
-            PeerError: if rank 0 does not come.
+            PeerError: if the store is gone.
         """
         key, store, rank = f"data/{loader}", self.meeting.store, self.meeting.world.rank
-        what = f"the first loop over loader {loader}"
         if rank == 0:
-            self.standing.pass_by(what)  # all ranks count the same calls
             store.set(key, json.dumps(own))
             return
-        with self.standing.meeting(what):
-            self.meeting.wait([key], what)
-        self._check(loader, own, json.loads(store.get(key)))
+        # Where rank 0 is in another call, that is what has to be told: whatever comes next does.
+        try:
+            is_there = await_any(store, [["failed"], [key]], _SECONDS) == 1
+        except RuntimeError as error:
+            raise PeerError(f"the store is gone, and the rank that hosts it: {error}") from error
+        if is_there:
+            self._check(loader, own, json.loads(store.get(key)))
 
     def _check(self, loader: int, own: Mapping[str, str], theirs: Mapping[str, str]) -> None:
         name = differing(own, theirs, values=self.exact)

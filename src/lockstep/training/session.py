@@ -120,7 +120,7 @@ class Session:
         self.store, self.group = connection.store, connection.group
         self._owns_group = connection.owned
         self.together = Together(self.standing, self.group, self._meeting)
-        self.same_data = SameData(self._meeting, self.standing, exact=settings.exact)
+        self.same_data = SameData(self._meeting, exact=settings.exact)
         self.exchange = "none"
         if self.groups.data is not None:
             self.exchange = choose_exchange(settings, self.formation, world, self.device.type)
