@@ -695,7 +695,7 @@ def test_indices_that_each_epoch_draws_anew(make_run, tmp_path, kind) -> None:
     train("whole", 0)
     whole, seen[:] = seen[:], []
     with pytest.raises(KeyboardInterrupt):
-        train("parts", 5)
+        train("parts", 6)  # in the middle of epoch 1
     stopped = len(seen)
     train("parts", 0)
     assert seen[:stopped] == whole[:stopped]
