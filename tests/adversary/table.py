@@ -113,7 +113,7 @@ CASES = [
     Case("ppo_old_policy", kill=8, term=10, quick=True),
     Case("lora", kill=9, term=12),
     Case("bf16_autocast", kill=8, term=10),
-    Case("replay_dqn", kill=7, term=6, fault=TWICE),
+    Case("replay_dqn", kill=7, term=6),
     Case("replay_dqn_counted", kill=7, term=6),
     Case("straight_through", kill=9, term=12),
     Case("graph_convolution", kill=8, term=10),
