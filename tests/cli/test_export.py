@@ -136,8 +136,8 @@ def test_what_cannot_work(run, tmp_path, capsys) -> None:
         assert said in capsys.readouterr().err
     assert main(["export", str(run), "-o", str(tmp_path / "no/weights.pt")]) == 1
     assert "cannot be written: No such file or directory" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["export", str(run), "--step", "1", "--best"])
+    assert main(["export", str(run), "--step", "1", "--best"]) == 2
+    assert "--best: not allowed with argument --step" in capsys.readouterr().err
 
 
 def test_help_does_not_import_torch(lockstep) -> None:

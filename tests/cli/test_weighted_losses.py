@@ -74,7 +74,8 @@ for name, value in torch.load(sys.argv[1]).items() if run.main else ():
 def test_tokens_weigh_the_same_on_every_layout(lockstep):
     script = lockstep.script(SCRIPT)
     words = ("--strategies", "ddp,ps,fsdp", "--json", "--replicas", "3")
-    done = lockstep("verify", script, "--layouts", "1", "3", "2,kill@5", *words, "--", "net.pt")
+    words = ("--layouts", "1", "3", "2,kill@5", *words, "--", "net.pt")
+    done = lockstep("verify", script, *words, timeout=200)
     assert done.code == 0, done.err
     told = json.loads(done.out)
     assert told["same"]
