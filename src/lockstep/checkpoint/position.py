@@ -158,7 +158,7 @@ _PARSED: dict[str, Callable[[Any], Any]] = {
     "after": Counters.parse,
     **dict.fromkeys(("loader", "stretch", "round", "batches", "steps", "last", "before"), _count),
     **dict.fromkeys(("epoch", "key"), _count_or_none),
-    "losses": list,
+    "losses": lambda told: [float(loss) for loss in told],
 }
 
 

@@ -76,11 +76,9 @@ def supervise(
         WorldError: if the launchers of other nodes cannot be met.
     """
     environ = dict(os.environ)
-    ranks = count_ranks(spec, here, environ)
-    is_run = source.imports(spec, "lockstep")
+    ranks, is_run = count_ranks(spec, here, environ), source.imports(spec, "lockstep")
     has_locks = (private / _LOCK).exists()
-    needs_port = not (has_locks and is_run and source.leaves_groups_alone(spec))
-    listens = needs_port and (ranks > 1 or (not has_locks and servers.count(spec, environ) > 0))
+    listens = _listens(spec, environ, ranks, is_run=is_run, has_locks=has_locks)
     only_port, store_port = _ports(spec.nodes, is_only=not listens)
     job = worker.or_server(spec, job)
     with (
@@ -94,8 +92,8 @@ def supervise(
         from lockstep.launch.agent import Agent
         from lockstep.launch.rendezvous import Rendezvous
 
-        run_id, token = _agree(gathering, place, private)
-        rendezvous = Rendezvous(run_id, ranks, gathering, port=store_port, listens=listens)
+        name, token = _agree(gathering, place, private)
+        rendezvous = Rendezvous(name, ranks, gathering, port=store_port, listens=listens)
         alone = _alone(private if has_locks else None, port, token, listens=listens)
         several = _among_several(None if servers.count(spec, environ) else port, token)
         meets = alone if gathering is None else several
@@ -117,6 +115,15 @@ def supervise(
         with contextlib.closing(server):
             agent.run()
     return agent.verdict
+
+
+def _listens(
+    spec: LaunchSpec, environ: dict[str, str], ranks: int, *, is_run: bool, has_locks: bool
+) -> bool:
+    """Return whether ranks meet in a store at a port: files do where they can be locked."""
+    if has_locks and is_run and source.leaves_groups_alone(spec):
+        return False
+    return ranks > 1 or (not has_locks and servers.count(spec, environ) > 0)
 
 
 def _ports(nodes: Nodes, *, is_only: bool) -> tuple[int, int]:
