@@ -202,7 +202,7 @@ class Checkpoints:
         """Return the names of the tensors that this rank writes; agrees with the others before."""
         if self._table is None:
             self._table = self._meet()
-        if specs != self._specs:
+        if specs != self._specs or not self._shares:
             self._specs = dict(specs)
             self._shares = share_out(specs, len(self._table.writers))
         writers = self._table.writers

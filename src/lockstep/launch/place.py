@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -74,7 +75,8 @@ class RunPlace:
             self._logs = directory.make_logs(_in(self._spec.log_dir, self._spec, self.path))
         elif has_none:
             self._temporary = self._logs = Path(tempfile.mkdtemp(prefix=f"{self._name}-logs-"))
-            (private / LINK).symlink_to(self._logs)
+            with contextlib.suppress(OSError):  # without links, a killed launcher leaves its logs
+                (private / LINK).symlink_to(self._logs)
         else:
             self._logs = self.path / "logs"
         return self.path

@@ -141,6 +141,13 @@ def test_the_last_state_of_a_step_is_the_newest_by_name(make, directory) -> None
     assert whole(make(), 1)
 
 
+def test_a_state_without_tensors_is_saved(make, directory) -> None:
+    checkpoints = make()
+    checkpoints.save(1, {}, "text", best=None)
+    checkpoints.wait()
+    assert checkpoints.newest().text == "text"
+
+
 def test_an_end_waits_for_what_is_being_written(make, directory) -> None:
     checkpoints = make()
     checkpoints.save(1, state(1), "", best=None)
