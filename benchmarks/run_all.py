@@ -13,7 +13,8 @@ from pathlib import Path
 
 NAMES = (
     *("imports", "order", "start", "step", "exchange", "unused", "mpi"),
-    *("restart", "goodput", "checkpoint", "resume", "snapshot", "slow_link"),
+    *("segmentation", "article", "develop", "recording"),
+    *("restart", "goodput", "checkpoint", "resume", "snapshot", "slow_link", "projection"),
 )
 
 

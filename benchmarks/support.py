@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import platform
+import runpy
 import statistics
 import subprocess
 import sys
@@ -260,25 +261,7 @@ def run_quietly(command: Sequence[str], *, timeout: float = 300, **settings: Any
     return done.stdout
 
 
-_defined: list[Any] = []  # a Library takes its operators with it
-
-
 def import_torchvision() -> ModuleType:
-    """Import torchvision, also where its wheel was built for CUDA and torch is the CPU build.
-
-    Such a wheel lacks two operators that it wants to describe; declaring them is enough.
-    """
-    try:
-        return importlib.import_module("torchvision")
-    except RuntimeError as error:
-        if "torchvision::nms" not in str(error):
-            raise
-    import torch
-
-    library = torch.library.Library("torchvision", "DEF")
-    for name in ("nms", "qnms"):
-        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    _defined.append(library)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-        del sys.modules[name]
+    """Import torchvision, also beside a torch without CUDA, which has no operators for it."""
+    runpy.run_path(str(Path(__file__).parents[1] / "examples/cpu_torchvision.py"))
     return importlib.import_module("torchvision")

@@ -128,7 +128,10 @@ class Team:
         return max(self._hear(rank) for rank in self._ranks)
 
     def _hear(self, rank: socket.socket) -> float:
-        answer = rank.recv(SECONDS.size, socket.MSG_WAITALL)
+        try:
+            answer = rank.recv(SECONDS.size, socket.MSG_WAITALL)
+        except ConnectionResetError:
+            answer = b""
         if len(answer) < SECONDS.size:
             raise self._failure("ended in its turn")
         seconds: float = SECONDS.unpack(answer)[0]

@@ -1,22 +1,12 @@
-"""torchvision for the tests, also beside a torch build for which it has no operators."""
+"""torchvision for the tests, also beside a torch without CUDA, which has no operators for it."""
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
 from typing import Any
 
-import torch
-
-
-def _define_missing_operators() -> torch.library.Library:
-    """Declare the operators whose absence makes `import torchvision` fail; nothing here calls them."""
-    library = torch.library.Library("torchvision", "DEF")
-    for name in ("nms", "qnms"):
-        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    return library
-
-
-if not torch.cuda.is_available():
-    _library = _define_missing_operators()
+runpy.run_path(str(Path(__file__).parents[1] / "examples/cpu_torchvision.py"))
 
 
 def resnet18(**settings: Any) -> Any:

@@ -20,13 +20,29 @@ from torch.utils.data import TensorDataset
 
 from lockstep.world import detect
 
+CLASSES = 10
+_MODELS = ("mlp", "resnet18", "deeplabv3_resnet50", "deeplabv3_mobilenet_v3_large")
+
+
+class Segmenter(nn.Module):
+    """DeepLabV3 without its auxiliary head; gives logits of pixels, shape `(N, classes, H, W)`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Return logits of images, shape `(N, 3, H, W)`."""
+        logits: torch.Tensor = self.model(images)["out"]
+        return logits
+
 
 @dataclass
 class Workload:
     """What to train, and when.
 
     Attributes:
-        model_name: `mlp` or `resnet18`.
+        model_name: `mlp`, `resnet18`, or one of torchvision's DeepLabV3.
         batch: samples per rank and step.
         steps: steps of an epoch.
         epochs: epochs in all, each of which is a turn.
@@ -49,18 +65,26 @@ class Workload:
         if self.model_name == "mlp":
             return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
         import_torchvision()
-        from torchvision.models import resnet18
+        from torchvision.models import get_model
 
-        model: nn.Module = resnet18(num_classes=10)
-        return model
+        none = {"weights": None, **({"weights_backbone": None} if self.segments else {})}
+        model: nn.Module = get_model(self.model_name, num_classes=CLASSES, **none)
+        return Segmenter(model) if self.segments else model
+
+    @property
+    def segments(self) -> bool:
+        """Whether labels are of pixels."""
+        return self.model_name.startswith("deeplabv3")
 
     def data(self) -> TensorDataset:
         """Return an epoch's samples of all ranks, in memory."""
-        shape = (64,) if self.model_name == "mlp" else (3, 32, 32)
+        size = 129 if self.segments else 32
+        shape = (64,) if self.model_name == "mlp" else (3, size, size)
         count = self.batch * self.steps * self.ranks
         generator = torch.Generator().manual_seed(0)
         inputs = torch.randn(count, *shape, generator=generator)
-        return TensorDataset(inputs, torch.randint(10, (count,), generator=generator))
+        of_labels = (count, size, size) if self.segments else (count,)
+        return TensorDataset(inputs, torch.randint(CLASSES, of_labels, generator=generator))
 
     @staticmethod
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -87,7 +111,7 @@ def from_arguments(parser: argparse.ArgumentParser | None = None) -> Workload:
         parser: knows what this contestant alone understands.
     """
     parser = parser or argparse.ArgumentParser()
-    parser.add_argument("--model", default="mlp", choices=("mlp", "resnet18"))
+    parser.add_argument("--model", default="mlp", choices=_MODELS)
     for name in ("--batch", "--steps", "--epochs"):
         parser.add_argument(name, type=int, required=True)
     options = parser.parse_args()

@@ -6,6 +6,7 @@ LockstepError
 │   ├── WorldError                      the environment contradicts itself
 │   │   └── UnreachableError            a node or rank that no packet reaches
 │   └── DeviceError                     a device that this machine does not have
+├── OutputError                exit 1   a file that was asked for cannot be written
 ├── CheckFailedError           exit 3   a check ran, and did not hold
 └── RunError                   exit 1   a run started and cannot go on
     ├── ModelError                      a model that the run does not hold, or ranks that differ
@@ -68,6 +69,10 @@ class UnreachableError(WorldError):
 
 class DeviceError(UsageError):
     """A device was asked for that this machine does not have."""
+
+
+class OutputError(LockstepError):
+    """A file that was asked for cannot be written."""
 
 
 class CheckFailedError(LockstepError):

@@ -11,6 +11,7 @@ from typing import IO, Any
 
 import pytest
 
+from lockstep.launch import command
 from lockstep.verify import layouts, running, verdict
 from tests.template import Forked, Template
 
@@ -41,16 +42,18 @@ class Verify:
     ) -> None:
         self._template, self.directory = template, directory
         monkeypatch.setattr(
-            running,
+            command,
             "subprocess",
             types.SimpleNamespace(Popen=self._start, DEVNULL=subprocess.DEVNULL),
         )
 
-    def __call__(self, script: Path, words: Sequence[str]) -> verdict.Verdict:
-        """Return what comes of a script on the layouts `words`."""
+    def __call__(
+        self, script: Path, words: Sequence[str], arguments: Sequence[str] = ()
+    ) -> verdict.Verdict:
+        """Return what comes of a script with `arguments` on the layouts `words`."""
         parsed = layouts.parse(words)
         replicas = max(layout.ranks for layout in parsed)
-        work = running.Work([str(script)], (), (), replicas)
+        work = running.Work(command.RunCommand([str(script), *arguments], (), ()), replicas)
         return verdict.judge(list(verdict.outcomes(parsed, work, self.directory / "verified")))
 
     def _start(

@@ -108,3 +108,13 @@ def test_a_kill_at_every_moment(lockstep, script):
     steps = [generation.get("step", 0) for generation in generations]
     assert steps == sorted(steps), "no snapshot was lost"
     assert steps[-1] >= 23
+    lines = (lockstep.directory / "run/events/launcher-0.jsonl").read_text().splitlines()
+    told = [json.loads(line) for line in lines]
+    expected = [["failure", generation] for generation in range(len(MOMENTS))]
+    found = [[one["kind"], one["generation"]] for one in told if one["kind"] == "failure"]
+    assert found == expected
+    assert [one["generation"] for one in told if one["kind"] == "restart"] == list(
+        range(1, len(MOMENTS) + 1)
+    )
+    assert {one["name"] for one in told if one["kind"] == "failure"} == {"rank 1"}
+    assert (told[-1]["kind"], told[-1]["exit_code"]) == ("end", 0)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
 _CLOSE_SECONDS = 5.0
 
 
+#: Takes step, name, seconds and how good the state is of a checkpoint that was written.
+Written = Callable[[int, str, float, float | None], None]
+
+
 def warn_on_stderr(message: str) -> None:
     """Write a warning where users look for them."""
     sys.stderr.write(f"{message}\n")
@@ -51,6 +56,7 @@ class Checkpoints:
         keep: how many of the latest checkpoints stay, besides the best one.
         warn: told of checkpoints that are skipped.
         patience: seconds without news after which a rank is missing.
+        written: told on the main rank, in a thread, of each checkpoint: step, name, seconds, how good.
     """
 
     def __init__(
@@ -64,6 +70,7 @@ class Checkpoints:
         keep: int,
         warn: Warn = warn_on_stderr,
         patience: float = 300.0,
+        written: Written | None = None,
     ) -> None:
         assert keep >= 1, "the newest checkpoint stays"
         assert (store is None) == (size == 1), "several ranks need a store, one has none"
@@ -72,6 +79,7 @@ class Checkpoints:
         self._rank = rank
         self._keep = keep
         self._warn = warn
+        self._written = written
         self._company = Company(store, rank=rank, size=size, patience=patience)
         self._background = Background("lockstep-checkpoint")
         self._buffers = Buffers()
@@ -129,8 +137,11 @@ class Checkpoints:
         saving = Saving(self._company, self._table, self._serial, content)
 
         def write() -> None:
+            began = time.monotonic()
             saving.run()
             self._path = saving.path
+            if self._written is not None and self._rank == 0:
+                self._written(step, saving.path.name, time.monotonic() - began, best)
             self._retain()
 
         self._background.submit(write)

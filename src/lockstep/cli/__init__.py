@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from lockstep.cli import export, run, submit, torchrun, verify
-from lockstep.cli.parser import Parser
+from lockstep.cli import bench, export, report, run, submit, torchrun, verify, watch
+from lockstep.cli.parser import Parser, split
 from lockstep.errors import LockstepError, UsageError
 from lockstep.version import __version__
 
@@ -24,7 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         given = torchrun.with_environment(sys.argv[1:] if argv is None else argv, os.environ)
-        words, script_args = verify.split(given)
+        words, script_args = split(given)
+        if words[:1] == ["verify"]:
+            words = verify.one_layout_each(words)
         options = _parser().parse_args(words, argparse.Namespace(script_args=script_args))
         code: int = options.handler(options)
     except LockstepError as error:
@@ -48,7 +50,10 @@ def _parser() -> Parser:
     run.add_parser(subparsers)
     submit.add_parser(subparsers)
     verify.add_parser(subparsers)
+    bench.add_parser(subparsers)
     export.add_parser(subparsers)
+    report.add_parser(subparsers)
+    watch.add_parser(subparsers)
     return parser
 
 

@@ -16,6 +16,21 @@ _CHOICE = re.compile(r"invalid choice: '(?P<word>.*)' \(choose from (?P<choices>
 Advice = Callable[[argparse.Namespace, Sequence[str]], str]
 
 
+#: Verbs that take options before and after SCRIPT, and the script's arguments after `--`.
+_WITH_DASHES = ("verify", "bench")
+
+
+def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Cut the arguments of the script off the command line of a verb: those after `--`.
+
+    argparse takes options after SCRIPT only where nothing of the script's follows them.
+    """
+    cut = len(words)
+    if words[:1] and words[0] in _WITH_DASHES and "--" in words:
+        cut = list(words).index("--")
+    return list(words[:cut]), list(words[cut + 1 :])
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser whose flags may be spelled with underscores for dashes.
 

@@ -90,6 +90,7 @@ def read(options: argparse.Namespace, asked: Asked) -> tuple[LaunchSpec, tuple[s
         streams=_streams(options),
         role=options.role,
         stop_on_nan=options.stop_on_nan,
+        loggers=tuple(options.loggers),
         local_rank_option=options.local_rank_option,
         nodes=nodes,
         survival=_survival(options, asked),
@@ -304,6 +305,14 @@ def _add_records(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--local-ranks-filter", metavar="K,…", help="show these local ranks only")
     group.add_argument(
         "--log-dir", type=Path, metavar="DIR", help="where log files go, in a new folder"
+    )
+    group.add_argument(
+        "--logger",
+        dest="loggers",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="also log to tensorboard, wandb or mlflow; may be given several times",
     )
     group.add_argument(
         "--stop-on-nan", action="store_true", help="end at a loss that is not finite"

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import re
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.cli import method
+from lockstep.cli.directory import kept_directory
 from lockstep.cli.parser import Parser
 from lockstep.errors import UsageError
 
@@ -74,19 +73,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.set_defaults(handler=handle)
 
 
-def split(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """Cut the arguments of the script off the command line of this verb: those after `--`.
-
-    argparse takes options after SCRIPT only where nothing of the script's follows them. An option that
-    takes several words would take SCRIPT too: so each layout gets an option of its own.
-    """
-    if words[:1] != ["verify"]:
-        return words, []
-    cut = list(words).index("--") if "--" in words else len(words)
-    return _one_layout_each(words[:cut]), words[cut + 1 :]
-
-
-def _one_layout_each(words: Sequence[str]) -> list[str]:
+def one_layout_each(words: Sequence[str]) -> list[str]:
+    """Give each layout an option of its own: an option that takes several words would take SCRIPT too."""
     done: list[str] = []
     follows = False
     for word in words:
@@ -100,8 +88,9 @@ def _one_layout_each(words: Sequence[str]) -> list[str]:
 
 def handle(options: argparse.Namespace) -> int:
     """Verify what `options` say; return the exit code."""
+    from lockstep.launch.command import RunCommand, choose_strategies
     from lockstep.launch.target import check_script
-    from lockstep.verify.layouts import choose_strategies, parse
+    from lockstep.verify.layouts import parse
     from lockstep.verify.running import Work
     from lockstep.verify.verdict import judge, outcomes
 
@@ -110,11 +99,11 @@ def handle(options: argparse.Namespace) -> int:
     strategies = choose_strategies(options.strategy, options.strategies, of_servers)
     layouts = parse(options.layouts or ["1,2"], _storm(options), strategies)
     check_script(options.target)
-    command = [options.target, *options.script_args]
+    script = [options.target, *options.script_args]
     ranks = max(layout.ranks for layout in layouts)
-    with _directory(options.keep) as directory:
+    with kept_directory(options.keep, "verify") as directory:
         done = []
-        work = Work(command, _run_options(options), of_servers, replicas=ranks)
+        work = Work(RunCommand(script, _run_options(options), of_servers), replicas=ranks)
         for outcome in outcomes(layouts, work, directory):
             done.append(outcome)
             if not options.json:
@@ -150,19 +139,6 @@ def _run_options(options: argparse.Namespace) -> list[str]:
     ]
     of_all = [name for name in method.NAMES if name not in ("strategy", *method.OF_SERVERS)]
     return words + method.words(options, of_all)
-
-
-@contextlib.contextmanager
-def _directory(keep: Path | None) -> Iterator[Path]:
-    if keep is not None:
-        if keep.exists():
-            raise UsageError(
-                f"{keep} exists already; expected a new directory", hint="name another with --keep"
-            )
-        yield keep
-        return
-    with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as directory:
-        yield Path(directory)
 
 
 def _show_outcome(outcome: Outcome) -> None:

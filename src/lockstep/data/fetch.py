@@ -102,7 +102,11 @@ class FetchSamples:
     def _sample(self, index: int, request: Request) -> Any:
         loader, epoch, round_, _, _ = request.numbers
         set_key(keys.derive(self.seed, keys.SAMPLE, loader, epoch, round_, index))
-        return self.dataset[index]
+        try:
+            return self.dataset[index]
+        except Exception as error:
+            error.add_note(f"sample {index} of {type(self.dataset).__name__}")
+            raise
 
 
 def choose(dataset: Any, collate: Collate | None, seed: int) -> Fetch:

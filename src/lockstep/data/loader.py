@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,9 @@ from lockstep.data.microbatch import Microbatch, Observer, Start
 from lockstep.data.move import to_device
 from lockstep.data.sources import Batch, MapSource, Source, Tell
 from lockstep.errors import LoaderError
+
+#: Measures how long the items of an iterator take to come.
+Measure = Callable[[Iterator[Any]], Iterator[Any]]
 
 
 class GlobalBatch:
@@ -97,11 +100,13 @@ class Loader:
         batch_size: int,
         device: torch.device | None,
         compare: Tell | None = None,
+        measure: Measure = iter,
     ) -> None:
         self._source = source
         self._observer = observer
         self._device = device
         self._compare = compare
+        self._measure = measure
         self.number = number
         self.batch_size = batch_size
 
@@ -133,9 +138,9 @@ class Loader:
         step = start.first
         early = True
         try:
-            for batch in self._batches(start):
+            for batch in self._measure(self._batches(start)):
                 self._observer.batch_begins(self.number, start, step, shown=shown)
-                whole = GlobalBatch(batch, self._observer, self._device)
+                whole = GlobalBatch(self._measure(batch), self._observer, self._device)
                 yield whole
                 whole.pass_over()
                 step += 1

@@ -67,6 +67,10 @@ class Exchange(Protocol):
     #: whether the sum has the same bits on every layout
     exact: bool
 
+    @property
+    def sent(self) -> int | None:
+        """Bytes that this rank has given to others; `None` where a library moves them and does not say."""
+
     def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
         """Return memory for this rank's nodes.
 

@@ -38,6 +38,11 @@ class CompressedExchange(abc.ABC):
         self._memory = Memory()
         self._extra = 0
 
+    @property
+    def sent(self) -> int | None:
+        """Bytes that this rank has given to others."""
+        return self._wire.sent
+
     def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
         """Return memory for this rank's nodes; the bucket itself where that is enough."""
         self._extra = extra
@@ -102,6 +107,11 @@ class _HalfWire:
 
     def __init__(self, wire: Wire, dtype: torch.dtype) -> None:
         self._wire, self._dtype = wire, dtype
+
+    @property
+    def sent(self) -> int:
+        """Bytes that this rank has given to others."""
+        return self._wire.sent
 
     def scatter(
         self, outgoing: torch.Tensor, received: torch.Tensor, shares: Sequence[int]

@@ -85,12 +85,14 @@ class MpiWire:
 
     def __init__(self, everyone: Communicator) -> None:
         self._everyone = everyone
+        self.sent = 0
 
     def scatter(
         self, outgoing: torch.Tensor, received: torch.Tensor, shares: Sequence[int]
     ) -> Work:
         """Begin an all-to-all."""
         size = len(shares)
+        self.sent += outgoing.nbytes * (size - 1) // size
         memory, carrier = _carried(received)
         given, _ = _carried(outgoing)
         request = self._everyone.Ialltoallv(
@@ -100,6 +102,7 @@ class MpiWire:
 
     def gather(self, part: torch.Tensor, total: torch.Tensor) -> Work:
         """Begin an all-gather."""
+        self.sent += total.nbytes - part.nbytes
         return _Operation(self._everyone.Iallgather(_carried(part), _carried(total)))
 
 
@@ -118,6 +121,7 @@ class PairExchange:
         assert NativeExchange.is_exact(forest)
         self._everyone = everyone
         self._memory = Memory()
+        self.sent = 0
 
     def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
         """Return memory for this rank's node: the bucket itself where that is enough."""
@@ -131,6 +135,7 @@ class PairExchange:
         """
         (total,) = slots
         library = mpi.library()
+        self.sent += total.nbytes
         buffer = [total.numpy(), getattr(library, _NUMBERS[total.dtype])]
         with _peers_may_be_gone():
             self._everyone.Allreduce(library.IN_PLACE, buffer, op=library.SUM)

@@ -56,6 +56,11 @@ class PowerSGDExchange(CompressedExchange):
         self._index = 0
         self._seen: dict[tuple[int, ...], int] = {}
 
+    @property
+    def sent(self) -> None:
+        """Unknown: PyTorch's hook sends."""
+        return None
+
     def announce(self, parameters: Sequence[torch.Tensor]) -> None:
         """Say whose gradients the next bucket holds."""
         shapes = [shape_in_memory(p) for p in parameters]

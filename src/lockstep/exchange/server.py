@@ -51,6 +51,11 @@ class ServerExchange:
         self._pending: deque[_Pending] = deque()
         self._number = 0
 
+    @property
+    def sent(self) -> int:
+        """Bytes that went to the servers."""
+        return self._links.sent
+
     def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
         """Return memory for this rank's nodes."""
         size, own = bucket.numel() + extra, self._forest.own

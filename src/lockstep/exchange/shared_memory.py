@@ -74,6 +74,7 @@ class SharedMemoryExchange:
         self._offset = 0
         self._half = 0
         self._number = 0
+        self.sent = 0
         self._announced: _Bucket | None = None
         self._written: deque[_Bucket] = deque()
         self._waiting: deque[_Bucket] = deque()
@@ -129,6 +130,7 @@ class SharedMemoryExchange:
         bucket, self._announced = self._announced, None
         assert bucket is not None, "start() without slots()"
         bucket.place = place
+        self.sent += bucket.bytes * self._forest.own
         self._peers.say(WRITTEN, bucket.number, place)
         self._written.append(bucket)
         self._advance(wait=last)
@@ -154,6 +156,7 @@ class SharedMemoryExchange:
             return
         part = share(bucket.numel, self._forest.size, self._forest.rank)
         self._forest.sum_in_place(self._nodes(bucket, part))
+        self.sent += len(part) * bucket.dtype.itemsize
         self._peers.say(SUMMED, bucket.number)
 
     def _is_summed(self, bucket: _Bucket, *, wait: bool) -> bool:

@@ -23,6 +23,10 @@ class Work(Protocol):
 class Wire(Protocol):
     """What moves tensors between ranks, and changes no bit of them. All ranks call alike."""
 
+    @property
+    def sent(self) -> int:
+        """Bytes that this rank has given to others."""
+
     def scatter(
         self, outgoing: torch.Tensor, received: torch.Tensor, shares: Sequence[int]
     ) -> Work:
@@ -43,12 +47,14 @@ class GroupWire:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
+        self.sent = 0
 
     def scatter(
         self, outgoing: torch.Tensor, received: torch.Tensor, shares: Sequence[int]
     ) -> Work:
         """Begin an all-to-all."""
         size = len(shares)
+        self.sent += outgoing.nbytes * (size - 1) // size
         work: dist.Work | None = dist.all_to_all_single(
             received,
             outgoing,
@@ -62,6 +68,7 @@ class GroupWire:
 
     def gather(self, part: torch.Tensor, total: torch.Tensor) -> Work:
         """Begin an all-gather."""
+        self.sent += total.nbytes - part.nbytes
         work: dist.Work | None = _all_gather(total, part, group=self._group, async_op=True)
         assert work is not None
         return work
@@ -108,6 +115,11 @@ class TreeExchange:
         self._memory = Memory()
         self._pending: _Pending | None = None
         self._gathering: list[_Gathering] = []
+
+    @property
+    def sent(self) -> int:
+        """Bytes that this rank has given to others."""
+        return self._wire.sent
 
     def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
         """Return memory for this rank's nodes, padded so that all shares have one size."""

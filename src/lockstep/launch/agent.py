@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -21,7 +22,7 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.events.api import Event, EventSource
 
-from lockstep.errors import PREEMPTED, LockstepError
+from lockstep.errors import PREEMPTED, LockstepError, RunDirectoryError
 from lockstep.launch import failure
 from lockstep.launch.chair import Decision
 from lockstep.launch.failure import Failure, Verdict, preempted
@@ -36,6 +37,7 @@ from lockstep.launch.restarts import Kind, Restarts
 from lockstep.launch.standing import Standing
 from lockstep.launch.survival import GRACE, Survival
 from lockstep.launch.workers import LAST_GRACE, Workers
+from lockstep.record import events
 
 #: More than none, which the base class refuses.
 _NO_TIME = 1e-6
@@ -117,6 +119,8 @@ class Agent(SimpleElasticAgent):
         self._processes.begin()
         self._standing.begin()
         self.plan = self._planner(self._meeting(worker_group))
+        if self._generation:
+            self._record("restart", generation=self._generation)
         # First the servers: what a fork server remembers of its last child is a worker's.
         for server in self._servers:
             self._processes.start(self.plan, server, {})
@@ -200,6 +204,8 @@ class Agent(SimpleElasticAgent):
 
     def _report(self, told: Told) -> RunResult:
         """Do what is decided on a failure of this launcher's workers, or of all that it knows."""
+        verdict = told.verdict
+        self._record("failure", generation=self._generation, name=verdict.name, text=verdict.brief)
         if self._neighbours is None:
             line = self._again(told.verdict)
             own = Decision(kind="end", verdict=told.verdict)
@@ -288,7 +294,29 @@ class Agent(SimpleElasticAgent):
             raise
         finally:
             self._meeting_place.finish()
+            self._record("end", exit_code=self._exit_code(sys.exception()))
         return result
+
+    def _exit_code(self, error: BaseException | None) -> int:
+        """Return what the launcher ends with."""
+        if isinstance(error, Interrupted):
+            return 128 + error.signum
+        if error is not None:
+            return error.exit_code if isinstance(error, LockstepError) else 1
+        return self.verdict.exit_code if self.verdict else 0
+
+    @property
+    def _generation(self) -> int:
+        return self._meeting_place.generation
+
+    def _record(self, kind: str, **fields: Any) -> None:
+        """Write down what happened to a run; where the disk fails, the ranks are those to say so."""
+        if self.plan is None or not (self._is_run or self._standing.opened):
+            return
+        run_dir = Path(self._workers[0].env["LOCKSTEP_RUN_DIR"])
+        name = f"launcher-{self._meeting_place.roster.index}"
+        with contextlib.suppress(RunDirectoryError):
+            events.append(run_dir, name, kind=kind, **fields)
 
     def _assign_worker_ranks(
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec

@@ -375,6 +375,7 @@ def _flags(spec: LaunchSpec) -> dict[str, str]:
         "LOCKSTEP_BIND": spec.bind,
         "LOCKSTEP_FRESH": 1 if spec.fresh else None,
         "LOCKSTEP_STOP_ON_NAN": 1 if spec.stop_on_nan else None,
+        "LOCKSTEP_LOGGERS": ",".join(spec.loggers) or None,
         **spec.survival.variables(),
         **spec.method.variables(),
     }

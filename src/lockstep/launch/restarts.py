@@ -83,7 +83,9 @@ def kind(told: Report | None, code: int, *, consequence: bool) -> Kind:
         return Kind.SIGNAL if code < 0 else Kind.SCRIPT
     if told.exception in set(_names(errors.LockstepError)):
         return Kind.REFUSED
-    if told.exception in _ENVIRONMENT:
+    # Without a number it is a library's, which read a damaged file, and would find it damaged again.
+    is_damage = told.exception == "OSError" and "[Errno" not in told.message
+    if told.exception in _ENVIRONMENT and not is_damage:
         return Kind.ENVIRONMENT
     from_torch = told.exception == "RuntimeError" and _PHRASES.search(told.message)
     return Kind.ENVIRONMENT if from_torch else Kind.SCRIPT

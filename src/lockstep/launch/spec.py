@@ -45,6 +45,7 @@ class LaunchSpec:
         streams: which of the ranks' streams the terminal shows.
         role: what scripts read as `ROLE_NAME`.
         stop_on_nan: whether a loss that is not finite ends the run.
+        loggers: names of loggers; none leaves `LOCKSTEP_LOGGERS` and then the script.
         local_rank_option: option by which old scripts get their local rank: `auto` until the script's
             source was read for it, then one of two spellings or `none`.
         nodes: what the user says of several nodes.
@@ -70,6 +71,7 @@ class LaunchSpec:
     streams: Streams = field(default_factory=Streams)
     role: str = "default"
     stop_on_nan: bool = False
+    loggers: tuple[str, ...] = ()
     local_rank_option: LocalRankOption = "auto"
     nodes: Nodes = field(default_factory=Nodes)
     survival: Survival = field(default_factory=Survival)

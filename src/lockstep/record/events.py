@@ -1,9 +1,10 @@
-"""Events: what a rank logged, one JSON object per line, in `events/rank-K.jsonl`."""
+"""Events: what a rank or a launcher logged, one JSON object per line, in `events/rank-K.jsonl`."""
 
 from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ class Events:
 
     def __init__(self, directory: Path, rank: int) -> None:
         self._directory = directory / "events"
-        self._pending: list[tuple[float, dict[str, Any]]] = []
+        self._pending: deque[tuple[float, dict[str, Any]]] = deque()  # threads add, too
         self._flushed = time.monotonic()
         self._closed = False
         try:
@@ -31,6 +32,8 @@ class Events:
             path = self._directory / f"rank-{rank}.jsonl"
             # Closed by `close`, at the end of the run.
             self._file = open(path, "a", encoding="utf-8", opener=owner_only)  # noqa: SIM115
+            if _is_torn(path):
+                self._file.write("\n")
         except OSError as error:
             raise cannot_write(self._directory, error) from error
 
@@ -40,9 +43,13 @@ class Events:
         Raises:
             RunDirectoryError: if pending events are due and cannot be written.
         """
-        self._pending.append((time.time(), fields))
+        self.put(**fields)
         if time.monotonic() - self._flushed > _FLUSH_SECONDS:
             self.flush()
+
+    def put(self, **fields: Any) -> None:
+        """Record an event from any thread; it is written with the next one of the main thread."""
+        self._pending.append((time.time(), fields))
 
     def flush(self) -> None:
         """Write all pending events.
@@ -50,12 +57,10 @@ class Events:
         Raises:
             RunDirectoryError: if they cannot be written, for instance on a full disk.
         """
-        pending, self._pending = self._pending, []
         self._flushed = time.monotonic()
         try:
-            for moment, fields in pending:
-                line = {"time": round(moment, 6), **{k: _plain(v) for k, v in fields.items()}}
-                self._file.write(json.dumps(line, default=str) + "\n")
+            while self._pending:
+                self._file.write(_line(*self._pending.popleft()))
             self._file.flush()
         except OSError as error:
             raise cannot_write(self._directory, error) from error
@@ -79,6 +84,34 @@ class Events:
             self._file.close()
         except OSError as error:
             raise cannot_write(self._directory, error) from error
+
+
+def _is_torn(path: Path) -> bool:
+    """Return whether a file ends within a line: its writer was killed."""
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - 1))
+        return file.read(1) not in (b"", b"\n")
+
+
+def append(directory: Path, name: str, /, **fields: Any) -> None:
+    """Write one event to `events/NAME.jsonl` of the run directory at once: for launchers, which have few.
+
+    Raises:
+        RunDirectoryError: if it cannot be written.
+    """
+    path = directory / "events" / f"{name}.jsonl"
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        with open(path, "a", encoding="utf-8", opener=owner_only) as file:
+            file.write(_line(time.time(), fields))
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def _line(moment: float, fields: dict[str, Any]) -> str:
+    values = {name: _plain(value) for name, value in fields.items()}
+    return json.dumps({"time": round(moment, 6), **values}, default=str) + "\n"
 
 
 def _plain(value: Any) -> Any:

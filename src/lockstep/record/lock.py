@@ -149,6 +149,44 @@ def leave(directory: Path) -> None:
             os.close(file)
 
 
+def in_use(directory: Path) -> bool | None:
+    """Return whether a launch uses a directory; `None` where that cannot be known from here.
+
+    The lock is only tried: a launch that takes it at that moment tries again.
+    """
+    try:
+        file = os.open(directory / NAME, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    try:
+        owner = _read(file)
+        if not _lock(file, fcntl.LOCK_SH):
+            return True
+        if owner is None or owner.lives:
+            return owner is not None
+        return False if owner.machine == host.identity() else None
+    except OSError:
+        return None
+    finally:
+        os.close(file)
+
+
+def status(said: str, used: bool | None) -> str:
+    """Return what has become of a run: what its record says, or `dead`: it runs, but without a process.
+
+    A failed run whose launcher lives may be started again: it is still `running`.
+
+    Args:
+        said: the status that is recorded.
+        used: whether a launch uses the directory, looked at before the record was read.
+    """
+    if said == "failed" and used:
+        return "running"
+    return "dead" if said == "running" and used is False else said
+
+
 _held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 
 
@@ -161,9 +199,9 @@ def _leave_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
-def _lock(file: int) -> bool:
+def _lock(file: int, kind: int = fcntl.LOCK_EX) -> bool:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,14 +22,20 @@ from lockstep.errors import RunDirectoryError, UsageError
 from lockstep.record import directory as directories
 from lockstep.record import run_file
 from lockstep.record.events import Events
+from lockstep.record.forwarding import DIRECTORY, Forwarding
 from lockstep.record.lock import DirectoryLock, Owner
+from lockstep.record.machine import Sampler
+from lockstep.record.pace import Pace
 from lockstep.record.progress import Progress
 from lockstep.record.run_file import Identity
+from lockstep.record.settings import RecordSettings
 from lockstep.record.trace import Trace
 from lockstep.world.model import World
 
 #: So many loaders have their data recorded; a script may make some in every epoch.
 _LOADERS = 64
+#: Names that every event has of its own.
+_OF_EVENTS = frozenset({"kind", "time", "step", "replica", "weight"})
 
 
 class Place(Protocol):
@@ -50,35 +57,6 @@ class Place(Protocol):
         """Whether the run does again what has been recorded."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordSettings:
-    """What a run is asked to record.
-
-    Attributes:
-        name: the run's name.
-        run_dir: its directory; `None` for a new one.
-        fresh: whether a run that is found there is overwritten.
-        progress: whether the main rank shows how the run gets on.
-        trace: where the trace goes; `None` for no trace.
-        generation: how many times the processes of this run were started before.
-        launch: name of the launch; `None` where nobody gives one.
-        restarted: whether this launch has recorded the run before.
-        repeats: whether another rank sees the same microbatches, and records them.
-        before: directory of the run that the script has made before this one.
-    """
-
-    name: str
-    run_dir: Path | None
-    fresh: bool
-    progress: bool
-    trace: Path | None
-    generation: int = 0
-    launch: str | None = None
-    restarted: bool = False
-    repeats: bool = False
-    before: Path | None = None
-
-
 class Recorder:
     """Writes `run.json`, events and the trace, and shows progress.
 
@@ -87,6 +65,9 @@ class Recorder:
         identity: what the run is.
         world: who this process is.
         store: through which the main rank names the directory.
+
+    Attributes:
+        pace: measures steps, and what they wait for.
 
     Raises:
         RunDirectoryError: if the directory cannot be used.
@@ -101,7 +82,11 @@ class Recorder:
         self.directory = self._agree_on_directory(store)
         self._events = Events(self.directory, world.rank)
         self._trace = self._open_trace()
+        self.pace = Pace(alone=world.size == 1)
+        self._sampler: Sampler | None = None
+        self._loggers: Forwarding | None = None
         self._lengths: dict[int, int | None] = {}
+        self._reached: dict[str, int | None] = {}  # where the newest step is in its loop
         self._loops: list[bool] = []  # whether each of the loops that we are in trains
         self._generations, self._data = self._earlier()
         self._place: Place | None = None
@@ -122,12 +107,46 @@ class Recorder:
         """Record that the run begins, or goes on after step number `step` from the state in `source`."""
         if self._trace is not None:
             self._trace.begin(step)
+        self._events.add(kind="start", **self._start(step))
+        self._sampler = Sampler(self._settings.device, self._sampled)
         if source is not None:
             self._events.add(kind="resume", step=step, source=source)
             self._origin = f", goes on after step {step} ({_short(source)})"
+        if self._world.is_main and self._settings.loggers:
+            self._loggers = self._forward(step)
+        self._events.flush()
         if self._world.is_main:
             self._generations.append(self._generation(step, source))
             self._write("running")
+
+    def _forward(self, step: int) -> Forwarding:
+        return Forwarding(
+            self._settings.loggers,
+            self.directory,
+            asdict(self._identity),
+            ranks=self._world.size,
+            resumed=step,
+            say=self._progress.say,
+        )
+
+    def _start(self, step: int) -> dict[str, Any]:
+        """Return who this process is, for its first event."""
+        world, device = self._world, self._settings.device
+        return {
+            "generation": self._settings.generation,
+            "rank": world.rank,
+            "ranks": world.size,
+            "node": world.node_rank,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "device": device.type,
+            "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+            **self._settings.method,
+            "step": step,
+        }
+
+    def _sampled(self, sample: dict[str, Any]) -> None:
+        self._events.put(kind="machine", step=self._place.steps if self._place else 0, **sample)
 
     def _agree_on_directory(self, store: dist.Store) -> Path:
         if self._world.is_main:
@@ -137,7 +156,7 @@ class Recorder:
             self._lock = DirectoryLock(path, owner)
             run_file.check(path, self._identity, fresh=settings.fresh, restarted=settings.restarted)
             if self._settings.fresh:
-                for part in ("events", "checkpoints"):
+                for part in ("events", "checkpoints", DIRECTORY):
                     shutil.rmtree(path / part, ignore_errors=True)
                 run_file.forget(path)
             self._follow(path)
@@ -206,6 +225,8 @@ class Recorder:
         """Show a bar for a loop that trains."""
         trains = torch.is_grad_enabled() and not any(self._loops)
         self._loops.append(trains)
+        if trains:
+            self.pace.begin()
         if trains and self._place is not None and not self._place.is_on_the_way:
             self._progress.epoch_begins(epoch, self._place.epochs, self._lengths[loader])
 
@@ -233,6 +254,19 @@ class Recorder:
         if self._trace is not None:
             self._trace.step(step, self._digests())
         self._progress.step(microbatch.total)
+        self._reached = {
+            "batch": microbatch.step + 1,
+            "batches": self._lengths.get(microbatch.loader),
+        }
+        if self.pace.step(microbatch.total):
+            self._window_ends(step)
+
+    def _window_ends(self, step: int) -> None:
+        """Record how fast the last steps were."""
+        window = self.pace.window()
+        if window is not None and self._place is not None:
+            place = {"epoch": self._place.epoch, "epochs": self._place.epochs, **self._reached}
+            self._events.add(kind="pace", step=step, **place, **window)
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
         """Close the bar and write what is pending."""
@@ -243,6 +277,7 @@ class Recorder:
         if self._trace is not None:
             self._trace.loop(loader, epoch, round_, complete=not early)
         if trains:
+            self._window_ends(self._place.steps)
             self._progress.epoch_ends(epoch, self._place.epochs)
 
     def epoch_ends(self, epoch: int) -> None:
@@ -252,7 +287,7 @@ class Recorder:
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Record values of the current step."""
-        taken = values.keys() & {"kind", "time"}
+        taken = values.keys() & _OF_EVENTS
         if taken:
             raise UsageError(
                 f"run.log cannot record {', '.join(sorted(taken))}: every event has its own",
@@ -267,7 +302,8 @@ class Recorder:
             inside = place.microbatch
             step = place.steps + (inside is not None)
             replica = None if inside is None else inside.replica
-            where = {"epoch": place.epoch, "step": step, "replica": replica}
+            weight = {} if inside is None else {"weight": inside.weight}
+            where = {"epoch": place.epoch, "step": step, "replica": replica, **weight}
             self._events.add(kind="log", **{**where, **kept})
         self._progress.log(kept)
 
@@ -275,6 +311,16 @@ class Recorder:
         """Record how many bytes this rank has moved for a model, where they are counted."""
         if moved:
             self._events.add(kind="traffic", model=model, **moved)
+
+    def checkpoint(self, step: int, name: str, seconds: float, best: float | None) -> None:
+        """Record, from any thread, that a checkpoint was written in so many seconds."""
+        self._events.put(
+            kind="checkpoint", step=step, name=name, seconds=round(seconds, 3), best=best
+        )
+
+    def flush(self) -> None:
+        """Write what is pending: no kill loses it from here on."""
+        self._events.flush()
 
     def say(self, text: str) -> None:
         """Show how the run gets on, on the main rank's standard error; not where progress is off."""
@@ -294,7 +340,8 @@ class Recorder:
     # --- the end ---------------------------------------------------------------------------------
 
     def script_ends(self) -> None:
-        """Trace the state at the end of the script."""
+        """Trace the state at the end of the script, and write what is pending: the main rank reads it."""
+        self._events.flush()
         if self._trace is not None:
             self._trace.end(self._digests())
 
@@ -304,6 +351,8 @@ class Recorder:
         self._events.flush()
         if not self._world.is_main:
             return
+        if self._loggers is not None:
+            self._loggers.close(ended=True, failed=False)
         steps = self._place.steps if self._place else 0
         self._write("finished", steps=steps, seconds=round(seconds, 3), digest=digest)
         self._progress.print(
@@ -326,8 +375,12 @@ class Recorder:
         """Close all files; record an error on the main rank."""
         if self._trace is not None:
             self._trace.close()
+        if self._sampler is not None:
+            self._sampler.close()
         try:
             self._events.close()
+            if self._loggers is not None:
+                self._loggers.close(ended=False, failed=error is not None)
             if error is not None and self._world.is_main:
                 self._write("failed", error=f"{type(error).__name__}: {error}")
         except RunDirectoryError:
@@ -351,6 +404,7 @@ class Recorder:
         run_file.write(
             self.directory,
             {
+                "format": run_file.FORMAT,
                 "identity": asdict(self._identity),
                 "launch": self._settings.launch,
                 "status": status,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import time
 import traceback
 from dataclasses import asdict, dataclass
@@ -26,6 +27,8 @@ _PEER_PHRASES = (
     "no error message found for",
     "rank may have exited",
 )
+#: How torch begins the message of an exception from a DataLoader worker.
+_FROM_WORKER = re.compile(r"Caught \w+ in (DataLoader worker process \d+)\.\nOriginal ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +75,7 @@ def describe(error: BaseException, rank: int, home: str | None) -> Report:
     return Report(
         rank=rank,
         exception=type(error).__qualname__,
-        message=error.message if isinstance(error, LockstepError) else str(error),
+        message=_message(error),
         hint=hint,
         exit_code=error.exit_code if isinstance(error, LockstepError) else 1,
         file=file,
@@ -82,6 +85,24 @@ def describe(error: BaseException, rank: int, home: str | None) -> Report:
         time=time.monotonic(),
         consequence=is_consequence(error),
     )
+
+
+def _message(error: BaseException) -> str:
+    """Return what an exception says, and its notes on indented lines below."""
+    text = error.message if isinstance(error, LockstepError) else str(error)
+    notes = "\n".join(getattr(error, "__notes__", ())).splitlines()
+    return "\n  ".join([*_said_by_worker(text), *notes])
+
+
+def _said_by_worker(text: str) -> list[str]:
+    """Return the message of an exception alone, where torch has put a worker's whole traceback into it."""
+    worker = _FROM_WORKER.match(text)
+    if worker is None:
+        return [text]
+    lines = text.rstrip().splitlines()
+    below = max(index for index, line in enumerate(lines) if line.startswith("  ")) + 1
+    _, _, said = (lines[below:] or [text])[0].partition(": ")
+    return [said, *lines[below + 1 :], f"in {worker[1]}"]
 
 
 def is_consequence(error: BaseException) -> bool:

@@ -15,10 +15,13 @@ from lockstep.errors import RunDirectoryError
 from lockstep.record.directory import owner_only
 
 NAME = "run.json"
+#: Grows when older versions cannot read what a newer one writes.
+FORMAT = 1
 #: How launchers tell old scripts their local rank: other words on each rank, and none under `python`.
 _LOCAL_RANK = ("--local_rank=", "--local-rank=")
 #: Types of what is read again; any may be missing.
 _KINDS: dict[str, tuple[type, ...]] = {
+    "format": (int,),
     "identity": (dict,),
     "launch": (str, type(None)),
     "status": (str,),
@@ -29,6 +32,11 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "generations": (list,),
     "next": (str,),
     "complete": (bool,),
+}
+_KINDS_OF_GENERATIONS: dict[str, tuple[type, ...]] = {
+    "ranks": (int,),
+    "nodes": (int,),
+    "time": (int, float),
 }
 _COUNTS_OF_IDENTITY: dict[str, tuple[type, ...]] = {"replicas": (int,), "threads": (int,)}
 
@@ -89,7 +97,7 @@ def read(directory: Path) -> dict[str, Any] | None:
     """Return what `directory` records, or `None` where there is no record.
 
     Raises:
-        RunDirectoryError: if the record is damaged.
+        RunDirectoryError: if the record is damaged, or of a newer format.
     """
     path = directory / NAME
     try:
@@ -101,9 +109,16 @@ def read(directory: Path) -> dict[str, Any] | None:
     if not isinstance(recorded, dict):
         raise _damaged(path, "it is no record of a run")
     _check_kinds(path, recorded, _KINDS, least=0)
+    if recorded.get("format", FORMAT) > FORMAT:
+        raise RunDirectoryError(
+            f"{path} has format {recorded['format']}; expected {FORMAT} at most",
+            hint="a newer version of Lockstep wrote it: use that one",
+        )
     _check_kinds(path, recorded.get("identity", {}), _COUNTS_OF_IDENTITY, least=1)
     if not all(isinstance(generation, dict) for generation in recorded.get("generations", [])):
         raise _damaged(path, "its generations are not objects")
+    for generation in recorded.get("generations", []):
+        _check_kinds(path, generation, _KINDS_OF_GENERATIONS, least=1)
     return recorded
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +51,7 @@ class ReplicatedModel(HeldModel):
         group: the process group.
         exchange: how gradients meet.
         settings: keyword arguments for DistributedDataParallel.
+        exchanging: see `Holding`.
     """
 
     def __init__(
@@ -60,10 +62,12 @@ class ReplicatedModel(HeldModel):
         group: dist.ProcessGroup,
         exchange: Exchange,
         settings: dict[str, Any],
+        exchanging: AbstractContextManager[object],
     ) -> None:
         super().__init__(module, block, replicas, group if shares_buffers(settings) else None)
         self.exactness = "exact" if shares_buffers(settings) else "approximate"
         self._exchange = exchange
+        self._exchanging = exchanging
         self._places = {id(p): place for place, p in enumerate(self.parameters)}
         # As DDP sees them when it makes its buckets.
         self._forms = [form(p) for p in self.parameters]
@@ -182,10 +186,11 @@ class ReplicatedModel(HeldModel):
         if last:
             self._write_notes([slot[size:] for slot in slots])
         self._fill([slot[:size] for slot in slots], parameters, gradients)
-        total = self._exchange.start(slots, last=last, place=self._place)
-        if not last:
-            return total
-        whole = total.wait()
+        with self._exchanging:
+            total = self._exchange.start(slots, last=last, place=self._place)
+            if not last:
+                return total
+            whole = total.wait()
         self._read_notes(whole[size:])
         return _done(whole[:size])
 
@@ -252,6 +257,10 @@ class ReplicatedModel(HeldModel):
         if isinstance(exchange, Remembering) and exchange.name in extras:
             exchange.load(extras[exchange.name])
 
+    def ends(self) -> dict[str, int]:
+        """Return bytes that this rank has given to others, where the exchange knows."""
+        return {} if self._exchange.sent is None else {"sent": self._exchange.sent}
+
     def close(self) -> None:
         """Close the exchange."""
         self._exchange.close()
@@ -273,7 +282,13 @@ def replicate(module: nn.Module, holding: Holding, settings: dict[str, Any]) -> 
     if holding.device.type == "cuda" and not spans_devices(module):
         settings = {"device_ids": [holding.device.index], **settings}
     return ReplicatedModel(
-        module, holding.block, holding.replicas, holding.group, exchange, settings
+        module,
+        holding.block,
+        holding.replicas,
+        holding.group,
+        exchange,
+        settings,
+        holding.exchanging,
     )
 
 

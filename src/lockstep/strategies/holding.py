@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,7 @@ class Holding:
         store: where ranks leave notes for each other.
         exchange: name of the exchange.
         sync_every: steps between two meetings of exchanges that meet seldom; `None` for their default.
+        exchanging: entered while a backward pass waits for gradients to be summed, where the host does.
         exact: whether what makes the result depend on the layout is refused.
         say: tells the user how the model is held, on the main rank; not where progress is off.
         warn: tells the user there what must not be missed.
@@ -43,6 +45,7 @@ class Holding:
     store: dist.Store
     exchange: str
     sync_every: int | None
+    exchanging: AbstractContextManager[object]
     exact: bool
     say: Callable[[str], None]
     warn: Callable[[str], None]

@@ -22,7 +22,8 @@ class ServedModel(ReplicatedModel):
     ) -> None:
         assert holding.group is not None
         exchange = ServerExchange(links, holding.forest)
-        super().__init__(module, holding.block, holding.replicas, holding.group, exchange, settings)
+        of_all = holding.block, holding.replicas, holding.group, exchange, settings
+        super().__init__(module, *of_all, holding.exchanging)
         self._links, self._say = links, holding.say
 
     def ends(self) -> dict[str, int]:

@@ -73,6 +73,7 @@ class Continuation:
             aligned=self._is_aligned,
             every=settings.checkpoint_every if self.meeting.world.is_main else 0.0,
             warn=self.record.warn,
+            flush=self.record.flush,
         )
 
     def _rhythm(self) -> Rhythm | None:
@@ -97,6 +98,7 @@ class Continuation:
             store=self._store_of("checkpoints"),
             keep=settings.keep,
             warn=self.record.warn,
+            written=self.record.checkpoint,
         )
 
     def _ending(

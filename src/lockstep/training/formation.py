@@ -89,6 +89,20 @@ class Groups:
         data = everyone if mesh.model == 1 else made.get_group("data")
         return Groups(everyone, data, made)
 
+    def require_mesh(self, strategy: str) -> DeviceMesh:
+        """Return torch's view of the ranks.
+
+        Raises:
+            UsageError: with a strategy that gives each rank a whole model.
+        """
+        if self.mesh is None:
+            raise UsageError(
+                f"run.mesh was asked for with strategy={strategy}; expected one that "
+                "shards or spreads models",
+                hint=f"{', '.join(_MESHED)}",
+            )
+        return self.mesh
+
 
 def make_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
     """Return torch's mesh of all ranks, with the dimensions `data` and `model`; all ranks make it."""

@@ -47,6 +47,7 @@ class Keeper:
         aligned: whether all ranks take snapshots at the same points.
         every: seconds between checkpoints that nobody asks for; 0 for none. The main rank's matter.
         warn: tells the user what must not be missed, on the main rank.
+        flush: writes what was logged, so that what is kept includes it.
     """
 
     def __init__(
@@ -62,11 +63,12 @@ class Keeper:
         aligned: bool,
         every: float,
         warn: Callable[[str], None],
+        flush: Callable[[], None],
     ) -> None:
         self._state, self._loop = state, loop
         self._agreement, self._rhythm, self._checkpoints = agreement, rhythm, checkpoints
         self._ending, self._standing, self._every, self._warn = ending, standing, every, warn
-        self._aligned = aligned
+        self._aligned, self._flush = aligned, flush
         self._stop_asked = False
         self._saved = time.monotonic()
         self._asked: _Asked | None = None
@@ -157,6 +159,7 @@ class Keeper:
             self._checkpoints.save(self._loop.steps, tensors, text, best=best)
 
     def _capture(self) -> tuple[str, dict[str, torch.Tensor]]:
+        self._flush()
         position, answers = self._loop.position.as_json()
         state, tensors = tree.flatten({**self._state.gather(), ANSWERS: answers})
         if not self._has_looked:

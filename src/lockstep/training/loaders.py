@@ -73,6 +73,7 @@ class Loaders:
             batch_size=settings.batch_size,
             device=None if session.device.type == "cpu" else session.device,
             compare=session.same_data.check_of(number),
+            measure=session.record.pace.data.over,
         )
         session.loader_made(loader, dataset, settings)
         return loader

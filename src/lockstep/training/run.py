@@ -51,8 +51,7 @@ class Run(Whereabouts):
             exact one of the first three; `server`, which is that of `ps`. With `exact=False` also `bf16`,
             `fp16` and `powersgd`, which ship less of them, and `local-sgd` and `diloco`, which ship
             weights now and then.
-        sync_every: steps that ranks train by themselves with `local-sgd` (by default 16) and `diloco`
-            (by default 50); refused with other exchanges.
+        sync_every: steps between two exchanges of `local-sgd` (default 16) and `diloco` (default 50).
         mesh: `DATAxMODEL`, such as `2x2`: how many models, and over how many ranks each is spread.
         staleness: for strategy `ps`: servers update, and a worker goes on with parameters that lack at
             most so many updates; by default workers update by themselves.
@@ -64,6 +63,7 @@ class Run(Whereabouts):
         stop_on_nan: check every loss, and stop at one that is not finite.
         checkpoint_every: seconds between checkpoints that the script doesn't ask for; 0 for none.
         keep: how many of the latest checkpoints stay, besides the best.
+        loggers: `tensorboard`, `wandb`, `mlflow` or objects with `log(values, step)`, for `run.log`.
         init_method: where the ranks meet, where the script knows better than its environment:
             `tcp://host:port`, `file:///shared/path` or `env://`.
         rank: number of this process, given with `world_size` or not at all.
@@ -100,12 +100,14 @@ class Run(Whereabouts):
         stop_on_nan: bool = False,
         checkpoint_every: float = 600.0,
         keep: int = 3,
+        loggers: Sequence[Any] = (),
         init_method: str | None = None,
         rank: int | None = None,
         world_size: int | None = None,
         store: dist.Store | None = None,
     ) -> None:
-        asked = {**locals(), "run_dir": None if run_dir is None else Path(run_dir)}
+        place = None if run_dir is None else Path(run_dir)
+        asked = {**locals(), "run_dir": place, "loggers": tuple(loggers)}
         show_plainly()
         # An argument for each setting, under its name; the others say where the ranks meet.
         settings = Settings(**{name: asked[name] for name in OF_SCRIPTS})

@@ -19,13 +19,14 @@ from lockstep.data.build import LoaderSettings
 from lockstep.data.loader import Loader
 from lockstep.data.microbatch import Microbatch
 from lockstep.data.randomness import set_key
-from lockstep.errors import LockstepError, PeerError, UsageError
+from lockstep.errors import LockstepError, PeerError
 from lockstep.exchange.choose import exactness_of
 from lockstep.layout import keys
 from lockstep.layout.classes import of_staleness, worst
-from lockstep.layout.mesh import SPREAD, Mesh
+from lockstep.layout.mesh import Mesh
 from lockstep.record import report
-from lockstep.record.recorder import Recorder, RecordSettings
+from lockstep.record.recorder import Recorder
+from lockstep.record.settings import RecordSettings
 from lockstep.record.stacks import Frame
 from lockstep.strategies.held import HeldModel
 from lockstep.strategies.holding import Holding
@@ -81,6 +82,7 @@ class Session:
         models: the models that the run holds.
         turns: who goes first.
         loop: where the run stands.
+        record: writes what happens, and measures it.
     """
 
     #: directories that earlier runs of this process have taken
@@ -99,13 +101,13 @@ class Session:
         with self._meeting.telling(), self.standing.meeting("the start of the run"):
             self._run_dir = self._choose_run_dir(self._meeting.number)
             self._launch = launch_of(world, os.environ)
-            fresh = settings.fresh
-            self._earlier = recall(self._meeting, self._run_dir, self._launch, fresh=fresh)
+            of = self._meeting, self._run_dir, self._launch
+            self._earlier = recall(*of, fresh=settings.fresh)
             mesh = choose_mesh(settings, world)
             self.replicas = self._choose_replicas(mesh)
             self.formation = Formation.of(mesh, world.rank, self.replicas)
             self.device = choose_device(settings.devices, world)
-            asked = settings.threads or self._earlier.threads
+            asked = settings.threads or self._earlier.threads or settings.default_threads
             self.threads = set_threads(asked, self._meeting, self.replicas * mesh.model)
             if settings.exact:
                 make_deterministic(self.device)
@@ -114,8 +116,7 @@ class Session:
                 settings, replicas=self.replicas, threads=self.threads, device=self.device.type
             )
             self._memory = Memory.find(os.environ, world, self._identity, self._meeting.number)
-            always = needs_group(settings.strategy)
-            connection = connect(self._meeting, self.device, always=always)
+            connection = connect(self._meeting, self.device, always=needs_group(settings.strategy))
             self.groups = Groups.of(connection.group, mesh, settings.strategy, self.device)
         self.store, self.group = connection.store, connection.group
         self._owns_group = connection.owned
@@ -129,13 +130,13 @@ class Session:
         self._loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
         self.turns = Turns(world, self.store, self.standing)
         self._backwards = False
-        self._record = self._open_record()
+        self.record = self._open_record()
         self._remember_directory()
         self._watch = self._start_watch()
         try:
             self._begin()
         except BaseException:
-            self._record.close(None)
+            self.record.close(None)
             raise
         self._signals = Signals(self._keeper.stop, patient=world.environment == "lockstep")
         set_key(keys.derive(settings.seed, keys.INIT))
@@ -146,22 +147,22 @@ class Session:
         listeners = self._listeners()
         self.loop = Loop(self.settings.seed, self.replicas, self.models, listeners)
         self.loop.followed = self._averages.followed
-        self._record.bind(self.loop, self.digests)
+        self.record.bind(self.loop, self.digests)
         self._faults = Faults.of(os.environ, self.world)
         with self._meeting.telling():
             self._keeper = self._keep()
         if self.loop.is_on_the_way:
             self._faults.go_on(self.loop.resumed)
         self.loop.at_point, self.loop.at_epoch = self._at_point, self.state.epoch_begins
-        self.loop.warn = self._record.warn
+        self.loop.warn = self.record.warn
 
     def _listeners(self) -> list[Listener]:
         """Return who is told of steps and loops."""
-        listeners: list[Listener] = [self._record, self.standing, self._averages]
+        listeners: list[Listener] = [self.record, self.standing, self._averages]
         if self._watch is not None:
             listeners.append(self._watch)
         if self.settings.precision == "fp16":
-            self.state.scaler = Scaler(self.group, self.device, self._record.warn, self._record.log)
+            self.state.scaler = Scaler(self.group, self.device, self.record.warn, self.record.log)
             listeners.append(self.state.scaler)
         return listeners
 
@@ -180,7 +181,7 @@ class Session:
             meeting=self._meeting,
             group=self.group,
             memory=self._memory,
-            record=self._record,
+            record=self.record,
             state=self.state,
             loop=self.loop,
             standing=self.standing,
@@ -213,13 +214,7 @@ class Session:
     @property
     def mesh(self) -> DeviceMesh:
         """Torch's view of the ranks, where models are sharded or spread."""
-        if self.groups.mesh is None:
-            raise UsageError(
-                f"run.mesh was asked for with strategy={self.settings.strategy}; expected one that "
-                "shards or spreads models",
-                hint=f"{', '.join(('fsdp', *SPREAD))}",
-            )
-        return self.groups.mesh
+        return self.groups.require_mesh(self.settings.strategy)
 
     def holding(self, number: int) -> Holding:
         """Return what a strategy is to hold model `number` with."""
@@ -234,15 +229,16 @@ class Session:
             store=self.store,
             exchange=self.exchange,
             sync_every=self.settings.sync_every,
+            exchanging=self.record.pace.exchanging(self.device.type),
             exact=self.settings.exact,
-            say=self._record.say,
-            warn=self._record.warn,
+            say=self.record.say,
+            warn=self.record.warn,
         )
 
     @property
     def directory(self) -> Path:
         """Where the run keeps its records."""
-        return self._record.directory
+        return self.record.directory
 
     def _choose_run_dir(self, number: int) -> Path | None:
         run_dir = self.settings.run_dir
@@ -252,16 +248,17 @@ class Session:
         return run_dir
 
     def _open_record(self) -> Recorder:
-        store = self._meeting.store
         with self._meeting.telling():
             if not self.world.is_main:  # which may refuse the directory
                 self._meeting.wait(["directory"], "begin")
-            return Recorder(self._record_settings(), self._identity, self.world, store)
+            return Recorder(
+                self._record_settings(), self._identity, self.world, self._meeting.store
+            )
 
     def _remember_directory(self) -> None:
         if self.settings.run_dir is not None:
             self._directories.add(self.settings.run_dir)
-        Session._before = (os.getpid(), self._record.directory)
+        Session._before = (os.getpid(), self.record.directory)
 
     def _record_settings(self) -> RecordSettings:
         asked = self.settings
@@ -277,13 +274,16 @@ class Session:
             restarted=self._earlier.is_ours,
             repeats=self.formation.column > 0,
             before=before if pid == os.getpid() else None,
+            device=self.device,
+            loggers=asked.loggers,
+            method=asked.method(self.exchange, alone=self.group is None),
         )
 
     def _start_watch(self) -> Watch | None:
         if self.group is None:
             return None
-        watched = self.world.environment == "lockstep"
-        return Watch(self._meeting, self.standing, self._tell_launcher, watched=watched)
+        ours = self.world.environment == "lockstep"
+        return Watch(self._meeting, self.standing, self._tell_launcher, watched=ours)
 
     def _tell_launcher(self, error: LockstepError, frame: Frame | None) -> None:
         path = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -302,12 +302,12 @@ class Session:
             self._keeper.stop()
         name = self.settings.name
         exchange = "" if self.group is None else f", exchange {self.exchange}"
-        self._record.say(
+        self.record.say(
             f"{opening.title(name, self.exactness, self.replicas, self.world.size)}, {self.device.type}"
-            f"{exchange}, threads {self.threads}, {self._record.shown_directory}{self._record.origin}"
+            f"{exchange}, threads {self.threads}, {self.record.shown_directory}{self.record.origin}"
         )
         if self._says_replicas is None and self.replicas > 1:
-            self._record.say(opening.unset(name, self.replicas))
+            self.record.say(opening.unset(name, self.replicas))
 
     # --- what the run asks for -------------------------------------------------------------------
 
@@ -331,7 +331,7 @@ class Session:
     def loader_made(self, loader: Loader, dataset: Any, settings: LoaderSettings) -> None:
         """Take note of a new loader."""
         self._loaders.add(loader)
-        self._record.loader_made(loader, dataset, settings)
+        self.record.loader_made(loader, dataset, settings)
 
     def passing(self) -> contextlib.AbstractContextManager[None]:
         """Return what is entered while ranks that hold one model wait for each other."""
@@ -358,22 +358,22 @@ class Session:
             self._watch.backward_begins(microbatch, places)
         self._backwards = True
         if not self.loop.is_on_the_way:
-            self._record.before_backward(microbatch, loss)
+            self.record.before_backward(microbatch, loss)
             self._faults.before_backward(self.loop.steps + 1)
 
     def log(self, values: dict[str, Any]) -> None:
         """Record values of the current step."""
         if not self.loop.is_on_the_way:
-            self._record.log(values)
+            self.record.log(values)
 
     def print(self, text: str) -> None:
         """Print on the main rank, but not what it has printed before."""
         if not self.loop.is_entered_again:
-            self._record.print(text)
+            self.record.print(text)
 
     def epoch_ends(self, epoch: int) -> None:
         """The body of `for epoch in run.epochs(…)` is done with an epoch."""
-        self._record.epoch_ends(epoch)
+        self.record.epoch_ends(epoch)
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""
@@ -393,7 +393,7 @@ class Session:
         self.loop.come_together()
         self._keeper.finish()
         for number, model in enumerate(self.models):
-            self._record.traffic(number, model.ends())
+            self.record.traffic(number, model.ends())
 
     def finish(self, own_digest: str, used: dict[str, int]) -> None:
         """Agree with the other ranks on the result, and record it with the memory that was `used`.
@@ -404,18 +404,18 @@ class Session:
         """
         if self._watch is not None:
             self._watch.run_ends()
-        self._record.script_ends()
+        self.record.script_ends()
         with self.standing.meeting("the end of the run"):
             if self.group is not None:
                 check_same(self._meeting, own_digest, self.digests, exact=self.settings.exact)
         if self._watch is not None:
             self._watch.close()  # from here on nobody waits for another rank
         if self._backwards and not self.loop.steps:
-            self._record.warn(
+            self.record.warn(
                 "lockstep: warning: gradients were computed, but no optimizer of the run has stepped; "
                 "pass it through run.optimizer(…)"
             )
-        self._record.finish(own_digest, time.monotonic() - self._started, used)
+        self.record.finish(own_digest, time.monotonic() - self._started, used)
         self._keeper.leave_behind()
 
     def close(self, error: BaseException | None) -> None:
@@ -439,8 +439,8 @@ class Session:
             loader.close()
         try:
             if isinstance(error, Preempted):
-                self._record.preempted(error.step)
-            self._record.close(error if failed else None)
+                self.record.preempted(error.step)
+            self.record.close(error if failed else None)
         finally:
             if self._owns_group and not failed:
                 self._leave_group()

@@ -11,6 +11,7 @@ from typing import Any
 from lockstep.errors import UsageError
 from lockstep.layout.classes import EXCHANGES, PRECISIONS, STRATEGIES
 from lockstep.layout.mesh import parse as parse_mesh
+from lockstep.record.loggers import check as check_loggers
 from lockstep.world.devices_asked import parse
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
@@ -23,6 +24,7 @@ class Settings:
 
     Attributes:
         default_replicas: for scripts that name no number, set where layouts are to agree on one.
+        default_threads: the same of threads.
         servers: how many parameter servers the launcher has started.
 
     Raises:
@@ -48,8 +50,10 @@ class Settings:
     checkpoint_every: float = 600.0
     keep: int = 3
     default_replicas: int | None = None
+    default_threads: int | None = None
     servers: int = 0
     staleness: int | None = None
+    loggers: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name:
@@ -66,6 +70,7 @@ class Settings:
         self._check_count("threads", self.threads)
         self._check_count("sync_every", self.sync_every)
         self._check_count("keep", self.keep)
+        check_loggers(self.loggers)
         if not 0 <= self.checkpoint_every < float("inf"):
             raise UsageError(
                 f"checkpoint_every is {self.checkpoint_every!r}; expected seconds, or 0 for never"
@@ -74,6 +79,14 @@ class Settings:
         late = self.staleness
         if late is not None and (not isinstance(late, int) or late < 0):
             raise UsageError(f"staleness is {late!r}; expected an integer of at least 0")
+
+    def method(self, exchange: str, *, alone: bool) -> dict[str, str]:
+        """Return the strategy, also where it is `auto`, beside the `exchange` that was chosen."""
+        auto = "single" if alone else "ddp"
+        return {
+            "strategy": auto if self.strategy == "auto" else self.strategy,
+            "exchange": exchange,
+        }
 
     @staticmethod
     def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -87,7 +100,7 @@ class Settings:
 
 
 #: Settings that come from the launcher alone.
-_OF_LAUNCHERS = ("fresh", "trace", "default_replicas", "servers")
+_OF_LAUNCHERS = ("fresh", "trace", "default_replicas", "default_threads", "servers")
 #: Settings that a script may give.
 OF_SCRIPTS = tuple(one.name for one in fields(Settings) if one.name not in _OF_LAUNCHERS)
 
@@ -96,6 +109,10 @@ def _boolean(text: str) -> bool:
     if text.lower() in _TRUE | _FALSE:
         return text.lower() in _TRUE
     raise ValueError("expected 1 or 0")
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name for name in text.split(",") if name)
 
 
 _PARSERS: dict[str, Callable[[str], Any]] = {
@@ -117,8 +134,10 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "checkpoint_every": float,
     "keep": int,
     "default_replicas": int,
+    "default_threads": int,
     "servers": int,
     "staleness": int,
+    "loggers": _names,
 }
 
 

@@ -13,10 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lockstep.errors import UsageError
-from lockstep.layout.classes import STRATEGIES
 
-#: The strategy whose ranks have servers beside them.
-WITH_SERVERS = "ps"
 _FAULT = re.compile(r"(kill|term)@(\d+)")
 _MOVE = re.compile(r"(\d+)@(\d+)")
 _EXAMPLES = 'for example --layouts 1,2,4 or --layouts 1 "4>2@30" "2,kill@30"'
@@ -118,51 +115,6 @@ def parse(
             hint=f"{_EXAMPLES}; a layout may be named twice",
         )
     return layouts
-
-
-def parse_strategies(text: str) -> list[str]:
-    """Return the strategies in a word such as `ddp,fsdp`.
-
-    Raises:
-        UsageError: for a name that no strategy has.
-    """
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in STRATEGIES:
-            raise UsageError(
-                f"--strategies names {name!r}; expected some of {', '.join(STRATEGIES)}",
-                hint="for example --strategies ddp,fsdp",
-            )
-    return names
-
-
-def choose_strategies(
-    one: str | None, several: str | None, of_servers: Sequence[str]
-) -> Sequence[str | None]:
-    """Return the strategies of each layout; `None` leaves it to the script.
-
-    Args:
-        one: what `--strategy` says.
-        several: what `--strategies` says.
-        of_servers: flags that only a strategy with servers takes, as they were given.
-
-    Raises:
-        UsageError: if they don't go together, or one has a name that no strategy has.
-    """
-    if one is not None and several is not None:
-        raise UsageError(
-            f"--strategy {one} beside --strategies {several}; expected one of them",
-            hint="--strategies S,… runs each layout with each of its strategies, --strategy S with one",
-        )
-    strategies = [one] if several is None else parse_strategies(several)
-    if of_servers and None not in strategies and WITH_SERVERS not in strategies:
-        flag, names = of_servers[0], one or several
-        said = f"--strategy {one}" if several is None else f"--strategies {several}"
-        raise UsageError(
-            f"{flag} beside {said}, which knows no servers; expected {WITH_SERVERS}",
-            hint=f"leave out {flag}; --strategies {names},{WITH_SERVERS} would use it for {WITH_SERVERS}",
-        )
-    return strategies
 
 
 def _parse_word(word: str) -> list[Layout]:

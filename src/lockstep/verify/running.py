@@ -5,24 +5,19 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.errors import PREEMPTED, UsageError
+from lockstep.launch.command import RunCommand, verdict_in
 from lockstep.record import run_file
-from lockstep.verify.layouts import WITH_SERVERS, Layout, Stage
+from lockstep.verify.layouts import Layout, Stage
 from lockstep.verify.storm import Rage, draw
 from lockstep.verify.traces import Traces, read
 
 #: Restarts that `lockstep run` allows without being told.
 _RESTARTS = 3
-#: Variables that would change what a layout is.
-_OURS = ("LOCKSTEP_FAULTS", "LOCKSTEP_FRESH", "LOCKSTEP_MAX_RESTARTS")
-#: Variables that a strategy without servers would refuse.
-_OF_SERVERS = ("LOCKSTEP_SERVERS", "LOCKSTEP_STALENESS")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,35 +25,12 @@ class Work:
     """What every layout runs.
 
     Attributes:
-        command: the script and its arguments.
-        options: further options of `lockstep run`.
-        of_servers: those that only a strategy with servers takes.
+        command: the script, and the options of `lockstep run`.
         replicas: number of replicas for scripts that name none.
     """
 
-    command: Sequence[str]
-    options: Sequence[str]
-    of_servers: Sequence[str]
+    command: RunCommand
     replicas: int
-
-    def words(self, layout: Layout, environ: Mapping[str, str]) -> list[str]:
-        """Return the options of `lockstep run` on a layout; servers of which nobody says how many are 1."""
-        if layout.strategy is None:
-            return [*self.options, *self.of_servers]
-        words = [*self.options, "--strategy", layout.strategy]
-        if layout.strategy != WITH_SERVERS:
-            return words
-        is_said = "--servers" in self.of_servers or "LOCKSTEP_SERVERS" in environ
-        return [*words, *self.of_servers, *(() if is_said else ("--servers", "1"))]
-
-    def environ(self, layout: Layout, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return what a layout keeps of the environment: `PET_*` variables speak of another launch."""
-        others = _OURS if layout.strategy in (None, WITH_SERVERS) else (*_OURS, *_OF_SERVERS)
-        return {
-            name: value
-            for name, value in environ.items()
-            if name not in others and not name.startswith("PET_")
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +99,7 @@ def run(layout: Layout, work: Work, directory: Path, steps: int) -> Outcome:
         kills=kills,
         generations=len(recorded.get("generations", [])),
         traces=read(place.trace),
-        complaint=_complaint(place.errors.read_text(errors="replace")) if exit_code else "",
+        complaint=verdict_in(place.errors) if exit_code else "",
     )
     _check_faults(outcome)
     return outcome
@@ -144,26 +116,19 @@ class _Place:
 
 
 def _start(layout: Layout, stage: Stage, work: Work, place: _Place) -> subprocess.Popen[bytes]:
-    words = ["run", "-n", str(stage.ranks), "--run-dir", str(place.run)]
-    words += work.words(layout, os.environ)
+    words = ["-n", str(stage.ranks), "--run-dir", str(place.run)]
+    words += work.command.words(layout.strategy, os.environ)
     kills = len(stage.kills) if layout.storm is None else layout.storm.kills
     if kills > _RESTARTS:
         words += ["--max-restarts", str(kills)]
-    environ = work.environ(layout, os.environ) | {
+    environ = work.command.environ(layout.strategy, os.environ) | {
         "LOCKSTEP_TRACE": str(place.trace),
         "LOCKSTEP_PROGRESS": "0",
         "LOCKSTEP_DEFAULT_REPLICAS": str(work.replicas),
     }
     if stage.faults:
         environ["LOCKSTEP_FAULTS"] = ",".join(stage.faults)
-    with place.output.open("ab") as output, place.errors.open("ab") as errors:
-        return subprocess.Popen(
-            [sys.executable, "-m", "lockstep", *words, *work.command],
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=errors,
-        )
+    return work.command.start(words, environ, place.output, place.errors)
 
 
 def _check_faults(outcome: Outcome) -> None:
@@ -186,13 +151,6 @@ def _check_faults(outcome: Outcome) -> None:
             f"it has {outcome.steps} steps",
             hint="name an earlier step",
         )
-
-
-def _complaint(text: str) -> str:
-    """The launcher's verdict is what its standard error ends with."""
-    lines = text.rstrip().splitlines()
-    marks = [i for i, line in enumerate(lines) if line.startswith("lockstep: ")]
-    return "\n".join(lines[marks[-1] :] if marks else lines[-8:])
 
 
 def directory_name(number: int, layout: Layout) -> str:

@@ -175,3 +175,21 @@ def test_a_random_collate_function_draws_the_same_on_every_layout() -> None:
     one = drawn(1)
     assert len(set(one.values())) == 12
     assert one == drawn(2) == drawn(4)
+
+
+class Damaged(Dataset[int]):
+    """One sample cannot be read."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        if index == 5:
+            raise OSError("x.jpg: image file is truncated")
+        return index
+
+
+def test_an_error_of_a_sample_names_its_index() -> None:
+    with pytest.raises(OSError, match=r"x\.jpg: image file is truncated") as caught:
+        choose(Damaged(), None, seed=0)(request(2, 5))
+    assert caught.value.__notes__ == ["sample 5 of Damaged"]

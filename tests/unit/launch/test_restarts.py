@@ -17,6 +17,7 @@ def told(exception: str, message: str = "") -> Report:
     ("exception", "message", "expected"),
     [
         ("OSError", "[Errno 28] No space left on device", Kind.ENVIRONMENT),
+        ("OSError", "x.jpg: image file is truncated (4 bytes not processed)", Kind.SCRIPT),
         ("BrokenPipeError", "", Kind.ENVIRONMENT),
         ("TimeoutError", "", Kind.ENVIRONMENT),
         ("MemoryError", "", Kind.ENVIRONMENT),

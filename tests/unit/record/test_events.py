@@ -15,11 +15,25 @@ from lockstep.data.microbatch import Microbatch
 from lockstep.errors import RunDirectoryError
 from lockstep.record import events
 from lockstep.record.events import Events
+from lockstep.record.reading import read_events
 from lockstep.record.trace import Trace, loss_bits
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_line_that_a_kill_has_torn_spoils_no_other(tmp_path: Path) -> None:
+    log = Events(tmp_path, 0)
+    log.add(kind="first")
+    log.close()
+    path = tmp_path / "events" / "rank-0.jsonl"
+    with path.open("a") as file:
+        file.write('{"time": 1, "ki')
+    log = Events(tmp_path, 0)
+    log.add(kind="second")
+    log.close()
+    assert [event["kind"] for event in read_events(path)] == ["first", "second"]
 
 
 def test_events_are_written_at_the_end(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -105,3 +106,25 @@ def test_the_launcher_is_responsible_for_its_ranks() -> None:
     assert Owner.of("lockstep", {lock.LAUNCHER_VARIABLE: "1"}, "x").pid == 1
     assert Owner.of("torchrun", {}, None).pid == os.getppid()
     assert Owner.of("slurm", {}, None).pid == os.getpid()
+
+
+def test_whether_a_directory_is_in_use(tmp_path: Path, elsewhere) -> None:
+    assert lock.in_use(tmp_path), "the lock is held"
+    elsewhere.kill()
+    elsewhere.wait()
+    assert lock.in_use(tmp_path) is False, "the lock is left behind"
+    (tmp_path / lock.NAME).write_text(json.dumps(dataclasses.asdict(LIVING)))
+    assert lock.in_use(tmp_path), "ranks are between two generations: the launcher lives"
+    there = dataclasses.replace(LIVING, machine="another")
+    (tmp_path / lock.NAME).write_text(json.dumps(dataclasses.asdict(there)))
+    assert lock.in_use(tmp_path) is None
+    (tmp_path / lock.NAME).unlink()
+    assert lock.in_use(tmp_path) is False
+
+
+def test_to_look_whether_a_directory_is_in_use_takes_nothing(tmp_path: Path) -> None:
+    held = DirectoryLock(tmp_path, MINE)
+    assert lock.in_use(tmp_path)
+    held.release(ends=True)
+    assert lock.in_use(tmp_path) is False
+    DirectoryLock(tmp_path, MINE).release(ends=True)

@@ -61,8 +61,8 @@ def test_fresh_begins_anew(again, tmp_path: Path, monkeypatch) -> None:
     assert record(tmp_path)["identity"]["seed"] == 1
     assert len(record(tmp_path)["generations"]) == 1
     events = (tmp_path / "one/events/rank-0.jsonl").read_text().splitlines()
-    assert [json.loads(line)["kind"] for line in events] == ["log", "memory"]
-    assert json.loads(events[0])["life"] == 2
+    assert [json.loads(line)["kind"] for line in events] == ["start", "log", "memory"]
+    assert json.loads(events[1])["life"] == 2
 
 
 def test_a_damaged_record_is_refused_before_anything_is_written(again, tmp_path: Path) -> None:

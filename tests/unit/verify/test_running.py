@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli import main
-from lockstep.verify.layouts import Layout, parse
+from lockstep.launch.command import RunCommand
+from lockstep.verify.layouts import Layout
 from lockstep.verify.running import Outcome, Work
 from lockstep.verify.traces import Traces
 
 
-def work(*of_servers: str) -> Work:
-    return Work(["train.py"], ["--threads", "1"], of_servers, replicas=2)
+def work(*of_servers: str) -> RunCommand:
+    return RunCommand(["train.py"], ["--threads", "1"], of_servers)
 
 
-def words(one: Work, strategy: str | None, environ: dict[str, str] | None = None) -> str:
-    layout = parse(["1,2"], strategies=[strategy])[0]
-    return " ".join(one.words(layout, environ or {})).removeprefix("--threads 1").strip()
+def words(one: RunCommand, strategy: str | None, environ: dict[str, str] | None = None) -> str:
+    return " ".join(one.words(strategy, environ or {})).removeprefix("--threads 1").strip()
 
 
 def test_servers_go_to_the_strategy_that_has_them() -> None:
@@ -44,9 +44,8 @@ def test_variables_of_servers_go_to_the_strategy_that_has_them() -> None:
         "LOCKSTEP_STALENESS": "0",
         "LOCKSTEP_FAULTS": "kill@1",
     }
-    ddp, ps = parse(["1"], strategies=["ddp", "ps"])
-    assert work().environ(ddp, environ) == {"PATH": "/bin"}
-    assert set(work().environ(ps, environ)) == {"PATH", "LOCKSTEP_SERVERS", "LOCKSTEP_STALENESS"}
+    assert work().environ("ddp", environ) == {"PATH": "/bin"}
+    assert set(work().environ("ps", environ)) == {"PATH", "LOCKSTEP_SERVERS", "LOCKSTEP_STALENESS"}
 
 
 @pytest.fixture
@@ -55,7 +54,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     lines: list[str] = []
 
     def run(layout: Layout, work: Work, _: Path, steps: int) -> Outcome:
-        lines.append(" ".join([layout.name, *work.words(layout, {})]))
+        lines.append(" ".join([layout.name, *work.command.words(layout.strategy, {})]))
         return Outcome(layout, 0, "sha256:0", 1, 0.0, 0, 1, Traces(), "")
 
     monkeypatch.setattr("lockstep.verify.verdict.run", run)

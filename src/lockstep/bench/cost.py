@@ -1,0 +1,95 @@
+"""What an exchange costs: messages and bytes of one rank in one step, by the number of ranks.
+
+A message takes a latency, and its bytes over the bandwidth (Hockney 1994, the alpha-beta model).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: Exchanges in which each rank sums one share of every bucket and gives it to all: out to the ranks that
+#: sum, and back. As many messages, and as many bytes, as in a ring all-reduce.
+SHARING = (
+    *("shared-memory", "tree", "native", "mpi"),
+    *("bf16", "fp16", "powersgd", "local-sgd", "diloco"),
+)
+#: Bytes that are shared, of a byte of gradients, where traffic is not counted.
+_OF_GRADIENTS = {
+    "shared-memory": 1.0,
+    "tree": 1.0,
+    "native": 1.0,
+    "mpi": 1.0,
+    "bf16": 0.5,
+    "fp16": 0.5,
+}
+#: The same with FSDP2: one half of an exchange of gradients, and parameters gathered twice.
+_OF_SHARDED = 1.5
+#: How DistributedDataParallel cuts gradients: a small bucket first, then large ones.
+_FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The cost of one exchange for one script.
+
+    Attributes:
+        exchange: name of the exchange.
+        volume: bytes that are shared in a step: what a rank sends, divided by 2 (N - 1) / N.
+        sums: how many sums a step has.
+    """
+
+    exchange: str
+    volume: float
+    sums: float
+
+    def messages(self, ranks: int) -> float:
+        """Return how many messages a rank sends in a step."""
+        if self.exchange == "server":
+            return 2 * self.sums if ranks > 1 else 0
+        return 2 * (ranks - 1) * self.sums
+
+    def sent(self, ranks: int) -> float:
+        """Return how many bytes pass the busiest link in a step, in one direction.
+
+        With servers that is a server's: it takes the gradients of every rank.
+        """
+        if self.exchange == "server":
+            return self.volume * ranks if ranks > 1 else 0
+        return 2 * (ranks - 1) / ranks * self.volume
+
+
+def cost_of(
+    exchange: str,
+    strategy: str | None,
+    *,
+    sent: tuple[int, float] | None,
+    gradients: float | None,
+) -> Cost | None:
+    """Return the cost of an exchange; `None` where its bytes are not known.
+
+    Args:
+        exchange: its name.
+        strategy: how models are held.
+        sent: a number of ranks, and how many bytes each of them sent in a step, where that was counted.
+        gradients: bytes of all gradients, where that is known.
+    """
+    volume = _volume(exchange, strategy, sent, gradients)
+    if volume is None:
+        return None
+    return Cost(exchange, volume, _buckets(gradients or volume))
+
+
+def _volume(
+    exchange: str, strategy: str | None, sent: tuple[int, float] | None, gradients: float | None
+) -> float | None:
+    if sent is not None and exchange == "server":
+        return sent[1]
+    # Of shared memory is counted what is written, each rank's nodes whole.
+    if sent is not None and exchange != "shared-memory":
+        return sent[1] * sent[0] / (2 * (sent[0] - 1))
+    factor = _OF_SHARDED if strategy == "fsdp" else _OF_GRADIENTS.get(exchange)
+    return None if factor is None or gradients is None else factor * gradients
+
+
+def _buckets(gradients: float) -> float:
+    return 1.0 + max(0.0, -((_FIRST_BUCKET - gradients) // _BUCKET))

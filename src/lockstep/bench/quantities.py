@@ -1,0 +1,69 @@
+"""Quantities as people write them, in and out."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from lockstep.errors import UsageError
+
+_NUMBER = r"(?P<number>\d+(\.\d+)?)\s*"
+_BANDWIDTH = re.compile(_NUMBER + r"(?P<prefix>[kMGT]?)(?P<unit>bit|B)/s")
+_TIME = re.compile(_NUMBER + r"(?P<unit>ns|us|µs|ms|s)")
+_PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+def parse_bandwidth(text: str) -> float:
+    """Return a bandwidth such as `25Gbit/s` or `3GB/s` in bytes per second.
+
+    Raises:
+        UsageError: if it is none.
+    """
+    found = _BANDWIDTH.fullmatch(text.strip())
+    if found is None or not float(found["number"]):
+        raise UsageError(
+            f"--bandwidth is {text!r}; expected a positive number with a unit",
+            hint="for example --bandwidth 25Gbit/s, or 3GB/s",
+        )
+    bits = 8 if found["unit"] == "bit" else 1
+    return float(found["number"]) * _PREFIXES[found["prefix"]] / bits
+
+
+def parse_latency(text: str) -> float:
+    """Return a time such as `20us` in seconds.
+
+    Raises:
+        UsageError: if it is none.
+    """
+    found = _TIME.fullmatch(text.strip())
+    if found is None:
+        raise UsageError(
+            f"--latency is {text!r}; expected a number with a unit",
+            hint="for example --latency 20us, or 1.5ms",
+        )
+    return float(found["number"]) * _SECONDS[found["unit"]]
+
+
+def seconds(value: float) -> str:
+    """Return a time with three digits and a unit."""
+    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if value >= factor:
+            return f"{three(value / factor)} {unit}"
+    return f"{three(value / 1e-9)} ns"
+
+
+def size(value: float) -> str:
+    """Return a number of bytes with three digits and a unit."""
+    for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if value >= factor:
+            return f"{three(value / factor)} {unit}"
+    return f"{three(value)} B"
+
+
+def three(value: float) -> str:
+    """Return a number with at least three digits, and no more than the first three behind the point."""
+    if not value:
+        return "0"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{digits}f}"

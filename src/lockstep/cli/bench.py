@@ -1,0 +1,176 @@
+"""`lockstep bench`: how fast a script is on several layouts, and what a model says of others."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.cli import method
+from lockstep.cli.directory import kept_directory
+from lockstep.cli.parser import Parser
+from lockstep.errors import OutputError, UsageError
+
+if TYPE_CHECKING:
+    from lockstep.bench.benchmark import Benchmark
+    from lockstep.bench.projection import Link
+
+_EPILOG = """\
+The script runs on every combination of ranks, strategies and exchanges, K times, in rounds: all
+combinations, then all again. The first step of each run is left out. Arguments for the script come
+after `--`. A script without lockstep.Run is measured by its wall time. Exit codes: 0 done, 1 the script
+failed on a layout (the others are reported), 2 usage, or results that do not compare.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """Add this verb to the command line."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="measure a script on several layouts, and project it to others",
+        usage="lockstep bench [options] SCRIPT [-- ARG ...]",
+        epilog=_EPILOG,
+    )
+    parser.advice = lambda options, left: (
+        f"arguments of the script come after --: lockstep bench {options.target} -- {' '.join(left)}"
+    )
+    _add_what(parser)
+    _add_outputs(parser)
+    method.add_flags(parser)
+    parser.add_argument("target", metavar="SCRIPT", help="the script to measure")
+    parser.set_defaults(handler=handle)
+
+
+def _add_what(parser: Parser) -> None:
+    add = parser.add_argument
+    add("--ranks", default="1,2", metavar="N,…", help="numbers of ranks (default: 1,2)")
+    add("--strategies", metavar="S,…", help="each with each of these: ddp,fsdp,ps")
+    add("--exchanges", metavar="E,…", help="each with each of these: tree,shared-memory")
+    add("--repeat", type=int, default=3, metavar="K", help="rounds that are measured (default: 3)")
+    add("--replicas", type=int, metavar="R", help="replicas on all layouts (default: the ranks)")
+    add(
+        "--threads",
+        type=int,
+        metavar="T",
+        help="intra-op threads of each rank (default: what the script says, else the cores divided by "
+        "the most ranks)",
+    )
+    add("--devices", choices=("auto", "cpu", "gpu"), help="what ranks compute on")
+    add(
+        "--restart",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="measure a restart after a kill, in one more launch of each combination (the default)",
+    )
+    add("--project", metavar="N,…", help="say what a fitted model says of these numbers of ranks")
+    add("--bandwidth", metavar="B", help="of the link to project to, such as 25Gbit/s")
+    add("--latency", metavar="L", help="of a message over that link, such as 20us")
+
+
+def _add_outputs(parser: Parser) -> None:
+    add = parser.add_argument
+    add("--compare", metavar="FILE", help="set another result beside this one: a file, or a table")
+    add("--json", type=Path, metavar="FILE", help="write the results there")
+    add("--html", type=Path, metavar="FILE", help="write a page with charts there")
+    add("--keep", type=Path, metavar="DIR", help="keep the runs in DIR")
+
+
+def handle(options: argparse.Namespace) -> int:
+    """Measure what `options` say; return the exit code."""
+    benchmark = _benchmark(options)
+    _check_outputs(options)
+    with kept_directory(options.keep, "bench") as directory:
+        content = benchmark.run(directory, _say, keep=options.keep is not None)
+    refused = benchmark.compare(content)
+    _tell(content, options)
+    if refused is not None:
+        raise refused  # after what was measured
+    return 1 if any(row["verdict"] for row in content["results"]) else 0
+
+
+def _benchmark(options: argparse.Namespace) -> Benchmark:
+    from lockstep.bench.benchmark import Benchmark
+    from lockstep.bench.combinations import choose_exchanges, combine, parse_counts
+    from lockstep.launch.command import RunCommand, choose_strategies
+    from lockstep.launch.target import check_script
+
+    method.read(options)  # a wrong name is refused here, before anything runs
+    of_servers = method.words(options, method.OF_SERVERS)
+    strategies = choose_strategies(options.strategy, options.strategies, of_servers)
+    exchanges = choose_exchanges(options.exchange, options.exchanges)
+    check_script(options.target)
+    script = [options.target, *options.script_args]
+    return Benchmark(
+        command=RunCommand(script, _run_options(options), of_servers),
+        combinations=combine(parse_counts("--ranks", options.ranks), strategies, exchanges),
+        repeat=options.repeat,
+        restarts=options.restart,
+        wanted=parse_counts("--project", options.project) if options.project else [],
+        link=_link(options),
+        other=options.compare,
+    )
+
+
+def _link(options: argparse.Namespace) -> Link:
+    """Return what is given of the link to project to."""
+    from lockstep.bench.projection import Link
+    from lockstep.bench.quantities import parse_bandwidth, parse_latency
+
+    for flag, value in (("--bandwidth", options.bandwidth), ("--latency", options.latency)):
+        if value is not None and options.project is None:
+            raise UsageError(
+                f"{flag} without --project; expected both: it is of the link to project to",
+                hint=f"for example --project 8,64 {flag} {value}",
+            )
+    return Link(
+        None if options.bandwidth is None else parse_bandwidth(options.bandwidth),
+        None if options.latency is None else parse_latency(options.latency),
+    )
+
+
+def _check_outputs(options: argparse.Namespace) -> None:
+    """Refuse before anything runs what would be lost after it."""
+    if options.html is not None:
+        from lockstep.report.page import graph_objects
+
+        graph_objects()
+    for flag, path in (("--json", options.json), ("--html", options.html)):
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise UsageError(f"{flag} {path}: expected a file in a directory that exists")
+
+
+def _run_options(options: argparse.Namespace) -> list[str]:
+    named = {"--replicas": options.replicas, "--threads": options.threads}
+    named["--devices"] = options.devices
+    words = [
+        word for flag, value in named.items() if value is not None for word in (flag, str(value))
+    ]
+    ours = ("strategy", "exchange", *method.OF_SERVERS)
+    return words + method.words(options, [name for name in method.NAMES if name not in ours])
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _tell(content: dict[str, Any], options: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from lockstep.bench import table
+
+    table.show(content, Console())
+    if options.json is not None:
+        _write(options.json, json.dumps(content, indent=1) + "\n")
+    if options.html is not None:
+        from lockstep.bench.charts import write
+
+        write(options.html, content)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"{path} cannot be written: {error.strerror}") from None

@@ -1,0 +1,50 @@
+"""`lockstep report`: what runs recorded, as one HTML page."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from lockstep.cli.parser import Parser
+
+_EPILOG = """\
+The page shows losses and metrics, speed, memory and utilisation of each rank, starts, failures, restarts
+and checkpoints, identity and digest; several runs beside each other. It is one file, which loads nothing
+from elsewhere. A run that goes on is shown as far as it is. Exit codes: 0 written, 1 a record cannot be
+read or the file not be written, 2 usage.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """Add this verb to the command line."""
+    parser = subparsers.add_parser(
+        "report",
+        help="write what runs recorded to one HTML page",
+        usage="lockstep report [options] RUN_DIR [RUN_DIR ...]",
+        epilog=_EPILOG,
+    )
+    parser.add_argument(
+        "run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="the directories of the runs"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="the page; what is there is replaced (default: report.html in the first RUN_DIR)",
+    )
+    parser.set_defaults(handler=handle)
+
+
+def handle(options: argparse.Namespace) -> int:
+    """Write the report that `options` ask for; return the exit code."""
+    from lockstep.report import page
+    from lockstep.report.runs import read
+    from lockstep.report.sections import sections, title
+
+    page.graph_objects()  # what is missing is said before long records are read
+    runs = read(options.run_dirs)
+    path = options.output or options.run_dirs[0] / "report.html"
+    page.write(path, title(runs), sections(runs))
+    print(f"{path}: {', '.join(f'{run.label} ({run.status})' for run in runs)}")
+    return 0

@@ -1,0 +1,56 @@
+"""`lockstep watch`: a run that goes on, seen from outside."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from lockstep.cli.parser import Parser
+from lockstep.errors import UsageError
+
+_EPILOG = """\
+It reads the run directory and nothing else: starting or ending it does not affect the run. On a
+terminal it draws a picture, q or Ctrl-C leaves; elsewhere it prints lines. It ends when the run does.
+Exit codes: 0 finished, or left before; 1 the run failed, its processes were killed, or the record cannot
+be read; 2 usage; 75 the run was preempted.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """Add this verb to the command line."""
+    parser = subparsers.add_parser(
+        "watch",
+        help="show how a run gets on, on the terminal",
+        usage="lockstep watch [options] [RUN_DIR]",
+        epilog=_EPILOG,
+    )
+    parser.add_argument(
+        "run_dir",
+        type=Path,
+        nargs="?",
+        metavar="RUN_DIR",
+        help="the directory of the run (default: the run in runs/ that began last)",
+    )
+    parser.add_argument(
+        "--rank", type=int, default=0, metavar="K", help="show the log of rank K (default: 0)"
+    )
+    parser.add_argument(
+        "--every",
+        type=float,
+        metavar="SECONDS",
+        help="look so often (default: 1 on a terminal, 5 elsewhere)",
+    )
+    parser.set_defaults(handler=handle)
+
+
+def handle(options: argparse.Namespace) -> int:
+    """Show the run that `options` name; return the exit code."""
+    if options.every is not None and not 0.05 <= options.every <= 3600:
+        raise UsageError(f"--every is {options.every:g}; expected seconds from 0.05 to 3600")
+    if options.rank < 0:
+        raise UsageError(f"--rank is {options.rank}; expected 0 or more")
+    from lockstep.watch.loop import watch
+    from lockstep.watch.watcher import Watcher, newest
+
+    directory = options.run_dir or newest(Path("runs"))
+    return watch(Watcher(directory, options.rank), options.every)

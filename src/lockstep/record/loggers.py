@@ -1,0 +1,212 @@
+"""Loggers of other projects: TensorBoard, Weights & Biases, MLflow, and objects of the script's own."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import importlib.util
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from lockstep.errors import UsageError
+
+#: Each is also the package that it needs, and an extra of ours.
+NAMES = ("tensorboard", "wandb", "mlflow")
+
+#: Told what users should know.
+Say = Callable[[str], None]
+
+
+@runtime_checkable
+class Logger(Protocol):
+    """What a script may give a run as a logger."""
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Take the values of a step; each step once, in their order."""
+
+
+class Backend(abc.ABC):
+    """A logger that is kept open over a run."""
+
+    @abc.abstractmethod
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Take the values of a step."""
+
+    def flush(self) -> None:  # noqa: B027 - some have written what they were given
+        """Let no later kill lose what was logged."""
+
+    def close(self, *, failed: bool) -> None:  # noqa: B027 - an object of the script's is not ours to close
+        """Write everything, and say how the run ended."""
+
+
+def check(loggers: Sequence[Any]) -> None:
+    """Refuse what is no logger.
+
+    Raises:
+        UsageError: naming it, or what is not installed.
+    """
+    for logger in loggers:
+        if isinstance(logger, str) and logger not in NAMES:
+            raise UsageError(f"a logger is {logger!r}; expected one of {', '.join(NAMES)}")
+        if not isinstance(logger, str) and not isinstance(logger, Logger):
+            raise UsageError(
+                f"a logger is of type {type(logger).__name__}; expected a name or an object with "
+                "log(values, step)",
+                hint=f"names are {', '.join(NAMES)}",
+            )
+        if isinstance(logger, str) and importlib.util.find_spec(logger) is None:
+            raise UsageError(
+                f"logger {logger} needs the package {logger}, which is not installed",
+                hint=f"pip install 'torch-lockstep[{logger}]'",
+            )
+
+
+def make(
+    logger: Any, directory: Path, name: str, about: Mapping[str, Any], after: int, say: Say
+) -> Backend:
+    """Return a logger, ready to take values.
+
+    Args:
+        logger: its name, or an object with `log`.
+        directory: where it may keep files.
+        name: of the run.
+        about: identity of the run.
+        after: the last step that was logged before; 0 for none.
+        say: tells the user where values go.
+    """
+    match logger:
+        case "tensorboard":
+            return TensorBoard(directory / "tensorboard", after)
+        case "wandb":
+            return WandB(directory, name, about, say)
+        case "mlflow":
+            return MLflow(directory, name, about)
+    return _Own(logger)
+
+
+class TensorBoard(Backend):
+    """Writes event files.
+
+    Args:
+        directory: where.
+        after: steps behind this one that an earlier generation wrote are dropped.
+    """
+
+    def __init__(self, directory: Path, after: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = after + 1 if after else None
+        self._writer = SummaryWriter(str(directory), purge_step=purge)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Write scalars."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def flush(self) -> None:
+        """Write them to the disk."""
+        self._writer.flush()
+
+    def close(self, *, failed: bool) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+class WandB(Backend):
+    """Logs to Weights & Biases: offline where no key is known, into the run directory.
+
+    Args:
+        directory: where offline runs lie.
+        name: of the project.
+        about: the configuration that is shown.
+        say: told if the run is offline.
+    """
+
+    def __init__(self, directory: Path, name: str, about: Mapping[str, Any], say: Say) -> None:
+        import wandb
+
+        chosen: Any = os.environ.get("WANDB_MODE")
+        if chosen is None and not wandb.login(prompt=False):
+            chosen = "offline"
+            say(
+                "lockstep: wandb has no key: it logs offline, to be sent with "
+                f"`wandb sync {directory / 'wandb'}/offline-run-*`"
+            )
+        # The same in each generation, so that they are one run of W&B's.
+        place = directory / "wandb-run"
+        if not place.exists():
+            place.write_text(secrets.token_hex(8), encoding="utf-8")
+        self._run = wandb.init(
+            project=name,
+            id=place.read_text(encoding="utf-8"),
+            resume="allow",
+            dir=directory,
+            config=dict(about),
+            mode=chosen,
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Log values."""
+        self._run.log(dict(values), step=step)
+
+    def close(self, *, failed: bool) -> None:
+        """End the run."""
+        self._run.finish(exit_code=int(failed))
+
+
+class MLflow(Backend):
+    """Logs to the tracking server of `MLFLOW_TRACKING_URI`, or to SQLite in the run directory.
+
+    Args:
+        directory: where that lies.
+        name: of the experiment.
+        about: what is logged as parameters.
+    """
+
+    def __init__(self, directory: Path, name: str, about: Mapping[str, Any]) -> None:
+        from mlflow import MlflowClient
+
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{directory / 'mlflow.db'}"
+        self._client = MlflowClient(tracking_uri=uri)
+        self._id = self._find(directory / "mlflow-run", name, about)
+
+    def _find(self, place: Path, name: str, about: Mapping[str, Any]) -> str:
+        """Return the id of this run's, which an earlier generation may have begun."""
+        with contextlib.suppress(FileNotFoundError):
+            return place.read_text(encoding="utf-8")
+        found = self._client.get_experiment_by_name(name)
+        experiment = self._client.create_experiment(name) if found is None else found.experiment_id
+        run_id: str = self._client.create_run(
+            experiment, run_name=place.parent.parent.name
+        ).info.run_id
+        for key, value in about.items():
+            self._client.log_param(run_id, key, value)
+        place.write_text(run_id, encoding="utf-8")
+        return run_id
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Log metrics."""
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        self._client.log_batch(self._id, [Metric(k, v, now, step) for k, v in values.items()])
+
+    def close(self, *, failed: bool) -> None:
+        """End the run."""
+        self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
+
+
+class _Own(Backend):
+    """A logger of the script's own."""
+
+    def __init__(self, logger: Logger) -> None:
+        self._logger = logger
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Pass values on."""
+        self._logger.log(values, step)

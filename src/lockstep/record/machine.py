@@ -1,0 +1,88 @@
+"""What the machine does while a run trains: cores, memory and the GPU, of one rank, about once a second."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import torch
+
+_EVERY = 1.0
+_END_SECONDS = 2.0
+
+#: Takes a sample's fields.
+Take = Callable[[dict[str, Any]], None]
+
+
+class Sampler:
+    """Samples this process in a thread of its own, so that no step waits for it.
+
+    Args:
+        device: what the rank computes on.
+        take: takes each sample, in that thread.
+    """
+
+    def __init__(self, device: torch.device, take: Take) -> None:
+        self._device, self._take = device, take
+        self._process = psutil.Process()
+        self._busy = _utilisation(device)
+        self._last = self._used()
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lockstep-machine", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ends.wait(_EVERY):
+            self._take(self._sample())
+
+    def _used(self) -> tuple[float, float]:
+        times = self._process.cpu_times()
+        return time.monotonic(), times.user + times.system
+
+    def _sample(self) -> dict[str, Any]:
+        (before, used_before), (now, used) = self._last, self._used()
+        self._last = now, used
+        on_gpu = self._device.type == "cuda"
+        return {
+            "cpu": round((used - used_before) / (now - before), 3),
+            "host": self._process.memory_info().rss,
+            "device": torch.cuda.memory_reserved(self._device) if on_gpu else None,
+            "busy": self._busy(),
+        }
+
+    def close(self) -> None:
+        """Stop sampling."""
+        self._ends.set()
+        self._thread.join(_END_SECONDS)
+
+
+def _utilisation(device: torch.device) -> Callable[[], float | None]:
+    """Return what asks NVML how busy the GPU is, from 0 to 1; it answers `None` without GPU or NVML."""
+    if device.type != "cuda":
+        return _unknown
+    try:
+        import pynvml
+    except ImportError:
+        return _unknown
+    try:
+        pynvml.nvmlInit()
+        # By its UUID: NVML counts all GPUs of the machine, torch those that this process sees.
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+    except pynvml.NVMLError:
+        return _unknown
+
+    def busy() -> float | None:
+        try:
+            return float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100
+        except pynvml.NVMLError:
+            return None  # a part of a GPU (MIG) does not say
+
+    return busy
+
+
+def _unknown() -> None:
+    return None

@@ -1,0 +1,115 @@
+"""How fast a run trains: the time of its steps, and what of it went to the loader and to the exchange."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+T = TypeVar("T")
+#: Seconds that a window lasts, or one step if that takes longer.
+_WINDOW = 1.0
+
+
+class Stopwatch:
+    """Adds up the time that passes inside of it.
+
+    Attributes:
+        seconds: in all.
+        is_used: whether anything is measured with it.
+    """
+
+    __slots__ = ("_began", "is_used", "seconds")
+
+    def __init__(self) -> None:
+        self.seconds = self._began = 0.0
+        self.is_used = False
+
+    def __enter__(self) -> Self:
+        self.is_used = True
+        self._began = time.perf_counter()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.seconds += time.perf_counter() - self._began
+
+    def over(self, items: Iterator[T]) -> Iterator[T]:
+        """Yield `items`, and measure how long each takes to come."""
+        while True:
+            with self:
+                try:
+                    item = next(items)
+                except StopIteration:
+                    return
+            yield item
+
+
+class Pace:
+    """Measures steps, in windows of about a second.
+
+    The first step of a process is a window of its own: it warms up.
+
+    Args:
+        alone: whether there is no other rank.
+
+    Attributes:
+        data: runs while the script waits for a loader.
+        exchange: runs while a backward pass waits for gradients to be summed, where the host does.
+    """
+
+    def __init__(self, *, alone: bool = False) -> None:
+        self.data, self.exchange = Stopwatch(), Stopwatch()
+        self.exchange.is_used = alone  # with one rank there is none, which is known
+        self._is_warm = False
+        self.begin()
+
+    def exchanging(self, device: str) -> contextlib.AbstractContextManager[object]:
+        """Return what is entered while a backward pass waits for gradients to be summed."""
+        # On a GPU the host goes on: how long it waits is no measure of the exchange.
+        return self.exchange if device == "cpu" else contextlib.nullcontext()
+
+    def begin(self) -> None:
+        """A loop that trains begins: what came before belongs to no step."""
+        self._times: list[float] = []
+        self._samples = 0
+        self._last = self._since = time.perf_counter()
+        self._waited = self.data.seconds, self.exchange.seconds
+
+    def step(self, samples: int) -> bool:
+        """A step over `samples` samples of all ranks is done; return whether the window is over."""
+        now = time.perf_counter()
+        self._times.append(now - self._last)
+        self._last = now
+        self._samples += samples
+        if self._is_warm:
+            return now - self._since > _WINDOW
+        self._is_warm = True
+        return True
+
+    def window(self) -> dict[str, Any] | None:
+        """Return what the window has seen, in seconds, and begin another; `None` without a step."""
+        times, data, exchange = self._times, *self._waited
+        if not times:
+            return None
+        seen = {
+            "steps": len(times),
+            "samples": self._samples,
+            "seconds": round(sum(times), 6),
+            "data": round(self.data.seconds - data, 6),
+            "exchange": self._exchanged(exchange),
+            "median": round(statistics.median(times), 6),
+            "slowest": round(max(times), 6),
+        }
+        self.begin()
+        return seen
+
+    def _exchanged(self, before: float) -> float | None:
+        return round(self.exchange.seconds - before, 6) if self.exchange.is_used else None

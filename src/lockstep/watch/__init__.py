@@ -1,0 +1,1 @@
+"""Watching a run from outside: what its run directory says now, on a terminal."""

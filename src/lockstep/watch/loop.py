@@ -1,0 +1,88 @@
+"""Showing a run until it ends, or until its reader leaves."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from types import FrameType
+
+from rich.console import Console
+from rich.live import Live
+
+from lockstep.errors import PREEMPTED
+from lockstep.watch.keys import pressed, unbuffered
+from lockstep.watch.screen import Screen
+from lockstep.watch.view import Moment, View
+from lockstep.watch.watcher import Watcher
+
+#: Exit code by how a run has ended; without one it goes on.
+_ENDS = {"finished": 0, "failed": 1, "dead": 1, "preempted": PREEMPTED}
+#: Of what happened before, so many lines at most are printed.
+_MOMENTS = 10
+_KEYS = "q or Ctrl-C leaves; the run goes on"
+
+
+def watch(watcher: Watcher, seconds: float | None) -> int:
+    """Show a run until it ends; return the exit code: 0 also where the reader leaves before.
+
+    Args:
+        watcher: looks at the run.
+        seconds: between two looks; `None` for 1 on a terminal, 5 elsewhere.
+
+    Raises:
+        RunDirectoryError: if the record can no longer be read.
+    """
+    console = Console()
+    signal.signal(signal.SIGTERM, _leave)  # so that the terminal is as it was
+    try:
+        if console.is_terminal:
+            return _live(watcher, console, 1.0 if seconds is None else seconds)
+        return _lines(watcher, 5.0 if seconds is None else seconds)
+    except (KeyboardInterrupt, BrokenPipeError):
+        return 0
+
+
+def _leave(_signum: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _live(watcher: Watcher, console: Console, seconds: float) -> int:
+    """Show a picture that changes; the last one stays."""
+    view = watcher.look()
+    try:
+        with unbuffered(), Live(console=console, screen=True, auto_refresh=False) as live:
+            while view.status not in _ENDS:
+                live.update(Screen(view, _KEYS), refresh=True)
+                if pressed("q", seconds):
+                    return 0
+                view = watcher.look()
+    finally:
+        console.print(Screen(view))
+    return _ENDS[view.status]
+
+
+def _lines(watcher: Watcher, seconds: float) -> int:
+    """Print a line now and then, and what has happened."""
+    shown: tuple[Moment, ...] = ()
+    while True:
+        view = watcher.look()
+        for moment in view.moments[-_MOMENTS:]:
+            if moment not in shown:
+                _say(f"{time.strftime('%H:%M:%S', time.localtime(moment.time))}  {moment.text}")
+        shown = view.moments
+        _say(view.summary)
+        if view.status in _ENDS:
+            _say_end(view)
+            return _ENDS[view.status]
+        time.sleep(seconds)
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def _say_end(view: View) -> None:
+    if view.end is not None:
+        _say(view.end)

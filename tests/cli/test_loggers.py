@@ -1,0 +1,161 @@
+"""TensorBoard, Weights & Biases, MLflow: each step once, the mean over all replicas, through kills."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.forked
+
+SCRIPT = """
+import sys
+import torch
+import torch.nn.functional as F
+from torch.utils.data import TensorDataset
+import lockstep
+
+class Lines:
+    def log(self, values, step):
+        if step == 7 and "broken" in sys.argv:
+            raise RuntimeError("the disk of the logger is full")
+        with open("lines", "a") as file:
+            file.write(f"{step} {sorted(values)}\\n")
+
+generator = torch.Generator().manual_seed(0)
+labels = torch.randint(0, 3, (44,), generator=generator)
+data = TensorDataset(torch.randn(44, 4, generator=generator), labels)
+with lockstep.Run("logged", replicas=2, progress="broken" in sys.argv, loggers=[Lines()]) as run:
+    model = run.model(torch.nn.Linear(4, 3))
+    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    train = run.loader(data, batch_size=8, shuffle=True)
+    for epoch in run.epochs(5):
+        for x, y in train:
+            loss = F.cross_entropy(model(x), y)
+            run.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            run.log(loss=loss)
+        run.log(accuracy=run.mean(model(x).argmax(1) == y for x, y in train))
+"""
+STEPS = 30
+
+
+@pytest.fixture
+def script(lockstep):
+    return lockstep.script(SCRIPT)
+
+
+def means(run: Path) -> dict[int, float]:
+    """Return the loss of each step as the ranks have recorded it."""
+    found: dict[int, dict[int, tuple[float, float]]] = defaultdict(dict)
+    for path in run.glob("events/rank-*.jsonl"):
+        for line in map(json.loads, path.read_text().splitlines()):
+            if line["kind"] == "log" and "loss" in line:
+                found[line["step"]][line["replica"]] = line["loss"], line["weight"]
+    return {
+        step: sum(loss * weight for loss, weight in of_step.values())
+        for step, of_step in found.items()
+    }
+
+
+def tensorboard(run: Path) -> dict[str, list[tuple[int, float]]]:
+    module = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    files = module.EventAccumulator(str(run / "loggers/tensorboard"), size_guidance={"scalars": 0})
+    files.Reload()
+    tags = files.Tags()["scalars"]
+    return {tag: [(one.step, one.value) for one in files.Scalars(tag)] for tag in tags}
+
+
+def mlflow(run: Path) -> dict[str, list[tuple[int, float]]]:
+    module = pytest.importorskip("mlflow")
+    client = module.MlflowClient(tracking_uri=f"sqlite:///{run}/loggers/mlflow.db")
+    number = (run / "loggers/mlflow-run").read_text()
+    assert client.get_run(number).info.status == "FINISHED"
+    assert client.get_run(number).data.params["name"] == "logged"
+    histories = {name: client.get_metric_history(number, name) for name in ("loss", "accuracy")}
+    return {name: [(one.step, one.value) for one in of] for name, of in histories.items()}
+
+
+def wandb(run: Path) -> dict[str, list[tuple[int, float]]]:
+    module = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    found = defaultdict(list)
+    for path in sorted(run.glob("loggers/wandb/offline-run-*/*.wandb")):
+        for content in records(path.read_bytes()):
+            record = module.Record()
+            record.ParseFromString(content)
+            for item in record.history.item:
+                name = item.key or ".".join(item.nested_key)
+                if not name.startswith("_"):
+                    step = int(record.history.step.num)
+                    found[name].append((step, float(item.value_json)))
+    return dict(found)
+
+
+def records(content: bytes) -> Iterator[bytes]:
+    """Read a file of W&B's: LevelDB's log format behind a header of 7 bytes, in blocks of 32 KiB."""
+    place, whole = 7, b""
+    while place + 7 <= len(content):
+        left = 32768 - place % 32768
+        if left < 7:
+            place += left
+            continue
+        _, size, kind = struct.unpack("<IHB", content[place : place + 7])
+        if not kind:
+            return
+        whole += content[place + 7 : place + 7 + size]
+        place += 7 + size
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield whole
+            whole = b""
+
+
+# MLflow's store uses what SQLAlchemy 2.1 will drop.
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
+def test_each_step_is_logged_once_through_kills(lockstep, script):
+    names = ["tensorboard", "wandb", "mlflow"]
+    flags = [word for name in names for word in ("--logger", name)]
+    environ = {"LOCKSTEP_FAULTS": "kill@9,kill@20", "WANDB_MODE": "offline"}
+    done = lockstep("run", "-n", "2", "--run-dir", "run", *flags, script, env=environ, timeout=240)
+    assert done.code == 0, done.err
+    run = lockstep.directory / "run"
+    expected = means(run)
+    assert sorted(expected) == list(range(1, STEPS + 1)), "events outlive kills"
+    for logged in (tensorboard(run), mlflow(run), wandb(run)):
+        losses = dict(logged["loss"])
+        assert [step for step, _ in logged["loss"]] == sorted(expected)
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert [step for step, _ in logged["accuracy"]] == [6, 12, 18, 24, 30]
+
+
+def test_a_logger_of_the_scripts_own_that_raises_ends_nothing(lockstep, script):
+    done = lockstep("run", "-n", "2", "--run-dir", "run", script, "broken")
+    assert done.code == 0, done.err
+    assert done.err.count("logger Lines has failed") == 1, done.err
+    assert "RuntimeError: the disk of the logger is full" in done.err
+    steps = [
+        int(line.split()[0]) for line in (lockstep.directory / "lines").read_text().splitlines()
+    ]
+    assert max(steps) == 6
+
+
+def test_a_logger_of_the_scripts_own_gets_each_step_once(lockstep, script):
+    environ = {"LOCKSTEP_FAULTS": "kill@9,kill@20"}
+    done = lockstep("run", "-n", "2", "--run-dir", "run", script, env=environ)
+    assert done.code == 0, done.err
+    lines = (lockstep.directory / "lines").read_text().splitlines()
+    losses = [int(line.split()[0]) for line in lines if "loss" in line]
+    assert losses == list(range(1, STEPS + 1))
+    accuracies = [int(line.split()[0]) for line in lines if "accuracy" in line]
+    assert accuracies == [6, 12, 18, 24, 30]
+
+
+def test_a_logger_without_a_name_that_is_known_is_refused(lockstep, script):
+    done = lockstep("run", "-n", "2", "--logger", "nothing", script)
+    assert done.code == 2, done.err
+    assert "a logger is 'nothing'; expected one of tensorboard, wandb, mlflow" in done.err
+    assert "Traceback" not in done.err
