@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests.template import Forked, Template
 
 #: The command, as a program of the interpreter.
 LOCKSTEP = ("-m", "lockstep")
+
+# The same examples in every run; a search for new ones is `--hypothesis-profile=default`.
+hypothesis.settings.register_profile("deterministic", derandomize=True)
+hypothesis.settings.load_profile("deterministic")
 
 #: torch's stores ask the resolver for the name of every peer. One that drops a packet now and then
 #: would keep a test for as long as glibc waits: five seconds, twice.
@@ -38,6 +45,16 @@ _GRACE = 2.0
 _PERMANENT = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 #: Variables that are nobody's leak: pytest sets one in every test, torch one when dynamo is imported.
 _OTHERS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
+
+
+@pytest.fixture(autouse=True)
+def seeded(request: pytest.FixtureRequest) -> None:
+    """Give each test the same random numbers in every order and selection of tests."""
+    seed = zlib.crc32(request.node.nodeid.encode())
+    random.seed(seed)
+    for module, seeds in (("torch", "manual_seed"), ("numpy.random", "seed")):
+        if module in sys.modules:
+            getattr(sys.modules[module], seeds)(seed)
 
 
 @pytest.fixture(autouse=True)
