@@ -228,7 +228,7 @@ class Recorder:
         if trains:
             self.pace.begin()
         if trains and self._place is not None and not self._place.is_on_the_way:
-            self._progress.epoch_begins(epoch, self._place.epochs, self._lengths[loader])
+            self._progress.epoch_begins(*self._shown_epoch(epoch), self._lengths[loader])
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
         """Trace the microbatch before this one, where no backward pass has come after it."""
@@ -278,7 +278,15 @@ class Recorder:
             self._trace.loop(loader, epoch, round_, complete=not early)
         if trains:
             self._window_ends(self._place.steps)
-            self._progress.epoch_ends(epoch, self._place.epochs)
+            self._progress.epoch_ends(*self._shown_epoch(epoch))
+
+    def _shown_epoch(self, epoch: int) -> tuple[int, int]:
+        """Return the number of an epoch and how many there are, both of its phase.
+
+        A loader counts its loops through all phases of a script; outside of phases that is all there is.
+        """
+        place = self._place
+        return (place.epoch, place.epochs) if place is not None and place.epochs else (epoch, 0)
 
     def epoch_ends(self, epoch: int) -> None:
         """Write what is pending."""

@@ -22,6 +22,8 @@ from lockstep.checkpoint.memory import Board
 Wish = Literal["save", "stop"]
 
 _LOOK_SECONDS = 0.5
+#: Seconds that the thread may take to end: one that asks a store whose host is gone does not.
+_CLOSE_SECONDS = 2.0
 
 
 class Agreement(Protocol):
@@ -175,4 +177,4 @@ class ThroughStore:
     def close(self) -> None:
         """Stop looking."""
         self._stop.set()
-        self._thread.join()
+        self._thread.join(_CLOSE_SECONDS)

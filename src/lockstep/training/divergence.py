@@ -14,8 +14,6 @@ def check_same(
 ) -> None:
     """Wait until all ranks have come to their end, and compare what they end with.
 
-    Rank 0 reads all digests and tells the others which is another one: each key is read once.
-
     Args:
         meeting: with the other ranks.
         own: digest of this rank.
@@ -26,17 +24,7 @@ def check_same(
         DivergenceError: if a rank holds other bits.
         PeerError: if a rank does not come to its end.
     """
-    store, world = meeting.store, meeting.world
-    names = [f"digest/{rank}" for rank in range(world.size)]
-    store.set(names[world.rank], own)
-    if world.is_main:
-        meeting.wait(names, "the end")
-        digests = [store.get(name).decode() for name in names]
-        other = next((rank for rank, digest in enumerate(digests) if digest != own), None)
-        told = None if other is None else [own, other, digests[other]]
-        store.set("digest/other", json.dumps(told))
-    meeting.wait(["digest/other"], "the end")
-    found = json.loads(store.get("digest/other"))
+    found = json.loads(meeting.conclude("digest", own, _first_other, "the end"))
     if found is not None and exact:
         main, rank, digest = found
         raise DivergenceError(
@@ -45,6 +33,12 @@ def check_same(
             hint="look for code that changes weights by itself on one rank; "
             "`lockstep verify` names the first step that differs",
         )
+
+
+def _first_other(digests: list[str]) -> str:
+    main = digests[0]
+    other = next((rank for rank, digest in enumerate(digests) if digest != main), None)
+    return json.dumps(None if other is None else [main, other, digests[other]])
 
 
 def _differing(meeting: Meeting, own: dict[str, str], other: int) -> str:

@@ -59,8 +59,7 @@ class Loop:
         self._trains = False  # whether the outermost loop has updated parameters
         self.closed = False
         self.warn: Callable[[str], None] = _nothing
-        self.epoch = 0
-        self.epochs = 0
+        self.epoch = self.epochs = 0
         self.key: int | None = None
         self.points = 0
         self.resumed = 0
@@ -104,6 +103,7 @@ class Loop:
             self._begin_between()
 
     def _begin_between(self) -> None:
+        self.epochs = 0  # the next loop is in another phase, or in none
         self.arrive()
         self._set_key(keys.EPOCH, self.track.stretch)
 

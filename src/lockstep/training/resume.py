@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from lockstep.checkpoint.snapshot import Snapshots
 from lockstep.errors import CheckpointError
 from lockstep.training.state import ANSWERS, State
 from lockstep.world.meet import Meeting
+
+_NO_RANK = "-1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,8 @@ class Search:
         if self._size == 1:
             disk = self._on_disk(beyond=_points(self._memory))
             return self._memory if disk is None else self._read(disk)
-        newest = max(int(point) for point in self._tell_all("memory", str(_points(self._memory))))
+        own = str(_points(self._memory))
+        newest = int(self._conclude("memory", own, lambda points: max(points, key=int)))
         path = self._agree_on_path(newest)
         if path:
             return self._spread(self._read_where_shared(path))
@@ -122,19 +125,13 @@ class Search:
         tensors, text = self._disk.read(found)
         return Saved(text, tensors, str(found.path))
 
-    def _tell_all(self, what: str, value: str) -> list[str]:
-        store = self._meeting.store
-        keys = [f"resume/{what}/{rank}" for rank in range(self._size)]
-        store.set(keys[self._rank], value)
-        self._meeting.wait(keys, "find their state")
-        return [store.get(key).decode() for key in keys]
+    def _conclude(self, question: str, own: str, of: Callable[[list[str]], str]) -> str:
+        return self._meeting.conclude(f"resume/{question}", own, of, "find their state")
 
     def _spread(self, own: Saved | None) -> Saved | None:
         """Let ranks that hold the state send it to those that don't."""
-        have = [word == "1" for word in self._tell_all("have", "0" if own is None else "1")]
-        if all(have) or not any(have):
-            return own
-        return self._broadcast(own, have.index(True))
+        source = self._conclude("source", "0" if own is None else "1", _first_of_some)
+        return own if source == _NO_RANK else self._broadcast(own, int(source))
 
     def _broadcast(self, own: Saved | None, source: int) -> Saved:
         store, is_source = self._meeting.store, self._rank == source
@@ -158,6 +155,11 @@ class Search:
             # As bytes: not all types can be broadcast.
             dist.broadcast(_bytes(tensor), src=source, group=self._group)
             yield name, tensor
+
+
+def _first_of_some(have: list[str]) -> str:
+    """Return the first rank that has the state, where some lack it; else that none has to send it."""
+    return str(have.index("1")) if {"0", "1"} == set(have) else _NO_RANK
 
 
 def _in_memory(snapshots: Snapshots | None) -> Saved | None:

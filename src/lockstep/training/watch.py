@@ -27,6 +27,8 @@ from lockstep.training.waiting import Waiting, mismatch
 from lockstep.world.meet import Meeting
 
 _LOOK_SECONDS = 1.0
+#: Seconds that the thread may take to end: one that asks a store whose host is gone does not.
+_CLOSE_SECONDS = 2.0
 #: Looks in which two ranks that wait have compared their calls.
 _PATIENT_LOOKS = 3
 #: Ranks that each rank compares itself with: the next ones. If any two differ, so do two in a row.
@@ -252,9 +254,9 @@ class Watch:
         os._exit(error.exit_code)
 
     def close(self) -> None:
-        """Stop looking."""
+        """Stop looking; a look that is under way has no effect any more."""
         self._stop.set()
-        self._thread.join()
+        self._thread.join(_CLOSE_SECONDS)
 
 
 def _after(rank: int, ranks: range) -> list[int]:

@@ -12,7 +12,7 @@ import os
 import secrets
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -97,6 +97,28 @@ class Meeting:
         """
         self.store.set(f"ready/{self.world.rank}", "1")
         self.wait([f"ready/{rank}" for rank in range(self.world.size)], "begin")
+
+    def conclude(self, key: str, own: str, of: Callable[[list[str]], str], what: str) -> str:
+        """Return what rank 0 concludes from the texts of all ranks; all ranks call it together.
+
+        Rank 0 reads all texts and every rank reads one answer: N ranks read 2 N keys.
+
+        Args:
+            key: names the question; used once per meeting.
+            own: the text of this rank.
+            of: makes the answer from all texts, in rank order; called on rank 0 alone.
+            what: what ranks come to, for the error.
+
+        Raises:
+            PeerError: as `wait`.
+        """
+        keys = [f"{key}/{rank}" for rank in range(self.world.size)]
+        self.store.set(keys[self.world.rank], own)
+        if self.world.is_main:
+            self.wait(keys, what)
+            self.store.set(key, of([self.store.get(one).decode() for one in keys]))
+        self.wait([key], what)
+        return self.store.get(key).decode()
 
     def wait(self, keys: Sequence[str], what: str) -> None:
         """Wait until `keys` are in the store.

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from lockstep.errors import WorldError
 from lockstep.world.door import listen
 
 _GREETING = b'{"lockstep": "survey"}\n'
@@ -26,6 +27,8 @@ _GREETING = b'{"lockstep": "survey"}\n'
 _LINE = 256
 #: Seconds that a visitor may take to greet.
 _PATIENCE = 2.0
+#: Seconds that the thread may take to open its listener, and to end.
+_STARTING, _ENDING = 20.0, 5.0
 #: Connections that are tried at the same time: a process may have 1,024 files open by default.
 _AT_ONCE = 256
 
@@ -67,13 +70,19 @@ class Prober:
         self.port: int = self._socket.getsockname()[1]
         self._open: set[asyncio.Transport] = set()
         self._started = threading.Event()
-        self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._live()), name="lockstep-survey", daemon=True
-        )
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="lockstep-survey", daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
-        self._started.wait()
+        started = self._started.wait(_STARTING)
+        if self._failure is not None or not started:
+            self._socket.close()
+            why = reason(self._failure) if self._failure else f"nothing within {_STARTING:g} s"
+            raise WorldError(
+                f"this host cannot listen for the others while the network is tried: {why}",
+                hint="look at the limit of open files (ulimit -n), and at the load of this host",
+            ) from self._failure
         return self
 
     def __exit__(
@@ -83,7 +92,15 @@ class Prober:
         traceback: TracebackType | None,
     ) -> None:
         self._loop.call_soon_threadsafe(self._over.set)
-        self._thread.join()
+        self._thread.join(_ENDING)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._live())
+        except Exception as error:
+            self._failure = error
+        finally:
+            self._started.set()
 
     async def _live(self) -> None:
         self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()

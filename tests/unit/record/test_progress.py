@@ -41,6 +41,29 @@ def test_a_line_per_epoch(make_run, capsys) -> None:
     assert out.startswith("lockstep: finished steps=4 ")
 
 
+def test_the_epochs_of_each_phase_are_counted_by_themselves(make_run, capsys) -> None:
+    with make_run(progress=True) as run:
+        model = run.model(nn.Linear(2, 1))
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        loader = run.loader(TensorDataset(torch.ones(4, 2)), batch_size=4)
+
+        def train_once() -> None:
+            for (x,) in loader:
+                run.backward(model(x).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+
+        for _ in run.epochs(2):
+            train_once()
+        train_once()
+        for _ in run.epochs(3):
+            train_once()
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("epoch ")]
+    titles = [line.partition("  ")[0] for line in lines]
+    expected = ["epoch 1/2", "epoch 2/2", "epoch 3", "epoch 1/3", "epoch 2/3", "epoch 3/3"]
+    assert titles == expected, "a loop outside of phases has the loader's own count"
+
+
 def test_without_progress_the_final_line_stays(make_run, capsys) -> None:
     train(make_run(progress=False))
     out, err = capsys.readouterr()

@@ -11,7 +11,9 @@ import pytest
 import torch.distributed as dist
 
 from lockstep.checkpoint.memory import Board, Descriptors
+from lockstep.training import agreement
 from lockstep.training.agreement import Alone, OnBoard, ThroughStore
+from tests.unit.threads import Party
 
 
 @pytest.fixture
@@ -165,3 +167,21 @@ def test_a_turn_that_ends_while_a_thread_looks_is_not_taken_again():
         assert rank._turn == 0
     assert rank._ready is None
     assert rank.at_point(8) is None
+
+
+def test_a_store_that_does_not_answer_holds_up_no_end(monkeypatch):
+    asked, released = threading.Event(), threading.Event()
+
+    def look(_agreement):
+        asked.set()
+        released.wait(60)
+
+    monkeypatch.setattr(agreement, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(agreement, "_CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(ThroughStore, "_look_once", look)
+    ranks = ThroughStore(dist.HashStore(), 0, 2)
+    assert asked.wait(10)
+    try:
+        assert Party(ranks.close).end() is None
+    finally:
+        released.set()

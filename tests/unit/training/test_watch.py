@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from lockstep.training.standing import Standing
 from lockstep.training.watch import Watch
 from lockstep.world.meet import Meeting
 from lockstep.world.model import World
+from tests.unit.threads import Party
 
 
 class Rank:
@@ -170,3 +172,21 @@ def test_a_backward_pass_that_failed_is_left_with_its_batch(ranks: list[Rank]) -
     first.backward_begins(microbatch, [0])
     first.loop_ends(0, 0, 0, 1, early=True)
     assert not standing.waits
+
+
+def test_a_store_that_does_not_answer_holds_up_no_end(
+    ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, released = threading.Event(), threading.Event()
+
+    def look(_watch: Watch) -> None:
+        asked.set()
+        released.wait(60)
+
+    monkeypatch.setattr(watch, "_CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(Watch, "_look", look)
+    assert asked.wait(10)
+    try:
+        assert Party(ranks[0].watch.close).end() is None
+    finally:
+        released.set()

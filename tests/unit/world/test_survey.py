@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 import threading
@@ -13,11 +14,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lockstep.errors import LockstepError, UnreachableError, UsageError
+from lockstep.errors import LockstepError, UnreachableError, UsageError, WorldError
 from lockstep.world import survey as surveying
 from lockstep.world.network import Interface
 from lockstep.world.probe import Prober, Target
 from lockstep.world.survey import Reach, partners, survey
+from tests.unit.threads import Party
 
 
 @pytest.fixture
@@ -58,6 +60,17 @@ def the_error(told: list[Any]) -> str:
     assert len({one.message for one in told}) == 1, "the same text on every member"
     assert "--interface" in told[0].hint
     return str(told[0].message)
+
+
+def test_a_host_without_open_files_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(_prober: Prober) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(Prober, "_live", fail)
+    error = Party(Prober().__enter__).end()
+    assert isinstance(error, WorldError), "it waits for a listener that never opens"
+    assert "too many open files" in error.message
+    assert "ulimit" in str(error.hint)
 
 
 def test_all_find_the_same() -> None:
