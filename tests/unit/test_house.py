@@ -20,6 +20,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
+    "settings": {"errors", "layout", "record", "world"},
     "layout": {"errors"},
     "world": {"errors", "version"},
     "data": {"errors", "layout"},
@@ -27,11 +28,12 @@ ALLOWED: dict[str, set[str]] = {
     "exchange": {"errors", "layout", "world"},
     "strategies": {"errors", "layout", "data", "exchange"},
     "record": {"errors", "data", "world"},
-    "launch": {"errors", "version", "layout", "world", "record", "checkpoint"},
+    "launch": {"errors", "version", "settings", "layout", "world", "record", "checkpoint"},
     "server": {"errors", "layout", "world", "exchange"},
     "training": {
         "errors",
         "version",
+        "settings",
         "layout",
         "world",
         "data",
@@ -49,6 +51,7 @@ ALLOWED: dict[str, set[str]] = {
     "cli": {
         "errors",
         "version",
+        "settings",
         "layout",
         "launch",
         "verify",

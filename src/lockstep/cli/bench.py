@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.cli import method
+from lockstep.cli import flags
 from lockstep.cli.directory import kept_directory
 from lockstep.cli.parser import Parser
 from lockstep.errors import OutputError, UsageError
@@ -38,7 +38,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     )
     _add_what(parser)
     _add_outputs(parser)
-    method.add_flags(parser)
+    flags.add_training(parser)
     parser.add_argument("target", metavar="SCRIPT", help="the script to measure")
     parser.set_defaults(handler=handle)
 
@@ -49,15 +49,14 @@ def _add_what(parser: Parser) -> None:
     add("--strategies", metavar="S,…", help="each with each of these: ddp,fsdp,ps")
     add("--exchanges", metavar="E,…", help="each with each of these: tree,shared-memory")
     add("--repeat", type=int, default=3, metavar="K", help="rounds that are measured (default: 3)")
-    add("--replicas", type=int, metavar="R", help="replicas on all layouts (default: the ranks)")
-    add(
-        "--threads",
-        type=int,
-        metavar="T",
+    flags.add(parser, "replicas")
+    flags.add(
+        parser,
+        "threads",
         help="intra-op threads of each rank (default: what the script says, else the cores divided by "
         "the most ranks)",
     )
-    add("--devices", choices=("auto", "cpu", "gpu"), help="what ranks compute on")
+    flags.add(parser, "devices", choices=("auto", "cpu", "gpu"), metavar=None)
     add(
         "--restart",
         action=argparse.BooleanOptionalAction,
@@ -94,10 +93,11 @@ def _benchmark(options: argparse.Namespace) -> Benchmark:
     from lockstep.bench.benchmark import Benchmark
     from lockstep.bench.combinations import choose_exchanges, combine, parse_counts
     from lockstep.launch.command import RunCommand, choose_strategies
+    from lockstep.launch.given import Given
     from lockstep.launch.target import check_script
 
-    method.read(options)  # a wrong name is refused here, before anything runs
-    of_servers = method.words(options, method.OF_SERVERS)
+    Given(**flags.given(options, flags.SHARED))  # what cannot work is refused before anything runs
+    of_servers = flags.words(options, flags.OF_SERVERS)
     strategies = choose_strategies(options.strategy, options.strategies, of_servers)
     exchanges = choose_exchanges(options.exchange, options.exchanges)
     check_script(options.target)
@@ -142,13 +142,8 @@ def _check_outputs(options: argparse.Namespace) -> None:
 
 
 def _run_options(options: argparse.Namespace) -> list[str]:
-    named = {"--replicas": options.replicas, "--threads": options.threads}
-    named["--devices"] = options.devices
-    words = [
-        word for flag, value in named.items() if value is not None for word in (flag, str(value))
-    ]
-    ours = ("strategy", "exchange", *method.OF_SERVERS)
-    return words + method.words(options, [name for name in method.NAMES if name not in ours])
+    ours = ("strategy", "exchange", *flags.OF_SERVERS)
+    return flags.words(options, [name for name in flags.SHARED if name not in ours])
 
 
 def _say(line: str) -> None:

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.cli import method, torchrun
+from lockstep.cli import flags, torchrun
 from lockstep.cli.parser import Parser
+from lockstep.settings import TABLE
 
 if TYPE_CHECKING:
     from lockstep.launch.spec import LaunchSpec
     from lockstep.launch.streams import Bits, Streams
-    from lockstep.launch.survival import Survival
     from lockstep.launch.torchrun import Asked
 
 _EPILOG = """\
@@ -37,9 +37,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.advice = lambda *_: "arguments of the script come after its name"
     _add_layout(parser)
     _add_nodes(parser)
-    method.add_flags(parser)
+    flags.add_training(parser)
     _add_start(parser)
-    _add_survival(parser)
+    flags.add(parser.add_argument_group("survival"), *flags.of_group("survival"))
     _add_records(parser)
     torchrun.add_flags(parser)
     parser.add_argument("target", metavar="SCRIPT", help="the script to run, or with -m a module")
@@ -70,6 +70,7 @@ def read(options: argparse.Namespace, asked: Asked) -> tuple[LaunchSpec, tuple[s
     Raises:
         UsageError: if they describe none that could work.
     """
+    from lockstep.launch.given import Given
     from lockstep.launch.spec import LaunchSpec, parse_ranks
     from lockstep.launch.torchrun import meeting
 
@@ -80,23 +81,20 @@ def read(options: argparse.Namespace, asked: Asked) -> tuple[LaunchSpec, tuple[s
         args=tuple(options.args),
         n=None if options.n is None else parse_ranks(options.n),
         start=asked.start(options.start),
-        devices=options.devices,
-        replicas=options.replicas,
-        threads=options.threads,
-        bind=options.bind or ("cores" if asked.numa_binding else None),
-        run_dir=options.run_dir,
-        fresh=options.fresh,
+        settings=Given(**_settings(options, asked)),
+        signals=asked.signals,
         log_dir=options.log_dir,
         streams=_streams(options),
         role=options.role,
-        stop_on_nan=options.stop_on_nan,
-        loggers=tuple(options.loggers),
         local_rank_option=options.local_rank_option,
         nodes=nodes,
-        survival=_survival(options, asked),
-        method=method.read(options),
     )
     return spec, notes
+
+
+def _settings(options: argparse.Namespace, asked: Asked) -> dict[str, object]:
+    bound = {"bind": "cores"} if asked.numa_binding else {}
+    return bound | flags.given(options, (name for name, one in TABLE.items() if one.flag))
 
 
 def _nodes(options: argparse.Namespace) -> dict[str, object]:
@@ -139,20 +137,6 @@ def _bits_of(flag: str) -> Callable[[str], Bits]:
     return read_bits
 
 
-def _survival(options: argparse.Namespace, asked: Asked) -> Survival:
-    from lockstep.launch.survival import Survival
-
-    return Survival(
-        max_restarts=options.max_restarts,
-        preempt_signal=options.preempt_signal,
-        checkpoint_every=options.checkpoint_every,
-        keep=options.keep,
-        hang_timeout=options.hang_timeout,
-        signals=asked.signals,
-        shutdown_timeout=options.shutdown_timeout,
-    )
-
-
 def _add_layout(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("layout")
     group.add_argument(
@@ -162,18 +146,8 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="ranks: a number, cpu (cores), gpu, or auto (default: 1, or as many as --devices names)",
     )
-    group.add_argument("--replicas", type=int, metavar="R", help="replicas of the run, at least N")
-    group.add_argument(
-        "--devices",
-        metavar="D",
-        help="what ranks compute on: auto, cpu, gpu, or a list such as 2,3 or GPU-8f5c1a2b,MIG-…",
-    )
-    group.add_argument("--threads", type=int, metavar="T", help="intra-op threads of each rank")
-    group.add_argument(
-        "--bind",
-        choices=("none", "cores"),
-        help="whether each rank keeps to cores of its own (default: none)",
-    )
+    flags.add(group, "replicas", "devices", "threads")
+    flags.add(group, "bind", choices=TABLE["bind"].choices)
 
 
 def _add_nodes(parser: argparse.ArgumentParser) -> None:
@@ -250,43 +224,9 @@ def _add_start(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
 
 
-def _add_survival(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("survival")
-    group.add_argument(
-        "--max-restarts",
-        type=int,
-        metavar="K",
-        help="failures in a row without progress after which ranks are started again (default: 3, and 0 "
-        "for exceptions of the script's own and for scripts without a lockstep.Run)",
-    )
-    group.add_argument(
-        "--preempt-signal",
-        metavar="NAME",
-        help="a signal that makes a run save its state and end, such as USR1; SIGTERM always does",
-    )
-    group.add_argument(
-        "--checkpoint-every",
-        type=float,
-        metavar="SECONDS",
-        help="time between checkpoints, 0 for none (default: 600)",
-    )
-    group.add_argument(
-        "--keep", type=int, metavar="N", help="latest checkpoints that are kept (default: 3)"
-    )
-    group.add_argument(
-        "--hang-timeout",
-        type=float,
-        metavar="SECONDS",
-        help="how long a rank may show no sign of life, 0 for ever (default: 1800)",
-    )
-
-
 def _add_records(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("records")
-    group.add_argument(
-        "--run-dir", type=Path, metavar="DIR", help="default: runs/NAME/TIME, a new one"
-    )
-    group.add_argument("--fresh", action="store_true", help="overwrite a finished run in DIR")
+    flags.add(group, "run_dir", "fresh")
     group.add_argument(
         "-t",
         "--tee",
@@ -306,14 +246,4 @@ def _add_records(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--log-dir", type=Path, metavar="DIR", help="where log files go, in a new folder"
     )
-    group.add_argument(
-        "--logger",
-        dest="loggers",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="also log to tensorboard, wandb or mlflow; may be given several times",
-    )
-    group.add_argument(
-        "--stop-on-nan", action="store_true", help="end at a loss that is not finite"
-    )
+    flags.add(group, "loggers", "stop_on_nan")

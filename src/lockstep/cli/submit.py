@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.cli import method
+from lockstep.cli import flags
 from lockstep.cli.parser import Parser
 from lockstep.errors import UsageError
 
@@ -31,7 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     )
     _add_job(parser)
     _add_run(parser)
-    method.add_flags(parser)
+    flags.add_training(parser)
     parser.add_argument(
         "--dry-run", action="store_true", help="print the job script and submit nothing"
     )
@@ -74,6 +74,7 @@ def _spec(options: argparse.Namespace) -> LaunchSpec:
     Raises:
         UsageError: if it could not work.
     """
+    from lockstep.launch.given import Given
     from lockstep.launch.spec import LaunchSpec, parse_ranks
     from lockstep.launch.target import check_script
 
@@ -84,11 +85,7 @@ def _spec(options: argparse.Namespace) -> LaunchSpec:
         kind="module" if options.module else "script",
         args=tuple(options.args),
         n=None if options.n is None else parse_ranks(options.n),
-        devices=options.devices,
-        replicas=options.replicas,
-        threads=options.threads,
-        run_dir=options.run_dir,
-        method=method.read(options),
+        settings=Given(**flags.given(options, (*flags.SHARED, "run_dir"))),
     )
 
 
@@ -114,11 +111,7 @@ def _request(options: argparse.Namespace, spec: LaunchSpec) -> JobRequest:
 
 
 def _run_options(options: argparse.Namespace) -> tuple[str, ...]:
-    given = {"--replicas": options.replicas, "--threads": options.threads}
-    given["--devices"] = options.devices
-    words = [word for flag, value in given.items() if value is not None for word in (flag, value)]
-    words += method.words(options)
-    return (*map(str, words), *(["-m"] if options.module else []))
+    return (*flags.words(options, flags.SHARED), *(["-m"] if options.module else []))
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:
@@ -161,10 +154,5 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="ranks on each node: a number, cpu (cores), gpu, or auto (default: 1)",
     )
-    group.add_argument("--replicas", type=int, metavar="R", help="replicas of the run")
-    group.add_argument("--devices", metavar="DEVICES", help="what ranks compute on")
-    group.add_argument("--threads", type=int, metavar="T", help="intra-op threads of each rank")
+    flags.add(group, "replicas", "devices", "threads", "run_dir")
     group.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
-    group.add_argument(
-        "--run-dir", type=Path, metavar="DIR", help="default: runs/NAME/TIME, a new one"
-    )

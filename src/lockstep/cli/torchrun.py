@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 
+from lockstep.cli import flags
 from lockstep.cli.parser import Parser
+from lockstep.settings import TABLE
 
 #: Variables of Lockstep that win over torchrun's.
 _WINS = {
-    "max_restarts": "LOCKSTEP_MAX_RESTARTS",
+    "max_restarts": TABLE["max_restarts"].variable,
     "local_addr": "LOCKSTEP_INTERFACE",
     "rdzv_conf": "LOCKSTEP_JOIN_TIMEOUT",
 }
@@ -106,12 +108,7 @@ def _add_start(group: argparse._ArgumentGroup) -> None:
         metavar="NAME,…",
         help="signals besides TERM, INT and HUP that end the launch and are passed on",
     )
-    group.add_argument(
-        "--shutdown-timeout",
-        type=float,
-        metavar="SECONDS",
-        help="from asking ranks to end to killing them (default: 5)",
-    )
+    flags.add(group, "shutdown_timeout")
 
 
 def _add_without_effect(group: argparse._ArgumentGroup) -> None:

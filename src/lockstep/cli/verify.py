@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.cli import method
+from lockstep.cli import flags
 from lockstep.cli.directory import kept_directory
 from lockstep.cli.parser import Parser
 from lockstep.errors import UsageError
@@ -63,10 +63,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "--seed", type=int, metavar="S", help="what draws the moments of the kills (default: 0)"
     )
-    parser.add_argument("--replicas", type=int, metavar="R", help="replicas on all layouts")
-    parser.add_argument("--threads", type=int, metavar="T", help="intra-op threads of each rank")
-    parser.add_argument("--devices", choices=("auto", "cpu", "gpu"), help="what ranks compute on")
-    method.add_flags(parser)
+    flags.add(parser, "replicas", "threads")
+    flags.add(parser, "devices", choices=("auto", "cpu", "gpu"), metavar=None)
+    flags.add_training(parser)
     parser.add_argument("--json", action="store_true", help="print the verdict as JSON")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep runs and traces in DIR")
     parser.add_argument("target", metavar="SCRIPT", help="the script to verify")
@@ -89,13 +88,14 @@ def one_layout_each(words: Sequence[str]) -> list[str]:
 def handle(options: argparse.Namespace) -> int:
     """Verify what `options` say; return the exit code."""
     from lockstep.launch.command import RunCommand, choose_strategies
+    from lockstep.launch.given import Given
     from lockstep.launch.target import check_script
     from lockstep.verify.layouts import parse
     from lockstep.verify.running import Work
     from lockstep.verify.verdict import judge, outcomes
 
-    method.read(options)  # a wrong name is refused here, before anything runs
-    of_servers = method.words(options, method.OF_SERVERS)
+    Given(**flags.given(options, flags.SHARED))  # what cannot work is refused before anything runs
+    of_servers = flags.words(options, flags.OF_SERVERS)
     strategies = choose_strategies(options.strategy, options.strategies, of_servers)
     layouts = parse(options.layouts or ["1,2"], _storm(options), strategies)
     check_script(options.target)
@@ -132,13 +132,8 @@ def _storm(options: argparse.Namespace) -> Storm | None:
 
 
 def _run_options(options: argparse.Namespace) -> list[str]:
-    named = {"--replicas": options.replicas, "--threads": options.threads}
-    named["--devices"] = options.devices
-    words = [
-        word for flag, value in named.items() if value is not None for word in (flag, str(value))
-    ]
-    of_all = [name for name in method.NAMES if name not in ("strategy", *method.OF_SERVERS)]
-    return words + method.words(options, of_all)
+    ours = ("strategy", *flags.OF_SERVERS)
+    return flags.words(options, [name for name in flags.SHARED if name not in ours])
 
 
 def _show_outcome(outcome: Outcome) -> None:

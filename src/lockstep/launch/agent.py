@@ -35,9 +35,10 @@ from lockstep.launch.plan import Meeting, Plan, WorkerPlan
 from lockstep.launch.rendezvous import Rendezvous
 from lockstep.launch.restarts import Kind, Restarts
 from lockstep.launch.standing import Standing
-from lockstep.launch.survival import GRACE, Survival
+from lockstep.launch.survival import Survival
 from lockstep.launch.workers import LAST_GRACE, Workers
 from lockstep.record import events
+from lockstep.settings import TABLE
 
 #: More than none, which the base class refuses.
 _NO_TIME = 1e-6
@@ -426,7 +427,7 @@ class Agent(SimpleElasticAgent):
         if self._interrupts.first in survival.passed_on:
             death_sig = self._interrupts.first
         if self._leaving or not self._processes.end(death_sig, survival.grace(os.environ)):
-            self._processes.end(signal.SIGKILL, GRACE)
+            self._processes.end(signal.SIGKILL, TABLE["shutdown_timeout"].default)
 
     def _construct_event(  # type: ignore[no-untyped-def]
         self, state: str, source: EventSource, *_args, **_kwargs

@@ -37,10 +37,7 @@ def variables(
     Raises:
         UsageError: if they cannot be bound.
     """
-    wanted = spec.bind or environ.get("LOCKSTEP_BIND") or "none"
-    if wanted not in ("none", "cores"):
-        raise UsageError(f"LOCKSTEP_BIND is {wanted!r}; expected none or cores")
-    if wanted == "none":
+    if spec.settings.value("bind", environ) in (None, "none"):
         return ({},) * len(local_ranks)
     found = shares(machine.topology, local_size)
     # The threads of a run follow from the cores of the node, not from a rank's part of them.

@@ -10,19 +10,14 @@ from pathlib import Path
 
 from lockstep.errors import UsageError
 from lockstep.layout.classes import STRATEGIES
+from lockstep.settings import TABLE, of_strategy
 
 #: The strategy whose ranks have servers beside them.
 WITH_SERVERS = "ps"
 #: Variables that would change what a launch is.
-_OURS = (
-    "LOCKSTEP_FAULTS",
-    "LOCKSTEP_FRESH",
-    "LOCKSTEP_LOGGERS",
-    "LOCKSTEP_MAX_RESTARTS",
-    "LOCKSTEP_TRACE",
-)
+_OURS = ("LOCKSTEP_FAULTS", *(one.variable for one in TABLE.values() if one.of_one_launch))
 #: Variables that a strategy without servers would refuse.
-_OF_SERVERS = ("LOCKSTEP_SERVERS", "LOCKSTEP_STALENESS")
+_OF_SERVERS = tuple(TABLE[name].variable for name in of_strategy(WITH_SERVERS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +41,7 @@ class RunCommand:
         words = [*self.options, "--strategy", strategy]
         if strategy != WITH_SERVERS:
             return words
-        is_said = "--servers" in self.of_servers or "LOCKSTEP_SERVERS" in environ
+        is_said = "--servers" in self.of_servers or TABLE["servers"].variable in environ
         return [*words, *self.of_servers, *(() if is_said else ("--servers", "1"))]
 
     def environ(self, strategy: str | None, environ: Mapping[str, str]) -> dict[str, str]:

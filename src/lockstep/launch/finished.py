@@ -27,7 +27,7 @@ def already(spec: LaunchSpec) -> str | None:
 
     `None` where there is something to do, or ranks are to say what keeps them from it.
     """
-    if spec.run_dir is None or spec.fresh or os.environ.get("LOCKSTEP_FRESH", "0") != "0":
+    if spec.run_dir is None or spec.settings.value("fresh", os.environ):
         return None
     try:
         recorded = (_is_only(spec) and run_file.read(spec.run_dir)) or {}
@@ -62,13 +62,8 @@ def _is_only(spec: LaunchSpec) -> bool:
 
 
 def _is_same(spec: LaunchSpec, identity: dict[str, object]) -> bool:
-    meant = {
-        "script": Path(spec.target).name,
-        "arguments": list(spec.args),
-        "replicas": spec.replicas,
-        "threads": spec.threads,
-        "precision": spec.method.precision,
-    }
+    meant = {name: spec.settings.get(name) for name in ("replicas", "threads", "precision")}
+    meant |= {"script": Path(spec.target).name, "arguments": list(spec.args)}
     return all(value is None or identity.get(name) == value for name, value in meant.items())
 
 

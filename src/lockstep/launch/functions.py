@@ -24,6 +24,7 @@ from lockstep.errors import PREEMPTED, RunError, UsageError
 from lockstep.launch import forksafety, machine, processes, seeding, worker
 from lockstep.launch.failure import Verdict
 from lockstep.launch.forkserver import Job, Request
+from lockstep.launch.given import Given
 from lockstep.launch.interrupts import Interrupted, listening
 from lockstep.launch.output import say
 from lockstep.launch.place import RunPlace
@@ -31,7 +32,6 @@ from lockstep.launch.placement import asked
 from lockstep.launch.plan import interpreter, make_plan
 from lockstep.launch.spec import LaunchSpec, Ranks, StartMethod
 from lockstep.launch.supervise import private_directory, supervise
-from lockstep.launch.survival import Survival
 from lockstep.world import detect
 
 #: What `multiprocessing` tells a fresh interpreter that ours needs too: paths and the main module.
@@ -84,10 +84,12 @@ def launch(
         kind="function",
         n=n,
         start=_choose(start),
-        devices=None if devices == "auto" else devices,
-        replicas=replicas,
-        run_dir=None if run_dir is None else Path(run_dir),
-        survival=Survival(max_restarts=max_restarts),
+        settings=Given(
+            devices=None if devices == "auto" else devices,
+            replicas=replicas,
+            run_dir=None if run_dir is None else Path(run_dir),
+            max_restarts=max_restarts,
+        ),
     )
     with private_directory() as private:
         job = _forked(main, args) if spec.start == "fork" else _spawned(main, args, private)

@@ -45,9 +45,7 @@ def asked(spec: LaunchSpec, environ: Mapping[str, str]) -> Word | Ids:
 
 
 def _asked(spec: LaunchSpec, environ: Mapping[str, str]) -> tuple[str, str]:
-    if spec.devices is not None:
-        return "--devices", spec.devices
-    return "LOCKSTEP_DEVICES", environ.get("LOCKSTEP_DEVICES") or "auto"
+    return spec.settings.origin("devices"), spec.settings.value("devices", environ) or "auto"
 
 
 def ranks_without_looking(spec: LaunchSpec, environ: Mapping[str, str], cores: int) -> int | None:

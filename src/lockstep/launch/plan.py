@@ -16,6 +16,7 @@ from lockstep.launch.placement import asked, choose, no_gpus, seats
 from lockstep.launch.roster import Roster
 from lockstep.launch.spec import LaunchSpec
 from lockstep.layout import mesh as meshes
+from lockstep.settings import TABLE
 from lockstep.version import __version__
 from lockstep.world.environments.init_method import STORE
 from lockstep.world.environments.lockstep import MARK, TOKEN
@@ -254,11 +255,9 @@ def share_of_threads(
     spec: LaunchSpec, environ: Mapping[str, str], cores: int, n: int
 ) -> str | None:
     """Return the worker's `OMP_NUM_THREADS`, or `None` where the user's own value stays."""
-    threads = str(spec.threads) if spec.threads is not None else environ.get("LOCKSTEP_THREADS")
+    threads = spec.settings.value("threads", environ)
     if threads is not None:
-        if not threads.isdecimal() or int(threads) < 1:
-            raise UsageError(f"LOCKSTEP_THREADS is {threads!r}; expected an integer of at least 1")
-        return threads
+        return str(threads)
     return None if "OMP_NUM_THREADS" in environ else str(max(1, cores // n))
 
 
@@ -285,22 +284,18 @@ def check_replicas(spec: LaunchSpec, environ: Mapping[str, str], size: int) -> N
     Raises:
         UsageError: if `size` ranks hold more models than there are replicas, or don't fit the mesh.
     """
-    strategy = spec.method.strategy or environ.get("LOCKSTEP_STRATEGY")
-    asked = spec.method.mesh or environ.get("LOCKSTEP_MESH")
+    strategy = spec.settings.value("strategy", environ)
+    asked = spec.settings.value("mesh", environ)
     if strategy is None:  # the script may say one, which spreads models if there is a mesh
         strategy = "auto" if asked is None else meshes.SPREAD[0]
     mesh = meshes.choose(asked, strategy, size)
     if mesh.model > 1:
         size = mesh.data
-    text = str(spec.replicas) if spec.replicas is not None else environ.get("LOCKSTEP_REPLICAS")
-    if text is None:
-        return
-    if not text.isdecimal():
-        raise UsageError(f"LOCKSTEP_REPLICAS is {text!r}; expected an integer")
-    if int(text) < size:
+    replicas = spec.settings.value("replicas", environ)
+    if replicas is not None and replicas < size:
         raise UsageError(
-            f"{size} ranks for {text} replica(s); expected at least one replica for each rank",
-            hint=f"-n {text}, or --replicas {size} for a run with more replicas",
+            f"{size} ranks for {replicas} replica(s); expected at least one replica for each rank",
+            hint=f"-n {replicas}, or --replicas {size} for a run with more replicas",
         )
 
 
@@ -344,10 +339,10 @@ def _shared_environment(
     variables[TOKEN] = meeting.token if has_servers else ""
     variables[STORE] = str(meeting.store) if has_store else ""
     if meeting.replicas is not None:
-        variables["LOCKSTEP_DEFAULT_REPLICAS"] = str(meeting.replicas)
+        variables[TABLE["default_replicas"].variable] = str(meeting.replicas)
     if "LOCKSTEP_ENVIRONMENT" in environ:  # what it says of the launcher is not true of its workers
         variables["LOCKSTEP_ENVIRONMENT"] = "lockstep"
-    variables |= _flags(spec)
+    variables |= spec.settings.variables()
     sharing = n if meeting.own_cores else meeting.local_size or n
     threads = share_of_threads(spec, environ, machine.cores, sharing)
     if threads is not None:
@@ -364,22 +359,6 @@ def _interface(machine: Machine, environ: Mapping[str, str], meeting: Meeting) -
     chosen = meeting.interface or (machine.loopback if meeting.node_count == 1 else None)
     kept = () if meeting.overrules_interface else environ
     return {name: chosen for name in _INTERFACES if chosen is not None and name not in kept}
-
-
-def _flags(spec: LaunchSpec) -> dict[str, str]:
-    """Return the variables of the flags that were given; others keep what the user's shell says."""
-    given = {
-        "LOCKSTEP_REPLICAS": spec.replicas,
-        "LOCKSTEP_THREADS": spec.threads,
-        "LOCKSTEP_DEVICES": spec.devices,
-        "LOCKSTEP_BIND": spec.bind,
-        "LOCKSTEP_FRESH": 1 if spec.fresh else None,
-        "LOCKSTEP_STOP_ON_NAN": 1 if spec.stop_on_nan else None,
-        "LOCKSTEP_LOGGERS": ",".join(spec.loggers) or None,
-        **spec.survival.variables(),
-        **spec.method.variables(),
-    }
-    return {name: str(value) for name, value in given.items() if value is not None}
 
 
 def arguments(spec: LaunchSpec, local_rank: int) -> tuple[str, ...]:

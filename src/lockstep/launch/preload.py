@@ -29,7 +29,7 @@ _STRATEGIES = ("fsdp", "pipeline", "tensor")
 
 def likely(spec: LaunchSpec, env: Mapping[str, str]) -> tuple[str, ...]:
     """Return what the workers of `spec` will import besides, as far as its source and flags tell."""
-    strategy = spec.method.strategy or env.get("LOCKSTEP_STRATEGY")
+    strategy = spec.settings.value("strategy", env)
     if strategy in _STRATEGIES:
         return (_RUN, _DYNAMO, f"lockstep.strategies.{strategy}")
     run = (_RUN,) if source.imports(spec, "lockstep") else ()

@@ -6,10 +6,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from lockstep.errors import UsageError
 from lockstep.launch.spec import LaunchSpec
 from lockstep.layout.servers import check
-from lockstep.world.environments.lockstep import SERVER, SERVER_ROOT, SERVERS
+from lockstep.world.environments.lockstep import SERVER, SERVER_ROOT
 
 #: What a server runs: never the user's script.
 MODULE = "lockstep.server"
@@ -21,13 +20,8 @@ def count(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
     Raises:
         UsageError: if the strategy that is asked for needs some, or has no use for them.
     """
-    servers, name = spec.method.servers, "--servers"
-    if servers is None:
-        text, name = environ.get(SERVERS, "0"), SERVERS
-        if not text.isdecimal():
-            raise UsageError(f"{SERVERS} is {text!r}; expected an integer of at least 0")
-        servers = int(text)
-    check(spec.method.strategy or environ.get("LOCKSTEP_STRATEGY"), servers, name)
+    servers: int = spec.settings.value("servers", environ) or 0
+    check(spec.settings.value("strategy", environ), servers, spec.settings.origin("servers"))
     return servers
 
 

@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 from lockstep.errors import UsageError
-from lockstep.launch.method import Method
+from lockstep.launch.given import Given
 from lockstep.launch.nodes import Nodes
 from lockstep.launch.streams import Streams
 from lockstep.launch.survival import Survival
-from lockstep.world.devices_asked import parse as parse_devices
 
 StartMethod = Literal["fork", "spawn", "exec"]
-Bind = Literal["none", "cores"]
 TargetKind = Literal["script", "module", "function", "program"]
 LocalRankOption = Literal["auto", "none", "--local-rank", "--local_rank"]
 Ranks = int | Literal["cpu", "gpu", "auto"]
@@ -34,23 +32,15 @@ class LaunchSpec:
         n: number of ranks: at least 1, or `cpu`, `gpu` or `auto`; `None` for one, or for as many as
             `devices` names.
         start: how workers come to life.
-        devices: what ranks compute on: `auto`, `cpu`, `gpu` or a list such as `2,3`; `None` leaves
-            `LOCKSTEP_DEVICES` and then `auto`.
-        replicas: replicas of the run; `None` leaves `LOCKSTEP_REPLICAS` and then the script.
-        threads: intra-op threads of each rank; `None` leaves `LOCKSTEP_THREADS`, then shares the cores.
-        bind: whether each rank keeps to cores of its own; `None` leaves `LOCKSTEP_BIND` and then `none`.
-        run_dir: where logs and records go; `None` makes a new one.
-        fresh: whether a finished run in `run_dir` may be overwritten.
+        settings: what flags give; for others the variables of the environment count, and then the script.
+        signals: names of signals that end the launch as SIGTERM does, and are passed on to the ranks of
+            scripts that have opened no run.
         log_dir: where logs go; `None` leaves the run's directory.
         streams: which of the ranks' streams the terminal shows.
         role: what scripts read as `ROLE_NAME`.
-        stop_on_nan: whether a loss that is not finite ends the run.
-        loggers: names of loggers; none leaves `LOCKSTEP_LOGGERS` and then the script.
         local_rank_option: option by which old scripts get their local rank: `auto` until the script's
             source was read for it, then one of two spellings or `none`.
         nodes: what the user says of several nodes.
-        survival: what the user says of failures.
-        method: what the user says of how the run trains.
 
     Raises:
         UsageError: if a value cannot work on any machine.
@@ -61,35 +51,22 @@ class LaunchSpec:
     args: tuple[str, ...] = ()
     n: Ranks | None = None
     start: StartMethod = "fork"
-    devices: str | None = None
-    replicas: int | None = None
-    threads: int | None = None
-    bind: Bind | None = None
-    run_dir: Path | None = None
-    fresh: bool = False
+    settings: Given = field(default_factory=Given)
+    signals: tuple[str, ...] = ()
     log_dir: Path | None = None
     streams: Streams = field(default_factory=Streams)
     role: str = "default"
-    stop_on_nan: bool = False
-    loggers: tuple[str, ...] = ()
     local_rank_option: LocalRankOption = "auto"
     nodes: Nodes = field(default_factory=Nodes)
-    survival: Survival = field(default_factory=Survival)
-    method: Method = field(default_factory=Method)
 
     def __post_init__(self) -> None:
         self._check_ranks()
         self._check_choice("--start", self.start, get_args(StartMethod))
         self._check_choice("the kind of target", self.kind, get_args(TargetKind))
-        if self.devices is not None:
-            parse_devices(self.devices, "--devices")
-        if self.bind is not None:
-            self._check_choice("--bind", self.bind, get_args(Bind))
         self._check_choice(
             "the local rank's option", self.local_rank_option, get_args(LocalRankOption)
         )
-        self._check_count("--replicas", self.replicas)
-        self._check_count("--threads", self.threads)
+        _ = self.survival  # checks the signals
         if self.kind == "function" and self.start == "exec":
             raise UsageError(
                 "a function cannot be started by exec; expected fork or spawn",
@@ -100,6 +77,16 @@ class LaunchSpec:
                 f"a program is no Python that could be started by {self.start}; expected exec",
                 hint="leave out --start with --no-python",
             )
+
+    @property
+    def run_dir(self) -> Path | None:
+        """Where logs and records go; `None` makes a new directory."""
+        return self.settings.get("run_dir")
+
+    @property
+    def survival(self) -> Survival:
+        """What the user says of failures."""
+        return Survival(self.settings, self.signals)
 
     @property
     def name(self) -> str:
@@ -120,11 +107,6 @@ class LaunchSpec:
     def _check_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:
         if value not in choices:
             raise UsageError(f"{flag} is {value!r}; expected one of {', '.join(choices)}")
-
-    @staticmethod
-    def _check_count(flag: str, value: int | None) -> None:
-        if value is not None and value < 1:
-            raise UsageError(f"{flag} is {value}; expected at least 1")
 
 
 def parse_ranks(text: str) -> Ranks:

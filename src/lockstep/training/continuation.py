@@ -12,13 +12,13 @@ from lockstep.checkpoint.disk import Checkpoints
 from lockstep.checkpoint.found import DIRECTORY
 from lockstep.checkpoint.rhythm import Rhythm
 from lockstep.record.recorder import Recorder
+from lockstep.settings import Settings
 from lockstep.training.agreement import Agreement, Alone, OnBoard, ThroughStore
 from lockstep.training.ending import Ending
 from lockstep.training.keeping import Keeper
 from lockstep.training.loop import Loop
 from lockstep.training.memory import Memory
 from lockstep.training.resume import Search
-from lockstep.training.settings import Settings
 from lockstep.training.standing import Standing
 from lockstep.training.state import State
 from lockstep.world.meet import Meeting

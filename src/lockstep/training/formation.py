@@ -15,7 +15,7 @@ from lockstep.layout.classes import APPROXIMATE_EXCHANGES, LOCAL_EXCHANGES
 from lockstep.layout.mesh import SPREAD, Mesh, choose
 from lockstep.layout.replicas import block
 from lockstep.layout.servers import check as check_servers
-from lockstep.training.settings import Settings
+from lockstep.settings import Settings
 from lockstep.world import World
 from lockstep.world.groups import keep
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lockstep.record.run_file import Identity, script_and_arguments, versions
-from lockstep.training.settings import Settings
+from lockstep.settings import TABLE, Settings
 from lockstep.version import __version__
 
 
@@ -33,14 +33,16 @@ def describe(settings: Settings, *, replicas: int, threads: int, device: str) ->
     )
 
 
+def method_of(settings: Settings, exchange: str, *, alone: bool) -> dict[str, str]:
+    """Return the strategy, also where it is `auto`, beside the `exchange` that was chosen."""
+    auto = "single" if alone else "ddp"
+    strategy = auto if settings.strategy == "auto" else settings.strategy
+    return {"strategy": strategy, "exchange": exchange}
+
+
 def _method(settings: Settings) -> str:
     """Return how the run trains, where that may change its result; an exact run keeps its bits anyway."""
     if settings.exact:
         return "exact"
-    named = {
-        "strategy": settings.strategy,
-        "exchange": settings.exchange,
-        "sync_every": settings.sync_every,
-        "staleness": settings.staleness,
-    }
+    named = {one.name: getattr(settings, one.name) for one in TABLE.values() if one.changes_result}
     return ", ".join(f"{name}={value}" for name, value in named.items() if value is not None)

@@ -8,9 +8,10 @@ import threading
 from collections.abc import Callable, Mapping
 from types import FrameType
 
-from lockstep.errors import PREEMPTED, UsageError
+from lockstep.errors import PREEMPTED
+from lockstep.settings import TABLE, signal_of
 
-VARIABLE = "LOCKSTEP_PREEMPT_SIGNAL"
+VARIABLE = TABLE["preempt_signal"].variable
 
 
 class Preempted(SystemExit):
@@ -31,20 +32,8 @@ def chosen_signals(environ: Mapping[str, str]) -> list[signal.Signals]:
     Raises:
         UsageError: if the variable names none.
     """
-    name = environ.get(VARIABLE, "")
-    if not name:
-        return [signal.SIGTERM]
-    try:
-        chosen = signal.Signals[f"SIG{name.upper().removeprefix('SIG')}"]
-    except KeyError:
-        raise UsageError(
-            f"{VARIABLE} is {name!r}; expected the name of a signal, such as USR1"
-        ) from None
-    if chosen in (signal.SIGKILL, signal.SIGSTOP):
-        raise UsageError(
-            f"{VARIABLE} is {name!r}, a signal that no process can receive; expected one that it can, "
-            "such as USR1"
-        )
+    name = TABLE["preempt_signal"].read(environ)
+    chosen = signal.SIGTERM if name is None else signal_of(name, VARIABLE)
     return [signal.SIGTERM, *([chosen] if chosen != signal.SIGTERM else [])]
 
 

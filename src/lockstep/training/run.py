@@ -17,6 +17,7 @@ from lockstep.checkpoint import plain
 from lockstep.data.fetch import Collate
 from lockstep.data.loader import GlobalBatch, Loader
 from lockstep.errors import UsageError
+from lockstep.settings import OF_SCRIPTS, Settings, from_environment
 from lockstep.training import optimizers
 from lockstep.training.backward import Backward
 from lockstep.training.batchnorm import synchronise
@@ -27,7 +28,6 @@ from lockstep.training.metrics import Item, Metrics, Value
 from lockstep.training.models import Models
 from lockstep.training.plainly import show_plainly
 from lockstep.training.session import Session
-from lockstep.training.settings import OF_SCRIPTS, Settings, from_environment
 from lockstep.training.whereabouts import Whereabouts
 from lockstep.world.detect import given
 
@@ -110,7 +110,7 @@ class Run(Whereabouts):
         asked = {**locals(), "run_dir": place, "loggers": tuple(loggers)}
         show_plainly()
         # An argument for each setting, under its name; the others say where the ranks meet.
-        settings = Settings(**{name: asked[name] for name in OF_SCRIPTS})
+        settings = Settings(name=name, **{one: asked[one] for one in OF_SCRIPTS})
         world = given(init_method, rank, world_size, has_store=store is not None)
         self._session = Session(from_environment(settings), world, store)
         self._models = Models(self._session)

@@ -28,6 +28,7 @@ from lockstep.record import report
 from lockstep.record.recorder import Recorder
 from lockstep.record.settings import RecordSettings
 from lockstep.record.stacks import Frame
+from lockstep.settings import Settings
 from lockstep.strategies.held import HeldModel
 from lockstep.strategies.holding import Holding
 from lockstep.strategies.precision import check_precision
@@ -39,7 +40,7 @@ from lockstep.training.divergence import check_same
 from lockstep.training.earlier import launch_of, recall
 from lockstep.training.faults import Faults
 from lockstep.training.formation import Formation, Groups, choose_exchange, choose_mesh, needs_group
-from lockstep.training.identity import describe
+from lockstep.training.identity import describe, method_of
 from lockstep.training.keeping import Keeper
 from lockstep.training.listeners import Listener
 from lockstep.training.loop import Loop
@@ -47,7 +48,6 @@ from lockstep.training.memory import Memory, find_slot
 from lockstep.training.preemption import Preempted, Signals
 from lockstep.training.same_data import SameData
 from lockstep.training.scaling import Scaler
-from lockstep.training.settings import Settings
 from lockstep.training.standing import Standing
 from lockstep.training.state import State
 from lockstep.training.threads import set_threads
@@ -276,7 +276,7 @@ class Session:
             before=before if pid == os.getpid() else None,
             device=self.device,
             loggers=asked.loggers,
-            method=asked.method(self.exchange, alone=self.group is None),
+            method=method_of(asked, self.exchange, alone=self.group is None),
         )
 
     def _start_watch(self) -> Watch | None:

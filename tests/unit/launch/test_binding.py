@@ -9,6 +9,7 @@ import pytest
 
 from lockstep.errors import UsageError
 from lockstep.launch.binding import shares
+from lockstep.launch.given import Given
 from lockstep.launch.machine import Machine
 from lockstep.launch.plan import Meeting, make_plan
 from lockstep.launch.spec import LaunchSpec
@@ -58,7 +59,7 @@ def test_more_ranks_than_cores_cannot_be_bound():
 
 def plan(bind: str | None, environ: dict[str, str], n: int = 2, **meeting: int):
     return make_plan(
-        LaunchSpec(target="a.py", n=n, bind=bind),
+        LaunchSpec(target="a.py", n=n, settings=Given(bind=bind)),
         Machine(cores=8, topology=SERVER),
         environ,
         meeting=Meeting(**meeting),
@@ -92,5 +93,5 @@ def test_launchers_of_one_node_take_different_cores():
 
 
 def test_a_word_that_is_none_is_refused():
-    with pytest.raises(UsageError, match="LOCKSTEP_BIND is 'tight'; expected none or cores"):
+    with pytest.raises(UsageError, match="LOCKSTEP_BIND is 'tight'; expected one of none, cores"):
         plan(None, {"LOCKSTEP_BIND": "tight"})

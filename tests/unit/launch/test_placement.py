@@ -8,6 +8,7 @@ import pytest
 
 from lockstep.errors import DeviceError, UsageError
 from lockstep.launch.dry_run import lines, placement
+from lockstep.launch.given import Given
 from lockstep.launch.gpus import read_listing
 from lockstep.launch.machine import Machine
 from lockstep.launch.plan import Meeting, count_ranks, make_plan
@@ -39,7 +40,7 @@ def plan(
     **meeting: int,
 ):
     return make_plan(
-        LaunchSpec(target="a.py", n=n, devices=devices),
+        LaunchSpec(target="a.py", n=n, settings=Given(devices=devices)),
         where,
         environ or {},
         meeting=Meeting(**meeting),
@@ -169,12 +170,12 @@ def test_no_gpus_at_all_says_why():
 )
 def test_counts_that_contradict_a_list(n, devices, said):
     with pytest.raises(UsageError, match=said):
-        count_ranks(LaunchSpec(target="a.py", n=n, devices=devices), H100, {})
+        count_ranks(LaunchSpec(target="a.py", n=n, settings=Given(devices=devices)), H100, {})
 
 
 @pytest.mark.parametrize("n", [None, 2, "gpu", "auto"])
 def test_counts_that_agree_with_a_list(n):
-    assert count_ranks(LaunchSpec(target="a.py", n=n, devices="2,3"), H100, {}) == 2
+    assert count_ranks(LaunchSpec(target="a.py", n=n, settings=Given(devices="2,3")), H100, {}) == 2
 
 
 def test_ranks_on_processors_are_told_so():

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lockstep.errors import DeviceError, UsageError
+from lockstep.launch.given import Given
 from lockstep.launch.machine import Machine
-from lockstep.launch.method import Method
 from lockstep.launch.plan import Meeting, arguments, command, count_ranks, make_plan
 from lockstep.launch.roster import Roster
 from lockstep.launch.spec import LaunchSpec
@@ -134,7 +133,10 @@ def test_error_files_of_generations_differ():
     ],
 )
 def test_number_of_ranks(n, devices, machine, expected):
-    assert count_ranks(LaunchSpec(target="a.py", n=n, devices=devices), machine, {}) == expected
+    assert (
+        count_ranks(LaunchSpec(target="a.py", n=n, settings=Given(devices=devices)), machine, {})
+        == expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -152,7 +154,9 @@ def test_number_of_ranks(n, devices, machine, expected):
 )
 def test_refused_layouts(n, devices, machine, environ, error, said):
     with pytest.raises(error) as caught:
-        count_ranks(LaunchSpec(target="a.py", n=n, devices=devices), machine, environ)
+        count_ranks(
+            LaunchSpec(target="a.py", n=n, settings=Given(devices=devices)), machine, environ
+        )
     assert said in str(caught.value)
     assert caught.value.exit_code == 2
 
@@ -166,7 +170,7 @@ def test_refused_layouts(n, devices, machine, environ, error, said):
     ],
 )
 def test_placement(devices, machine, expected):
-    workers = plan(LaunchSpec(target="a.py", n=2, devices=devices), machine).workers
+    workers = plan(LaunchSpec(target="a.py", n=2, settings=Given(devices=devices)), machine).workers
     assert [worker.device for worker in workers] == expected
 
 
@@ -180,7 +184,9 @@ def test_placement(devices, machine, expected):
     ],
 )
 def test_threads(threads, environ, expected):
-    worker = plan(LaunchSpec(target="a.py", n=2, threads=threads), environ=environ).workers[0]
+    worker = plan(
+        LaunchSpec(target="a.py", n=2, settings=Given(threads=threads)), environ=environ
+    ).workers[0]
     assert worker.env.get("OMP_NUM_THREADS") == expected
 
 
@@ -199,7 +205,9 @@ def test_flags_become_variables_only_where_given():
         "LOCKSTEP_TOKEN",
     }
     spec = LaunchSpec(
-        target="a.py", n=2, replicas=4, threads=2, devices="cpu", fresh=True, stop_on_nan=True
+        target="a.py",
+        n=2,
+        settings=Given(replicas=4, threads=2, devices="cpu", fresh=True, stop_on_nan=True),
     )
     env = plan(spec).workers[1].env
     names = ("REPLICAS", "THREADS", "DEVICES", "FRESH", "STOP_ON_NAN")
@@ -212,18 +220,18 @@ def test_flags_become_variables_only_where_given():
 )
 def test_fewer_replicas_than_ranks_are_refused(replicas, environ):
     with pytest.raises(UsageError, match="3 ranks for 2 replica"):
-        plan(LaunchSpec(target="a.py", n=3, replicas=replicas), environ=environ)
+        plan(LaunchSpec(target="a.py", n=3, settings=Given(replicas=replicas)), environ=environ)
 
 
 def test_a_mesh_for_a_script_that_names_its_strategy():
-    spec = LaunchSpec(target="a.py", n=4, method=Method(mesh="2x2"))
+    spec = LaunchSpec(target="a.py", n=4, settings=Given(mesh="2x2"))
     assert plan(spec, environ={"LOCKSTEP_REPLICAS": "2"}) is not None
     with pytest.raises(UsageError, match="2 ranks for 1 replica"):
         plan(spec, environ={"LOCKSTEP_REPLICAS": "1"})
     with pytest.raises(UsageError, match="a mesh of 2x2 has 4 ranks; the run has 3"):
-        plan(LaunchSpec(target="a.py", n=3, method=Method(mesh="2x2")), environ={})
+        plan(LaunchSpec(target="a.py", n=3, settings=Given(mesh="2x2")), environ={})
     with pytest.raises(UsageError, match="strategy=ddp gives each rank a whole one"):
-        plan(LaunchSpec(target="a.py", n=4, method=Method(mesh="2x2", strategy="ddp")), environ={})
+        plan(LaunchSpec(target="a.py", n=4, settings=Given(mesh="2x2", strategy="ddp")), environ={})
 
 
 def test_replicas_that_are_no_number_are_refused():
@@ -264,17 +272,17 @@ def test_commands(start, kind, tail):
 
 
 def test_launchers_that_share_a_node_share_what_they_have_in_common():
-    spec = LaunchSpec(target="train.py", n=2, bind="cores")
+    spec = LaunchSpec(target="train.py", n=2)
     there = {"first_rank": 2, "size": 4, "first_local_rank": 2, "local_size": 4}
     # Four cores and four GPUs for both launchers: the second one takes the second half.
     both = Machine(cores=4, gpus=4)
-    devices = [worker.device for worker in plan(replace(spec, bind=None), both, **there).workers]
+    devices = [worker.device for worker in plan(spec, both, **there).workers]
     assert devices == ["cuda:2", "cuda:3"]
-    assert plan(replace(spec, bind=None), both, **there).workers[0].env["OMP_NUM_THREADS"] == "1"
+    assert plan(spec, both, **there).workers[0].env["OMP_NUM_THREADS"] == "1"
     # Two of each for this one alone, as Slurm gives them to a task.
     alone = Machine(cores=2, gpus=2)
     made = plan(
-        replace(spec, bind=None),
+        spec,
         alone,
         environ={"CUDA_VISIBLE_DEVICES": "0,1"},
         **there,

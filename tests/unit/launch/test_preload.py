@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.method import Method
+from lockstep.launch.given import Given
 from lockstep.launch.preload import likely
 from lockstep.launch.spec import LaunchSpec
 
@@ -45,7 +45,7 @@ def test_a_script_of_lockstep(tmp_path: Path) -> None:
 
 
 def test_a_strategy_with_imports_of_its_own() -> None:
-    spec = LaunchSpec(target="no_such_script.py", method=Method(strategy="fsdp"))
+    spec = LaunchSpec(target="no_such_script.py", settings=Given(strategy="fsdp"))
     assert likely(spec, {}) == (RUN, DYNAMO, "lockstep.strategies.fsdp")
 
 
@@ -60,5 +60,5 @@ def test_a_strategy_that_the_environment_names() -> None:
 
 
 def test_a_flag_wins_over_the_environment() -> None:
-    spec = LaunchSpec(target="no_such_script.py", method=Method(strategy="ddp"))
+    spec = LaunchSpec(target="no_such_script.py", settings=Given(strategy="ddp"))
     assert likely(spec, {"LOCKSTEP_STRATEGY": "tensor"}) == ()

@@ -11,8 +11,8 @@ from lockstep.errors import UsageError
 from lockstep.launch import dry_run, failure
 from lockstep.launch.failure import Failure
 from lockstep.launch.forkserver import Exit
+from lockstep.launch.given import Given
 from lockstep.launch.machine import Machine
-from lockstep.launch.method import Method
 from lockstep.launch.plan import Meeting, Plan, make_plan
 from lockstep.launch.servers import count
 from lockstep.launch.spec import LaunchSpec
@@ -20,7 +20,7 @@ from lockstep.world import detect
 
 
 def spec(**method: Any) -> LaunchSpec:
-    return LaunchSpec(target="train.py", n=2, method=Method(**method))
+    return LaunchSpec(target="train.py", n=2, settings=Given(**method))
 
 
 def plan(servers: int, environ: dict[str, str] | None = None, **meeting: Any) -> Plan:
@@ -65,7 +65,7 @@ def test_the_first_rank_s_launcher_has_all_of_them() -> None:
 
 
 def test_a_rank_that_is_alone_meets_its_servers_in_the_launchers_store() -> None:
-    lone = LaunchSpec(target="train.py", n=1, method=Method(strategy="ps", servers=1))
+    lone = LaunchSpec(target="train.py", n=1, settings=Given(strategy="ps", servers=1))
     where = {"run_dir": Path("runs/a"), "error_dir": Path("private")}
     (worker,) = make_plan(lone, Machine(cores=8), {}, **where).workers
     assert detect({**worker.env, "MASTER_PORT": "4567"}).agent_store
@@ -114,11 +114,11 @@ def test_what_cannot_be(method: dict[str, Any], environ: dict[str, str]) -> None
 
 
 def test_the_flags_are_variables() -> None:
-    variables = Method(servers=2, staleness=0).variables()
-    assert (variables["LOCKSTEP_SERVERS"], variables["LOCKSTEP_STALENESS"]) == (2, 0)
+    variables = Given(servers=2, staleness=0).variables()
+    assert (variables["LOCKSTEP_SERVERS"], variables["LOCKSTEP_STALENESS"]) == ("2", "0")
     for name in ("servers", "staleness"):
         with pytest.raises(UsageError, match=f"--{name} is -1; expected at least 0"):
-            Method(**{name: -1})
+            Given(**{name: -1})
 
 
 def test_a_dry_run_shows_them() -> None:

@@ -27,9 +27,7 @@ def test_other_texts_are_refused(text):
         {"n": "all"},
         {"start": "thread"},
         {"kind": "notebook"},
-        {"devices": "tpu"},
-        {"replicas": 0},
-        {"threads": -1},
+        {"signals": ("KILL",)},
         {"kind": "function", "start": "exec"},
     ],
 )

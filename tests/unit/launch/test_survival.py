@@ -7,6 +7,7 @@ import signal
 import pytest
 
 from lockstep.errors import UsageError
+from lockstep.launch.given import Given
 from lockstep.launch.survival import Survival
 
 
@@ -23,7 +24,7 @@ from lockstep.launch.survival import Survival
 )
 def test_values_that_cannot_work(wrong, said):
     with pytest.raises(UsageError, match=said):
-        Survival(**wrong)
+        Given(**wrong)
 
 
 def test_flags_win_over_variables_and_those_over_defaults():
@@ -32,7 +33,7 @@ def test_flags_win_over_variables_and_those_over_defaults():
         "LOCKSTEP_PREEMPT_SIGNAL": "SIGUSR2",
         "LOCKSTEP_HANG_TIMEOUT": "2.5",
     }
-    flags = Survival(max_restarts=0, preempt_signal="usr1", hang_timeout=0)
+    flags = Survival(Given(max_restarts=0, preempt_signal="usr1", hang_timeout=0))
     for survival, environ, expected in (
         (Survival(), {}, (None, None, 1800)),
         (Survival(), variables, (7, signal.SIGUSR2, 2.5)),
@@ -50,8 +51,10 @@ def test_variables_that_cannot_work(name, value):
         Survival().restarts({name: value})
 
 
-def test_workers_get_what_was_said():
-    given = Survival(preempt_signal="SIGUSR1", checkpoint_every=5, keep=2).variables()
-    assert given["LOCKSTEP_PREEMPT_SIGNAL"] == "USR1"
-    assert (given["LOCKSTEP_CHECKPOINT_EVERY"], given["LOCKSTEP_KEEP"]) == (5, 2)
-    assert set(Survival().variables().values()) == {None}
+def test_workers_get_what_concerns_them():
+    given = Given(preempt_signal="SIGUSR1", checkpoint_every=5, keep=2, max_restarts=1)
+    assert given.variables() == {
+        "LOCKSTEP_PREEMPT_SIGNAL": "SIGUSR1",
+        "LOCKSTEP_CHECKPOINT_EVERY": "5",
+        "LOCKSTEP_KEEP": "2",
+    }

@@ -11,6 +11,7 @@ import pytest
 
 from lockstep.cli import _parser, run, torchrun
 from lockstep.errors import UsageError
+from lockstep.launch.given import Given
 from lockstep.launch.nodes import Nodes
 from lockstep.launch.spec import LaunchSpec
 from lockstep.launch.streams import Streams, parse_bits
@@ -89,8 +90,8 @@ SAME: list[tuple[str, dict[str, Any]]] = [
     ("--module --run-path", {"kind": "module", "start": "fork"}),
     ("--no-python", {"kind": "program", "start": "exec"}),
     ("--no_python --run_path", {"kind": "script", "start": "fork"}),
-    ("--numa-binding exclusive", {"bind": "cores"}),
-    ("--numa-binding node --bind none", {"bind": "none"}),
+    ("--numa-binding exclusive", {"settings": Given(bind="cores")}),
+    ("--numa-binding node --bind none", {"settings": Given(bind="none")}),
     ("-t 3", {"streams": Streams(tee=3)}),
     ("--tee 0:3,1:1", {"streams": Streams(tee={0: 3, 1: 1})}),
     ("-r0:1", {"streams": Streams(redirects={0: 1})}),
@@ -255,9 +256,9 @@ def test_near_misses_get_a_suggestion(line: str, said: str, hint: str) -> None:
 def test_flags_win_over_lockstep_over_pet() -> None:
     pet = {"PET_NPROC_PER_NODE": "3", "PET_MAX_RESTARTS": "2", "PET_NO_PYTHON": "0"}
     spec, _ = read(env=pet)
-    assert (spec.n, spec.survival.max_restarts, spec.kind) == (3, 2, "script")
+    assert (spec.n, spec.settings.get("max_restarts"), spec.kind) == (3, 2, "script")
     spec, _ = read("--nproc_per_node=5", "--max-restarts", "1", env=pet)
-    assert (spec.n, spec.survival.max_restarts) == (5, 1)
+    assert (spec.n, spec.settings.get("max_restarts")) == (5, 1)
     ours = {**pet, "LOCKSTEP_MAX_RESTARTS": "9"}
     spec, _ = read(env=ours)
     assert spec.survival.restarts(ours) == 9
@@ -276,7 +277,7 @@ def test_what_operators_of_kubernetes_set() -> None:
         }
     )
     assert spec.nodes == Nodes(least=1, count=3, endpoint="job-worker-0:23456", id="job")
-    assert (spec.n, spec.survival.max_restarts, notes) == (2, 10, ())
+    assert (spec.n, spec.settings.get("max_restarts"), notes) == (2, 10, ())
     spec, notes = read(
         env={
             "PET_NNODES": "2",

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import ExactnessError, ModelError
+from lockstep.settings import Settings
 from lockstep.strategies.sync_batchnorm import (
     Ranks,
     SyncedBatchNorm,
@@ -25,7 +26,6 @@ from lockstep.strategies.sync_batchnorm import (
     layers,
 )
 from lockstep.training.batchnorm import synchronise
-from lockstep.training.settings import Settings
 
 ALONE = Ranks(None)
 

@@ -11,9 +11,9 @@ from lockstep.errors import ExactnessError, ModelError, UsageError
 from lockstep.exchange.choose import POWERSGD_KEYWORDS, exactness_of
 from lockstep.layout.classes import APPROXIMATE_EXCHANGES, LOCAL_EXCHANGES
 from lockstep.layout.mesh import Mesh
+from lockstep.settings import Settings
 from lockstep.strategies.checks import check_settings
 from lockstep.training.formation import Formation, choose_exchange, choose_mesh
-from lockstep.training.settings import Settings
 from lockstep.world import World
 
 WORLD = World(rank=0, size=2, local_size=2, local_rank=0, address="x", port=1)
@@ -66,7 +66,7 @@ def test_fp16_by_servers_that_update() -> None:
 
 
 def test_sync_every() -> None:
-    with pytest.raises(UsageError, match="sync_every is 0; expected an integer of at least 1"):
+    with pytest.raises(UsageError, match="sync_every is 0; expected at least 1"):
         Settings(name="test", sync_every=0)
 
 

@@ -89,5 +89,5 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["KILL", "SIGKILL", "stop"])
 def test_a_signal_that_no_process_receives_is_refused(name: str) -> None:
-    with pytest.raises(UsageError, match="a signal that no process can receive; expected one"):
+    with pytest.raises(UsageError, match="expected the name of a signal that a process can handle"):
         chosen_signals({VARIABLE: name})

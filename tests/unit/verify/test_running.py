@@ -74,8 +74,8 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         (
             "--strategies fsdp,ps --no-exact --staleness 1 --precision bf16 --sync-every 3",
             [
-                "--precision bf16 --sync-every 3 --no-exact --strategy fsdp",
-                "--precision bf16 --sync-every 3 --no-exact --strategy ps --staleness 1 --servers 1",
+                "--no-exact --sync-every 3 --precision bf16 --strategy fsdp",
+                "--no-exact --sync-every 3 --precision bf16 --strategy ps --staleness 1 --servers 1",
             ],
         ),
     ],

@@ -10,8 +10,6 @@ from lockstep.world.model import World
 
 #: Set by the launcher in every worker, to the version that started it.
 MARK = "LOCKSTEP_LAUNCHER"
-#: Set by the launcher in every worker and server: how many parameter servers there are.
-SERVERS = "LOCKSTEP_SERVERS"
 #: Set by the launcher in a server, which is no worker: its number.
 SERVER = "LOCKSTEP_SERVER"
 #: Set by the launcher in a server: where the script's own modules are.

@@ -1,0 +1,76 @@
+"""Flags of settings, for every verb that starts runs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from typing import Any
+
+from lockstep.settings import TABLE, Setting, boolean, names, of_strategy
+
+
+def of_group(group: str) -> tuple[str, ...]:
+    """Return the settings whose flags are in a group."""
+    return tuple(name for name, one in TABLE.items() if one.flag and one.flag[0] == group)
+
+
+#: The settings that every such verb has flags for, and those of them that only servers use.
+OF_TRAINING = of_group("training")
+SHARED = ("replicas", "threads", "devices", *OF_TRAINING)
+OF_SERVERS = of_strategy("ps")
+
+
+def add(group: argparse._ActionsContainer, *chosen: str, **changed: Any) -> None:
+    """Add the flags of settings to a group of a verb's flags.
+
+    Args:
+        group: where they go.
+        chosen: names of the settings.
+        changed: what this verb says otherwise, as `add_argument` takes it.
+    """
+    for name in chosen:
+        group.add_argument(TABLE[name].option, **{**_keywords(TABLE[name]), **changed})
+
+
+def _keywords(setting: Setting) -> dict[str, Any]:
+    """Return what `add_argument` is told: a flag that is not given leaves `None`."""
+    assert setting.flag is not None
+    known: dict[str, Any] = {"dest": setting.name, "default": None, "help": _help(setting)}
+    if setting.parse is boolean:
+        both = argparse.BooleanOptionalAction if setting.negatable else "store_true"
+        return known | {"action": both}
+    known["metavar"] = setting.flag[1].partition(" ")[2] or None
+    if setting.parse is names:
+        return known | {"action": "append"}
+    return known | {"type": setting.parse}
+
+
+def _help(setting: Setting) -> str:
+    choices = f": {', '.join(setting.choices)}" if setting.choices else ""
+    default = "" if setting.parse is boolean else f" (default: {setting.said_default})"
+    return f"{setting.help}{choices}{default}".replace("`", "")
+
+
+def add_training(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say how a run trains."""
+    title = "training", "Each wins over what the script says to lockstep.Run."
+    add(parser.add_argument_group(*title), *OF_TRAINING)
+
+
+def given(options: argparse.Namespace, chosen: Iterable[str]) -> dict[str, Any]:
+    """Return the values of the settings whose flags were given."""
+    found = {name: getattr(options, name) for name in chosen}
+    several = {name: tuple(value) for name, value in found.items() if isinstance(value, list)}
+    return {name: value for name, value in (found | several).items() if value is not None}
+
+
+def words(options: argparse.Namespace, chosen: Iterable[str]) -> list[str]:
+    """Return the flags of these settings as they were given, for a command that starts the run."""
+    said = []
+    for name, value in given(options, chosen).items():
+        option = TABLE[name].option
+        if isinstance(value, bool):
+            said.append(option if value else f"--no-{option.removeprefix('--')}")
+        else:
+            said += [option, str(value)]
+    return said

@@ -1,0 +1,448 @@
+"""All settings of runs and launches: each is declared once, here.
+
+From this table come the flags of the verbs, the `LOCKSTEP_*` variables, what launchers forward to their
+ranks, the checks of all three, and the page `docs/manual/settings.md`. `lockstep.Run` has an argument for
+each setting that a script may give. A flag wins over a variable, which wins over an argument.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import UsageError
+from lockstep.layout.classes import EXCHANGES, PRECISIONS, STRATEGIES
+from lockstep.layout.mesh import parse as parse_mesh
+from lockstep.record.loggers import check as check_loggers
+from lockstep.world.devices_asked import parse as parse_devices
+
+#: Reads the text of a variable or a flag; raises `ValueError`.
+Parse = Callable[[str], Any]
+#: Refuses a value; the second argument is what the value was given as.
+Check = Callable[[Any, str], object]
+
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off", ""})
+
+
+def boolean(text: str) -> bool:
+    """Return what a variable says that is on or off."""
+    if text.lower() in _TRUE | _FALSE:
+        return text.lower() in _TRUE
+    raise ValueError("expected 1 or 0")
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Return the names after commas in a variable."""
+    return tuple(name for name in text.split(",") if name)
+
+
+_EXPECTED: dict[Parse, str] = {int: "an integer", float: "a number", boolean: "1 or 0"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One setting.
+
+    Attributes:
+        name: of the argument, and in capitals of the variable.
+        help: what it says.
+        parse: reads a variable or the value of a flag; raises `ValueError`.
+        default: where nothing gives it.
+        unsaid: what the default means, where the value does not tell.
+        check: refuses values that cannot work.
+        choices: all values, where they are few.
+        of_script: whether `lockstep.Run` takes it as an argument.
+        flag: the group of flags among which it has one, and how that is spelled.
+        negatable: whether the flag has a `--no-` form; other flags of booleans only switch on.
+        other_variable: its variable, where that is not `LOCKSTEP_` and its name.
+        forwarded: whether launchers give the value of a flag to their ranks.
+        blank_is_unset: whether an empty variable counts as none.
+        strategy: the only strategy that takes it.
+        of_one_launch: whether commands that start many launches keep the variable from them.
+        changes_result: whether it decides on the result of a run that is not exact.
+    """
+
+    name: str
+    help: str
+    parse: Parse
+    default: Any = None
+    unsaid: str = ""
+    check: Check | None = None
+    choices: tuple[str, ...] = ()
+    of_script: bool = False
+    flag: tuple[str, str] | None = None
+    negatable: bool = False
+    other_variable: str = ""
+    forwarded: bool = True
+    blank_is_unset: bool = False
+    strategy: str | None = None
+    of_one_launch: bool = False
+    changes_result: bool = False
+
+    @property
+    def variable(self) -> str:
+        """Name of its variable."""
+        return self.other_variable or f"LOCKSTEP_{self.name.upper()}"
+
+    @property
+    def said_default(self) -> str:
+        """The default in words."""
+        default = "none" if self.default in (None, ()) else write(self.default).removesuffix(".0")
+        return self.unsaid or default
+
+    @property
+    def option(self) -> str:
+        """How its flag is spelled."""
+        return "" if self.flag is None else self.flag[1].partition(" ")[0]
+
+    def require(self, value: Any, said: str) -> None:
+        """Check a value.
+
+        Args:
+            value: of the setting.
+            said: what it was given as.
+
+        Raises:
+            UsageError: if it cannot work.
+        """
+        if self.choices and value not in self.choices:
+            raise UsageError(f"{said} is {value!r}; expected one of {', '.join(self.choices)}")
+        if self.check is not None and value is not None:
+            self.check(value, said)
+
+    def read(self, environ: Mapping[str, str]) -> Any:
+        """Return what the variable says, checked; `None` where there is none.
+
+        Raises:
+            UsageError: if it cannot be read, or not work.
+        """
+        text = environ.get(self.variable)
+        if text is None or (self.blank_is_unset and not text):
+            return None
+        try:
+            value = self.parse(text)
+        except ValueError:
+            raise UsageError(
+                f"{self.variable} is {text!r}; expected {_EXPECTED[self.parse]}"
+            ) from None
+        self.require(value, self.variable)
+        return value
+
+
+def write(value: Any) -> str:
+    """Return the value of a setting as its variable spells it."""
+    if isinstance(value, bool):
+        return str(int(value))
+    return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+# --- checks --------------------------------------------------------------------------------------
+
+
+def _at_least(least: int, kind: type = int) -> Check:
+    def check(value: Any, said: str) -> None:
+        number = isinstance(value, int) or (kind is float and isinstance(value, float))
+        if not number:
+            wanted = "an integer of" if kind is int else "a number of"
+            raise UsageError(f"{said} is {value!r}; expected {wanted} at least {least}")
+        if not (math.isfinite(value) and value >= least):
+            raise UsageError(f"{said} is {value}; expected at least {least}")
+
+    return check
+
+
+def _check_seed(value: Any, said: str) -> None:
+    if not isinstance(value, int) or not -(2**63) <= value < 2**63:
+        raise UsageError(f"{said} is {value!r}; expected an integer of 64 bits")
+
+
+#: Signals by which no process can be asked for anything.
+_UNFIT = {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGSEGV, signal.SIGBUS}
+
+
+def signal_of(name: str, said: str) -> signal.Signals:
+    """Return the signal of a name, with or without `SIG`.
+
+    Raises:
+        UsageError: if there is none, or no process can handle it.
+    """
+    known = {one.name: one for one in signal.Signals}
+    found = known.get("SIG" + name.upper().removeprefix("SIG"))
+    if found is None or found in _UNFIT:
+        raise UsageError(
+            f"{said} is {name!r}; expected the name of a signal that a process can handle",
+            hint="for example USR1",
+        )
+    return found
+
+
+# --- settings of runs ----------------------------------------------------------------------------
+
+
+def _setting(default: Any, says: str, parse: Parse, **more: Any) -> Any:
+    """Declare a field of `Settings`, which a script may give unless said otherwise."""
+    row = {"help": says, "parse": parse, "default": default, "of_script": True, **more}
+    return field(default=default, metadata=row)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The settings of a run, as its ranks read them.
+
+    Raises:
+        UsageError: if a setting cannot work.
+    """
+
+    name: str
+    seed: int = _setting(0, "everything random follows from it", int, check=_check_seed)
+    replicas: int | None = _setting(
+        None,
+        "number of logical workers, at least as many as ranks",
+        int,
+        unsaid="the number of ranks",
+        check=_at_least(1),
+        flag=("layout", "--replicas R"),
+    )
+    exact: bool = _setting(
+        True,
+        "refuse what would make the result depend on the layout",
+        boolean,
+        flag=("training", "--exact"),
+        negatable=True,
+    )
+    strategy: str = _setting(
+        "auto",
+        "how models are held; `auto` is `ddp` on several ranks, else `single`",
+        str,
+        choices=STRATEGIES,
+        flag=("training", "--strategy S"),
+        changes_result=True,
+    )
+    exchange: str = _setting(
+        "auto",
+        "how gradients meet; `auto` is the fastest exact one",
+        str,
+        choices=EXCHANGES,
+        flag=("training", "--exchange E"),
+        changes_result=True,
+    )
+    sync_every: int | None = _setting(
+        None,
+        "steps between two exchanges of `local-sgd` and `diloco`",
+        int,
+        unsaid="16 and 50",
+        check=_at_least(1),
+        flag=("training", "--sync-every H"),
+        changes_result=True,
+    )
+    mesh: str | None = _setting(
+        None,
+        "`DATAxMODEL`, such as `2x2`: how many models, and over how many ranks each is spread",
+        str,
+        unsaid="one model over all ranks with `pipeline` and `tensor`, else one on each",
+        check=parse_mesh,
+        flag=("training", "--mesh DATAxMODEL"),
+    )
+    servers: int = _setting(
+        0,
+        "number of parameter servers beside the ranks, for strategy `ps`",
+        int,
+        of_script=False,
+        check=_at_least(0),
+        flag=("training", "--servers S"),
+        strategy="ps",
+    )
+    staleness: int | None = _setting(
+        None,
+        "for strategy `ps`: servers update, and a worker goes on with parameters that lack at most so "
+        "many updates",
+        int,
+        unsaid="workers update by themselves",
+        check=_at_least(0),
+        flag=("training", "--staleness K"),
+        strategy="ps",
+        changes_result=True,
+    )
+    precision: str = _setting(
+        "fp32",
+        "`bf16` or `fp16` for forward passes under autocast, fp16 with a loss scale",
+        str,
+        choices=PRECISIONS,
+        flag=("training", "--precision P"),
+    )
+    devices: str = _setting(
+        "auto",
+        "`cpu`, `gpu`, `auto`, or a list such as `2,3` or `GPU-8f5c1a2b,MIG-…`, one for each rank of a "
+        "node",
+        str,
+        check=parse_devices,
+        flag=("layout", "--devices D"),
+        blank_is_unset=True,
+    )
+    threads: int | None = _setting(
+        None,
+        "intra-op threads per process",
+        int,
+        unsaid="the cores divided by the replicas",
+        check=_at_least(1),
+        flag=("layout", "--threads T"),
+    )
+    run_dir: Path | None = _setting(  # noqa: RUF009 - a field
+        None,
+        "directory of the run",
+        Path,
+        unsaid="`runs/NAME/TIME`, a new one",
+        flag=("records", "--run-dir DIR"),
+    )
+    fresh: bool = _setting(
+        False,
+        "overwrite a finished run in its directory",
+        boolean,
+        of_script=False,
+        flag=("records", "--fresh"),
+        of_one_launch=True,
+    )
+    progress: bool = _setting(True, "show a bar or lines on the main rank", boolean)
+    stop_on_nan: bool = _setting(
+        False,
+        "check every loss, and stop at one that is not finite",
+        boolean,
+        flag=("records", "--stop-on-nan"),
+    )
+    checkpoint_every: float = _setting(
+        600.0,
+        "seconds between checkpoints that the script doesn't ask for; 0 for none",
+        float,
+        check=_at_least(0, float),
+        flag=("survival", "--checkpoint-every SECONDS"),
+    )
+    keep: int = _setting(
+        3,
+        "how many of the latest checkpoints stay, besides the best",
+        int,
+        check=_at_least(1),
+        flag=("survival", "--keep N"),
+    )
+    loggers: tuple[Any, ...] = _setting(
+        (),
+        "`tensorboard`, `wandb` or `mlflow`, to which `run.log` is forwarded",
+        names,
+        check=lambda value, _: check_loggers(value),
+        flag=("records", "--logger NAME"),
+        of_one_launch=True,
+    )
+    trace: Path | None = _setting(  # noqa: RUF009 - a field
+        None,
+        "directory of the trace that `lockstep verify` compares",
+        Path,
+        unsaid="no trace",
+        of_script=False,
+        of_one_launch=True,
+    )
+    default_replicas: int | None = _setting(
+        None,
+        "`replicas` of a script that names none",
+        int,
+        of_script=False,
+        check=_at_least(1),
+    )
+    default_threads: int | None = _setting(
+        None,
+        "`threads` of a script that names none",
+        int,
+        of_script=False,
+        check=_at_least(1),
+    )
+
+    def __post_init__(self) -> None:
+        if not self.name or "/" in self.name:
+            raise UsageError(f"the run's name is {self.name!r}; expected a word without '/'")
+        for name in OF_RUNS:
+            TABLE[name].require(getattr(self, name), name)
+
+
+def from_environment(settings: Settings, environ: Mapping[str, str] | None = None) -> Settings:
+    """Return `settings` with every `LOCKSTEP_NAME` of the environment in the place of `name`.
+
+    Raises:
+        UsageError: if a variable cannot be read as its setting, or its value cannot work.
+    """
+    environ = os.environ if environ is None else environ
+    said = {name: TABLE[name].read(environ) for name in OF_RUNS}
+    return replace(settings, **{name: value for name, value in said.items() if value is not None})
+
+
+# --- settings of launchers -----------------------------------------------------------------------
+
+_OF_LAUNCHERS = (
+    Setting(
+        name="bind",
+        help="whether each rank keeps to cores of its own",
+        parse=str,
+        default="none",
+        choices=("none", "cores"),
+        flag=("layout", "--bind"),
+        blank_is_unset=True,
+    ),
+    Setting(
+        name="max_restarts",
+        help="failures in a row without progress after which ranks are started again",
+        parse=int,
+        unsaid="3, and 0 for exceptions of the script's own and for scripts without a `lockstep.Run`",
+        check=_at_least(0),
+        flag=("survival", "--max-restarts K"),
+        forwarded=False,
+        blank_is_unset=True,
+        of_one_launch=True,
+    ),
+    Setting(
+        name="preempt_signal",
+        help="a signal that makes a run save its state and end with exit code 75, such as `USR1`; SIGTERM "
+        "always does",
+        parse=str,
+        unsaid="SIGTERM alone",
+        check=signal_of,
+        flag=("survival", "--preempt-signal NAME"),
+        blank_is_unset=True,
+    ),
+    Setting(
+        name="hang_timeout",
+        help="seconds that a rank may show no sign of life, 0 for ever",
+        parse=float,
+        default=1800.0,
+        check=_at_least(0, float),
+        flag=("survival", "--hang-timeout SECONDS"),
+        forwarded=False,
+        blank_is_unset=True,
+    ),
+    Setting(
+        name="shutdown_timeout",
+        help="seconds from asking ranks to end to killing them",
+        parse=float,
+        default=5.0,
+        check=_at_least(0, float),
+        flag=("torchrun", "--shutdown-timeout SECONDS"),
+        other_variable="TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
+        forwarded=False,
+        blank_is_unset=True,
+    ),
+)
+#: All settings by their names: those of runs, then those of launchers.
+TABLE: dict[str, Setting] = {
+    one.name: Setting(name=one.name, **one.metadata) for one in fields(Settings) if one.metadata
+}
+#: The settings of runs, which ranks read; and those that a script may give.
+OF_RUNS = tuple(TABLE)
+OF_SCRIPTS = tuple(name for name, one in TABLE.items() if one.of_script)
+TABLE |= {one.name: one for one in _OF_LAUNCHERS}
+
+
+def of_strategy(strategy: str) -> tuple[str, ...]:
+    """Return the settings that no strategy but this one takes."""
+    return tuple(name for name, one in TABLE.items() if one.strategy == strategy)
