@@ -109,6 +109,37 @@ dist.destroy_process_group()
     same_everywhere([lockstep.finish(process) for process in started], expected)
 
 
+#: As a group of NCCL alone, which moves nothing that is in the processor's memory.
+ONE_SIDED = """
+import sys
+import torch.distributed as dist
+dist.init_process_group("cuda:gloo", init_method=sys.argv[2], rank=int(sys.argv[1]), world_size=2)
+import train
+train.main()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("strategy", ["pipeline", "fsdp"])
+def test_a_group_without_a_side_for_the_cpu(lockstep: Lockstep, strategy: str) -> None:
+    ends = "                optimizer.zero_grad()\n"
+    rows = "x[:, 0] for x, _ in run.loader(data, batch_size=8)"
+    show = f"            print('rows', float(run.gather({rows}).sum()))\n"
+    lockstep.script(SCRIPT.replace(ends, ends + show))
+    lockstep.script(ONE_SIDED, "own.py")
+    alone = lockstep.finish(lockstep.start("train.py", program=()))
+    url = f"tcp://127.0.0.1:{free_port()}"
+    asked = {"LOCKSTEP_STRATEGY": strategy}
+    if strategy == "pipeline":
+        asked["LOCKSTEP_MESH"] = "1x2"
+    started = [lockstep.start("own.py", str(rank), url, env=asked, program=()) for rank in range(2)]
+    done = [lockstep.finish(process) for process in started]
+    same_everywhere(done, digest_of(alone.out))
+    told = [line for line in alone.out.splitlines() if line.startswith("rows")]
+    assert len(told) == 2
+    assert [one for one in done[0].out.splitlines() if one.startswith("rows")] == told
+
+
 def test_several_runs_of_one_process_meet_each_time(lockstep: Lockstep, expected: str) -> None:
     lockstep.script("import train\nfor _ in range(3):\n    train.main()\n", "thrice.py")
     file = lockstep.directory / "meeting"

@@ -2,19 +2,22 @@
 
 A process that dies closes its sockets, so that its peers learn of it at once; that is why signals go
 through sockets rather than through flags in the shared memory itself.
+
+Their addresses are abstract (unix(7)): they belong to the network namespace, by which a host is told, and
+not to a directory that two containers on one network may not share. No permissions of a file protect such
+an address, so each side asks the kernel for the user of the other.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import secrets
 import select
-import shutil
 import socket
 import struct
-import tempfile
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -24,8 +27,9 @@ _RANK = struct.Struct("<I")
 _SIGNAL = struct.Struct("<BQQ")  # what, which one of its kind, where the rank that says it stands
 WRITTEN, SUMMED = 0, 1
 _SPINS = 60  # looks before a wait that gives the core away: about as long as that costs
-_LONGEST_PLACE = 90  # an address has 108 bytes at most (unix(7))
+_CREDENTIALS = struct.Struct("iII")  # process, user, group
 _CONNECT_SECONDS = 1800.0  # as long as a slow peer may take to reach the same call
+_GREETING_SECONDS = 10.0  # as long as a process that has connected may take to say its rank
 
 
 @dataclass(slots=True)
@@ -49,11 +53,7 @@ class Peers:
 
     def __init__(self, store: dist.Store, name: str, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self._directory = _short_directory()
-        try:
-            self._peers = self._connect_all(dist.PrefixStore(f"peers/{name}", store))
-        finally:
-            shutil.rmtree(self._directory, ignore_errors=True)
+        self._peers = self._connect_all(dist.PrefixStore(f"peers/{name}", store))
         # Where ranks share cores, a rank that looks again and again keeps the others from answering.
         self._spins = _SPINS if size <= len(os.sched_getaffinity(0)) else 0
         self._poll = select.poll()
@@ -62,12 +62,12 @@ class Peers:
             self._poll.register(descriptor, select.POLLIN)
 
     def _connect_all(self, store: dist.Store) -> list[_Peer]:
-        address = str(self._directory / "socket")
+        name = f"lockstep-{secrets.token_hex(16)}"
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
             server.settimeout(_CONNECT_SECONDS)
-            server.bind(address)
+            server.bind(f"\0{name}")
             server.listen(self.size)
-            store.set(str(self.rank), address)
+            store.set(str(self.rank), name)
             peers = [self._connect(store, other) for other in range(self.rank)]
             peers += [self._accept(server) for _ in range(self.rank + 1, self.size)]
         return sorted(peers, key=lambda peer: peer.rank)
@@ -76,22 +76,33 @@ class Peers:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             store.wait([str(other)], timedelta(seconds=_CONNECT_SECONDS))
-            connection.connect(store.get(str(other)).decode())
+            connection.connect(f"\0{store.get(str(other)).decode()}")
+            _check_user(connection)
             connection.send(_RANK.pack(self.rank))
-        except (OSError, dist.DistError) as error:
+        except dist.DistError as error:
             connection.close()
             raise _absent(f"rank {other}") from error
+        except OSError as error:
+            connection.close()
+            raise _unreachable(other, error) from error
         return _Peer(other, connection)
 
     @staticmethod
     def _accept(server: socket.socket) -> _Peer:
-        try:
-            connection, _ = server.accept()
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError as error:
+                raise _absent("a rank of this host") from error
+            try:
+                _check_user(connection)
+                connection.settimeout(_GREETING_SECONDS)
+                (rank,) = _RANK.unpack(connection.recv(_RANK.size))
+            except (OSError, struct.error):  # another user, or no rank of this run
+                connection.close()
+                continue
             connection.settimeout(None)
-            (rank,) = _RANK.unpack(connection.recv(_RANK.size))
-        except (OSError, struct.error) as error:
-            raise _absent("a rank of this host") from error
-        return _Peer(rank, connection)
+            return _Peer(rank, connection)
 
     def exchange_descriptors(self, descriptor: int) -> list[int]:
         """Give every peer `descriptor`, and return all ranks' in rank order; own ones are copies."""
@@ -190,10 +201,21 @@ def _absent(who: str) -> PeerError:
     )
 
 
-def _short_directory() -> Path:
-    """Return a new private directory in which the address of a socket is short enough."""
-    directory = tempfile.mkdtemp(prefix="lockstep-")
-    if len(directory) < _LONGEST_PLACE:
-        return Path(directory)
-    Path(directory).rmdir()
-    return Path(tempfile.mkdtemp(prefix="lockstep-", dir="/tmp"))
+def _unreachable(rank: int, error: OSError) -> PeerError:
+    return PeerError(
+        f"rank {rank} cannot be reached through a socket of this host: {error.strerror or error}; expected "
+        "one kernel and one network namespace, since both ranks name the same boot and namespace",
+        hint="exchange='tree' (--exchange tree) goes over the network; two ranks must have one user",
+    )
+
+
+def _check_user(connection: socket.socket) -> None:
+    """Refuse a connection to a process of another user.
+
+    Raises:
+        PermissionError: if its user is another one.
+    """
+    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(told)
+    if user != os.geteuid():
+        raise PermissionError(errno.EPERM, f"it belongs to user {user}, not to {os.geteuid()}")

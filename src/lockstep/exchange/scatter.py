@@ -111,6 +111,10 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 def group_of_its_own(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return another process group of the same ranks; all of them make it together."""
-    made: dist.ProcessGroup = dist.new_group(dist.get_process_group_ranks(group), timeout=TIMEOUT)
+    made: dist.ProcessGroup = dist.new_group(
+        dist.get_process_group_ranks(group),
+        timeout=TIMEOUT,
+        backend=dist.get_backend_config(group),
+    )
     keep(made)
     return made

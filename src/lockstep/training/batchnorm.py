@@ -86,7 +86,10 @@ def _group(session: Session) -> dist.ProcessGroup | None:
         return None
     members = dist.get_process_group_ranks(data)
     group: dist.ProcessGroup = dist.new_group(
-        members, timeout=TIMEOUT, use_local_synchronization=True
+        members,
+        timeout=TIMEOUT,
+        backend=dist.get_backend_config(data),
+        use_local_synchronization=True,
     )
     keep(group)
     return group

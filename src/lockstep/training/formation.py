@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -85,7 +86,7 @@ class Groups:
         """Make the groups; all ranks do so together."""
         if everyone is None or strategy not in _MESHED:
             return Groups(everyone, everyone, None)
-        made = make_mesh(mesh, device)
+        made = make_mesh(mesh, device, everyone)
         data = everyone if mesh.model == 1 else made.get_group("data")
         return Groups(everyone, data, made)
 
@@ -104,9 +105,13 @@ class Groups:
         return self.mesh
 
 
-def make_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
+def make_mesh(mesh: Mesh, device: torch.device, everyone: dist.ProcessGroup) -> DeviceMesh:
     """Return torch's mesh of all ranks, with the dimensions `data` and `model`; all ranks make it."""
-    made = init_device_mesh(device.type, (mesh.data, mesh.model), mesh_dim_names=NAMES)
+    settings: dict[str, Any] = {}
+    if everyone is not dist.group.WORLD:  # which lacks a backend: see connect.py
+        settings = {"backend_override": dict.fromkeys(NAMES, dist.get_backend_config(everyone))}
+    shape = (mesh.data, mesh.model)
+    made = init_device_mesh(device.type, shape, mesh_dim_names=NAMES, **settings)
     for name in NAMES:
         keep(made.get_group(name))
     return made

@@ -31,7 +31,8 @@ class Connection:
 def connect(meeting: Meeting, device: torch.device, *, always: bool = False) -> Connection:
     """Return the process group of the ranks that have met.
 
-    A process group that the script has already made is taken as it is.
+    A process group that the script has already made is taken as it is, if it moves tensors in the
+    processor's memory as well as on the device; else a group of the same ranks that does is made beside it.
 
     Args:
         meeting: of the ranks.
@@ -48,9 +49,9 @@ def connect(meeting: Meeting, device: torch.device, *, always: bool = False) -> 
     _check_devices(dist.PrefixStore("devices", store), world.rank, device)
     meeting.ready()
     if dist.is_initialized():
-        return Connection(notes, dist.group.WORLD, owned=False)
+        return Connection(notes, _adopt(device), owned=False)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        _backend(device),
         store=dist.PrefixStore("group", store),
         rank=world.rank,
         world_size=world.size,
@@ -58,6 +59,25 @@ def connect(meeting: Meeting, device: torch.device, *, always: bool = False) -> 
     )
     keep(dist.group.WORLD)
     return Connection(notes, dist.group.WORLD, owned=True)
+
+
+def _backend(device: torch.device) -> str:
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def _adopt(device: torch.device) -> dist.ProcessGroup:
+    """Return the script's group, or a group of its ranks where a group such as NCCL's has no CPU side.
+
+    Ranks compare what they do, and sum metrics, in the processor's memory.
+    """
+    group = dist.group.WORLD
+    assert group is not None, "the script has made it"
+    served = {pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")}
+    if {"cpu", device.type} <= served:
+        return group
+    made: dist.ProcessGroup = dist.new_group(backend=_backend(device), timeout=TIMEOUT)
+    keep(made)
+    return made
 
 
 def _check_devices(store: dist.Store, rank: int, device: torch.device) -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
+import tempfile
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +16,13 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import PeerError
+from lockstep.exchange import peers
 from lockstep.exchange.base import Forest
 from lockstep.exchange.peers import SUMMED, WRITTEN, Peers
 from lockstep.exchange.shared_memory import _SMALL, SharedMemoryExchange
 from lockstep.layout.replicas import block
 from lockstep.layout.tree import fold, leaves, merges, total
+from tests.unit.threads import Party
 
 _SECONDS = 60  # after which a hang is a failure
 
@@ -184,6 +190,52 @@ def test_signals_of_peers() -> None:
         return "went on"
 
     assert on_threads(3, body) == ["noticed", "noticed", "left"]
+
+
+def test_peers_need_no_directory_that_they_share(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As two containers with one network and a `/tmp` each."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    store = dist.HashStore()
+    met = on_threads(2, lambda rank: Peers(store, "p", rank, 2))
+    assert [type(one) for one in met] == [Peers, Peers], met
+    for one in met:
+        one.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_of_another_kernel_is_an_error_at_once() -> None:
+    store = dist.HashStore()
+    store.set("peers/p/0", "lockstep-of-another-machine")
+    error = Party(lambda: Peers(store, "p", 1, 2)).end()
+    assert isinstance(error, PeerError), "machines that are copies of each other name the same boot"
+    assert "rank 0 cannot be reached" in str(error)
+    assert "--exchange tree" in str(error.hint)
+
+
+def test_processes_of_another_user_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    waiting = Party(lambda: Peers(store, "p", 0, 2))
+    while not store.check(["peers/p/0"]):
+        time.sleep(0.005)
+    address = "\0" + store.get("peers/p/0").decode()
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger,
+        monkeypatch.context() as it,
+    ):
+        it.setattr(peers.os, "geteuid", lambda: os.getuid() + 1)
+        stranger.connect(address)
+        stranger.settimeout(10)
+        assert stranger.recv(1) == b"", "it is shown out"
+        error = Party(lambda: Peers(store, "p", 1, 2)).end()
+        assert isinstance(error, PeerError)
+        assert "belongs to user" in str(error)
+    own = Peers(store, "p", 1, 2)
+    others = waiting.end()
+    assert isinstance(others, Peers), "a stranger keeps the ranks from nothing"
+    own.close()
+    others.close()
 
 
 def test_a_peer_that_has_said_all_may_leave_first() -> None:

@@ -36,6 +36,23 @@ def test_a_group_of_the_scripts_own_is_taken(lone_group: Any) -> None:
     assert not found.owned
 
 
+@pytest.mark.parametrize(
+    ("made", "taken"), [("cuda:gloo", False), ("cpu:gloo", True), ("cpu:gloo,cuda:gloo", True)]
+)
+def test_a_group_is_taken_that_has_a_side_for_the_cpu(
+    made: str, taken: bool, torch_state: None
+) -> None:
+    dist.init_process_group(made, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        found = connect.connect(meetings(1)[0], CPU).group
+        assert (found is dist.group.WORLD) == taken
+        numbers = torch.ones(3)
+        dist.all_reduce(numbers, group=found)
+        assert numbers.tolist() == [1, 1, 1]
+    finally:
+        dist.destroy_process_group()
+
+
 def test_one_gpu_for_two_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connect, "device_identity", lambda _: "GPU-1")
     one, two = meetings(2)
