@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UsageError
-from lockstep.layout.classes import EXCHANGES, PRECISIONS, STRATEGIES
+from lockstep.layout.classes import PRECISIONS
 from lockstep.layout.mesh import parse as parse_mesh
 from lockstep.record.loggers import check as check_loggers
+from lockstep.registry import EXCHANGES, STRATEGIES
 from lockstep.world.devices_asked import parse as parse_devices
 
 #: Reads the text of a variable or a flag; raises `ValueError`.
@@ -56,7 +57,7 @@ class Setting:
         default: where nothing gives it.
         unsaid: what the default means, where the value does not tell.
         check: refuses values that cannot work.
-        choices: all values, where they are few.
+        choices: all values; where there is a `check`, those that are always there.
         of_script: whether `lockstep.Run` takes it as an argument.
         flag: the group of flags among which it has one, and how that is spelled.
         negatable: whether the flag has a `--no-` form; other flags of booleans only switch on.
@@ -111,7 +112,7 @@ class Setting:
         Raises:
             UsageError: if it cannot work.
         """
-        if self.choices and value not in self.choices:
+        if self.check is None and self.choices and value not in self.choices:
             raise UsageError(f"{said} is {value!r}; expected one of {', '.join(self.choices)}")
         if self.check is not None and value is not None:
             self.check(value, said)
@@ -128,9 +129,8 @@ class Setting:
         try:
             value = self.parse(text)
         except ValueError:
-            raise UsageError(
-                f"{self.variable} is {text!r}; expected {_EXPECTED[self.parse]}"
-            ) from None
+            wanted = _EXPECTED[self.parse]
+            raise UsageError(f"{self.variable} is {text!r}; expected {wanted}") from None
         self.require(value, self.variable)
         return value
 
@@ -220,7 +220,8 @@ class Settings:
         "auto",
         "how models are held; `auto` is `ddp` on several ranks, else `single`",
         str,
-        choices=STRATEGIES,
+        choices=STRATEGIES.own,
+        check=STRATEGIES.require,
         flag=("training", "--strategy S"),
         changes_result=True,
     )
@@ -228,7 +229,8 @@ class Settings:
         "auto",
         "how gradients meet; `auto` is the fastest exact one",
         str,
-        choices=EXCHANGES,
+        choices=EXCHANGES.own,
+        check=EXCHANGES.require,
         flag=("training", "--exchange E"),
         changes_result=True,
     )

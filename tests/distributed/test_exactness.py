@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.layout.classes import APPROXIMATE_EXCHANGES, EXCHANGES, PRECISIONS, STRATEGIES
+from lockstep.layout.classes import PRECISIONS
+from lockstep.registry import EXCHANGES, STRATEGIES
 from lockstep.testing import run_ranks
 from tests.conftest import Lockstep
 from tests.distributed import on_digits
@@ -77,7 +78,10 @@ WAYS = [
     Way("close", (3,), {"strategy": "fsdp"}, norm="synced"),
     Way("close", (4,), loose(strategy="tensor", mesh="2x2", replicas=2), norm="synced"),
     Way("approximate", (2,), loose(replicas=4), norm="synced"),
-    *(Way("approximate", (2,), loose(exchange=name)) for name in APPROXIMATE_EXCHANGES),
+    *(
+        Way("approximate", (2,), loose(exchange=name))
+        for name in EXCHANGES.where(lambda one: one.exactness == "approximate")
+    ),
     Way("approximate", (2,), loose(strategy="ps", staleness=1), servers=1),
 ]
 
@@ -127,8 +131,8 @@ def test_a_run_keeps_the_class_that_it_states(way: Way, lockstep: Lockstep) -> N
 def test_every_name_that_a_run_takes_has_a_way() -> None:
     """`mpi` needs an MPI library (tests/mpi); `server` is what strategy ps uses."""
     for setting, names in [
-        ("strategy", STRATEGIES),
-        ("exchange", EXCHANGES),
+        ("strategy", STRATEGIES.own),
+        ("exchange", EXCHANGES.own),
         ("precision", PRECISIONS),
     ]:
         tried = {way.settings.get(setting) for way in WAYS}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lockstep.errors import UsageError
 from lockstep.launch.command import parse_names
 from lockstep.launch.gpus import Gpu, list_gpus, visible
-from lockstep.layout.classes import EXCHANGES
+from lockstep.registry import EXCHANGES
 
 #: The strategy of one rank with several GPUs.
 DATA_PARALLEL = "dp"
@@ -115,4 +115,4 @@ def choose_exchanges(one: str | None, several: str | None) -> Sequence[str | Non
     if several is None:
         return [one]
     example = "for example --exchanges tree,shared-memory"
-    return parse_names("--exchanges", several, EXCHANGES, example)
+    return parse_names("--exchanges", several, EXCHANGES.names(), example)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 
 from lockstep.layout.replicas import block
 from lockstep.layout.tree import fold, merges, nodes
@@ -54,6 +55,29 @@ class Forest:
         """Add the nodes of all ranks, given in rank order, into the first of them, and return it."""
         (root,) = fold(parts, self.merges, torch.Tensor.add_)
         return root
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeContext:
+    """What an exchange is made with.
+
+    Attributes:
+        name: of the exchange.
+        forest: the tree nodes of the ranks.
+        parameters: of the model, whose gradients meet.
+        group: the ranks.
+        store: where they leave notes for each other.
+        key: used once per run.
+        settings: the keywords of `run.model`, of which the exchange takes its own.
+    """
+
+    name: str
+    forest: Forest
+    parameters: Sequence[torch.Tensor]
+    group: dist.ProcessGroup
+    store: dist.Store
+    key: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Exchange(Protocol):

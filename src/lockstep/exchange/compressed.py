@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import torch
 
-from lockstep.exchange.base import Forest, Sum
+from lockstep.exchange.base import ExchangeContext, Forest, Sum
 from lockstep.exchange.memory import Memory
-from lockstep.exchange.tree import TreeExchange, Wire, Work
+from lockstep.exchange.tree import GroupWire, TreeExchange, Wire, Work
 
 
 class CompressedExchange(abc.ABC):
@@ -145,3 +145,9 @@ def done(value: torch.Tensor) -> Sum:
     future = torch.futures.Future(devices=[value.device] if value.is_cuda else None)
     future.set_result(value)
     return future
+
+
+def build(context: ExchangeContext) -> HalfExchange:
+    """Return the exchange `bf16` or `fp16`."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[context.name]
+    return HalfExchange(GroupWire(context.group), context.forest, dtype, context.name)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lockstep.errors import PeerError, UsageError
-from lockstep.exchange.base import Exchange, Forest, Sum
+from lockstep.exchange.base import Exchange, ExchangeContext, Forest, Sum
 from lockstep.exchange.memory import Memory
 from lockstep.exchange.native import NativeExchange
 from lockstep.exchange.tree import TreeExchange, Work
@@ -26,19 +26,20 @@ _CARRIERS = {1: "INT8_T", 2: "INT16_T", 4: "INT32_T", 8: "INT64_T", 16: "C_DOUBL
 _NUMBERS = {torch.float32: "FLOAT", torch.float64: "DOUBLE"}
 
 
-def make_mpi(forest: Forest, parameters: Sequence[torch.Tensor]) -> Exchange:
-    """Return the exchange over MPI for the gradients of `parameters`.
+def build(context: ExchangeContext) -> Exchange:
+    """Return the exchange over MPI.
 
     Raises:
         WorldError: if MPI is not there, or counts other processes than the run.
     """
+    forest, parameters = context.forest, context.parameters
     everyone = mpi.communicator(forest.rank, forest.size)
     if NativeExchange.is_exact(forest) and all(p.dtype in _NUMBERS for p in parameters):
         return PairExchange(everyone, forest)
     return TreeExchange(MpiWire(everyone), forest, name="mpi")
 
 
-def check_usable(forest: Forest, device: str) -> None:
+def check(forest: Forest, *, one_host: bool, device: str) -> None:
     """Refuse an exchange over MPI that cannot work here.
 
     Raises:

@@ -7,7 +7,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from lockstep.exchange.base import Forest, Sum
+from lockstep.exchange.base import ExchangeContext, Forest, Sum
 
 
 class NativeExchange:
@@ -49,3 +49,8 @@ class NativeExchange:
 
     def close(self) -> None:
         """Give back nothing: the group belongs to the run."""
+
+
+def build(context: ExchangeContext) -> NativeExchange:
+    """Return the exchange of a process group."""
+    return NativeExchange(context.group, context.forest)

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from lockstep.errors import ModelError
-from lockstep.exchange.base import Forest, Sum
+from lockstep.exchange.base import ExchangeContext, Forest, Sum
+from lockstep.exchange.choose import POWERSGD_KEYWORDS
 from lockstep.exchange.compressed import CompressedExchange, done
 from lockstep.exchange.flat import shape_in_memory
 from lockstep.exchange.tree import GroupWire
@@ -110,3 +111,9 @@ class _Bucket:
         """Return the gradients in the shapes of their parameters."""
         parts = torch.split(self._buffer, [shape.numel() for shape in self._shapes])
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+
+def build(context: ExchangeContext) -> PowerSGDExchange:
+    """Return the exchange, with its own of the keywords of `run.model`."""
+    own = {key: value for key, value in context.settings.items() if key in POWERSGD_KEYWORDS}
+    return PowerSGDExchange(context.group, context.forest, own)

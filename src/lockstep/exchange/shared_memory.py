@@ -18,10 +18,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from lockstep.exchange.base import Forest, Sum
+from lockstep.errors import UsageError
+from lockstep.exchange.base import ExchangeContext, Forest, Sum
 from lockstep.exchange.peers import SUMMED, WRITTEN, Peers
 from lockstep.layout.replicas import share
 
+_NOTES = (
+    256  # bytes of what strategies write behind the last bucket, besides an element per parameter
+)
 _ALIGNMENT = 64  # a cache line, so that no two ranks write to one
 _SMALL = 1 << 17  # bytes up to which a sum by every rank for itself beats a second round of signals
 
@@ -169,3 +173,27 @@ class SharedMemoryExchange:
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def build(context: ExchangeContext) -> SharedMemoryExchange:
+    """Return the exchange between the ranks of this host."""
+    parameters = context.parameters
+    size = sum((parameter.numel() + 1) * parameter.element_size() for parameter in parameters)
+    buckets = len(parameters) + 1
+    return SharedMemoryExchange(
+        context.store, context.key, context.forest, capacity=size + _NOTES, buckets=buckets
+    )
+
+
+def check(forest: Forest, *, one_host: bool, device: str) -> None:
+    """Refuse ranks that share no memory.
+
+    Raises:
+        UsageError: for ranks on several hosts, or on GPUs.
+    """
+    if not one_host or device != "cpu":
+        raise UsageError(
+            f"exchange=shared-memory with {device if one_host else 'ranks on several hosts'}; "
+            "expected ranks on the CPUs of one host",
+            hint="exchange='tree' works everywhere",
+        )

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from lockstep.exchange.base import Forest, Sum
+from lockstep.exchange.base import ExchangeContext, Forest, Sum
 from lockstep.exchange.memory import Memory
 
 
@@ -182,3 +182,8 @@ def _future_on(device: torch.device) -> Sum:
     if device.type == "cpu":
         return torch.futures.Future()
     return torch.futures.Future(devices=[device])
+
+
+def build(context: ExchangeContext) -> TreeExchange:
+    """Return the exchange over the wire of a process group."""
+    return TreeExchange(GroupWire(context.group), context.forest)

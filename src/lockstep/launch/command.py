@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.errors import UsageError
-from lockstep.layout.classes import STRATEGIES
+from lockstep.registry import STRATEGIES
 from lockstep.settings import TABLE, of_strategy
 
 #: The strategy whose ranks have servers beside them.
@@ -87,7 +87,9 @@ def parse_strategies(text: str) -> list[str]:
     Raises:
         UsageError: for a name that no strategy has.
     """
-    return parse_names("--strategies", text, STRATEGIES, "for example --strategies ddp,fsdp")
+    return parse_names(
+        "--strategies", text, STRATEGIES.names(), "for example --strategies ddp,fsdp"
+    )
 
 
 def parse_names(flag: str, text: str, known: Sequence[str], example: str) -> list[str]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from lockstep.launch import processes, source
 from lockstep.launch.openmp import untied
 from lockstep.launch.spec import LaunchSpec
+from lockstep.registry import STRATEGIES
 
 #: Modules that workers are likely to import and that start neither threads nor CUDA.
 MODULES = (
@@ -19,20 +20,18 @@ MODULES = (
     "torch.nn.parallel",
     "torch.utils.data",
 )
-#: What `lockstep.Run` brings in.
-_RUN = "lockstep.training.run"
+#: What `lockstep.Run` brings in, and the exchange that ranks of one host choose by themselves.
+_RUN = ("lockstep.training.run", "lockstep.exchange.shared_memory")
 #: A second of imports, which the first optimizer of a process brings in.
 _DYNAMO = "torch._dynamo"
-#: Strategies that take longer to import than all others together.
-_STRATEGIES = ("fsdp", "pipeline", "tensor")
 
 
 def likely(spec: LaunchSpec, env: Mapping[str, str]) -> tuple[str, ...]:
     """Return what the workers of `spec` will import besides, as far as its source and flags tell."""
-    strategy = spec.settings.value("strategy", env)
-    if strategy in _STRATEGIES:
-        return (_RUN, _DYNAMO, f"lockstep.strategies.{strategy}")
-    run = (_RUN,) if source.imports(spec, "lockstep") else ()
+    strategy = STRATEGIES.find(spec.settings.value("strategy", env) or "auto")
+    if strategy.slow_import and isinstance(strategy.hold, str):
+        return (*_RUN, _DYNAMO, strategy.hold.partition(":")[0])
+    run = _RUN if source.imports(spec, "lockstep") else ()
     return (*run, _DYNAMO) if source.names(spec, "optim") else run
 
 

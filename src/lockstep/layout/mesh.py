@@ -6,9 +6,10 @@ import re
 from dataclasses import dataclass
 
 from lockstep.errors import UsageError
+from lockstep.registry import STRATEGIES
 
-#: Strategies that spread one model over several ranks.
-SPREAD = ("pipeline", "tensor")
+#: Lockstep's own strategies that spread one model over several ranks.
+SPREAD = STRATEGIES.where(lambda one: one.spreads)
 _WORD = re.compile(r"(\d+)x(\d+)")
 
 
@@ -66,7 +67,7 @@ def choose(asked: str | None, strategy: str, size: int) -> Mesh:
     Raises:
         UsageError: if the mesh that was asked for has another number of ranks.
     """
-    spreads = strategy in SPREAD
+    spreads = STRATEGIES.find(strategy).spreads
     if asked is None:
         return Mesh(1, size) if spreads else Mesh(size)
     mesh = parse(asked, "mesh")

@@ -16,10 +16,12 @@ from lockstep.errors import ModelError, PeerError
 from lockstep.exchange.base import Exchange, Remembering, Sum
 from lockstep.exchange.choose import POWERSGD_KEYWORDS, make
 from lockstep.exchange.flat import Parts, as_typed, form, lies_alike
+from lockstep.registry import EXCHANGES, resolve
 from lockstep.strategies.checks import shares_buffers
 from lockstep.strategies.contributions import nothing_like, take_gradients, write
 from lockstep.strategies.held import HeldModel
 from lockstep.strategies.holding import Holding
+from lockstep.strategies.single import SingleModel
 from lockstep.strategies.wrapper import Replicated, own_buffers, wrap
 
 #: Bytes of a place, one element each: sums of bytes are exact in fp32 for 65,793 ranks.
@@ -264,6 +266,15 @@ class ReplicatedModel(HeldModel):
     def close(self) -> None:
         """Close the exchange."""
         self._exchange.close()
+
+
+def hold(module: nn.Module, holding: Holding, settings: dict[str, Any]) -> HeldModel:
+    """Hold a copy of `module` on every rank, or on the only one, as the exchange asks for."""
+    if holding.group is None:
+        return SingleModel(module, holding.replicas)
+    by_itself = EXCHANGES.find(holding.exchange).hold
+    held: HeldModel = resolve(by_itself or replicate)(module, holding, settings)
+    return held
 
 
 def replicate(module: nn.Module, holding: Holding, settings: dict[str, Any]) -> ReplicatedModel:

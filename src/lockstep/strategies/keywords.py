@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from lockstep.errors import ExactnessError, ModelError
+from lockstep.registry import STRATEGIES
 from lockstep.strategies.checks import is_harmless, named_buffers_of_own
 
 #: What is passed on to torch's `fully_shard`.
@@ -12,10 +14,16 @@ SHARDING = ("reshard_after_forward", "shard_placement_fn", "mp_policy", "offload
 #: What says how a model is sharded, besides.
 OWN_SHARDING = ("wrap", "gather")
 
-#: Strategies that hold one model over several ranks.
-_SPREADING = ("pipeline", "tensor")
+#: What strategies that hold one model over several ranks take besides the model.
+_OF_SPREADING = ("chunks", "split", "plan")
 #: What DataParallel takes as DistributedDataParallel does.
 _SCATTERING = ("device_ids", "output_device", "dim")
+
+
+def split(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what strategies take that spread a model, and the rest; one script serves all."""
+    own = {name: value for name, value in settings.items() if name in _OF_SPREADING}
+    return own, {name: value for name, value in settings.items() if name not in own}
 
 
 def taken_by(
@@ -35,7 +43,9 @@ def taken_by(
         ExactnessError: with `exact`, for one that lets its strategy compute in other numbers than this one.
         ModelError: for buffers of each rank's own, where ranks hold parts of a model.
     """
-    if strategy in _SPREADING and is_trained and not exact:  # with it, no strategy takes this
+    if (
+        STRATEGIES.find(strategy).spreads and is_trained and not exact
+    ):  # with it, no strategy takes this
         _refuse_own_buffers(strategy, settings)
     if strategy != "fsdp":
         if exact and settings.get("mp_policy") is not None:

@@ -11,19 +11,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lockstep.errors import ExactnessError, UsageError
 from lockstep.exchange.base import Forest
-from lockstep.exchange.choose import choose_name, choose_scatter
-from lockstep.layout.classes import APPROXIMATE_EXCHANGES, LOCAL_EXCHANGES
-from lockstep.layout.mesh import SPREAD, Mesh, choose
+from lockstep.exchange.choose import choose_name
+from lockstep.layout.mesh import Mesh, choose
 from lockstep.layout.replicas import block
 from lockstep.layout.servers import check as check_servers
+from lockstep.registry import EXCHANGES, STRATEGIES, StrategyEntry
 from lockstep.settings import Settings
 from lockstep.world import World
 from lockstep.world.groups import keep
 
-#: Strategies whose models live in a process group even where it has one rank.
-_ALWAYS_IN_A_GROUP = ("ps", "fsdp", *SPREAD)
-#: Those of them that need torch's view of all ranks, too.
-_MESHED = ("fsdp", *SPREAD)
 #: What the dimensions of the mesh are called.
 NAMES = ("data", "model")
 
@@ -84,7 +80,7 @@ class Groups:
         everyone: dist.ProcessGroup | None, mesh: Mesh, strategy: str, device: torch.device
     ) -> Groups:
         """Make the groups; all ranks do so together."""
-        if everyone is None or strategy not in _MESHED:
+        if everyone is None or not STRATEGIES.find(strategy).meshed:
             return Groups(everyone, everyone, None)
         made = make_mesh(mesh, device, everyone)
         data = everyone if mesh.model == 1 else made.get_group("data")
@@ -100,7 +96,7 @@ class Groups:
             raise UsageError(
                 f"run.mesh was asked for with strategy={strategy}; expected one that "
                 "shards or spreads models",
-                hint=f"{', '.join(_MESHED)}",
+                hint=", ".join(STRATEGIES.where(lambda one: one.meshed)),
             )
         return self.mesh
 
@@ -119,7 +115,7 @@ def make_mesh(mesh: Mesh, device: torch.device, everyone: dist.ProcessGroup) -> 
 
 def needs_group(strategy: str) -> bool:
     """Whether even a single rank has a process group."""
-    return strategy in _ALWAYS_IN_A_GROUP
+    return STRATEGIES.find(strategy).needs_group
 
 
 def choose_mesh(settings: Settings, world: World) -> Mesh:
@@ -130,13 +126,19 @@ def choose_mesh(settings: Settings, world: World) -> Mesh:
             has nothing that it could set.
         ExactnessError: for a staleness that breaks the promise.
     """
-    for strategy in ("single", "dp"):
-        if settings.strategy == strategy and world.size > 1:
-            raise UsageError(
-                f"strategy={strategy} with {world.size} ranks; expected one rank",
-                hint="strategy='ddp', or leave it to 'auto'",
-            )
+    strategy = STRATEGIES.find(settings.strategy)
+    if strategy.one_rank and world.size > 1:
+        raise UsageError(
+            f"strategy={strategy.name} with {world.size} ranks; expected one rank",
+            hint="strategy='ddp', or leave it to 'auto'",
+        )
+    if strategy.exactness == "approximate" and settings.exact:
+        raise ExactnessError(
+            f"strategy={strategy.name} trains by other mathematics than one process does",
+            hint="strategy='auto', or say exact=False to the run (lockstep run --no-exact)",
+        )
     _check_servers(settings, world)
+    _check_exchange(strategy, settings.exchange)
     _check_meetings(settings)
     return choose(settings.mesh, settings.strategy, world.size)
 
@@ -158,21 +160,11 @@ def _check_servers(settings: Settings, world: World) -> None:
             "expected strategy=ps",
             hint="--servers S --strategy ps, or leave out the staleness",
         )
-    if strategy == "ps" and settings.exchange not in ("auto", "server"):
-        raise UsageError(
-            f"exchange={settings.exchange} with strategy=ps, whose gradients meet in the servers",
-            hint="leave the exchange to 'auto', or choose strategy='ddp'",
-        )
     if late is not None and settings.precision == "fp16":
         raise UsageError(
             f"precision=fp16 with staleness={late}: only the servers have the whole gradient, whose "
             "overflows decide on the loss scale",
             hint="precision='bf16', which needs no loss scale, or leave out the staleness",
-        )
-    if strategy != "ps" and settings.exchange == "server":
-        raise UsageError(
-            f"exchange=server with strategy={strategy}, which has no servers",
-            hint="--servers S --strategy ps",
         )
     if late and settings.exact:
         raise ExactnessError(
@@ -181,35 +173,30 @@ def _check_servers(settings: Settings, world: World) -> None:
         )
 
 
+def _check_exchange(strategy: StrategyEntry, name: str) -> None:
+    """Refuse an exchange that the strategy cannot go with."""
+    exchange = EXCHANGES.find(name)
+    if name != "auto" and strategy.exchanges is not None and name not in strategy.exchanges:
+        raise UsageError(
+            f"exchange={name} with strategy={strategy.name}, {strategy.why}; expected auto, "
+            f"{', '.join(strategy.exchanges)}",
+            hint="leave the exchange to 'auto', or choose strategy='ddp'",
+        )
+    if exchange.strategy not in (None, strategy.name):
+        raise UsageError(
+            f"exchange={name} with strategy={strategy.name}; expected strategy={exchange.strategy}",
+            hint=f"--strategy {exchange.strategy}, or leave the exchange to 'auto'",
+        )
+
+
 def _check_meetings(settings: Settings) -> None:
     """Refuse steps between two meetings where ranks meet in every step."""
-    if settings.sync_every is not None and settings.exchange not in LOCAL_EXCHANGES:
+    if settings.sync_every is not None and not EXCHANGES.find(settings.exchange).hold:
+        seldom = EXCHANGES.where(lambda one: one.hold)
         raise UsageError(
             f"sync_every is {settings.sync_every} with exchange={settings.exchange}, whose ranks meet in "
-            f"every step; expected an exchange of {', '.join(LOCAL_EXCHANGES)}",
+            f"every step; expected an exchange of {', '.join(seldom)}",
             hint="--exchange local-sgd, or leave out --sync-every",
-        )
-
-
-def _check_approximate(settings: Settings) -> None:
-    """Refuse exchanges that ship less than all gradients where they cannot work."""
-    exchange, strategy = settings.exchange, settings.strategy
-    if exchange in APPROXIMATE_EXCHANGES and strategy not in ("auto", "ddp"):
-        raise UsageError(
-            f"exchange={exchange} with strategy={strategy}; expected a whole model on every rank",
-            hint="strategy='ddp', or another exchange",
-        )
-    if exchange in LOCAL_EXCHANGES and settings.precision == "fp16":
-        raise UsageError(
-            f"precision=fp16 with exchange={exchange}: ranks that train by themselves do not agree on "
-            "the steps that a loss scale leaves out",
-            hint="precision='bf16', which needs no loss scale",
-        )
-    if exchange == "powersgd" and settings.precision == "fp16":
-        raise UsageError(
-            "precision=fp16 with exchange=powersgd: ranks add what they left out of one step to the next, "
-            "and would keep the infinite gradients of an overflow for ever",
-            hint="precision='bf16', which needs no loss scale",
         )
 
 
@@ -220,13 +207,17 @@ def choose_exchange(settings: Settings, formation: Formation, world: World, devi
         UsageError: for one that cannot work here.
         ExactnessError: for one that breaks the promise.
     """
-    if settings.strategy == "ps":
-        return "server"
-    if settings.strategy == "fsdp":
-        return choose_scatter(settings.exchange)
-    _check_approximate(settings)
+    strategy, name = STRATEGIES.find(settings.strategy), settings.exchange
+    _check_exchange(strategy, name)
+    if strategy.exchanges is not None and len(strategy.exchanges) == 1:
+        return strategy.exchanges[0]
+    if settings.precision == "fp16" and (why := EXCHANGES.find(name).no_loss_scale):
+        raise UsageError(
+            f"precision=fp16 with exchange={name}: {why}",
+            hint="precision='bf16', which needs no loss scale",
+        )
     return choose_name(
-        settings.exchange,
+        name,
         formation.forest,
         one_host=world.local_size == world.size,
         device=device,

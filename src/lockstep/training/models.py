@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,25 +13,22 @@ from lockstep.checkpoint.plain import check_fit
 from lockstep.data.randomness import undisturbed
 from lockstep.errors import ModelError
 from lockstep.exchange.links import connect
-from lockstep.layout.classes import LOCAL_EXCHANGES, worst
-from lockstep.strategies import dp, spreading
+from lockstep.layout.classes import worst
+from lockstep.registry import STRATEGIES, resolve
 from lockstep.strategies.checks import (
     as_module,
     check_same_models,
-    check_settings,
     refuse_unconverted,
 )
-from lockstep.strategies.ddp import replicate, spans_devices
+from lockstep.strategies.ddp import spans_devices
 from lockstep.strategies.frozen import FrozenModel, is_trainable
 from lockstep.strategies.held import HeldModel
 from lockstep.strategies.holding import Holding
-from lockstep.strategies.keywords import taken_by
-from lockstep.strategies.local import hold_local
+from lockstep.strategies.keywords import split, taken_by
 from lockstep.strategies.passes import refuse_changing
 from lockstep.strategies.precision import REDUCED, autocast_forward
 from lockstep.strategies.ps import hold_served
 from lockstep.strategies.remote import hold_remotely
-from lockstep.strategies.single import SingleModel
 from lockstep.strategies.sync_batchnorm import layers
 from lockstep.training.session import Session
 from lockstep.training.state import check_savable
@@ -58,7 +55,7 @@ class Models:
         """
         session = self._session
         module = as_module(model)
-        spread, settings = spreading.take(settings)
+        spread, settings = split(settings)
         asked, is_trained = session.settings, is_trainable(module)
         settings = taken_by(asked.strategy, settings, exact=asked.exact, is_trained=is_trained)
         self._check(module, settings)
@@ -108,7 +105,7 @@ class Models:
         if self._session.replicas > 1:
             refuse_changing(module)
         asked = self._session.settings
-        check = _check_of(asked.strategy)
+        check = resolve(STRATEGIES.find(asked.strategy).check)
         check(module, settings, exact=asked.exact, device=self._session.device)
 
     def _hold(
@@ -122,25 +119,16 @@ class Models:
             check_same_models(module, str(number), session.store, world.rank, world.size)
         if not is_trainable(module):
             return FrozenModel(module, holding.block, holding.replicas, holding.group, settings)
-        strategy = session.settings.strategy
-        if self._is_spread:
-            return spreading.hold(strategy, module, holding, spread)
-        if strategy == "dp":
-            return dp.scatter(module, holding, settings)
-        if strategy == "fsdp":
-            return _shard(module, holding, settings)
-        if strategy == "ps":
+        strategy = STRATEGIES.find(session.settings.strategy)
+        if strategy.name == "ps":
             return self._serve(module, holding, settings)
-        return self._replicate(module, holding, settings)
-
-    def _replicate(
-        self, module: nn.Module, holding: Holding, settings: dict[str, Any]
-    ) -> HeldModel:
-        if holding.group is None:
-            return SingleModel(module, holding.replicas)
-        if holding.exchange in LOCAL_EXCHANGES:
-            return hold_local(module, holding, settings)
-        return replicate(module, holding, settings)
+        if strategy.spreads and not self._is_spread:
+            strategy = STRATEGIES.find("ddp")
+        held: HeldModel = resolve(strategy.hold)(
+            module, holding, spread if strategy.spreads else settings
+        )
+        held.exactness = worst([held.exactness, strategy.exactness])
+        return held
 
     def _serve(self, module: nn.Module, holding: Holding, settings: dict[str, Any]) -> HeldModel:
         """Hold a model with the servers of the launch."""
@@ -194,21 +182,3 @@ class Models:
             f"the run holds {len(held)} models; expected one of them to be named",
             hint="pass what run.model returned",
         )
-
-
-def _check_of(strategy: str) -> Callable[..., None]:
-    """Return what checks the keywords of `run.model`: DistributedDataParallel's, or a strategy's own."""
-    if strategy == "dp":
-        return dp.check_settings
-    if strategy == "fsdp":
-        from lockstep.strategies.sharding import check_sharding
-
-        return check_sharding
-    return check_settings
-
-
-def _shard(module: nn.Module, holding: Holding, settings: dict[str, Any]) -> HeldModel:
-    # Half a second of imports, which other strategies do without.
-    from lockstep.strategies.fsdp import hold_sharded
-
-    return hold_sharded(module, holding, settings)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import StepError, UsageError
-from lockstep.layout.classes import LOCAL_EXCHANGES
 from lockstep.layout.tree import total
+from lockstep.registry import EXCHANGES
 from lockstep.strategies.held import HeldModel
 from lockstep.training.scaling import gradients_of
 from lockstep.training.session import Session
@@ -68,10 +68,11 @@ class Weighting:
         return weights[microbatch.replica] / _unit(microbatch)
 
     def _read(self, weight: torch.Tensor | float) -> float:
-        settings = self._session.settings
-        if settings.staleness is not None or self._session.exchange in LOCAL_EXCHANGES:
+        settings, exchange = self._session.settings, self._session.exchange
+        by_itself = exchange != "none" and EXCHANGES.find(exchange).hold
+        if settings.staleness is not None or by_itself:
             raise UsageError(
-                f"run.backward(…, weight=…) with exchange={self._session.exchange}, staleness="
+                f"run.backward(…, weight=…) with exchange={exchange}, staleness="
                 f"{settings.staleness}: parameters are updated before all weights are known",
                 hint="leave out weight=, or take another exchange",
             )

@@ -10,7 +10,7 @@ from lockstep.launch.given import Given
 from lockstep.launch.preload import likely
 from lockstep.launch.spec import LaunchSpec
 
-RUN, DYNAMO = "lockstep.training.run", "torch._dynamo"
+RUN, DYNAMO = ("lockstep.training.run", "lockstep.exchange.shared_memory"), "torch._dynamo"
 
 
 @pytest.mark.parametrize(
@@ -39,20 +39,20 @@ def test_a_script_without_one(tmp_path: Path, text: str) -> None:
 def test_a_script_of_lockstep(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import lockstep")
-    assert likely(LaunchSpec(target=str(script)), {}) == (RUN,)
+    assert likely(LaunchSpec(target=str(script)), {}) == RUN
     script.write_text("import torch.optim\nfrom lockstep import Run")
-    assert likely(LaunchSpec(target=str(script)), {}) == (RUN, DYNAMO)
+    assert likely(LaunchSpec(target=str(script)), {}) == (*RUN, DYNAMO)
 
 
 def test_a_strategy_with_imports_of_its_own() -> None:
     spec = LaunchSpec(target="no_such_script.py", settings=Given(strategy="fsdp"))
-    assert likely(spec, {}) == (RUN, DYNAMO, "lockstep.strategies.fsdp")
+    assert likely(spec, {}) == (*RUN, DYNAMO, "lockstep.strategies.fsdp")
 
 
 def test_a_strategy_that_the_environment_names() -> None:
     spec = LaunchSpec(target="no_such_script.py")
     assert likely(spec, {"LOCKSTEP_STRATEGY": "tensor"}) == (
-        RUN,
+        *RUN,
         DYNAMO,
         "lockstep.strategies.tensor",
     )

@@ -9,13 +9,16 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from lockstep.errors import ExactnessError, ModelError, UsageError
 from lockstep.exchange.choose import POWERSGD_KEYWORDS, exactness_of
-from lockstep.layout.classes import APPROXIMATE_EXCHANGES, LOCAL_EXCHANGES
 from lockstep.layout.mesh import Mesh
+from lockstep.registry import EXCHANGES
 from lockstep.settings import Settings
 from lockstep.strategies.checks import check_settings
 from lockstep.training.formation import Formation, choose_exchange, choose_mesh
 from lockstep.world import World
 
+APPROXIMATE = EXCHANGES.where(lambda one: one.exactness == "approximate")
+#: Those whose ranks train by themselves for some steps at a time.
+LOCAL = EXCHANGES.where(lambda one: one.hold)
 WORLD = World(rank=0, size=2, local_size=2, local_rank=0, address="x", port=1)
 
 
@@ -24,7 +27,7 @@ def choose(**asked: object) -> str:
     return choose_exchange(settings, Formation.of(Mesh(2), 0, 2), WORLD, "cpu")
 
 
-@pytest.mark.parametrize("exchange", APPROXIMATE_EXCHANGES)
+@pytest.mark.parametrize("exchange", APPROXIMATE)
 def test_their_class(exchange: str) -> None:
     with pytest.raises(ExactnessError, match=f"exchange={exchange} trains by other sums") as seen:
         choose(exchange=exchange)
@@ -39,7 +42,7 @@ def test_models_that_no_rank_has_whole(strategy: str) -> None:
         choose(exchange="diloco", exact=False, strategy=strategy)
 
 
-@pytest.mark.parametrize("exchange", LOCAL_EXCHANGES)
+@pytest.mark.parametrize("exchange", LOCAL)
 def test_fp16_by_ranks_that_train_by_themselves(exchange: str) -> None:
     with pytest.raises(UsageError, match=f"precision=fp16 with exchange={exchange}") as seen:
         choose(exchange=exchange, exact=False, precision="fp16")
@@ -80,7 +83,7 @@ def test_sync_every_where_ranks_meet_in_every_step(exchange: str, size: int) -> 
     assert "local-sgd" in seen.value.hint
 
 
-@pytest.mark.parametrize("exchange", LOCAL_EXCHANGES)
+@pytest.mark.parametrize("exchange", LOCAL)
 def test_sync_every_of_ranks_that_meet_seldom(exchange: str) -> None:
     settings = Settings(name="test", sync_every=4, exchange=exchange, exact=False)
     assert choose_mesh(settings, WORLD) == Mesh(2)

@@ -1,0 +1,280 @@
+"""Which strategies and exchanges there are: those of Lockstep, and those that other packages publish.
+
+A strategy says how models are held, an exchange how gradients meet. An entry says what one needs and
+promises; `hold`, `build` and `check` name functions as `module:function`, which are imported where they are
+used. So names are known without importing torch. Other packages publish an entry by an entry point in the
+group `lockstep.strategies` or `lockstep.exchanges`, under the name that users will choose it by.
+
+Classes of exactness. `exact`: the bits of the result do not depend on the layout. `close`: the same
+mathematics, rounded in another order. `approximate`: other mathematics, to the same end.
+"""
+
+from __future__ import annotations
+
+import importlib
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Literal, TypeVar
+
+from lockstep.errors import UsageError
+
+Exactness = Literal["exact", "close", "approximate"]
+#: A function, or where to import it from: `module:function`.
+Function = str | Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeEntry:
+    """How gradients may meet.
+
+    Attributes:
+        name: what users choose it by; of an entry point, that one's name.
+        build: makes one: takes an `ExchangeContext`, returns an `Exchange` (`lockstep.exchange.base`).
+        exactness: its class.
+        is_exact: for an exchange of class `close`: takes a `Forest`, returns whether its sums have the bits
+            of the tree there all the same.
+        check: refuses where it cannot work: takes a `Forest`, and `one_host` and `device` by keyword.
+        hold: for an exchange whose ranks train by themselves for some steps at a time: holds a model so,
+            in the place of `build`.
+        strategy: the only strategy that takes it; `None` for each that takes exchanges of this class.
+        no_loss_scale: why it cannot go with the loss scale of fp16, if so.
+    """
+
+    name: str = ""
+    build: Function = ""
+    exactness: Exactness = "exact"
+    is_exact: Function = ""
+    check: Function = ""
+    hold: Function = ""
+    strategy: str | None = None
+    no_loss_scale: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyEntry:
+    """How models may be held.
+
+    Attributes:
+        name: what users choose it by; of an entry point, that one's name.
+        hold: holds a model: takes the module, a `Holding` and the keywords of `run.model`; returns a
+            `HeldModel`.
+        exactness: its class, where the exchange adds nothing to it.
+        check: checks the module and the keywords of `run.model`, also on one rank.
+        exchanges: those that it goes with; `None` for all that ask for no strategy of their own.
+        why: why it takes no others.
+        one_rank: whether a run has one rank with it.
+        needs_group: whether a single rank has a process group, too.
+        meshed: whether it needs torch's mesh of the ranks.
+        spreads: whether it holds one model over several ranks.
+        slow_import: whether its module takes so long to import that a launcher does it beforehand.
+    """
+
+    name: str = ""
+    hold: Function = ""
+    exactness: Exactness = "exact"
+    check: Function = "lockstep.strategies.checks:check_settings"
+    exchanges: tuple[str, ...] | None = None
+    why: str = ""
+    one_rank: bool = False
+    needs_group: bool = False
+    meshed: bool = False
+    spreads: bool = False
+    slow_import: bool = False
+
+
+EntryT = TypeVar("EntryT", bound=ExchangeEntry | StrategyEntry)
+
+
+class Registry(Generic[EntryT]):
+    """The entries of one kind by their names.
+
+    Args:
+        what: what an entry is.
+        group: that of the entry points of other packages.
+        entries: those of Lockstep.
+    """
+
+    def __init__(self, what: str, group: str, entries: Sequence[EntryT]) -> None:
+        self._what, self._group = what, group
+        self._kind: type = type(entries[0])
+        self._entries: dict[str, EntryT] = {one.name: one for one in entries}
+        self.own: tuple[str, ...] = tuple(self._entries)
+
+    def names(self) -> tuple[str, ...]:
+        """Return all names: those of Lockstep, then those of other packages."""
+        from importlib import metadata
+
+        published = {one.name for one in metadata.entry_points(group=self._group)}
+        return (*self.own, *sorted(published - set(self.own)))
+
+    def require(self, name: Any, said: str) -> None:
+        """Refuse what is no name of an entry.
+
+        Args:
+            name: what was given.
+            said: what it was given as.
+
+        Raises:
+            UsageError: listing the names that there are.
+        """
+        if name not in self._entries and name not in self.names():
+            raise UsageError(f"{said} is {name!r}; expected one of {', '.join(self.names())}")
+
+    def find(self, name: str) -> EntryT:
+        """Return the entry of a name; that of another package is imported when it is first asked for.
+
+        Raises:
+            UsageError: if there is none, if two packages publish it, or if it cannot be imported.
+        """
+        if name not in self._entries:
+            self.require(name, self._what)
+            self._entries[name] = self._load(name)
+        return self._entries[name]
+
+    def where(self, is_so: Callable[[EntryT], object]) -> tuple[str, ...]:
+        """Return the names of Lockstep's entries of which `is_so` is true."""
+        return tuple(name for name in self.own if is_so(self._entries[name]))
+
+    def _load(self, name: str) -> EntryT:
+        from importlib import metadata
+
+        points = metadata.entry_points(group=self._group, name=name)
+        packages = sorted({point.dist.name for point in points if point.dist is not None})
+        if len(points) > 1:
+            raise UsageError(
+                f"{self._what} {name} is published {len(points)} times, by {' and '.join(packages)}; "
+                "expected one package",
+                hint="uninstall all but one of them",
+            )
+        (point,) = points
+        told = f"the {self._what} {name} of {', '.join(packages)} ({point.value})"
+        try:
+            entry = point.load()
+        except Exception as error:  # another package's, at its import
+            raise UsageError(
+                f"{told} cannot be imported: {type(error).__name__}: {error}"
+            ) from error
+        if not issubclass(type(entry), self._kind):
+            raise UsageError(
+                f"{told} is of type {type(entry).__name__}; expected a {self._kind.__qualname__} of "
+                "lockstep.registry"
+            )
+        named: EntryT = replace(entry, name=name)
+        return named
+
+
+def resolve(function: Function) -> Callable[..., Any]:
+    """Return a function of an entry, imported if need be."""
+    if callable(function):
+        return function
+    module, _, name = function.partition(":")
+    found: Callable[..., Any] = operator.attrgetter(name)(importlib.import_module(module))
+    return found
+
+
+#: What gradients of one part of a model go over, apart from those of other parts.
+_OF_ROWS = ("shared-memory", "tree", "native")
+_ALONE = "ranks that train by themselves do not agree on the steps that a loss scale leaves out"
+
+STRATEGIES = Registry(
+    "strategy",
+    "lockstep.strategies",
+    [
+        StrategyEntry(name="auto", hold="lockstep.strategies.ddp:hold"),
+        StrategyEntry(name="single", hold="lockstep.strategies.ddp:hold", one_rank=True),
+        StrategyEntry(name="ddp", hold="lockstep.strategies.ddp:hold"),
+        StrategyEntry(
+            name="dp",
+            hold="lockstep.strategies.dp:scatter",
+            check="lockstep.strategies.dp:check_settings",
+            one_rank=True,
+        ),
+        StrategyEntry(
+            name="ps",
+            exchanges=("server",),
+            why="whose gradients meet in the servers",
+            needs_group=True,
+        ),
+        StrategyEntry(
+            name="fsdp",
+            hold="lockstep.strategies.fsdp:hold_sharded",
+            check="lockstep.strategies.sharding:check_sharding",
+            exchanges=("tree",),
+            why="where each rank takes its own part of the sums",
+            needs_group=True,
+            meshed=True,
+            slow_import=True,
+        ),
+        StrategyEntry(
+            name="pipeline",
+            hold="lockstep.strategies.pipeline:hold_pipelined",
+            exchanges=_OF_ROWS,
+            why="whose ranks hold parts of one model",
+            needs_group=True,
+            meshed=True,
+            spreads=True,
+            slow_import=True,
+        ),
+        StrategyEntry(
+            name="tensor",
+            hold="lockstep.strategies.tensor:hold_tensors",
+            exactness="close",
+            exchanges=_OF_ROWS,
+            why="whose ranks hold parts of one model",
+            needs_group=True,
+            meshed=True,
+            spreads=True,
+            slow_import=True,
+        ),
+    ],
+)
+
+EXCHANGES = Registry(
+    "exchange",
+    "lockstep.exchanges",
+    [
+        ExchangeEntry(name="auto"),
+        ExchangeEntry(
+            name="shared-memory",
+            build="lockstep.exchange.shared_memory:build",
+            check="lockstep.exchange.shared_memory:check",
+        ),
+        ExchangeEntry(name="tree", build="lockstep.exchange.tree:build"),
+        ExchangeEntry(
+            name="native",
+            build="lockstep.exchange.native:build",
+            exactness="close",
+            is_exact="lockstep.exchange.native:NativeExchange.is_exact",
+        ),
+        ExchangeEntry(
+            name="mpi", build="lockstep.exchange.mpi:build", check="lockstep.exchange.mpi:check"
+        ),
+        ExchangeEntry(name="server", strategy="ps"),
+        ExchangeEntry(
+            name="bf16", build="lockstep.exchange.compressed:build", exactness="approximate"
+        ),
+        ExchangeEntry(
+            name="fp16", build="lockstep.exchange.compressed:build", exactness="approximate"
+        ),
+        ExchangeEntry(
+            name="powersgd",
+            build="lockstep.exchange.powersgd:build",
+            exactness="approximate",
+            no_loss_scale="ranks add what they left out of one step to the next, and would keep the "
+            "infinite gradients of an overflow for ever",
+        ),
+        ExchangeEntry(
+            name="local-sgd",
+            hold="lockstep.strategies.local:hold_local",
+            exactness="approximate",
+            no_loss_scale=_ALONE,
+        ),
+        ExchangeEntry(
+            name="diloco",
+            hold="lockstep.strategies.local:hold_local",
+            exactness="approximate",
+            no_loss_scale=_ALONE,
+        ),
+    ],
+)
