@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -72,9 +74,10 @@ class Stream:
                 self._states = _states()
 
 
-#: Where generators stand, for another process: torch's, NumPy's, Python's two, and the device's. `None` for
-#: those that stand where they stood.
-States = list[torch.Tensor | None]
+#: Where generators stand, for another process: torch's, NumPy's, Python's and the device's. `None` for
+#: those that stand where they stood. Text and no tensors: it goes with the header of a message, so that
+#: nothing waits for a device.
+States = list[str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,32 +98,38 @@ class Generators:
 
     def since(self, before: Generators) -> States | None:
         """Return where those stand that have drawn since `before`; `None` if none has."""
-        states: States = [None] * 5
+        states: States = [None] * 4
         if not torch.equal(self.cpu, before.cpu):
-            states[0] = self.cpu
-        _, words, *rest = self.numpy
+            states[0] = _text(self.cpu)
+        name, words, *rest = self.numpy
         if not np.array_equal(words, before.numpy[1]) or rest != list(before.numpy[2:]):
-            states[1] = torch.tensor([*np.asarray(words).tolist(), *rest], dtype=torch.float64)
+            states[1] = json.dumps([name, np.asarray(words).tolist(), *rest])
         if self.python != before.python:
-            _, own, spare = self.python
-            states[2] = torch.tensor(own)
-            states[3] = torch.tensor([] if spare is None else [spare], dtype=torch.float64)
+            states[2] = json.dumps(self.python)
         if self.device is not None and before.device is not None:
             moved = not torch.equal(self.device, before.device)
-            states[4] = self.device if moved else None
+            states[3] = _text(self.device) if moved else None
         return None if all(state is None for state in states) else states
 
 
 def set_generators(states: States) -> None:
     """Let the generators go on from where those of another process stood."""
-    cpu, numpy, python, spare, device = states
+    cpu, numpy, python, device = states
     if cpu is not None:
-        torch.set_rng_state(cpu.cpu())  # it may have come over a GPU
-    if numpy is not None:  # words of 32 bits and counts, which float64 holds as they are
-        *words, position, has_gauss, gauss = numpy.tolist()
-        key = np.array(words, dtype=np.uint32)
-        np.random.set_state(("MT19937", key, int(position), int(has_gauss), gauss))
-    if python is not None and spare is not None:
-        random.setstate((3, tuple(python.tolist()), spare.item() if spare.numel() else None))
+        torch.set_rng_state(_bytes(cpu))
+    if numpy is not None:
+        name, words, *rest = json.loads(numpy)
+        np.random.set_state((name, np.array(words, dtype=np.uint32), *rest))
+    if python is not None:
+        version, own, spare = json.loads(python)
+        random.setstate((version, tuple(own), spare))
     if device is not None:
-        torch.cuda.set_rng_state(device.cpu())
+        torch.cuda.set_rng_state(_bytes(device))
+
+
+def _text(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _bytes(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -30,6 +30,8 @@ _SECONDS = 60.0
 #: How long a launcher that has nothing good to say waits for others to say it to.
 _SECONDS_IN_VAIN = 20.0
 _SEE_OFF_SECONDS = 2.0
+#: How long a launcher of a round may keep the others waiting in the survey: else another round begins.
+_ROUND_PATIENCE = 4.0
 
 
 class Gathering:
@@ -255,6 +257,7 @@ def survey_roster(
             index=index,
             labels=names,
             interface=interface,
+            patience=None if party.least is None else _ROUND_PATIENCE,
             check=check,
         )
         address, own_interface = reach[0].address, reach[index].interface

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from lockstep.launch import chair
@@ -33,6 +34,13 @@ _INTERVAL = 0.02
 #: How long an answer may take before another connection is tried.
 _ANSWER_SECONDS = 2.0
 _CONNECT_SECONDS = 1.0
+#: A launcher whose thread stands still for as long, in a call of the system, says nothing any more. Longer
+#: than any call that it makes on purpose; where it waits for workers to end, it looks again and again.
+_STUCK_SECONDS = 120.0
+#: Seconds between two looks at it, and the longest time between two that counts: a launcher that was
+#: stopped as a whole has not looked.
+_LOOK_SECONDS = 1.0
+_LONGEST_LOOK = 5.0
 #: A host that refuses for as long is there, and its launcher 0 is not.
 _REFUSED_SECONDS = 1.5
 
@@ -79,6 +87,7 @@ class Neighbours:
         self._said = Said(index=roster.index, generation=generation)
         self._answer = Answer()
         self._wake, self._stop = threading.Event(), threading.Event()
+        self._owner = _Owner()
         if place is None:
             now = time.monotonic()
             head = Chair(roster, now, policy=policy, least=least, generation=generation)
@@ -198,7 +207,10 @@ class Neighbours:
     def _talk(self) -> None:
         while True:
             stopping = self._stop.is_set()
-            self._exchange()
+            if self._owner.is_stuck():
+                self._fall_silent()
+            else:
+                self._exchange()
             decision = self._answer.decision
             is_last = decision is not None and decision.is_last
             if stopping or is_last:
@@ -219,6 +231,11 @@ class Neighbours:
         hurry = waiting or told or self.hall is not None
         return _INTERVAL if hurry else _BEAT_SECONDS
 
+    def _fall_silent(self) -> None:
+        """Let the others take this launcher for lost: its thread does nothing that is decided."""
+        if self.hall is not None:
+            self.hall.close()
+
     def _exchange(self) -> None:
         with self._lock:
             said = self._said
@@ -232,6 +249,36 @@ class Neighbours:
         assert self._caller is not None
         told = self._caller.ask(asdict(said))
         return None if told is None else Answer.parse(told)
+
+
+class _Owner:
+    """The thread of a launcher that starts and ends workers: whether it moves.
+
+    It is seen by its switches of context, of which each of its short waits is one; a call to a file server
+    that does not answer has none.
+    """
+
+    def __init__(self) -> None:
+        self._status = Path(f"/proc/self/task/{threading.get_native_id()}/status")
+        self._switches = ""
+        self._looked = time.monotonic()
+        self._still = 0.0
+
+    def is_stuck(self) -> bool:
+        """Return whether it has not moved for too long; often called."""
+        passed = time.monotonic() - self._looked
+        if passed >= _LOOK_SECONDS:
+            self._looked += passed
+            before, self._switches = self._switches, self._read()
+            moves = self._switches != before
+            self._still = 0.0 if moves else self._still + min(passed, _LONGEST_LOOK)
+        return self._still > _STUCK_SECONDS
+
+    def _read(self) -> str:
+        try:
+            return self._status.read_text().partition("\nvoluntary_ctxt_switches:")[2]
+        except OSError:
+            return ""  # the thread has ended: that is nothing that moves
 
 
 class _Caller:

@@ -215,9 +215,7 @@ class _Passing:
         if told is not None:
             self._told = told
             self._raise()
-        parts = message.parts["list"][0]
-        count = len(message.tensors) - sum(state is not None for state in states or ())
-        return Message(parts, message.tensors[:count], message.needy[:count])
+        return Message(message.parts["list"][0], message.tensors, message.needy)
 
     def _forward_chunk(
         self, chunk: int, begin: Generators | None = None

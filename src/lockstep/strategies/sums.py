@@ -59,7 +59,10 @@ class Sums:
         return any(node[place] is not None for node in nodes)
 
     def _read(self, sums: Sequence[torch.Tensor], nodes: Sequence[Gradients]) -> Gradients:
-        used = sums[-1][-len(self._parameters) :].tolist()
+        number = len(self._parameters)
+        used = [self._is_used(nodes, place) for place in range(number)]
+        if not all(used):  # only then is it read what others have used: that waits for the device
+            used = sums[-1][-number:].tolist()
         result: Gradients = [None] * len(self._parameters)
         for bucket, parts, total in zip(self._buckets, self._parts, sums, strict=True):
             for place, part in zip(bucket, parts.of(total), strict=True):

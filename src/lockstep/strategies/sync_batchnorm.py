@@ -22,9 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from lockstep.errors import ModelError, StepError
-from lockstep.exchange.base import Forest
 from lockstep.exchange.tree import GroupWire
-from lockstep.layout.tree import fold
 
 #: Types whose sums would be too coarse: statistics of such inputs are computed in fp32.
 _COARSE = (torch.float16, torch.bfloat16)
@@ -54,7 +52,6 @@ class Ranks:
         self.size = 1 if group is None else dist.get_world_size(group)
         if group is not None:
             self._wire = GroupWire(group)
-            self._merges = Forest.of(self.size, self.size, dist.get_rank(group)).merges
 
     def fold(
         self, own: torch.Tensor, merge: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -62,14 +59,27 @@ class Ranks:
         """Return the `own` of all ranks, merged in tree order: the same bits on every rank."""
         gathered = own.new_empty(self.size * own.numel())
         self._wire.gather(own, gathered).wait()
-        (root,) = fold(gathered.view(self.size, -1).unbind(), self._merges, merge)
-        return root
+        return fold(gathered.view(self.size, -1), merge)
 
     def __deepcopy__(self, _memo: object) -> Ranks:
         return self  # a copy of a model is on the same ranks
 
     def __reduce__(self) -> tuple[type[Ranks], tuple[None]]:
         return Ranks, (None,)  # a model that is loaded from a file is alone
+
+
+def fold(
+    rows: torch.Tensor, merge: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Return all `rows` merged in tree order, by one call of `merge` for each level of the tree.
+
+    Neighbours are siblings, and an odd last row goes up alone: that is the tree of layout/tree.py.
+    """
+    while len(rows) > 1:
+        even = len(rows) // 2 * 2
+        merged = merge(rows[0:even:2], rows[1:even:2])
+        rows = merged if even == len(rows) else torch.cat([merged, rows[even:]])
+    return rows[0]
 
 
 class SyncedBatchNorm(_BatchNorm):
@@ -218,22 +228,24 @@ def _statistics(x: torch.Tensor, *, counts: bool) -> torch.Tensor:
 
 
 def _unpack(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    mean, squares = packed[:-1].chunk(2)
-    return packed[-1], mean, squares
+    mean, squares = packed[..., :-1].chunk(2, dim=-1)
+    return packed[..., -1:], mean, squares
 
 
 def _merge(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Merge the statistics of two sets of samples (Chan, Golub, LeVeque 1979, equations 1.5)."""
+    """Merge the statistics of two sets of samples (Chan, Golub, LeVeque 1979, equations 1.5).
+
+    Both may have several rows: each pair of rows is merged as it would be by itself.
+    """
     count, mean, squares = _unpack(left)
     more, other, spread = _unpack(right)
-    total = count + more
+    merged = torch.empty_like(left)
+    total, merged_mean, merged_squares = _unpack(merged)
+    torch.add(count, more, out=total)
     share = more / total.clamp(min=1)  # of nothing and nothing: nothing
     difference = other - mean
-    merged = torch.empty_like(left)
-    merged_count, merged_mean, merged_squares = _unpack(merged)
-    merged_count.copy_(total)
-    merged_mean.copy_(mean + difference * share)
-    merged_squares.copy_(squares + spread + difference.square() * count * share)
+    torch.add(mean, difference * share, out=merged_mean)
+    torch.add(squares + spread, difference.square() * count * share, out=merged_squares)
     return merged
 
 

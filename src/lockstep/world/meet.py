@@ -31,8 +31,9 @@ from lockstep.world.waiting import await_any
 TIMEOUT = timedelta(minutes=30)
 _JOIN_VARIABLE = "LOCKSTEP_JOIN_TIMEOUT"
 _JOIN_SECONDS = 300.0
-#: How long ranks wait for the one of their node that tries the network.
-_SURVEY_SECONDS = 30.0
+#: How far apart nodes may come to the survey, and how long ranks wait for the one of their node that takes
+#: part in it.
+_NAMES_SECONDS, _SURVEY_SECONDS = 30.0, 120.0
 #: How long a store may take to answer a new client, once something listens at its port. Both ask the
 #: resolver for each other's names (torch 2.13), which takes half a minute where it does not answer.
 _STORE_TIMEOUT = timedelta(seconds=60)
@@ -251,7 +252,7 @@ def _survey(world: World, store: dist.Store) -> None:
 def _survey_nodes(world: World, store: dist.Store, notes: dist.Store, mine: str) -> None:
     notes.set(f"name/{world.node_rank}", host.name())
     names = [f"name/{number}" for number in range(world.node_count)]
-    await_any(notes, [names], _SURVEY_SECONDS)
+    await_any(notes, [names], _NAMES_SECONDS)
     labels = [
         f"node {number} ({notes.get(name).decode() if notes.check([name]) else 'not here'})"
         for number, name in enumerate(names)

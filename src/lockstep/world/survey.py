@@ -37,8 +37,8 @@ __all__ = ["Reach", "survey"]
 #: Seconds of a first look, which is enough unless a way fails: an interface that leads nowhere would
 #: otherwise cost every launch the time until it is given up.
 _QUICK = 0.5
-#: Members may come to the survey as far apart.
-_PATIENCE = 4.0
+#: Members may come to the survey as far apart: all have met by then, but one may be slow, or stopped.
+_PATIENCE = 30.0
 #: How much longer the others wait for member 0's answer than member 0 waits for them.
 _SLACK = 1.5
 #: Up to as many members, every pair is tried.
@@ -58,6 +58,7 @@ def survey(
     labels: Sequence[str],
     interface: str | None = None,
     seconds: float = 3.0,
+    patience: float | None = None,
     check: Check = go_on,
 ) -> tuple[Reach, ...]:
     """Return for each member the interface and address at which all others reach it.
@@ -70,6 +71,7 @@ def survey(
         labels: what to call each member in messages, the same everywhere.
         interface: the only one that this member offers; all of them by default.
         seconds: how long an attempt may take.
+        patience: how long a member may keep the others waiting, in seconds; 30 by default.
         check: called again and again meanwhile; may raise to end it.
 
     Raises:
@@ -77,7 +79,9 @@ def survey(
         UsageError: if this member has no such interface; the others are told.
     """
     with Prober() as prober:
-        return _Member(store, prober, index, labels, seconds, check).survey(interface)
+        patience = _PATIENCE if patience is None else patience
+        member = _Member(store, prober, index, labels, seconds, patience, check)
+        return member.survey(interface)
 
 
 def partners(index: int, count: int) -> list[int]:
@@ -98,6 +102,7 @@ class _Member:
         index: int,
         labels: Sequence[str],
         seconds: float,
+        patience: float,
         check: Check,
     ) -> None:
         self._board = _Board(store, labels[index], check)
@@ -105,6 +110,7 @@ class _Member:
         self._index = index
         self._labels = labels
         self._seconds = seconds
+        self._patience = patience
         self._own = interfaces()
         self._sources: dict[str, str] = {}
 
@@ -116,7 +122,7 @@ class _Member:
         self._introduce(interface)
         if self._index == 0:
             self._board.post("cards", self._collect_cards())
-        cards = [Card.parse(told) for told in self._heed("cards", _PATIENCE)]
+        cards = [Card.parse(told) for told in self._heed("cards", self._patience)]
         for number, seconds in enumerate((min(_QUICK, self._seconds), self._seconds)):
             report = self._try_others(cards, seconds)
             self._board.post(f"report/{number}/{self._index}", [one.plain() for one in report])
@@ -124,7 +130,7 @@ class _Member:
                 last = seconds == self._seconds
                 conclusion = self._conclude(number, cards, seconds, last=last)
                 self._board.post(f"conclusion/{number}", conclusion)
-            found = self._heed(f"conclusion/{number}", seconds + _PATIENCE)
+            found = self._heed(f"conclusion/{number}", seconds + self._patience)
             if found:
                 return tuple(Reach(name, address) for name, address in found)
         raise AssertionError("the second conclusion is the last")
@@ -150,12 +156,12 @@ class _Member:
 
     def _collect_cards(self) -> dict[str, Any]:
         """Return the cards of all, or what is wrong with them."""
-        told = self._board.gather([f"card/{one}" for one in self._everybody], _PATIENCE)
+        told = self._board.gather([f"card/{one}" for one in self._everybody], self._patience)
         missing = [label for label, card in zip(self._labels, told, strict=True) if card is None]
         if missing:
             return {
                 "error": f"{', '.join(missing)} met the others, but did not come to try the network "
-                f"within {_PATIENCE:g} s; expected all {len(told)} nodes"
+                f"within {self._patience:g} s; expected all {len(told)} nodes"
             }
         for label, card in zip(self._labels, told, strict=True):
             wrong = _complaint(card)
@@ -204,7 +210,7 @@ class _Member:
     ) -> dict[str, Any]:
         """Return an interface for each member, nothing yet, or what is wrong."""
         keys = [f"report/{number}/{one}" for one in self._everybody]
-        told = self._board.gather(keys, seconds + _PATIENCE)
+        told = self._board.gather(keys, seconds + self._patience)
         missing = [label for label, one in zip(self._labels, told, strict=True) if one is None]
         if missing:
             return {"error": f"{', '.join(missing)} left while the network was tried"}

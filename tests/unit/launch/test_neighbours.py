@@ -93,6 +93,48 @@ def enter_all(launchers: list[Neighbours], generation: int, ports: Iterator[int]
     )
 
 
+class Launcher:
+    """A launcher's thread, which makes one call and then stands still, or looks again and again."""
+
+    def __init__(self, make: Callable[[], Neighbours], *, moves: bool) -> None:
+        self._release, self._made = threading.Event(), threading.Event()
+        self._make, self._moves = make, moves
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        assert self._made.wait(10)
+
+    def _run(self) -> None:
+        self.own = self._make()
+        self._made.set()
+        while not self._release.wait(0.02 if self._moves else 60):
+            pass
+
+    def end(self) -> None:
+        self._release.set()
+        self._thread.join(10)
+
+
+@pytest.mark.parametrize("stuck", [0, 1, None])
+def test_a_launcher_whose_thread_is_stuck_is_lost(
+    stuck: int | None, make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(neighbours, "_STUCK_SECONDS", 0.5)
+    monkeypatch.setattr(neighbours, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(chair, "LOST_SECONDS", 1.0)
+    both = [Launcher(partial(make, index, 2), moves=index != stuck) for index in range(2)]
+    try:
+        told = decision_of(both[0 if stuck else 1].own, 10 if stuck is not None else 3)
+    finally:
+        for one in both:
+            one.end()
+    if stuck is None:
+        assert told is None
+    else:
+        assert told is not None, "its heartbeat came from a thread that proves nothing"
+        assert told.verdict is not None
+        assert f"node {stuck} (host{stuck}) was lost" in told.verdict.text
+
+
 # All goes well.
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict, deque
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
+from lockstep.data.randomness import Generators
 from lockstep.errors import ModelError
 from lockstep.strategies import message
 from lockstep.strategies.message import Message, assemble, dismantle
@@ -52,6 +55,17 @@ def same(one: object, other: object) -> bool:
 )
 def test_values_arrive_as_they_were(value):
     assert same(sent(value).value, value)
+
+
+def test_where_generators_stand_goes_over_no_device():
+    before = Generators.now()
+    torch.rand(1), np.random.rand(), random.random()
+    states = Generators.now().since(before)
+    assert states is not None
+    header, flats = message._outgoing([torch.ones(3), states, None, True], torch.device("meta"))
+    assert [len(flat) for flat in flats] == [12], "the output alone"
+    assert len(header) > 10_000
+    assert sent([torch.ones(3), states]).value[1] == states
 
 
 def test_a_size_arrives_as_a_tuple():

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.errors import ExactnessError, ModelError
+from lockstep.layout.tree import total
 from lockstep.settings import Settings
 from lockstep.strategies.sync_batchnorm import (
     Ranks,
@@ -23,6 +25,7 @@ from lockstep.strategies.sync_batchnorm import (
     _statistics,
     _unpack,
     convert,
+    fold,
     layers,
 )
 from lockstep.training.batchnorm import synchronise
@@ -64,6 +67,39 @@ def test_statistics_of_a_coarse_type_are_computed_in_a_fine_one() -> None:
     x[::2] = 3.0
     count, mean, squares = _unpack(_statistics(x, counts=True))
     assert (count, mean.item(), squares.item()) == (4096, 2.0, 4096.0)
+
+
+class Kernels(TorchDispatchMode):
+    """Counts the operations that compute or move something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view and "empty" not in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("ranks", range(1, 18))
+def test_levels_have_the_bits_of_the_tree(ranks: int) -> None:
+    sizes = [(3 * rank) % 7 for rank in range(ranks)]
+    parts = [
+        _statistics(torch.randn(size or 1, 5) * 10.0 ** (rank % 4), counts=size > 0)
+        for rank, size in enumerate(sizes)
+    ]
+    for merge in (_merge, torch.add):
+        expected = total(parts, merge)
+        assert torch.equal(
+            fold(torch.stack(parts), merge).view(torch.int64), expected.view(torch.int64)
+        )
+
+
+def test_a_level_of_the_tree_is_one_merge() -> None:
+    rows = torch.rand(8, 2 * 64 + 1).double()
+    with Kernels() as kernels:
+        fold(rows, _merge)
+    assert kernels.count == 3 * 11, "seven merges one after the other are 98"
 
 
 class Turns(Ranks):

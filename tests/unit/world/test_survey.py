@@ -77,6 +77,15 @@ def test_all_find_the_same() -> None:
     assert together(3) == [(Reach("lo", "127.0.0.1"),) * 3] * 3
 
 
+def test_a_member_may_be_slow_to_come() -> None:
+    store = dist.HashStore()
+    first = Party(lambda: take_part(store, 0, 2))
+    assert isinstance(first.end(6), TimeoutError), "joining has 300 s, and the survey 4"
+    found = take_part(store, 1, 2)
+    assert found == (Reach("lo", "127.0.0.1"),) * 2
+    assert first.end() == found
+
+
 def test_alone() -> None:
     (found,) = together(1)
     assert len(found) == 1
