@@ -96,8 +96,7 @@ class Meeting:
         Raises:
             PeerError: if one cannot go on.
         """
-        self.store.set(f"ready/{self.world.rank}", "1")
-        self.wait([f"ready/{rank}" for rank in range(self.world.size)], "begin")
+        self.conclude("ready", "1", lambda _: "1", "begin")
 
     def conclude(self, key: str, own: str, of: Callable[[list[str]], str], what: str) -> str:
         """Return what rank 0 concludes from the texts of all ranks; all ranks call it together.

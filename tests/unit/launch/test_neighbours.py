@@ -93,6 +93,27 @@ def enter_all(launchers: list[Neighbours], generation: int, ports: Iterator[int]
     )
 
 
+def test_strangers_take_a_bounded_number_of_threads(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hall, "_UNKNOWN", 3)
+    monkeypatch.setattr(hall, "_GREETING_SECONDS", 0.5)
+    first = make(0, 2)
+    strangers = [socket.create_connection(("127.0.0.1", first.place.port)) for _ in range(12)]
+    try:
+        for one in strangers[3:]:  # those that came first may say who they are
+            one.settimeout(5)
+            assert one.recv(1) == b""
+        lines = [one for one in threading.enumerate() if one.name == "lockstep-chair-line"]
+        assert len(lines) <= 3
+        second = make(1, 2)
+        second.fail(cause(1))
+        assert problem_of(second) is not None, "there is room again for a launcher"
+    finally:
+        for one in strangers:
+            one.close()
+
+
 class Launcher:
     """A launcher's thread, which makes one call and then stands still, or looks again and again."""
 

@@ -18,15 +18,20 @@ from tests.unit.threads import together
 
 
 class Counting:
-    """A rank's client of a store, which counts the keys that it reads."""
+    """A rank's client of a store: counts the keys that it reads, and those of its widest question."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
         self.read: Counter[str] = Counter()
+        self.widest = 0
 
     def get(self, key: str) -> bytes:
         self.read[key] += 1
         return self._store.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        self.widest = max(self.widest, len(keys))
+        return self._store.check(keys)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -62,3 +67,11 @@ def test_the_end_reads_one_key_on_each_rank(size: int) -> None:
     ends = [partial(check_same, one, "lockstep1:a", dict, exact=True) for one in ranks]
     assert together(*ends) == [None] * size
     assert keys_read(ranks) == [1 + size, *[1] * (size - 1)]
+
+
+@pytest.mark.parametrize("size", [2, 9])
+def test_ranks_are_ready_when_the_main_rank_says_so(size: int) -> None:
+    ranks = meetings(size)
+    assert together(*(one.ready for one in ranks)) == [None] * size
+    main, *others = (one.store.widest for one in ranks)  # type: ignore[attr-defined]
+    assert (main, others) == (size, [1] * (size - 1))
