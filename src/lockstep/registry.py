@@ -24,7 +24,7 @@ Exactness = Literal["exact", "close", "approximate"]
 Function = str | Callable[..., Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class ExchangeEntry:
     """How gradients may meet.
 
@@ -51,7 +51,7 @@ class ExchangeEntry:
     no_loss_scale: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class StrategyEntry:
     """How models may be held.
 

@@ -18,9 +18,7 @@ from typing import Any
 from lockstep.errors import UsageError
 from lockstep.layout.classes import PRECISIONS
 from lockstep.layout.mesh import parse as parse_mesh
-from lockstep.record.loggers import check as check_loggers
-from lockstep.registry import EXCHANGES, STRATEGIES
-from lockstep.world.devices_asked import parse as parse_devices
+from lockstep.registry import EXCHANGES, STRATEGIES, resolve
 
 #: Reads the text of a variable or a flag; raises `ValueError`.
 Parse = Callable[[str], Any]
@@ -46,7 +44,7 @@ def names(text: str) -> tuple[str, ...]:
 _EXPECTED: dict[Parse, str] = {int: "an integer", float: "a number", boolean: "1 or 0"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Setting:
     """One setting.
 
@@ -56,7 +54,7 @@ class Setting:
         parse: reads a variable or the value of a flag; raises `ValueError`.
         default: where nothing gives it.
         unsaid: what the default means, where the value does not tell.
-        check: refuses values that cannot work.
+        check: refuses values that cannot work; `module:function` is imported where it is needed.
         choices: all values; where there is a `check`, those that are always there.
         of_script: whether `lockstep.Run` takes it as an argument.
         flag: the group of flags among which it has one, and how that is spelled.
@@ -74,7 +72,7 @@ class Setting:
     parse: Parse
     default: Any = None
     unsaid: str = ""
-    check: Check | None = None
+    check: Check | str | None = None
     choices: tuple[str, ...] = ()
     of_script: bool = False
     flag: tuple[str, str] | None = None
@@ -115,7 +113,7 @@ class Setting:
         if self.check is None and self.choices and value not in self.choices:
             raise UsageError(f"{said} is {value!r}; expected one of {', '.join(self.choices)}")
         if self.check is not None and value is not None:
-            self.check(value, said)
+            resolve(self.check)(value, said)
 
     def read(self, environ: Mapping[str, str]) -> Any:
         """Return what the variable says, checked; `None` where there is none.
@@ -283,7 +281,7 @@ class Settings:
         "`cpu`, `gpu`, `auto`, or a list such as `2,3` or `GPU-8f5c1a2b,MIG-…`, one for each rank of a "
         "node",
         str,
-        check=parse_devices,
+        check="lockstep.world.devices_asked:parse",
         flag=("layout", "--devices D"),
         blank_is_unset=True,
     )
@@ -335,7 +333,7 @@ class Settings:
         (),
         "`tensorboard`, `wandb` or `mlflow`, to which `run.log` is forwarded",
         names,
-        check=lambda value, _: check_loggers(value),
+        check="lockstep.record.loggers:check",
         flag=("records", "--logger NAME"),
         of_one_launch=True,
     )

@@ -21,7 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
     "registry": {"errors"},
-    "settings": {"errors", "layout", "record", "registry", "world"},
+    "settings": {"errors", "layout", "registry"},
     "layout": {"errors", "registry"},
     "world": {"errors", "version"},
     "data": {"errors", "layout"},

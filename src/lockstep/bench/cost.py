@@ -7,12 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: Exchanges in which each rank sums one share of every bucket and gives it to all: out to the ranks that
-#: sum, and back. As many messages, and as many bytes, as in a ring all-reduce.
-SHARING = (
-    *("shared-memory", "tree", "native", "mpi"),
-    *("bf16", "fp16", "powersgd", "local-sgd", "diloco"),
-)
 #: Bytes that are shared, of a byte of gradients, where traffic is not counted.
 _OF_GRADIENTS = {
     "shared-memory": 1.0,
@@ -31,6 +25,9 @@ _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20
 @dataclass(frozen=True, slots=True)
 class Cost:
     """The cost of one exchange for one script.
+
+    In all but `server` each rank sums one share of every bucket and gives it to all: out to the ranks that
+    sum, and back. As many messages, and as many bytes, as in a ring all-reduce.
 
     Attributes:
         exchange: name of the exchange.

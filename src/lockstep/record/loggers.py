@@ -43,8 +43,8 @@ class Backend(abc.ABC):
         """Write everything, and say how the run ended."""
 
 
-def check(loggers: Sequence[Any]) -> None:
-    """Refuse what is no logger.
+def check(loggers: Sequence[Any], _: str = "") -> None:
+    """Refuse what is no logger; each message names the logger, whatever they were given as.
 
     Raises:
         UsageError: naming it, or what is not installed.
