@@ -14,7 +14,16 @@ from pathlib import Path
 NAMES = (
     *("imports", "order", "start", "step", "exchange", "unused", "mpi"),
     *("segmentation", "article", "develop", "recording"),
-    *("restart", "goodput", "checkpoint", "resume", "snapshot", "slow_link", "projection"),
+    *(
+        "restart",
+        "goodput",
+        "checkpoint",
+        "resume",
+        "snapshot",
+        "sharded_state",
+        "slow_link",
+        "projection",
+    ),
 )
 
 

@@ -157,3 +157,59 @@ def test_a_rank_that_leaves_between_its_replicas_is_named(script: Lockstep) -> N
     waits = SCRIPT.splitlines().index("            run.backward(loss)") + 1
     assert f"  at train.py:{waits} in <module>\n" in verdict
     assert "backward.py" not in done.err, "the script's lines, and none of Lockstep's or torch's"
+
+
+MEASURED = """
+import ctypes, json, os, time, torch, lockstep
+from pathlib import Path
+from torch import nn
+from torch.utils.data import TensorDataset
+from lockstep.checkpoint.memory import Descriptors
+from lockstep.checkpoint.snapshot import Snapshots
+from lockstep.training.keeping import Keeper
+
+taken, grown = [], []
+write, at_point = Snapshots.write, Keeper.at_point
+
+def status(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+def watched(keeper):
+    count = len(taken)
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    at_point(keeper)
+    if len(taken) > count:
+        grown.append(status("VmHWM") - before)
+
+Snapshots.write = lambda *told: (taken.append(1), write(*told))
+Keeper.at_point = watched
+
+with lockstep.Run("measured") as run:
+    layers = [nn.Linear(1024, 1024, bias=False) for _ in range(4)]
+    model = run.model(nn.Sequential(*layers))
+    optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+    for x, in run.loader(TensorDataset(torch.ones(200, 1024)), batch_size=4):
+        run.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.05)
+    rank = run.world.rank
+memory = sum(os.fstat(half).st_size for half in Descriptors.find(os.environ).halves)
+Path(f"{rank}.json").write_text(json.dumps({"grown": grown, "memory": memory}))
+"""
+
+
+def test_a_snapshot_takes_the_share_of_each_rank(lockstep: Lockstep) -> None:
+    """A layer has 12 MiB with AdamW's averages; the launcher's memory holds two snapshots."""
+    lockstep.script(MEASURED)
+    done = lockstep("run", "-n", "2", "--strategy", "fsdp", "train.py", timeout=60)
+    assert done.code == 0, done.err
+    mebi = 1 << 20
+    for rank in (0, 1):
+        told = json.loads((lockstep.directory / f"{rank}.json").read_text())
+        assert len(told["grown"]) >= 2, "there were snapshots"
+        assert max(told["grown"]) <= (24 + 12) * mebi
+        assert told["memory"] <= 2 * 48 * mebi + mebi

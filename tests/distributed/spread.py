@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 import lockstep
+from lockstep.checkpoint.parts import whole
 from lockstep.training.preemption import Preempted
 from tests.distributed.jobs import classes, conv_net, quiet_run
 
@@ -395,7 +396,7 @@ def train_tensor(directory: str | None = None, slow: float = 0.0) -> tuple[str, 
                     optimizer.step()
                     optimizer.zero_grad()
             state = run._models.find(None).state()
-            weights = [v for value in state.values() for v in value.reshape(-1).tolist()]
+            weights = [v for value in state.values() for v in whole(value).reshape(-1).tolist()]
             return run.digest(), run.exactness, weights
     except Preempted:
         return "preempted", "", []
@@ -447,7 +448,7 @@ def load_precise() -> list[tuple[str, bool]]:
             optimizer.step()
         held = run._models.find(None)
         before = held.optimizer_state(optimizer)
-        run._session.state.load(run._session.state.gather(), whole=True)
+        run._session.state.load(run._session.state.capture(), whole=True)
         after = held.optimizer_state(optimizer)
         assert all(
             torch.equal(before["state"][n]["total"], after["state"][n]["total"])

@@ -16,10 +16,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
+from lockstep.checkpoint.parts import Stored
 from lockstep.testing import run_ranks
 from lockstep.testing.ranks import RankError
 from lockstep.training.preemption import Preempted
 from lockstep.training.resume import Saved, Search
+from lockstep.world.meet import Meeting
 
 
 def train(directory: str, slow: float = 0.0) -> str:
@@ -106,6 +108,8 @@ def test_the_rest_of_a_loop_over_other_batches_is_refused(tmp_path):
 class _Meeting:
     """As much of a meeting as a search needs."""
 
+    conclude = Meeting.conclude
+
     def __init__(self, store: dist.Store) -> None:
         self.store = store
         self.world = lockstep.World(rank=int(os.environ["RANK"]), size=3, address="x", port=1)
@@ -126,9 +130,10 @@ def spread(holder: int) -> list[object]:
         "empty": torch.empty(0, 3),
     }
     search = Search(_Meeting(store), dist.group.WORLD, None, None)
-    own = Saved('{"text": 1}', tensors, "memory") if rank == holder else None
+    stored = {name: Stored.of(tensor) for name, tensor in tensors.items()}
+    own = Saved('{"text": 1}', stored, "memory") if rank == holder else None
     found = search._spread(own)
-    same = all(torch.equal(found.tensors[name], tensor) for name, tensor in tensors.items())
+    same = all(torch.equal(found.tensors[name].read(), tensor) for name, tensor in tensors.items())
     return [found.text, same, list(found.tensors), found.source]
 
 
@@ -136,4 +141,4 @@ def test_ranks_without_the_state_get_it_from_one_that_holds_it():
     found = run_ranks(spread, 3, 1)
     names = ["half", "scalar", "turned", "flags", "empty"]
     assert [one[:3] for one in found] == [['{"text": 1}', True, names]] * 3
-    assert [one[3] for one in found] == ["rank 1"] * 3
+    assert [one[3] for one in found] == ["rank 1", "memory", "rank 1"]

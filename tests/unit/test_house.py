@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "data": {"errors", "layout"},
     "checkpoint": {"errors", "version", "layout", "world", "data"},
     "exchange": {"errors", "layout", "registry", "world"},
-    "strategies": {"errors", "layout", "data", "exchange", "registry"},
+    "strategies": {"errors", "layout", "data", "exchange", "checkpoint", "registry"},
     "record": {"errors", "data", "world"},
     "launch": {
         "errors",

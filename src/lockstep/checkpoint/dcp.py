@@ -8,12 +8,13 @@ To import DCP takes a second: this module does so where it is first used, in suc
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
 import threading
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,19 +23,20 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.manifest import DamagedError, Manifest, TensorSpec
+from lockstep.checkpoint.parts import Box, Stored
 from lockstep.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.metadata import Metadata
-    from torch.distributed.checkpoint.planner import SavePlan
+    from torch.distributed.checkpoint.planner import SavePlan, WriteItem
     from torch.distributed.checkpoint.storage import WriteResult
 
 #: The file in which DCP says where each tensor is.
 METADATA = ".metadata"
 
-#: Names of each writer's tensors.
-Shares = Sequence[Sequence[str]]
+#: For each writer, which part of which tensors it writes; at most one part of each.
+Shares = Sequence[Mapping[str, Box]]
 
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -105,9 +107,9 @@ def write_part(
     Args:
         directory: where to write.
         part: which writer this is.
-        shares: the names of each writer's tensors.
+        shares: what each writer writes.
         specs: types and shapes of all tensors.
-        tensors: this writer's tensors, on the CPU.
+        tensors: this writer's parts, on the CPU.
 
     Raises:
         OSError: if it cannot be written.
@@ -115,12 +117,9 @@ def write_part(
     if not shares[part]:
         return []
     load_dcp()
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-
     writer = _writer(directory)
     plans, _ = _plans(shares, specs)
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(tensors), is_coordinator=part == 0)
+    planner = _writing()[1](tensors)
     plan = planner.finish_plan(writer.prepare_global_plan(plans)[part])
     return [_to_json(result) for result in writer.write_data(plan, planner).wait()]
 
@@ -135,7 +134,7 @@ def finish(
 
     Args:
         directory: where they are.
-        shares: the names of each writer's tensors.
+        shares: what each writer writes.
         specs: types and shapes of all tensors.
         results: what `write_part` returned to each writer.
 
@@ -147,88 +146,133 @@ def finish(
     _writer(directory).finish(metadata, [[_from_json(one) for one in part] for part in results])
 
 
-def read(directory: Path, manifest: Manifest) -> dict[str, Tensor]:
-    """Return all tensors of a checkpoint whose files have been verified.
+def stored(directory: Path, manifest: Manifest) -> dict[str, Stored]:
+    """Return the tensors of a checkpoint whose files have been verified; they are read when asked for.
 
     Raises:
-        DamagedError: if its parts contradict each other.
-        CheckpointError: if it cannot be read.
+        DamagedError: if its parts contradict each other; so does reading.
+        CheckpointError: if it cannot be read; so does reading.
     """
     load_dcp()
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-
     if sum(map(bytes_of, manifest.tensors.values())) > sum(
         f.bytes for f in manifest.files.values()
     ):
         raise DamagedError("its files are too small for the tensors that it names")
-    state: dict[str, Any] = {
-        name: torch.empty(spec.shape, dtype=dtype_of(spec))
+    if not manifest.tensors:
+        return {}
+    contents = _Contents(directory, manifest)
+    return {
+        name: Stored(torch.Size(spec.shape), dtype_of(spec), partial(contents.read, name))
         for name, spec in manifest.tensors.items()
     }
-    if not state:
-        return {}
-    reader = _reader(directory, frozenset(manifest.files))
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    try:
-        metadata = reader.read_metadata()
-        planner.set_up_planner(state, metadata, is_coordinator=True)
-        reader.set_up_storage_reader(metadata, is_coordinator=True)
-        plans = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
-        plan = planner.finish_plan(reader.prepare_global_plan(plans)[0])
-        reader.read_data(plan, planner).wait()
-    except (CheckpointError, MemoryError):
-        raise
-    except OSError as error:
-        raise CheckpointError(f"{directory} cannot be read: {error.strerror or error}") from error
-    except Exception as error:  # what is wrong with the contents can show itself in any way
-        raise DamagedError(f"its parts contradict each other: {error}") from error
-    return state
+
+
+class _Contents:
+    """The tensors of a checkpoint."""
+
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        self._directory = directory
+        self._specs = manifest.tensors
+        with self._readable():
+            self._reader = _reading()[0](directory, frozenset(manifest.files))
+            metadata = self._reader.read_metadata()
+            self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+            self._there = {name: metadata.state_dict_metadata[name] for name in manifest.tensors}
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """Return a part of a tensor; of what is in the files it reads one part at a time."""
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+        from torch.distributed.checkpoint.planner import LoadPlan
+        from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+        target = torch.empty(box.sizes, dtype=dtype_of(self._specs[name]))
+        if not box.numel:
+            return target
+        with self._readable():
+            there = self._there[name]
+            if tuple(there.size) != self._specs[name].shape:
+                raise DamagedError(
+                    f"its parts contradict each other: {name} has shape {tuple(there.size)}"
+                )
+            wanted = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+            items = create_read_items_for_chunk_list(name, there, [wanted])
+            if sum(prod(item.lengths) for item in items) != box.numel:
+                raise DamagedError(f"parts of {name} are missing")
+            self._reader.read_data(LoadPlan(items), _reading()[1](target)).wait()
+        return target
+
+    @contextlib.contextmanager
+    def _readable(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._directory} cannot be read: {error.strerror or error}"
+            ) from error
+        except (CheckpointError, MemoryError):
+            raise
+        except Exception as error:  # what is wrong with the contents can show itself in any way
+            raise DamagedError(f"its parts contradict each other: {error}") from error
 
 
 def load_dcp() -> None:
     """Import what the other functions use."""
     with _importing:
-        _classes()
+        _writing()
+        _reading()
 
 
 def _plans(shares: Shares, specs: Mapping[str, TensorSpec]) -> tuple[list[SavePlan], Metadata]:
     """Return each writer's plan, and the metadata of the whole; the same on every rank."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.planner import SavePlan
 
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    local = []
-    for part, names in enumerate(shares):
-        # A plan needs types and shapes alone, and has to be the same whatever device they are on.
-        shapes: dict[str, Any] = {
-            name: torch.empty(specs[name].shape, dtype=dtype_of(specs[name]), device="meta")
-            for name in names
-        }
-        planner.set_up_planner(shapes, is_coordinator=part == 0)
-        local.append(planner.create_local_plan())
-    return planner.create_global_plan(local)
+    return planner.create_global_plan(
+        [
+            SavePlan([_write_item(name, specs[name], box) for name, box in share.items()])
+            for share in shares
+        ]
+    )
+
+
+def _write_item(name: str, spec: TensorSpec, box: Box) -> WriteItem:
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        MetadataIndex,
+        TensorProperties,
+    )
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    # Types and shapes alone: a plan has to be the same whatever device tensors are on.
+    shape = torch.empty(spec.shape, dtype=dtype_of(spec), device="meta")
+    offsets = torch.Size(box.offsets)
+    return WriteItem(
+        index=MetadataIndex(name, offsets),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets, torch.Size(box.sizes)),
+            properties=TensorProperties.create_from_tensor(shape),
+            size=shape.size(),
+        ),
+    )
 
 
 def _writer(directory: Path) -> FileSystemWriter:
-    writer, _, _ = _classes()
-    made: FileSystemWriter = writer(
+    make, _ = _writing()
+    made: FileSystemWriter = make(
         directory, single_file_per_rank=True, sync_files=True, thread_count=1
     )
     made.set_up_storage_writer(is_coordinator=True)
     return made
 
 
-def _reader(directory: Path, files: frozenset[str]) -> FileSystemReader:
-    _, reader, _ = _classes()
-    made: FileSystemReader = reader(directory, files)
-    return made
-
-
 @cache
-def _classes() -> tuple[Any, Any, Any]:
-    """Return the writer, the reader and the unpickler: made late, since their bases are imported late."""
-    import torch.distributed.checkpoint.default_planner  # besides: all is imported here
-    from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-    from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+def _writing() -> tuple[Any, Any]:
+    """Return a writer and its planner: made late, since their bases are imported late."""
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 
     class Writer(FileSystemWriter):
         """Writes the same bytes for the same state: neither a path nor a random number is in them."""
@@ -236,14 +280,25 @@ def _classes() -> tuple[Any, Any, Any]:
         def storage_meta(self) -> StorageMeta | None:
             return StorageMeta()
 
-    class Unpickler(pickle.Unpickler):
-        """Makes what describes a checkpoint, and nothing else, whoever wrote the file."""
+    class Planner(DefaultSavePlanner):
+        """Knows this writer's parts by the names of their tensors."""
 
-        def find_class(self, module: str, name: str, /) -> Any:
-            is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-            if is_dtype or (module, name) in _ALLOWED:
-                return super().find_class(module, name)
-            raise DamagedError(f"{METADATA} names {module}.{name}, which no checkpoint needs")
+        def __init__(self, parts: Mapping[str, Tensor]) -> None:
+            super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+            self._parts = parts
+
+        def lookup_object(self, index: MetadataIndex) -> Tensor:
+            return self._parts[index.fqn]
+
+    return Writer, Planner
+
+
+@cache
+def _reading() -> tuple[Any, Any]:
+    """Return a reader and its planner: made late, since their bases are imported late."""
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
     class Reader(FileSystemReader):
         """Reads a checkpoint that may come from anywhere, from its own files alone."""
@@ -254,7 +309,7 @@ def _classes() -> tuple[Any, Any, Any]:
 
         def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
             data = (Path(self.path) / METADATA).read_bytes()
-            metadata = Unpickler(io.BytesIO(data)).load()
+            metadata = _Unpickler(io.BytesIO(data)).load()
             if not isinstance(metadata, Metadata):
                 raise DamagedError(f"{METADATA} describes no checkpoint")
             for info in metadata.storage_data.values():
@@ -264,7 +319,27 @@ def _classes() -> tuple[Any, Any, Any]:
                     )
             return metadata
 
-    return Writer, Reader, Unpickler
+    class Planner(DefaultLoadPlanner):
+        """Knows the one part that is read."""
+
+        def __init__(self, target: Tensor) -> None:
+            super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+            self._target = target
+
+        def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+            return self._target
+
+    return Reader, Planner
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes what describes a checkpoint, and nothing else, whoever wrote the file."""
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or (module, name) in _ALLOWED:
+            return super().find_class(module, name)
+        raise DamagedError(f"{METADATA} names {module}.{name}, which no checkpoint needs")
 
 
 def _to_json(result: WriteResult) -> dict[str, Any]:

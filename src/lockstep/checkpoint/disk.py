@@ -1,6 +1,6 @@
 """Checkpoints on disk: written by all ranks while training goes on, whole or not at all.
 
-training thread: save() ── copies this rank's tensors ──> goes on
+training thread: save() ── copies this rank's parts ──> goes on
 own thread:                └─ writes, checks, renames (saving.py), removes old ones (retention.py)
 """
 
@@ -10,8 +10,9 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
-from math import isnan
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from math import isnan, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from lockstep.checkpoint.background import Background
 from lockstep.checkpoint.company import Company
 from lockstep.checkpoint.found import Found, Key, Warn
 from lockstep.checkpoint.manifest import TensorSpec
+from lockstep.checkpoint.parts import Box, Cut, Stored, cut_of, local, whole
 from lockstep.checkpoint.reasons import explained, not_written
 from lockstep.checkpoint.saving import Content, Saving, Table
 from lockstep.checkpoint.staging import Buffers, share_out
@@ -85,8 +87,8 @@ class Checkpoints:
         self._buffers = Buffers()
         self._token: drafts.Token | None = None
         self._table: Table | None = None
-        self._specs: dict[str, TensorSpec] = {}
-        self._shares: list[list[str]] = []
+        self._plan: tuple[dict[str, TensorSpec], dict[str, Cut]] | None = None
+        self._shares: list[dict[str, Box]] = []
         self._serial = 0
         self._last: tuple[int, str] | None = None  # step and text of what was saved last
         self._path: Path | None = None  # on the main rank, where it is
@@ -97,18 +99,24 @@ class Checkpoints:
 
         The first `save` then takes no longer than later ones.
         """
-        specs = {name: dcp.spec_of(tensor) for name, tensor in tensors.items()}
-        pinned = [name for name, tensor in tensors.items() if tensor.is_cuda]
+        specs, cuts = _described(tensors)
+        pinned = {name for name, tensor in tensors.items() if tensor.is_cuda}
 
         def get_ready() -> None:
-            own = self._own_share(specs)
-            self._buffers.prepare({name: specs[name] for name in own}, pinned)
+            own = self._own_share(specs, cuts)
+            self._buffers.prepare(_specs_of(own, specs), pinned & own.keys())
             dcp.load_dcp()
 
         self._background.submit(get_ready)
 
     def save(
-        self, step: int, tensors: Mapping[str, Tensor], text: str, *, best: float | None
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        text: str,
+        *,
+        best: float | None,
+        steady: bool = False,
     ) -> None:
         """Save the state after `step`: copy it, and let it be written while training goes on.
 
@@ -117,9 +125,10 @@ class Checkpoints:
 
         Args:
             step: updates that the run has done.
-            tensors: all tensors of the state, on any device.
+            tensors: the whole state, on any device; of what is cut over ranks each has its part.
             text: the rest of the state.
             best: how good this state is, larger is better; the best one is kept.
+            steady: whether nothing changes the tensors, on the CPU, until `wait` returns: no copy is made.
 
         Raises:
             CheckpointError: if this or an earlier checkpoint could not be written.
@@ -131,9 +140,18 @@ class Checkpoints:
                 self._background.submit(lambda: self._note(best))
             return
         self.wait()
-        content = self._stage(step, tensors, text, best)
+        specs, parts = self._stage(tensors, steady=steady)
         assert self._table is not None
         self._serial, self._last = self._serial + 1, (step, text)
+        content = Content(
+            identity=self._identity,
+            step=step,
+            best=best,
+            text=text,
+            specs=specs,
+            shares=self._shares,
+            tensors=parts,
+        )
         saving = Saving(self._company, self._table, self._serial, content)
 
         def write() -> None:
@@ -192,14 +210,6 @@ class Checkpoints:
                 return manifest.read(path).text
         return None
 
-    def read(self, checkpoint: Found) -> tuple[dict[str, Tensor], str]:
-        """Return the tensors of a checkpoint, on the CPU, and its text.
-
-        Raises:
-            CheckpointError: if it cannot be read.
-        """
-        return read(checkpoint), checkpoint.text
-
     def clear(self) -> None:
         """Remove all checkpoints of the directory, of whatever run: the main rank, for a new beginning.
 
@@ -209,15 +219,23 @@ class Checkpoints:
         for path in found.paths(self._directory).values():
             retention.remove(path)
 
-    def _own_share(self, specs: Mapping[str, TensorSpec]) -> list[str]:
-        """Return the names of the tensors that this rank writes; agrees with the others before."""
+    def _own_share(self, specs: dict[str, TensorSpec], cuts: dict[str, Cut]) -> Mapping[str, Box]:
+        """Return what this rank writes of the tensors; agrees with the others before."""
         if self._table is None:
             self._table = self._meet()
-        if specs != self._specs or not self._shares:
-            self._specs = dict(specs)
-            self._shares = share_out(specs, len(self._table.writers))
         writers = self._table.writers
-        return self._shares[writers.index(self._rank)] if self._rank in writers else []
+        if not self._writes_parts:
+            cuts = {}
+        if self._plan != (specs, cuts):
+            self._plan = specs, cuts
+            self._shares = share_out(specs, len(writers), cuts)
+        return self._shares[writers.index(self._rank)] if self._rank in writers else {}
+
+    @property
+    def _writes_parts(self) -> bool:
+        """Whether each rank can write its own part of a tensor."""
+        assert self._table is not None
+        return len(self._table.writers) == self._company.size
 
     def _meet(self) -> Table:
         def make() -> str:
@@ -235,19 +253,29 @@ class Checkpoints:
         return Table(directory=self._directory, token=token, writers=writers)
 
     def _stage(
-        self, step: int, tensors: Mapping[str, Tensor], text: str, best: float | None
-    ) -> Content:
-        specs = {name: dcp.spec_of(tensor) for name, tensor in tensors.items()}
-        own = self._own_share(specs)
-        return Content(
-            identity=self._identity,
-            step=step,
-            best=best,
-            text=text,
-            specs=self._specs,
-            shares=self._shares,
-            tensors=self._buffers.copy({name: tensors[name].detach() for name in own}),
-        )
+        self, tensors: Mapping[str, Tensor], *, steady: bool
+    ) -> tuple[dict[str, TensorSpec], dict[str, Tensor]]:
+        """Return types and shapes of all tensors, and copies of what this rank writes of them."""
+        specs, cuts = _described(tensors)
+        own = self._own_share(specs, cuts)
+        parts = self._parts(tensors, own)
+        if steady:
+            return specs, dict(parts)
+        self._buffers.prepare(_specs_of(own, specs), {n for n in own if tensors[n].is_cuda})
+        return specs, self._buffers.copy(parts)
+
+    def _parts(
+        self, tensors: Mapping[str, Tensor], own: Mapping[str, Box]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield what this rank writes.
+
+        Where a rank does not see the directory, all ranks gather tensors that are cut, one after the other.
+        """
+        for name, tensor in tensors.items():
+            is_gathered = not self._writes_parts and cut_of(tensor) is not None
+            held = whole(tensor) if is_gathered else local(tensor.detach())
+            if name in own:
+                yield name, held.reshape(own[name].sizes)
 
     def _note(self, best: float) -> None:
         assert self._path is not None, "it was written before"
@@ -270,15 +298,38 @@ class Checkpoints:
             self._warn(f"lockstep: warning: old checkpoints are not removed: {error.message}")
 
 
-def read(checkpoint: Found) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint, on the CPU.
+def read(checkpoint: Found) -> dict[str, Stored]:
+    """Return the tensors of a checkpoint, which are read when asked for.
 
     Raises:
-        CheckpointError: if it cannot be read.
+        CheckpointError: if it cannot be read; so does reading.
     """
+    with _readable(checkpoint):
+        stored = dcp.stored(checkpoint.path, checkpoint.manifest)
+
+    def fetch(of: Stored, box: Box) -> Tensor:
+        with _readable(checkpoint):
+            return of.fetch(box)
+
+    return {n: Stored(one.shape, one.dtype, partial(fetch, one)) for n, one in stored.items()}
+
+
+@contextlib.contextmanager
+def _readable(checkpoint: Found) -> Iterator[None]:
     try:
-        return dcp.read(checkpoint.path, checkpoint.manifest)
+        yield
     except CheckpointError as error:
         raise CheckpointError(
             f"the checkpoint {checkpoint.path} cannot be read: {error.message}", hint=error.hint
         ) from error
+
+
+def _described(tensors: Mapping[str, Tensor]) -> tuple[dict[str, TensorSpec], dict[str, Cut]]:
+    """Return types and shapes of tensors, and how those are cut that ranks have parts of."""
+    specs = {name: dcp.spec_of(tensor) for name, tensor in tensors.items()}
+    cuts = {name: cut for name, tensor in tensors.items() if (cut := cut_of(tensor)) is not None}
+    return specs, {name: cut for name, cut in cuts.items() if prod(specs[name].shape)}
+
+
+def _specs_of(share: Mapping[str, Box], specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    return {name: TensorSpec(specs[name].dtype, box.sizes) for name, box in share.items()}

@@ -47,7 +47,7 @@ def export(
     chosen = choose(run_dir, step=step, best=best)
     names = _names(chosen, model)
     tensors = read(chosen)
-    write_weights(target, {own: tensors[name] for name, own in names.items()})
+    write_weights(target, {own: tensors[name].read() for name, own in names.items()})
     return target, chosen
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lockstep.checkpoint.parts import whole
 from lockstep.errors import CheckpointError, ModelError, UsageError
 
 if TYPE_CHECKING:
@@ -61,12 +62,15 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     return _without_prefix(_unwrapped(path, loaded))
 
 
-def write_weights(path: Path, state: Mapping[str, Any]) -> None:
+def write_weights(path: Path, state: Mapping[str, Any], *, here: bool = True) -> None:
     """Write a `state_dict` to a file, which is there as a whole or not at all.
+
+    Where tensors are cut over ranks, all of them call this, and gather one after the other.
 
     Args:
         path: a file ending in `.pt`, `.pth`, `.bin` or `.safetensors`.
         state: tensors by name; what else it holds goes to files of torch only.
+        here: whether this rank writes; the others keep nothing of what is gathered.
 
     Raises:
         UsageError: if the suffix is another.
@@ -74,10 +78,13 @@ def write_weights(path: Path, state: Mapping[str, Any]) -> None:
     """
     check_suffix(path)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    tensors = {
-        name: value.detach().cpu() if isinstance(value, Tensor) else value
-        for name, value in state.items()
-    }
+    tensors: dict[str, Any] = {}
+    for name, value in state.items():
+        one = whole(value)
+        if here:
+            tensors[name] = one.cpu() if isinstance(one, Tensor) else one
+    if not here:
+        return
     try:
         with draft.open("wb") as file:
             _write(file, tensors, safe=path.suffix == _SAFETENSORS)

@@ -54,8 +54,8 @@ class Content:
         best: how good this state is.
         text: the rest of the state.
         specs: types and shapes of all tensors.
-        shares: the names of each writer's tensors.
-        tensors: this rank's tensors, on the CPU; nobody changes them.
+        shares: what each writer writes.
+        tensors: this rank's parts, on the CPU; nothing changes them.
     """
 
     identity: Mapping[str, Any]

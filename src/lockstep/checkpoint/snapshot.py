@@ -1,7 +1,8 @@
 """Snapshots: the run's state in memory that outlives the workers.
 
-Every rank of a launcher holds the same state, so each copies a part of it. A rank that is killed in the
-middle leaves that half of the memory without its mark; the other half still holds the snapshot before.
+Of what all ranks of a launcher hold each copies a share, and of what is cut over them its own part. A rank
+that is killed in the middle leaves that half of the memory without its mark; the other half still holds
+the snapshot before.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from lockstep.checkpoint.memory import (
     next_number,
     run_of,
 )
+from lockstep.checkpoint.parts import cut_of, local
 from lockstep.world.cgroups import memory_left
 
 _ALIGNMENT = 64
@@ -61,7 +63,7 @@ class Layout:
         places, offset = {}, 0
         for name, tensor in tensors.items():
             places[name] = _Place(offset, tensor.dtype, tensor.shape)
-            offset += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+            offset += -(-places[name].size // _ALIGNMENT) * _ALIGNMENT
         return Layout(places, offset)
 
     def as_json(self) -> list[list[object]]:
@@ -222,7 +224,7 @@ class Snapshots:
             self._copies[which] = self._targets(layout, data, tensors)
         targets, sources = [], []
         for name, target, part in self._copies[which]:
-            tensor = tensors[name]
+            tensor = local(tensors[name])
             targets.append(target)
             sources.append(tensor if part is None else tensor.reshape(-1)[part])
         if targets:
@@ -233,12 +235,17 @@ class Snapshots:
     def _targets(
         self, layout: Layout, data: memoryview, tensors: Mapping[str, torch.Tensor]
     ) -> list[tuple[str, torch.Tensor, slice | None]]:
-        """Return what this rank copies: whole tensors, or slices of those that go beyond its part."""
+        """Return what this rank copies: whole tensors, slices at the ends of its share, its own parts."""
         first = layout.size * self._part // self.parts
         stop = layout.size * (self._part + 1) // self.parts
         copies: list[tuple[str, torch.Tensor, slice | None]] = []
         for name, place in layout.places.items():
             target = layout.view(data, name)
+            if (cut := cut_of(tensors[name])) is not None:
+                if self._part < cut.count:
+                    box = cut.box(place.shape, self._part)
+                    copies.append((name, box.of(target), None))
+                continue
             inside = first <= place.offset < stop
             if not tensors[name].is_contiguous() or place.size < _AT_ONCE // 64:
                 if inside:

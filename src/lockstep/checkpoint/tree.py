@@ -68,9 +68,9 @@ def flatten(state: Mapping[str, Any]) -> tuple[str, dict[str, torch.Tensor]]:
     return json.dumps(tree), tensors
 
 
-def rebuild(text: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the state that `flatten` has taken apart; it shares memory with `tensors`."""
-    return {name: _decode(value, tensors) for name, value in json.loads(text).items()}
+def rebuild(text: str, tensor: Callable[[str], Any]) -> dict[str, Any]:
+    """Return the state that `flatten` has taken apart, with what `tensor` returns for each name."""
+    return {name: _decode(value, tensor) for name, value in json.loads(text).items()}
 
 
 class _Flattener:
@@ -131,20 +131,20 @@ class _Flattener:
         return name
 
 
-def _decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def _decode(value: Any, tensor: Callable[[str], Any]) -> Any:
     if isinstance(value, list):
-        return [_decode(item, tensors) for item in value]
+        return [_decode(item, tensor) for item in value]
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
     if kind == "tensor":
-        return tensors[content]
+        return tensor(content)
     if kind == "array":
-        return tensors[content].cpu().numpy().copy()
+        return tensor(content).cpu().numpy().copy()
     if kind == "scalar":
         return np.dtype(content[0]).type(content[1])
     if isinstance(content, list):
-        content = [_decode(item, tensors) for item in content]
+        content = [_decode(item, tensor) for item in content]
     if kind in _MAPPINGS.values():
         content = [(key, item) for key, item in content]
     return _MAKERS[kind](content)

@@ -9,9 +9,9 @@ from typing import Any, NoReturn, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lockstep.checkpoint.parts import local, whole
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import ModelError, PeerError, StepError
 from lockstep.exchange.scatter import Scattering, TreeScatter, group_of_its_own
@@ -20,7 +20,7 @@ from lockstep.strategies.held import HeldModel
 from lockstep.strategies.holding import Holding
 from lockstep.strategies.norms import each_norm, total_norm
 from lockstep.strategies.sharding import shard
-from lockstep.strategies.shards import local, part_of, whole, whole_of
+from lockstep.strategies.shards import CutState
 from lockstep.strategies.units import (
     Gather,
     Gathers,
@@ -36,7 +36,7 @@ _PLACE, _UNIT = 8, 1
 _NOTES = _PLACE + _UNIT
 
 
-class ShardedModel(HeldModel):
+class ShardedModel(CutState, HeldModel):
     """A model of which every rank holds a part of each parameter.
 
     torch gathers the parameters of a unit where it computes with them. Gradients never go through its
@@ -51,7 +51,6 @@ class ShardedModel(HeldModel):
         gather: `unit` or `batch`, as `run.model` was given it.
     """
 
-    is_split = True
     mixes = True
 
     def __init__(
@@ -271,8 +270,8 @@ class ShardedModel(HeldModel):
 
     # --- the whole of it -------------------------------------------------------------------------
 
-    def state(self) -> dict[str, Any]:
-        """Return the whole model's `state_dict`; all ranks call this together.
+    def check_gathering(self) -> None:
+        """Compare with other ranks that are about to gather the whole model.
 
         Raises:
             StepError: if the run is over.
@@ -283,52 +282,17 @@ class ShardedModel(HeldModel):
                 "expected this call before its end",
                 hint="call run.export and the like inside of `with lockstep.Run(…) as run:`",
             )
-        self._let_go()
         self._gathers.check_all()
-        # Only who saves is refused: see _refuse_state.
-        state: dict[str, Any] = whole_of(self.module.state_dict(keep_vars=True))
-        return state
+
+    def state(self) -> dict[str, Any]:
+        """Return the model's `state_dict`, with this rank's part of each tensor."""
+        self._let_go()
+        return super().state()
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take this rank's part of a whole model's `state_dict`."""
         self._let_go()
-        own = self.module.state_dict(keep_vars=True)
-        parts = {name: _like(own.get(name), value) for name, value in state.items()}
-        self.module.load_state_dict(parts)
-
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """Return all of the gradients that wait for a step."""
-        return {name: whole(value) for name, value in super().gradients().items()}
-
-    def load_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Take this rank's part of what `gradients` returned."""
-        own = dict(self.module.named_parameters())
-        super().load_gradients(
-            {name: _like(own.get(name), value) for name, value in gradients.items()}
-        )
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the `state_dict` that an optimizer of the whole model would have."""
-        self._gathers.check_optimizer()
-        state = optimizer.state_dict()
-        held = {number: whole_of(own) for number, own in state["state"].items()}
-        return {**state, "state": held}
-
-    def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Give an optimizer its part of what `optimizer_state` returned."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        numbers = [number for group in state["param_groups"] for number in group["params"]]
-        owner = dict(zip(numbers, parameters, strict=False))
-        cut = {
-            number: {name: _like(owner.get(number), value) for name, value in own.items()}
-            for number, own in state["state"].items()
-        }
-        optimizer.load_state_dict({**state, "state": cut})
-        for number, own in cut.items():  # torch has given all of it the parameters' type
-            for name, value in own.items():
-                now = optimizer.state[owner[number]].get(name)
-                if isinstance(now, torch.Tensor) and now.dtype != value.dtype:
-                    optimizer.state[owner[number]][name] = value
+        super().load(state)
 
     def total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         """Return the norm of all gradients, as a single process computes it of whole tensors."""
@@ -431,10 +395,3 @@ def _refuse_state(module: nn.Module, _prefix: str, keep_vars: bool) -> None:
             hint="run.export(path) writes whole weights, run.save() the state of the run, and "
             "run.digest() tells whether bits are the same",
         )
-
-
-def _like(own: Any, value: Any) -> Any:
-    """Return `value` cut like `own`, where that is cut and of its shape."""
-    if isinstance(own, DTensor) and isinstance(value, torch.Tensor) and own.shape == value.shape:
-        return part_of(value, own)
-    return value

@@ -43,13 +43,16 @@ class HeldModel(abc.ABC):
         optimized: the ids of parameters that optimizers of the run have.
         gradient_bytes: what this rank's gradients take, once they have been there.
         exactness: `exact`, `close` or `approximate`: what holding it so makes of the run.
-        is_split: whether this rank holds a part of it only, so that all ranks make its state together.
+        is_split: whether this rank holds a part of it only.
+        is_cut: whether that is a part of every tensor, so that its state is captured by each rank alone;
+            otherwise all ranks capture the state of a split model together.
         mixes: whether an optimizer, or a norm, may be that of other such models, too, though it is split.
         acts_alone: whether it must have an optimizer that holds parameters of no other model.
     """
 
     exactness = "exact"
     is_split = False
+    is_cut = False
     mixes = False
     acts_alone = False
 
@@ -321,13 +324,16 @@ class HeldModel(abc.ABC):
         """Whether all ranks that hold the same part of the model hold the same bits now."""
         return True
 
+    def check_gathering(self) -> None:  # noqa: B027 - most have nothing to gather
+        """All ranks are about to gather the tensors of `state` that are cut over them, one by one."""
+
     def state(self) -> dict[str, Any]:
-        """Return the whole model's `state_dict`, on every rank; where it is split all ranks call this."""
+        """Return the whole model's `state_dict`; where it is cut its tensors are `DTensor`s."""
         state: dict[str, Any] = self.module.state_dict()
         return state
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take a whole model's `state_dict`, or this rank's part of it."""
+        """Take a whole model's `state_dict`, or this rank's part of it; where it is cut, of `Stored`s."""
         self.module.load_state_dict(state)
 
     def extras(self) -> dict[str, Any]:

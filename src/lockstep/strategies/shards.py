@@ -1,52 +1,18 @@
-"""Tensors cut over ranks: the whole of them, and one's own part."""
+"""Models whose tensors are cut over ranks: the state of one, as each rank holds and takes its parts."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.checkpoint.parts import Box, Stored, cut_of, is_dtensor, local
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-
-def is_cut(value: Any) -> TypeGuard[DTensor]:
-    """Whether a tensor is cut over ranks.
-
-    Its module takes half a second to import, and nobody has made one before it was.
-    """
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
-
-
-def whole(value: Any) -> Any:
-    """Return all of a tensor that is cut over ranks, which call this together; other values as they are."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    value = value.detach()
-    return value.full_tensor() if is_cut(value) else value
-
-
-def whole_of(state: Mapping[str, Any]) -> Any:
-    """Return a mapping of the same type with all of each tensor; in host memory, where it was cut.
-
-    A device has room for one such tensor at a time, not for all of a model and its optimizer.
-    """
-    return type(state)({name: _kept(value) for name, value in state.items()})  # type: ignore[call-arg]
-
-
-def _kept(value: Any) -> Any:
-    return whole(value).cpu() if is_cut(value) else whole(value)
-
-
-def local(value: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor."""
-    if not is_cut(value):
-        return value
-    own: torch.Tensor = value.detach().to_local()  # type: ignore[attr-defined]
-    return own
 
 
 def bytes_here(tensors: Iterable[torch.Tensor]) -> int:
@@ -57,22 +23,30 @@ def bytes_here(tensors: Iterable[torch.Tensor]) -> int:
 
 def cut_dimension(like: DTensor) -> int:
     """Return along which dimension a tensor is cut."""
-    from torch.distributed.tensor import Shard
-
-    (placement,) = like.placements
-    assert isinstance(placement, Shard)
-    return placement.dim
+    cut = cut_of(like)
+    assert cut is not None
+    return cut.dimension
 
 
-def part_of(value: torch.Tensor, like: DTensor) -> DTensor:
-    """Return `value`, which every rank has all of, cut as `like` is; nothing is sent."""
-    dimension, mesh = cut_dimension(like), like.device_mesh
-    length = -(-value.shape[dimension] // mesh.size())
-    start = min(mesh.get_local_rank() * length, value.shape[dimension])
-    stop = min(start + length, value.shape[dimension])
-    own = value.detach().narrow(dimension, start, stop - start)
-    own = own.clone(memory_format=torch.contiguous_format)
+def part_of(value: Any, like: Any) -> Any:
+    """Return what this rank takes of a value: the part of a tensor cut as `like`, where that is one.
+
+    Args:
+        value: anything; a tensor, which every rank has all of, or a `Stored`, which is read.
+        like: the tensor, or whatever else, that it is for; a tensor of another shape is another thing.
+    """
+    if not isinstance(value, torch.Tensor | Stored):
+        return value
+    if is_dtensor(value) or not is_dtensor(like) or value.shape != like.shape:
+        return value.read() if isinstance(value, Stored) else value
+    cut, mesh = cut_of(like), like.device_mesh
+    box = Box.whole(like.shape) if cut is None else cut.box(like.shape, mesh.get_local_rank())
+    own = value.fetch(box) if isinstance(value, Stored) else _copied(box.of(value.detach()))
     return assembled(own.to(local(like).device), like)
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def assembled(own: torch.Tensor, like: DTensor) -> DTensor:
@@ -88,3 +62,49 @@ def assembled(own: torch.Tensor, like: DTensor) -> DTensor:
         stride=like.stride(),
     )
     return made
+
+
+class CutState:
+    """The state of a model whose tensors are `DTensor`s: a mixin of a `HeldModel`.
+
+    Nothing here is gathered or sent.
+    """
+
+    is_split = is_cut = True
+    module: nn.Module
+
+    def state(self) -> dict[str, Any]:
+        """Return the model's `state_dict`, with this rank's part of each tensor."""
+        # Only `state_dict()` of a script is refused, which has no `keep_vars`.
+        own: dict[str, Any] = self.module.state_dict(keep_vars=True)
+        return type(own)(
+            {n: v.detach() if isinstance(v, torch.Tensor) else v for n, v in own.items()}
+        )
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take this rank's part of a whole model's `state_dict`."""
+        own = self.module.state_dict(keep_vars=True)
+        self.module.load_state_dict({n: part_of(v, own.get(n)) for n, v in state.items()})
+
+    def load_gradients(self, gradients: Mapping[str, Any]) -> None:
+        """Take this rank's part of gradients that waited for a step."""
+        own = dict(self.module.named_parameters())
+        for name, value in gradients.items():
+            if name in own:
+                own[name].grad = part_of(value, own[name]).to(own[name].device)
+
+    def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Give an optimizer its part of what an optimizer of the whole model has."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        owner = dict(zip(numbers, parameters, strict=False))
+        cut = {
+            number: {name: part_of(value, owner.get(number)) for name, value in own.items()}
+            for number, own in state["state"].items()
+        }
+        optimizer.load_state_dict({**state, "state": cut})
+        for number, own in cut.items():  # torch has given all of it the parameters' type
+            for name, value in own.items():
+                now = optimizer.state[owner[number]].get(name)
+                if isinstance(now, torch.Tensor) and now.dtype != value.dtype:
+                    optimizer.state[owner[number]][name] = value

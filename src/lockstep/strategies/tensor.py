@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
-from torch.optim import Optimizer
 
+from lockstep.checkpoint.parts import local, whole
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import ExactnessError, ModelError, UsageError
 from lockstep.strategies.contributions import Gradients, take_gradients
@@ -19,13 +19,13 @@ from lockstep.strategies.draws import DrawWatch, draws
 from lockstep.strategies.held import HeldModel
 from lockstep.strategies.holding import Holding
 from lockstep.strategies.norms import total_norm
-from lockstep.strategies.shards import local, whole, whole_of
+from lockstep.strategies.shards import CutState, assembled
 from lockstep.strategies.sums import Sums, make_sums
 
 _WHERE = "torch.distributed.tensor.parallel"
 
 
-class TensorModel(HeldModel):
+class TensorModel(CutState, HeldModel):
     """A model whose ranks compute parts of each layer, and exchange what the next one needs.
 
     Args:
@@ -34,7 +34,6 @@ class TensorModel(HeldModel):
         sums: of the gradients of this rank's parts; `None` where there is only one model.
     """
 
-    is_split = True
     exactness = "close"
 
     def __init__(self, module: nn.Module, holding: Holding, sums: Sums | None) -> None:
@@ -61,6 +60,9 @@ class TensorModel(HeldModel):
 
     def _meet(self, microbatch: Microbatch) -> None:
         if not self._several_replicas:
+            for parameter in self.parameters:
+                if parameter.grad is not None:  # whose state no rank could capture alone
+                    parameter.grad = _placed(parameter.grad, parameter)
             return
         self.contributions.push(self._take())
         if not microbatch.last:
@@ -86,46 +88,6 @@ class TensorModel(HeldModel):
                 local(parameter.grad).clamp_(-value, value)
 
     # --- the whole of it -------------------------------------------------------------------------
-
-    def state(self) -> dict[str, Any]:
-        """Return the whole model's `state_dict`; all ranks call this together."""
-        state: dict[str, Any] = whole_of(self.module.state_dict(keep_vars=True))
-        return state
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Take this rank's part of a whole model's `state_dict`."""
-        own = self.module.state_dict(keep_vars=True)
-        self.module.load_state_dict({n: _part(v, own.get(n)) for n, v in state.items()})
-
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """Return all of the gradients that wait for a step."""
-        return {name: whole(value) for name, value in super().gradients().items()}
-
-    def load_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Take this rank's part of what `gradients` returned."""
-        own = dict(self.module.named_parameters())
-        super().load_gradients({n: _part(v, own.get(n)) for n, v in gradients.items()})
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the `state_dict` that an optimizer of the whole model would have."""
-        state = optimizer.state_dict()
-        return {**state, "state": {n: whole_of(own) for n, own in state["state"].items()}}
-
-    def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Give an optimizer its part of what `optimizer_state` returned."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        numbers = [number for group in state["param_groups"] for number in group["params"]]
-        owner = dict(zip(numbers, parameters, strict=False))
-        cut = {
-            number: {name: _part(value, owner.get(number)) for name, value in own.items()}
-            for number, own in state["state"].items()
-        }
-        optimizer.load_state_dict({**state, "state": cut})
-        for number, own in cut.items():  # torch has given all of it the parameters' type
-            for name, value in own.items():
-                now = optimizer.state[owner[number]].get(name)
-                if isinstance(now, torch.Tensor) and now.dtype != value.dtype:
-                    optimizer.state[owner[number]][name] = value
 
     def total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         """Return the norm of all gradients."""
@@ -228,24 +190,4 @@ def _placed(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 def _like(own: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return the tensor cut like `parameter` of which this rank holds `own`."""
-    if not isinstance(parameter, DTensor):
-        return own
-    made: torch.Tensor = DTensor.from_local(
-        own,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-    return made
-
-
-def _part(value: Any, like: Any) -> Any:
-    """Return this rank's part of `value`, which every rank has all of, if `like` is cut."""
-    if not (
-        isinstance(like, DTensor) and isinstance(value, torch.Tensor) and value.shape == like.shape
-    ):
-        return value
-    value = value.detach().to(like.device)
-    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+    return assembled(own, parameter) if isinstance(parameter, DTensor) else own

@@ -17,11 +17,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_leaves
 
+from lockstep.checkpoint.parts import local
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import MismatchError, ModelError, StepError
 from lockstep.exchange.scatter import Outgoing, TreeScatter, agree, all_gather
 from lockstep.strategies.contributions import NOTHING, Gradients, add
-from lockstep.strategies.shards import assembled, cut_dimension, local
+from lockstep.strategies.shards import assembled, cut_dimension
 
 
 class Unit:
@@ -156,8 +157,7 @@ class Gathers:
     def __init__(
         self, names: Sequence[str], group: dist.ProcessGroup | None, *, always: bool
     ) -> None:
-        whole = "all units, for run.digest, run.save and the like"
-        self.names = [*names, whole, "the state of an optimizer, for run.save and the like"]
+        self.names = [*names, "all units, for run.digest, run.export and the like"]
         self._group, self._always = group, always
         self._place = _OUTSIDE
         self._batches = 0  # in which something was gathered
@@ -175,10 +175,6 @@ class Gathers:
 
     def check_all(self) -> None:
         """Compare with other ranks that are about to gather the whole model."""
-        self._compare(len(self.names) - 2)
-
-    def check_optimizer(self) -> None:
-        """Compare with other ranks that are about to gather the state of an optimizer."""
         self._compare(len(self.names) - 1)
 
     def check(self, number: int) -> None:

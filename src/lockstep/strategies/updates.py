@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch.optim import Optimizer
 
+from lockstep.checkpoint.parts import local
 from lockstep.errors import ExactnessError
-from lockstep.strategies.shards import local
 
 #: Optimizers that look at more of a parameter than one element at a time.
 _ACROSS = ("Adafactor", "LBFGS", "Muon", "SparseAdam")

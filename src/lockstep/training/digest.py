@@ -3,6 +3,8 @@
 A state is hashed entry by entry, depth first: path, type and shape, then bytes whose number these give.
 Keys that could be taken for a path are quoted, so that no two states have the same entries. It takes what
 `checkpoint/tree.py` can save, and nothing else: the text of another object may have its address in it.
+
+Of tensors that are cut over ranks all ranks gather one at a time, in the order in which they are hashed.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lockstep.checkpoint.parts import whole
 from lockstep.errors import ModelError
 
 #: Values whose text has all of their bits.
@@ -76,7 +79,7 @@ def _hash_tensor(hasher: Any, path: str, value: torch.Tensor) -> None:
     if value.layout is not torch.strided or value.is_quantized:
         raise _unknown(path, value)
     hasher.update(f"{path}:{value.dtype}:{tuple(value.shape)}\0".encode())
-    plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    plain = whole(value).cpu().resolve_conj().resolve_neg().contiguous()
     hasher.update(plain.reshape(-1).view(torch.uint8).numpy().data)
 
 

@@ -67,7 +67,7 @@ class Ending:
             return
         step = _step(newest.text)
         if there is None or _step(there) < step:
-            self._checkpoints.save(step, newest.tensors, newest.text, best=None)
+            self._checkpoints.save(step, newest.tensors, newest.text, best=None, steady=True)
             self._checkpoints.wait()
 
 

@@ -107,8 +107,8 @@ class Keeper:
         due = 0 if rhythm is None else self._due(rhythm)
         saves = self._asked is not None or wish is not None
         self._points += 1
-        if self._points == _PREPARED_AT and not self._state.is_split:
-            self._checkpoints.prepare(tree.flatten(self._state.gather())[1])
+        if self._points == _PREPARED_AT and not self._state.is_gathered:
+            self._checkpoints.prepare(tree.flatten(self._state.capture())[1])
         if saves or due or self._looks(rhythm):
             began = time.monotonic()
             if saves or due:
@@ -134,10 +134,10 @@ class Keeper:
         return due
 
     def _looks(self, rhythm: Rhythm | None) -> bool:
-        """Whether memory for snapshots may be taken now; where the state is split, all ranks say so."""
+        """Whether memory for snapshots may be taken now; where ranks gather the state, all say so."""
         if rhythm is None:
             return False
-        if self._state.is_split:
+        if self._state.is_gathered:
             # At points 1, 2, 4, 8 and so on, until there is a snapshot: all ranks take them at the same.
             is_time = self._points & (self._points - 1) == 0 and self._points <= _LOOKED_UNTIL
             return is_time and not rhythm.has_begun
@@ -161,7 +161,7 @@ class Keeper:
     def _capture(self) -> tuple[str, dict[str, torch.Tensor]]:
         self._flush()
         position, answers = self._loop.position.as_json()
-        state, tensors = tree.flatten({**self._state.gather(), ANSWERS: answers})
+        state, tensors = tree.flatten({**self._state.capture(), ANSWERS: answers})
         if not self._has_looked:
             self._has_looked = True
             self._check_schedulers()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from lockstep.checkpoint import found as checkpoints
 from lockstep.checkpoint import tree
-from lockstep.checkpoint.disk import Checkpoints
+from lockstep.checkpoint.disk import Checkpoints, read
+from lockstep.checkpoint.parts import Stored
 from lockstep.checkpoint.position import Position
 from lockstep.checkpoint.snapshot import Snapshots
 from lockstep.errors import CheckpointError
@@ -30,27 +31,32 @@ class Saved:
 
     Attributes:
         text: its position and its numbers, JSON.
-        tensors: by name; not to be changed.
+        tensors: by name, each read where it is needed.
         source: where it was, in words.
     """
 
     text: str
-    tensors: dict[str, torch.Tensor]
+    tensors: Mapping[str, Stored]
     source: str
 
     @property
     def position(self) -> Position:
         """Where the run was."""
         names = len(ANSWERS) + 1
-        answers = {n[names:]: t for n, t in self.tensors.items() if n.startswith(f"{ANSWERS}.")}
+        own = (n for n in self.tensors if n.startswith(f"{ANSWERS}."))
+        answers = {name[names:]: self.tensors[name].read() for name in own}
         return Position.parse(_content(self.text, "position"), answers)
 
     def restore(self, state: State, *, whole: bool) -> None:
         """Give everything in `state` what was saved of it."""
-        # Copies: optimizers keep the very tensors that they are given.
-        copies = {name: tensor.clone() for name, tensor in self.tensors.items()}
+        needed = state.needed_whole(self.tensors)
+
+        def tensor(name: str) -> Any:
+            stored = self.tensors[name]
+            return stored.read() if name in needed else stored
+
         try:
-            values = tree.rebuild(_content(self.text, "state"), copies)
+            values = tree.rebuild(_content(self.text, "state"), tensor)
             del values[ANSWERS]  # the position has them
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise _unreadable(f"its state cannot be read ({error!r})") from error
@@ -122,8 +128,7 @@ class Search:
         return None
 
     def _read(self, found: checkpoints.Found) -> Saved:
-        tensors, text = self._disk.read(found)
-        return Saved(text, tensors, str(found.path))
+        return Saved(found.text, read(found), str(found.path))
 
     def _conclude(self, question: str, own: str, of: Callable[[list[str]], str]) -> str:
         return self._meeting.conclude(f"resume/{question}", own, of, "find their state")
@@ -137,24 +142,24 @@ class Search:
         store, is_source = self._meeting.store, self._rank == source
         if is_source:
             assert own is not None
-            shapes = [[n, _name(t), list(t.shape)] for n, t in own.tensors.items()]
+            shapes = [
+                [name, str(one.dtype).removeprefix("torch."), list(one.shape)]
+                for name, one in own.tensors.items()
+            ]
             store.set("resume/head", json.dumps({"text": own.text, "tensors": shapes}))
         self._meeting.wait(["resume/head"], "find their state")
         head: dict[str, Any] = json.loads(store.get("resume/head"))
-        tensors = dict(self._send(own if is_source else None, head["tensors"], source))
-        return Saved(head["text"], tensors, f"rank {source}")
-
-    def _send(
-        self, own: Saved | None, shapes: list[Any], source: int
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, dtype, shape in shapes:
-            if own is not None:
-                tensor = own.tensors[name].contiguous()
+        tensors: dict[str, Stored] = {}
+        for name, dtype, shape in head["tensors"]:
+            if own is not None and is_source:
+                tensor = own.tensors[name].read()
             else:
                 tensor = torch.empty(shape, dtype=getattr(torch, dtype))
             # As bytes: not all types can be broadcast.
             dist.broadcast(_bytes(tensor), src=source, group=self._group)
-            yield name, tensor
+            if own is None:
+                tensors[name] = Stored.of(tensor)
+        return own or Saved(head["text"], tensors, f"rank {source}")
 
 
 def _first_of_some(have: list[str]) -> str:
@@ -164,7 +169,10 @@ def _first_of_some(have: list[str]) -> str:
 
 def _in_memory(snapshots: Snapshots | None) -> Saved | None:
     found = None if snapshots is None else snapshots.found
-    return None if found is None else Saved(found.text, found.tensors, "memory")
+    if found is None:
+        return None
+    tensors = {name: Stored.of(tensor) for name, tensor in found.tensors.items()}
+    return Saved(found.text, tensors, "memory")
 
 
 def _points(saved: Saved | None) -> int:
@@ -173,10 +181,6 @@ def _points(saved: Saved | None) -> int:
 
 def _points_of(text: str) -> int:
     return Position.parse(_content(text, "position")).points
-
-
-def _name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

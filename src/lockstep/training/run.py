@@ -423,10 +423,10 @@ class Run(Whereabouts):
         held = self._models.find(model)
         if held.is_split or self._loop.microbatch is None:
             self._loop.require_meeting_point("run.export")
-        state = held.state()
+        held.check_gathering()
         # On the way back the file has been written, with the weights of then.
-        if self.main and not self._loop.is_on_the_way:
-            plain.write_weights(Path(path), state)
+        writes = self.main and not self._loop.is_on_the_way
+        plain.write_weights(Path(path), held.state(), here=writes)
 
     def load(self, path: str | Path, model: nn.Module | None = None) -> None:
         """Start a model from plain weights, such as another program's `state_dict`; each rank reads them.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from lockstep.training.scaling import Scaler
 #: Where in what is saved the values of metrics are that are tensors.
 ANSWERS = "answers"
 
+#: What is saved of tensors that may be cut over ranks, besides their optimizers'.
+_OF_MODELS = ("models", "gradients")
 #: Bytes up to which the state of a registered object is kept as it was when the epoch began: counters and
 #: best values, not averages of weights.
 _SMALL = 1 << 16
@@ -55,7 +57,12 @@ class State:
         self._groups.append(len(optimizer.param_groups))
 
     def parts(self) -> dict[str, Mapping[str, Any]]:
-        """Return what the result of the run is made of, each part under a name for messages."""
+        """Return what the result of the run is made of, each part under a name for messages.
+
+        Some tensors may be cut over ranks, which gather them together; all ranks call this.
+        """
+        for model in self.models:
+            model.check_gathering()
         one = len(self.models) == 1
         named = {
             "parameters" if one else f"parameters of model {number}": model.state()
@@ -63,8 +70,8 @@ class State:
         }
         return named | {f"state of {name}": v.state_dict() for name, v in self.registered.items()}
 
-    def gather(self) -> dict[str, Any]:
-        """Return the state of all; tensors are the ones in use."""
+    def capture(self) -> dict[str, Any]:
+        """Return the state of all; tensors are the ones in use, and some may be cut over ranks."""
         return {
             "models": _numbered([model.state() for model in self.models]),
             "buffers": _numbered([model.unsaved_buffers() for model in self.models]),
@@ -80,10 +87,10 @@ class State:
         }
 
     def load(self, state: Mapping[str, Any], *, whole: bool) -> None:
-        """Give everything the state that `gather` has returned.
+        """Give everything the state that `capture` has returned.
 
         Args:
-            state: nothing else holds its tensors.
+            state: nothing else holds its tensors; but for those of `needed_whole` they may be `Stored`.
             whole: whether everything is expected to be there; before, a script may still make some.
 
         Raises:
@@ -136,8 +143,31 @@ class State:
 
     @property
     def is_split(self) -> bool:
-        """Whether no rank has all of it: then all ranks gather it together."""
+        """Whether no rank has all of it."""
         return any(model.is_split for model in self.models)
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether ranks capture it together, since some of them have nothing of a tensor."""
+        return any(model.is_split and not model.is_cut for model in self.models)
+
+    def needed_whole(self, names: Iterable[str]) -> set[str]:
+        """Return those saved tensors, by their names in `capture`, of which this rank needs all.
+
+        Of models that are cut over ranks it reads its part, of those that are still to come nothing.
+        """
+        holders = [self._holder(optimizer) for optimizer in self.optimizers]
+        whole = tuple(
+            [
+                f"{kind}.{n}."
+                for n, m in enumerate(self.models)
+                for kind in _OF_MODELS
+                if not m.is_cut
+            ]
+            + [f"optimizers.{n}." for n, m in enumerate(holders) if m is None or not m.is_cut]
+        )
+        apart = tuple(f"{kind}." for kind in (*_OF_MODELS, "optimizers"))
+        return {name for name in names if name.startswith(whole) or not name.startswith(apart)}
 
     def _holder(self, optimizer: Optimizer) -> HeldModel | None:
         """Return the split model that an optimizer belongs to, if there is one; it has no other."""

@@ -52,8 +52,8 @@ def whole(checkpoints: Any, step: int) -> bool:
     found = checkpoints.newest()
     if found is None or found.step != step:
         return False
-    tensors, text = checkpoints.read(found)
-    return same(tensors, state(step)) and json.loads(text) == {"step": step}
+    tensors = {name: one.read() for name, one in read(found).items()}
+    return same(tensors, state(step)) and json.loads(found.text) == {"step": step}
 
 
 def test_what_is_saved_comes_back(make, directory, warned) -> None:
@@ -121,7 +121,7 @@ def test_another_state_of_the_same_step_is_another_checkpoint(make, directory) -
         assert checkpoints.newest().text == "averaged"
         assert checkpoints.newest().best == 0.5
     rated = choose(directory.parent, best=True)
-    assert read(rated)["weight"].tolist() == [7.0, 7.0]
+    assert read(rated)["weight"].read().tolist() == [7.0, 7.0]
     assert choose(directory.parent, step=1).path == rated.path
     save(checkpoints, 2)
     assert names(directory) == ["step-00000001.3", "step-00000002"], "the best, and the newest"

@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.data import TensorDataset
 
 import lockstep
+from lockstep.checkpoint.parts import Stored
 from lockstep.training.keeping import Keeper
 from lockstep.training.resume import Saved, Search
 
@@ -366,7 +367,8 @@ def test_from_every_point(script, tmp_path, monkeypatch, capsys):
     def keep(keeper: Keeper) -> None:
         keeper._loop.note_partial()
         text, tensors = keeper._capture()
-        points.append(Saved(text, {n: t.clone() for n, t in tensors.items()}, "test"))
+        stored = {name: Stored.of(tensor.clone()) for name, tensor in tensors.items()}
+        points.append(Saved(text, stored, "test"))
 
     monkeypatch.setattr(Keeper, "at_point", keep)
     whole = train(script, tmp_path, 0)

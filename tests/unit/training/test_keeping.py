@@ -13,13 +13,13 @@ from lockstep.training.keeping import Keeper
 class Counted:
     """A run's state whose gathering is counted."""
 
-    is_split = True
+    is_gathered = True
 
     def __init__(self) -> None:
         self.gathered: list[int] = []
         self.now = 0
 
-    def gather(self) -> dict[str, Any]:
+    def capture(self) -> dict[str, Any]:
         self.gathered.append(self.now)
         return {}
 
