@@ -1,10 +1,12 @@
-"""The digits of digits.py with parameter servers: by default each holds some parameters, and updates them.
+"""The digits of digits.py with parameter servers: each holds some parameters, and updates them.
 
-    lockstep run -n 2 --servers 2 examples/parameter_server.py
-    lockstep run -n 2 --servers 2 examples/parameter_server.py --staleness 2
+    lockstep run -n 2 --servers 2 --strategy ps examples/parameter_server.py
+    lockstep run -n 2 --servers 2 --strategy ps examples/parameter_server.py --staleness 2
+    python examples/parameter_server.py --staleness 2
 
-Without staleness the weights are those of digits.py. With it, a worker does not wait for the others as long
-as its parameters lack at most so many updates, and the weights are others each time.
+Without staleness the weights are those of digits.py. With it, gradients are computed with parameters that
+lack exactly so many updates, and a worker waits that much less for the others. The weights are the same on
+every layout.
 """
 
 import argparse
@@ -55,13 +57,12 @@ def main() -> None:
     parser.add_argument("--staleness", type=int, default=0)
     options = parser.parse_args()
 
-    late = options.staleness
-    with lockstep.Run(
-        "parameter-server", replicas=4, strategy="ps", staleness=late, exact=late == 0
-    ) as run:
+    with lockstep.Run("parameter-server", replicas=4, staleness=options.staleness) as run:
         train_set, test_set = load()
         model = run.model(Net())
-        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
+        # Late gradients overshoot, and act as momentum by themselves: smaller steps, without any.
+        lr, momentum = 0.05 / (1 + options.staleness), 0.0 if options.staleness else 0.9
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum))
         train = run.loader(train_set, batch_size=64, shuffle=True)
         test = run.loader(test_set, batch_size=256)
 

@@ -260,13 +260,12 @@ class Settings:
     )
     staleness: int | None = _setting(
         None,
-        "for strategy `ps`: servers update, and a worker goes on with parameters that lack at most so "
-        "many updates",
+        "gradients are computed with the parameters that lack exactly so many of the latest updates; given "
+        "with strategy `ps`, servers update",
         int,
-        unsaid="workers update by themselves",
+        unsaid="none, and workers update by themselves",
         check=_at_least(0),
         flag=("training", "--staleness K"),
-        strategy="ps",
         changes_result=True,
     )
     precision: str = _setting(

@@ -49,35 +49,6 @@ def test_keywords_without_effect_are_named(lockstep: Lockstep) -> None:
     assert done.err.count(told) == 1
 
 
-TWO_MODELS = """
-import torch, lockstep
-from torch.utils.data import TensorDataset
-
-with lockstep.Run("two") as run:
-    models = [run.model(torch.nn.Linear(3, 2)) for _ in range(2)]
-    optimizers = [run.optimizer(torch.optim.SGD(m.parameters(), lr=0.01)) for m in models]
-    points = []
-    at_point = run._loop.at_point
-    run._loop.at_point = lambda: (points.append(run.step), at_point())
-    for x, in run.loader(TensorDataset(torch.arange(720.0).view(240, 3) / 720), batch_size=2):
-        for model, optimizer in list(zip(models, optimizers))[: 1 + (run.step > 2)]:
-            run.backward(model(x).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-    run.print("points", *points)
-"""
-
-
-@pytest.mark.ranks(3)
-def test_stale_models_out_of_phase_are_whole_together(lockstep: Lockstep) -> None:
-    """Each meets after 50 updates of its own, the second of them three batches later."""
-    lockstep.script(TWO_MODELS)
-    words = ("--no-exact", "--strategy", "ps", "--servers", "1", "--staleness", "1")
-    done = lockstep("run", "-n", "2", *words, "train.py")
-    assert done.code == 0, done.err
-    assert "points 50 100\n" in done.out
-
-
 def test_fp16(lockstep: Lockstep) -> None:
     lockstep.script(SCRIPT)
     done = lockstep("run", "--precision", "fp16", "train.py")

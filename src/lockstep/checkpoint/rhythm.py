@@ -31,10 +31,12 @@ class Rhythm:
         snapshots: the memory.
         board: where the ranks of this launcher look.
         leads: whether this is the first rank of its launcher.
+        ahead: by how many steps another rank may be ahead of that one.
     """
 
-    def __init__(self, snapshots: Snapshots, board: Board, *, leads: bool) -> None:
+    def __init__(self, snapshots: Snapshots, board: Board, *, leads: bool, ahead: int = 0) -> None:
         self._snapshots, self._board, self._leads = snapshots, board, leads
+        self._least = ahead + 1
         self._preparing: threading.Thread | None = None
         self._number = snapshots.number
         self._taken = 0
@@ -49,6 +51,7 @@ class Rhythm:
         self._steps = steps
         self._last = (steps, time.monotonic())
         if self._leads:
+            # No rank has begun a step yet: none is ahead.
             self._board.plan_snapshot(steps + 1, self._number)
 
     def due(self, steps: int) -> int:
@@ -64,7 +67,7 @@ class Rhythm:
     def postpone(self) -> None:
         """Take the snapshot that is due now after the next step."""
         if self._leads:
-            self._board.plan_snapshot(self._steps + 1, self._number)
+            self._board.plan_snapshot(self._steps + self._least, self._number)
 
     @property
     def has_begun(self) -> bool:
@@ -93,7 +96,7 @@ class Rhythm:
             if self._preparing is not None:
                 return None
         self._last = (self._steps, time.monotonic())
-        self._board.plan_snapshot(self._steps + 1, self._number)
+        self._board.plan_snapshot(self._steps + self._least, self._number)
         return None
 
     def take(
@@ -120,6 +123,6 @@ class Rhythm:
         assert self._last is not None, "memory was taken before"
         last_steps, last_time = self._last
         if self._taken <= _WARM:
-            return 1
+            return self._least
         step = (began - last_time) / (self._steps - last_steps)
-        return max(1, math.ceil(cost / (_SHARE * max(step, 1e-9))))
+        return max(self._least, math.ceil(cost / (_SHARE * max(step, 1e-9))))

@@ -36,8 +36,8 @@ class Kind(IntEnum):
     COUNT = 7  # how many bytes a server has moved
     BEGIN = 8  # parameters and an optimizer, for a server to hold
     UPDATE = 9  # a worker's tree nodes of all gradients that a server has the parameters of
-    PARAMETERS = 10  # the newest there are, or a wish for some that are new enough
-    MEMORY = 11  # an optimizer's state, or a wish for it
+    VERSION = 10  # the parameters after an update
+    MEMORY = 11  # an optimizer's state after an update, or the question for it
     CHALLENGE = 12  # what a worker is to prove itself with
 
 

@@ -9,7 +9,7 @@ import secrets
 import socket
 import uuid
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,19 @@ class Answer:
     payload: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class _Box:
+    """Versions of one optimizer's parameters: they may come while something else is waited for.
+
+    Attributes:
+        place: makes memory for one.
+        arrived: those that were read, the oldest first.
+    """
+
+    place: Callable[[], torch.Tensor]
+    arrived: deque[torch.Tensor]
+
+
 class Link:
     """A connection to one server.
 
@@ -60,6 +73,7 @@ class Link:
         self._socket = connection
         self.name = f"server {index}"
         self.sent = self.received = 0
+        self._boxes: dict[int, _Box] = {}
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # A node that is lost closes no connection.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -90,10 +104,10 @@ class Link:
             PeerError: if the server is gone, or another worker.
             ModelError: if it cannot do what is asked for.
         """
-        header, meta = self._head()
-        self.received += header.size
-        if header.kind == Kind.ERROR:
-            raise _complaint(meta)
+        header, meta = self._next()
+        while header.kind == Kind.VERSION:
+            self._take_version(header)
+            header, meta = self._next()
         if header.kind != kind:
             raise self.strange(f"answered with kind {header.kind}; expected {kind} ({kind.name})")
         rest = torch.empty(0, dtype=torch.uint8)
@@ -108,6 +122,49 @@ class Link:
         for one in into:
             self._fill(view(one))
         return Answer(header, meta, rest)
+
+    def expect(self, tag: int, place: Callable[[], torch.Tensor]) -> None:
+        """Take versions of the parameters of optimizer `tag` from now on, into what `place` returns."""
+        self._boxes[tag] = _Box(place, deque())
+
+    def version(self, tag: int) -> torch.Tensor:
+        """Wait for the next version of the parameters of optimizer `tag`, and return it.
+
+        Raises:
+            PeerError: if the server is gone, or another worker.
+            ModelError: if it cannot do what was asked for.
+        """
+        box = self._boxes[tag]
+        while not box.arrived:
+            header, _ = self._next()
+            if header.kind != Kind.VERSION:
+                raise self.strange(f"sends kind {header.kind}; expected a version of parameters")
+            self._take_version(header)
+        return box.arrived.popleft()
+
+    def _take_version(self, header: Header) -> None:
+        box = self._boxes.get(header.tag)
+        memory = torch.empty(0, dtype=torch.uint8) if box is None else box.place()
+        if box is None or header.payload != memory.nbytes:
+            raise self.strange(
+                f"sends {header.payload} bytes of parameters of optimizer {header.tag}; expected "
+                f"{memory.nbytes}"
+            )
+        self._fill(view(memory))
+        box.arrived.append(memory)
+
+    def _next(self) -> tuple[Header, dict[str, Any]]:
+        """Read what comes before the next frame's tensors.
+
+        Raises:
+            PeerError: if the server is gone, or another worker.
+            ModelError: if it cannot do what it was asked for.
+        """
+        header, meta = self._head()
+        self.received += header.size
+        if header.kind == Kind.ERROR:
+            raise _complaint(meta)
+        return header, meta
 
     def _head(self) -> tuple[Header, dict[str, Any]]:
         """Read what comes before a frame's tensors."""

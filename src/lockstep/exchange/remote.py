@@ -3,12 +3,14 @@
 worker                                         server
   gradients of batch t, learning rates  ─────►   waits for all workers' gradients of batch t,
                                                  adds them in tree order, steps
-  parameters with at least t - K updates ◄─────  at once, or as soon as it has stepped
+  parameters with t + 1 updates         ◄─────   as soon as it has stepped
+
+A worker gets every version, in order, and takes one from its connection when it needs that.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,16 +41,20 @@ class _Shard:
         places: which of the optimizer's parameters they are.
         rows: how they lie in memory.
         outgoing: memory for this rank's tree nodes, a row each.
-        incoming: memory for what comes back.
-        has: how many updates those have that this rank knows.
+        free: rows for what comes back.
+        taken: rows of versions that the worker keeps, the oldest first.
     """
 
     link: Link
     places: list[int]
     rows: Rows
     outgoing: torch.Tensor
-    incoming: torch.Tensor
-    has: int = -1
+    free: list[torch.Tensor]
+    taken: deque[torch.Tensor]
+
+    def row(self) -> torch.Tensor:
+        """Return a row to receive a version into."""
+        return self.free.pop() if self.free else torch.empty(self.rows.bytes, dtype=torch.uint8)
 
 
 class _Elsewhere(defaultdict[Any, Any]):
@@ -67,8 +73,12 @@ class RemoteOptimizer:
         number: which optimizer of its model it is.
         links: to the servers.
         forest: the workers' tree nodes.
-        staleness: by how many updates parameters may be behind.
         nothing: what a missing gradient is.
+
+    Attributes:
+        parameters: in the order of the optimizer's groups.
+        has_begun: whether the servers hold the parameters.
+        coming: versions that the servers make of what they were sent, and that were not received yet.
     """
 
     def __init__(
@@ -77,7 +87,6 @@ class RemoteOptimizer:
         number: int,
         links: Links,
         forest: Forest,
-        staleness: int,
         nothing: float,
     ) -> None:
         self._optimizer, self._number = optimizer, number
@@ -86,15 +95,13 @@ class RemoteOptimizer:
         self.parameters: list[torch.nn.Parameter] = [
             p for group in optimizer.param_groups for p in group["params"]
         ]
-        self._leads, self._staleness, self._nothing = links.leads, staleness, nothing
+        self._leads, self._nothing = links.leads, nothing
         self._shards = self._deal(links, forest)
-        self._begun = False
-        self._life = self._steps = 0
-        self._versions: list[int] = []  # of the parameters, as the servers gave them
+        self.has_begun = False
+        self.coming = self._steps = 0
         self._elsewhere: _Elsewhere | None = None
         self._check_hooks()
-        # A script may load a state at any time: the servers get it then, with the newest parameters.
-        optimizer.register_load_state_dict_pre_hook(lambda *_: self.catch_up())
+        # A script may load a state at any time: the servers get it with the next step.
         optimizer.register_load_state_dict_post_hook(lambda *_: self.begins_anew())
 
     def _deal(self, links: Links, forest: Forest) -> list[_Shard]:
@@ -106,8 +113,8 @@ class RemoteOptimizer:
                 continue  # fewer parameters than servers
             rows = Rows([Spec.of(self.parameters[place]) for place in places])
             outgoing = torch.zeros(forest.own, rows.bytes, dtype=torch.uint8)
-            incoming = torch.zeros(rows.bytes, dtype=torch.uint8)
-            shards.append(_Shard(link, places, rows, outgoing, incoming))
+            shards.append(_Shard(link, places, rows, outgoing, [], deque()))
+            link.expect(self._number, shards[-1].row)
         return shards
 
     def belongs_to(self, optimizer: Optimizer) -> bool:
@@ -118,29 +125,31 @@ class RemoteOptimizer:
 
     def begins_anew(self) -> None:
         """Parameters or state were loaded here: the servers get them with the next step."""
-        self._begun = False
+        self.has_begun = False
 
     def bring_back(self) -> None:
         """Have the state here that the servers have, as if the optimizer had stepped here."""
-        if not self._begun:
+        if not self.has_begun:
             return
         state = self._memory()
-        self._begun = False
+        self.has_begun = False
         self._optimizer.state = defaultdict(dict)
         for place, own in sorted(state.items()):
             self._optimizer.state[self.parameters[place]] = own
 
-    def _begin(self) -> None:
-        """Let the servers hold what is here; the rank that leads sends it."""
-        self._begun = True
-        self._life += 1
+    def begin(self, values: Sequence[torch.Tensor]) -> None:
+        """Let the servers hold the parameters, whose newest version is `values`; rank 0 sends it.
+
+        Every version of before must have been received.
+        """
+        assert not self.coming, "servers begin anew where all updates have happened"
+        self.has_begun = True
         for shard in self._shards:
-            shard.has = self._steps
             if self._leads:
-                self._send(shard)
+                self._send(shard, [values[place] for place in shard.places])
         self._optimizer.state = self._elsewhere = _Elsewhere(dict)  # it is theirs now
 
-    def _send(self, shard: _Shard) -> None:
+    def _send(self, shard: _Shard, values: Sequence[torch.Tensor]) -> None:
         own = [self.parameters[place] for place in shard.places]
         state, tensors = optimizers.pack(self._optimizer, own)
         memory = Rows([Spec.of(tensor) for tensor in tensors])
@@ -156,14 +165,13 @@ class RemoteOptimizer:
             "groups": groups,
             "optimizer": self._words,
         }
-        rows = [shard.rows.row(own), memory.row(tensors)]
-        tag, number = self._number, self._steps
-        shard.link.send(Kind.BEGIN, rows, tag=tag, number=number, place=self._life, meta=meta)
+        rows = [shard.rows.row(values), memory.row(tensors)]
+        shard.link.send(Kind.BEGIN, rows, tag=self._number, number=self._steps, meta=meta)
 
     # --- steps -----------------------------------------------------------------------------------
 
     def step(self, nodes: Sequence[Node], place: int) -> None:
-        """Let the servers update the parameters, and take such as are new enough.
+        """Let the servers update the parameters; `receive` returns the version that they make.
 
         Args:
             nodes: this rank's tree nodes, each with a gradient for each parameter.
@@ -174,24 +182,22 @@ class RemoteOptimizer:
         """
         self._check_hooks()
         self._check_parameters()
-        if not self._begun:
-            self._begin()
-        else:
-            self._check_untouched()
-        self._steps += 1
+        if self._optimizer.state is not self._elsewhere or any(self._optimizer.state.values()):
+            raise _state_changed()
+        number = self._steps + 1
         groups = optimizers.numbers(self._optimizer)
         for shard in self._shards:
             unused = self._fill(shard, nodes)
-            meta = {**self._wish(shard, self._steps - self._staleness), "groups": groups}
             shard.link.send(
                 Kind.UPDATE,
                 [shard.outgoing],
                 tag=self._number,
-                number=self._steps,
+                number=number,
                 place=place,
-                meta={**meta, "unused": unused},
+                meta={"groups": groups, "unused": unused},
             )
-        self._take(self._shards)
+        self._steps = number
+        self.coming += 1
         # A scheduler that was made before the run knew the optimizer counts steps of its own; it warns
         # where it finds none.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -223,18 +229,6 @@ class RemoteOptimizer:
                 hint="call add_param_group before run.optimizer",
             )
 
-    def _check_untouched(self) -> None:
-        """Refuse parameters and state that the script has changed: the servers know nothing of it."""
-        state = self._optimizer.state
-        if state is not self._elsewhere or any(state.values()):
-            raise _state_changed()
-        if self._versions != [p._version for p in self.parameters]:
-            raise StepError(
-                f"the script has changed parameters of {type(self._optimizer).__name__} itself; expected "
-                "only its steps to do so, which happen in the servers",
-                hint="leave out the staleness: then every worker updates its own copy",
-            )
-
     def _fill(self, shard: _Shard, nodes: Sequence[Node]) -> list[int]:
         """Write a server's share of the nodes; return which of its parameters have no gradient here."""
         if len(nodes) != len(shard.outgoing):
@@ -254,43 +248,45 @@ class RemoteOptimizer:
                     used.add(own)
         return [own for own in range(len(shard.places)) if own not in used]
 
-    def _wish(self, shard: _Shard, least: int) -> dict[str, int]:
-        return {"life": self._life, "least": max(0, least), "has": shard.has}
+    # --- versions --------------------------------------------------------------------------------
 
-    def _take(self, shards: Sequence[_Shard]) -> None:
-        """Take parameters that servers have been asked for."""
-        for shard in shards:
-            answer = shard.link.receive(Kind.PARAMETERS, [shard.incoming])
-            shard.has = answer.header.number
-            if answer.header.payload:
-                own: list[torch.Tensor] = [self.parameters[place] for place in shard.places]
-                with torch.no_grad():
-                    torch._foreach_copy_(own, shard.rows.views(shard.incoming))
-        self._versions = [p._version for p in self.parameters]
+    def receive(self) -> list[torch.Tensor]:
+        """Return the next version of the parameters, waiting until all workers' gradients have made it.
 
-    # --- the newest ------------------------------------------------------------------------------
+        It stays as it is until `keep` takes its memory back.
 
-    def catch_up(self) -> None:
-        """Take parameters that lack no update: those of all batches that this rank has computed."""
-        behind = [shard for shard in self._shards if self._begun and shard.has < self._steps]
-        for shard in behind:
-            meta = self._wish(shard, self._steps)
-            shard.link.send(Kind.PARAMETERS, tag=self._number, meta=meta)
-        self._take(behind)
+        Raises:
+            PeerError: if a server or another rank is gone.
+        """
+        values: list[Any] = [None] * len(self.parameters)
+        for shard in self._shards:
+            row = shard.link.version(self._number)
+            shard.taken.append(row)
+            for place, view in zip(shard.places, shard.rows.views(row), strict=True):
+                values[place] = view
+        self.coming -= 1
+        return values
+
+    def keep(self, count: int) -> None:
+        """Take back the memory of versions but for the newest `count`."""
+        for shard in self._shards:
+            while len(shard.taken) > count:
+                shard.free.append(shard.taken.popleft())
+
+    # --- state -----------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """Return the `state_dict` that the optimizer would have if it had stepped here."""
         own = self._optimizer.state_dict()
-        if not self._begun:
+        if not self.has_begun:
             return own
         return {**own, "state": dict(sorted(self._memory().items()))}
 
     def _memory(self) -> dict[int, dict[str, Any]]:
-        """Return the state that the servers have, by the places of parameters."""
+        """Return the state that the servers have after all updates, by the places of parameters."""
         state: dict[int, dict[str, Any]] = {}
         for shard in self._shards:
-            meta = self._wish(shard, self._steps)
-            shard.link.send(Kind.MEMORY, tag=self._number, meta=meta)
+            shard.link.send(Kind.MEMORY, tag=self._number, number=self._steps)
             answer = shard.link.receive(Kind.MEMORY)
             rows = Rows([Spec.parse(words) for words in answer.meta["tensors"]])
             found = optimizers.unpack(answer.meta["state"], rows.views(answer.payload))

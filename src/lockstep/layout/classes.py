@@ -8,11 +8,10 @@ EXACTNESS = ("exact", "close", "approximate")
 PRECISIONS = ("fp32", "bf16", "fp16")
 
 
-def of_staleness(staleness: int | None, device: str) -> str:
-    """Return the class of a run whose servers update, on the CPU, with a staleness; of others `exact`."""
-    if staleness:
-        return "approximate"
-    return "exact" if staleness is None or device == "cpu" else "close"
+def of_servers(strategy: str, staleness: int | None, device: str) -> str:
+    """Return the class of a run by where it updates: servers do, on the CPU, with `ps` and a staleness."""
+    updates = strategy == "ps" and staleness is not None
+    return "close" if updates and device != "cpu" else "exact"
 
 
 def worst(classes: Iterable[str]) -> str:

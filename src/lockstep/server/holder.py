@@ -1,12 +1,11 @@
 """Parameters that a server holds, and their optimizer: one update per global batch.
 
-Update `t` is made of the gradients of batch `t` of all workers, as soon as all are there. A worker that
-has sent its own may go on with parameters that are a few updates behind; it says how many.
+Update `t` is made of the gradients of batch `t` of all workers, as soon as all are there. Every worker is
+sent the parameters after every update, and takes those that it needs when it needs them.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,75 +24,39 @@ from lockstep.server.sums import DifferError
 
 
 @dataclass(frozen=True, slots=True)
-class _Wish:
-    """A worker that waits for parameters, or for the optimizer's state.
-
-    Attributes:
-        connection: the worker.
-        kind: what it waits for.
-        life: which life of the parameters it means.
-        least: how many updates they must have.
-        has: how many those have that it knows.
-    """
+class _Gradients:
+    """One worker's gradients of a batch."""
 
     connection: Connection
-    kind: Kind
-    life: int
-    least: int
-    has: int
-
-
-class _Image:
-    """The parameters as they were after an update, for as long as somebody is still being sent them."""
-
-    def __init__(self, pool: Pool, row: torch.Tensor) -> None:
-        self._pool = pool
-        self.memory = pool.take(row.numel())
-        self.memory.copy_(row)
-        self._readers = 1  # the holder's own interest
-
-    def lease(self) -> Lease:
-        """Return a lease of one more reader."""
-        self._readers += 1
-        return Lease(self, self.memory, 1)
-
-    def give(self, _memory: torch.Tensor) -> None:
-        """One reader less."""
-        self.drop()
-
-    def drop(self) -> None:
-        """Lose one interest in it."""
-        self._readers -= 1
-        if not self._readers:
-            self._pool.give(self.memory)
+    frame: Frame
 
 
 class Holder:
     """The parameters of one optimizer that are this server's.
 
-    They may begin anew, with other values, when workers have loaded some: each beginning is a *life*, which
-    all workers count alike.
+    They may begin anew, with other values, when workers have loaded some. Rank 0 sends these before its
+    next gradients, without which there is no further update.
 
     Args:
+        number: of the optimizer.
         forest: the workers' tree nodes.
         pool: where memory comes from.
     """
 
-    def __init__(self, forest: Forest, pool: Pool) -> None:
-        self._forest, self._pool = forest, pool
-        self._life = self._version = 0
+    def __init__(self, number: int, forest: Forest, pool: Pool) -> None:
+        self._number, self._forest, self._pool = number, forest, pool
+        self._version = 0
         self._rows = Rows([])
         self._row = torch.empty(0, dtype=torch.uint8)
         self._parameters: list[torch.nn.Parameter] = []
         self._optimizer: Optimizer | None = None
-        self._image: _Image | None = None
-        self._frames: dict[tuple[int, int], dict[int, Frame]] = defaultdict(dict)
-        self._wishes: list[_Wish] = []
+        self._batches: dict[int, dict[int, _Gradients]] = {}  # by the number of the update, by rank
+        self._questions: list[tuple[Connection, int]] = []  # for the state after so many updates
 
     @property
     def waits(self) -> bool:
         """Whether a worker waits for another one."""
-        return bool(self._wishes)
+        return bool(self._batches or self._questions)
 
     # --- what workers ask for --------------------------------------------------------------------
 
@@ -114,49 +77,40 @@ class Holder:
         tensors = memory.views(frame.payload[self._rows.bytes :].clone())
         for place, state in optimizers.unpack(meta["state"], tensors).items():
             made.state[self._parameters[place]] = state
-        self._optimizer = made
-        self._life, self._version = frame.header.place, frame.header.number
-        self._frames = defaultdict(
-            dict, {key: frames for key, frames in self._frames.items() if self._is_due(*key)}
-        )
-        self._moved()
-        self._advance()
+        self._optimizer, self._version = made, frame.header.number
 
     def update(self, connection: Connection, frame: Frame) -> None:
-        """Take one worker's gradients of a batch.
+        """Take one worker's gradients of a batch; update, if these were the last.
 
         Raises:
             DifferError: if workers do not mean the same batch, or the same update.
         """
-        life, number = int(frame.meta["life"]), frame.header.number
-        if self._is_due(life, number):
-            self._frames[life, number][connection.rank] = frame
-        self.wish(connection, Kind.PARAMETERS, frame)
+        batch = self._batches.setdefault(frame.header.number, {})
+        batch[connection.rank] = _Gradients(connection, frame)
+        self._advance()
 
-    def wish(self, connection: Connection, kind: Kind, frame: Frame) -> None:
-        """Answer a worker when what it needs is there."""
-        meta = frame.meta
-        life, least, has = int(meta["life"]), int(meta["least"]), int(meta["has"])
-        self._wishes.append(_Wish(connection, kind, life, least, has))
+    def ask(self, connection: Connection, frame: Frame) -> None:
+        """Answer with the optimizer's state after the update that a worker names."""
+        self._questions.append((connection, frame.header.number))
         self._advance()
 
     def forget(self, connection: Connection) -> None:
         """A worker is gone: it needs no answer."""
-        self._wishes = [wish for wish in self._wishes if wish.connection is not connection]
-
-    def _is_due(self, life: int, number: int) -> bool:
-        return life > self._life or (life == self._life and number > self._version)
+        self._questions = [one for one in self._questions if one[0] is not connection]
 
     # --- updates ---------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        while self._optimizer is not None:
-            frames = self._frames.get((self._life, self._version + 1), {})
-            if len(frames) < self._forest.size:
-                break
-            del self._frames[self._life, self._version + 1]
-            self._apply(self._optimizer, [frames[rank] for rank in range(self._forest.size)])
-        self._answer()
+        while len(self._batches.get(self._version + 1, ())) == self._forest.size:
+            assert self._optimizer is not None, "rank 0 has sent it before its gradients"
+            batch = self._batches.pop(self._version + 1)
+            workers = [batch[rank] for rank in range(self._forest.size)]
+            self._apply(self._optimizer, [worker.frame for worker in workers])
+            self._send_version([worker.connection for worker in workers])
+        due = [connection for connection, number in self._questions if number == self._version]
+        self._questions = [one for one in self._questions if one[1] != self._version]
+        for connection in due:
+            self._send_memory(connection)
 
     def _apply(self, optimizer: Optimizer, frames: Sequence[Frame]) -> None:
         self._check(frames)
@@ -172,7 +126,6 @@ class Holder:
         for frame in frames:
             self._pool.give(frame.payload)
         self._version += 1
-        self._moved()
 
     def _sum(self, frames: Sequence[Frame]) -> torch.Tensor:
         """Return the sum of all nodes, in the first worker's memory."""
@@ -197,35 +150,15 @@ class Holder:
 
     # --- answers ---------------------------------------------------------------------------------
 
-    def _moved(self) -> None:
-        """The parameters are others now."""
-        if self._image is not None:
-            self._image.drop()
-            self._image = None
-
-    def _answer(self) -> None:
-        """Answer those whose wish can be fulfilled."""
-        ready = [wish for wish in self._wishes if self._fulfils(wish)]
-        self._wishes = [wish for wish in self._wishes if not self._fulfils(wish)]
-        for wish in ready:
-            if wish.kind == Kind.MEMORY:
-                self._send_memory(wish.connection)
-            elif wish.has == self._version and wish.life == self._life:
-                wish.connection.send(Kind.PARAMETERS, number=self._version)
-            else:
-                self._send_parameters(wish.connection)
-
-    def _fulfils(self, wish: _Wish) -> bool:
-        # Who means an earlier life is about to learn of this one, and to begin from its own values.
-        return wish.life < self._life or (
-            wish.life == self._life and self._optimizer is not None and wish.least <= self._version
-        )
-
-    def _send_parameters(self, connection: Connection) -> None:
-        if self._image is None:
-            self._image = _Image(self._pool, self._row)
-        lease = self._image.lease()
-        connection.send(Kind.PARAMETERS, [self._image.memory], lease=lease, number=self._version)
+    def _send_version(self, connections: Sequence[Connection]) -> None:
+        """Send the parameters as they are now to all workers; some take them a few updates later."""
+        memory = self._pool.take(self._row.numel())
+        memory.copy_(self._row)
+        lease = Lease(self._pool, memory, len(connections))
+        for connection in connections:
+            connection.send(
+                Kind.VERSION, [memory], lease=lease, tag=self._number, number=self._version
+            )
 
     def _send_memory(self, connection: Connection) -> None:
         assert self._optimizer is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Protocol
 
 import torch
 
@@ -24,27 +23,20 @@ class Pool:
         self._free[memory.numel()].append(memory)
 
 
-class Owner(Protocol):
-    """Who takes memory back."""
-
-    def give(self, memory: torch.Tensor) -> None:
-        """Take `memory` back."""
-
-
 class Lease:
-    """Memory that goes back to its owner when it has been sent to all who are to have it.
+    """Memory that goes back to its pool when it has been sent to all who are to have it.
 
     Args:
-        owner: where it goes.
+        pool: where it goes.
         memory: what was taken there.
         readers: how many are to have it.
     """
 
-    def __init__(self, owner: Owner, memory: torch.Tensor, readers: int) -> None:
-        self._owner, self._memory, self._readers = owner, memory, readers
+    def __init__(self, pool: Pool, memory: torch.Tensor, readers: int) -> None:
+        self._pool, self._memory, self._readers = pool, memory, readers
 
     def done(self) -> None:
         """One more has it."""
         self._readers -= 1
         if not self._readers:
-            self._owner.give(self._memory)
+            self._pool.give(self._memory)

@@ -101,13 +101,14 @@ class Room:
         if kind == Kind.PUSH:
             self._sums.push(connection, frame)
             return
-        holder = self._holders.setdefault(frame.header.tag, Holder(self._forest, self._pool))
+        tag = frame.header.tag
+        holder = self._holders.setdefault(tag, Holder(tag, self._forest, self._pool))
         if kind == Kind.BEGIN:
             holder.begin(frame)
         elif kind == Kind.UPDATE:
             holder.update(connection, frame)
-        elif kind in (Kind.PARAMETERS, Kind.MEMORY):
-            holder.wish(connection, Kind(kind), frame)
+        elif kind == Kind.MEMORY:
+            holder.ask(connection, frame)
         else:
             raise BrokenError("it asks for what servers don't do")
 

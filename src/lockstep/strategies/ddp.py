@@ -249,11 +249,14 @@ class ReplicatedModel(HeldModel):
 
     def extras(self) -> dict[str, Any]:
         """Return what the exchange remembers from step to step, where it does."""
-        exchange = self._exchange
-        return {exchange.name: exchange.state()} if isinstance(exchange, Remembering) else {}
+        exchange, extras = self._exchange, super().extras()
+        return extras | (
+            {exchange.name: exchange.state()} if isinstance(exchange, Remembering) else {}
+        )
 
     def load_extras(self, extras: Mapping[str, Any]) -> None:
         """Take what `extras` returned."""
+        super().load_extras(extras)
         # A run may go on with another exchange than it began with.
         exchange = self._exchange
         if isinstance(exchange, Remembering) and exchange.name in extras:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from lockstep.strategies.contributions import Contributions
 from lockstep.strategies.norms import each_norm, total_norm
 from lockstep.strategies.passes import Parameters, watch_forward
 from lockstep.strategies.shards import bytes_here
+from lockstep.strategies.versions import Versions
 
 #: What to do in the place of stepping in some microbatches only.
 ACCUMULATE = (
@@ -48,6 +49,7 @@ class HeldModel(abc.ABC):
             otherwise all ranks capture the state of a split model together.
         mixes: whether an optimizer, or a norm, may be that of other such models, too, though it is split.
         acts_alone: whether it must have an optimizer that holds parameters of no other model.
+        versions: of its parameters, where gradients are late; `None` where passes see all updates.
     """
 
     exactness = "exact"
@@ -64,6 +66,7 @@ class HeldModel(abc.ABC):
         self._trainable = {id(p) for p in self.parameters}
         self.used = False
         self.optimized: set[int] = set()
+        self.versions: Versions | None = None
         self.contributions = Contributions(block, replicas)
         self._several_replicas = replicas > 1
         self._block_size = len(block)
@@ -109,12 +112,21 @@ class HeldModel(abc.ABC):
 
     def before_forward(self) -> None:
         """The model is about to be called."""
+        if self.versions is not None:
+            self._choose_version()
         if not self._watching:
             return
         self._buffers.before_forward()
         if torch.is_grad_enabled() and self.parameters:
             self._check_not_stepped()
             self.used = True
+
+    def _choose_version(self) -> None:
+        """Show late parameters to passes with gradients; to others all updates, if no graph needs these."""
+        if self._watching and torch.is_grad_enabled():
+            self.show_late()
+        elif not self.used:
+            self.catch_up()
 
     def _before_forward(self) -> None:
         self.before_forward()
@@ -157,6 +169,8 @@ class HeldModel(abc.ABC):
             self.contributions.take()
             if self.trains_buffers:
                 self._buffers.batch_begins()
+        if torch.is_grad_enabled():
+            self.show_late()
         self._prepare(microbatch)
 
     def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
@@ -319,6 +333,16 @@ class HeldModel(abc.ABC):
     def come_together(self) -> None:  # noqa: B027 - most are one model all the time
         """Let ranks that have trained by themselves be one model again; all ranks call this together."""
 
+    def show_late(self) -> None:
+        """Let parameters hold what passes with gradients are to see."""
+        if self.versions is not None:
+            self.versions.show_oldest()
+
+    def catch_up(self) -> None:
+        """Let parameters hold all updates."""
+        if self.versions is not None:
+            self.versions.show_newest()
+
     @property
     def is_whole(self) -> bool:
         """Whether all ranks that hold the same part of the model hold the same bits now."""
@@ -329,19 +353,25 @@ class HeldModel(abc.ABC):
 
     def state(self) -> dict[str, Any]:
         """Return the whole model's `state_dict`; where it is cut its tensors are `DTensor`s."""
-        state: dict[str, Any] = self.module.state_dict()
+        newest = nullcontext() if self.versions is None else self.versions.with_newest()
+        with newest:
+            state: dict[str, Any] = self.module.state_dict()
         return state
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take a whole model's `state_dict`, or this rank's part of it; where it is cut, of `Stored`s."""
         self.module.load_state_dict(state)
+        if self.versions is not None:
+            self.versions.forget()
 
     def extras(self) -> dict[str, Any]:
         """Return what else the strategy must have to go on, besides model and optimizer."""
-        return {}
+        return {} if self.versions is None else {"versions": self.versions.state()}
 
-    def load_extras(self, extras: Mapping[str, Any]) -> None:  # noqa: B027 - most have none
-        """Take what `extras` returned."""
+    def load_extras(self, extras: Mapping[str, Any]) -> None:
+        """Take what `extras` returned, after `load`."""
+        if self.versions is not None and "versions" in extras:
+            self.versions.load(extras["versions"])
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Return gradients that wait for a step, as they may where there is one replica."""

@@ -1,14 +1,14 @@
 """The asynchronous parameter server: servers hold the parameters and the optimizer, workers compute.
 
-A worker's own copy may lack a few updates while a loop trains. It lacks none between loops, when the model
-is called without gradients outside of loops, and whenever its state is asked for.
+In passes with gradients a worker's own copy lacks exactly the latest K updates (`versions.py`): it waits
+for the servers only where those before them have not happened yet.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -21,17 +21,14 @@ from lockstep.errors import ExactnessError, ModelError, StepError
 from lockstep.exchange.choose import POWERSGD_KEYWORDS
 from lockstep.exchange.links import Links
 from lockstep.exchange.remote import RemoteOptimizer
-from lockstep.layout.classes import of_staleness
-from lockstep.strategies.buffers import Buffers, broadcast
+from lockstep.layout.classes import of_servers
+from lockstep.strategies.buffers import broadcast
 from lockstep.strategies.checks import shares_buffers
 from lockstep.strategies.contributions import NOTHING, Gradients, take_gradients
 from lockstep.strategies.held import HeldModel
 from lockstep.strategies.holding import Holding
 from lockstep.strategies.ps import tell
-
-#: Updates between two places where ranks that may be in different batches wait for each other: there the
-#: state can be kept, since all are at one step, and have replica 0's buffers.
-_EVERY = 50
+from lockstep.strategies.versions import Versions
 
 
 class RemoteModel(HeldModel):
@@ -41,7 +38,7 @@ class RemoteModel(HeldModel):
         module: the user's model, already on its device.
         holding: where it is to live.
         links: to the servers.
-        staleness: by how many updates a worker's parameters may be behind.
+        staleness: how many updates a pass with gradients lacks.
         waiting: entered while this rank waits for the servers.
     """
 
@@ -59,16 +56,12 @@ class RemoteModel(HeldModel):
         super().__init__(module, holding.block, holding.replicas, holding.group)
         self._holding, self._links, self._staleness = holding, links, staleness
         self._waiting = waiting
+        self.versions: Versions = Versions(module, staleness, made_here=False)
         self._remotes: list[RemoteOptimizer] = []
         self._nodes: list[Gradients] = []
         self._shown: list[tuple[torch.Tensor | None, int]] = []
         self._place = 0
-        self._apart = 0  # updates since the ranks were at one step, where they need not be
-        self._owes_buffers = False
-        self.exactness = of_staleness(staleness, holding.device.type)
-        if staleness:
-            # Ranks are in different batches: their buffers meet now and then.
-            self._buffers = Buffers(module, holding.block, None)
+        self.exactness = of_servers("ps", staleness, holding.device.type)
 
     @property
     def wrapped(self) -> nn.Module:
@@ -76,13 +69,6 @@ class RemoteModel(HeldModel):
         return self.module
 
     # --- a step ----------------------------------------------------------------------------------
-
-    def before_forward(self) -> None:
-        """The model is about to be called."""
-        super().before_forward()
-        self._owes_buffers |= bool(self._staleness) and self._buffers.dirty
-        if not (self._watching or torch.is_grad_enabled()):
-            self._catch_up()
 
     def _prepare(self, microbatch: Microbatch) -> None:
         self._place = microbatch.place
@@ -114,20 +100,29 @@ class RemoteModel(HeldModel):
             )
         holding = self._holding
         number = len(self._remotes)
-        remote = RemoteOptimizer(
-            optimizer, number, self._links, holding.forest, self._staleness, NOTHING
-        )
+        remote = RemoteOptimizer(optimizer, number, self._links, holding.forest, NOTHING)
         self._remotes.append(remote)
 
         def step(_self: Optimizer) -> None:
             with self._waiting:
-                remote.step(self._gradients_of(remote), self._place)
-            self._apart += bool(self._staleness)
-            if self._apart >= _EVERY:
-                self.come_together()
+                self._step(remote, type(optimizer).__name__)
 
         wrapped = functools.wraps(optimizer.step)(step)
         optimizer.step = MethodType(wrapped, optimizer)  # type: ignore[method-assign]
+
+    def _step(self, remote: RemoteOptimizer, name: str) -> None:
+        own = remote.parameters
+        self.versions.check(own, name)
+        self.versions.begin(own)
+        if not remote.has_begun:
+            self._receive_all(remote)
+            remote.begin(self.versions.newest(own))
+        remote.step(self._gradients_of(remote), self._place)
+        self.versions.drop(own, coming=remote.coming)
+        if not self.versions.count(own):
+            self._receive(remote)
+        self.show_late()
+        remote.keep(self.versions.count(own))
 
     def _gradients_of(self, remote: RemoteOptimizer) -> list[Gradients]:
         """Return this rank's nodes, for the parameters of one optimizer."""
@@ -160,48 +155,53 @@ class RemoteModel(HeldModel):
             hint="leave out the staleness: then gradients are whole on every worker",
         )
 
-    # --- together --------------------------------------------------------------------------------
+    # --- versions --------------------------------------------------------------------------------
 
-    def _catch_up(self) -> None:
-        for remote in self._remotes:
-            remote.catch_up()
+    def _receive(self, remote: RemoteOptimizer) -> None:
+        self.versions.add(remote.parameters, remote.receive())
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether all ranks are at one step, and have the same buffers."""
-        return not (self._apart or self._owes_buffers)
+    def _receive_all(self, remote: RemoteOptimizer) -> None:
+        while remote.coming:
+            self._receive(remote)
 
-    def come_together(self) -> None:
-        """Have the newest parameters, and replica 0's buffers; all ranks call this together."""
-        if self._apart:
-            with self._waiting:
-                self._catch_up()  # no rank gets them before all have sent their gradients
-        if self._owes_buffers:
-            self._buffers.finish()
-            buffers = [buffer.detach() for buffer in self.module.buffers()]
-            assert self._holding.group is not None
-            with self._buffers.meeting:
-                broadcast(buffers, self._holding.group)
-        self._apart, self._owes_buffers = 0, False
+    def _wait(self) -> None:
+        """Have the newest version here: no rank gets it before all have sent their gradients."""
+        with self._waiting if any(one.coming for one in self._remotes) else nullcontext():
+            for remote in self._remotes:
+                self._receive_all(remote)
+
+    def catch_up(self) -> None:
+        """Let parameters hold all updates; waits until they have happened."""
+        self._wait()
+        super().catch_up()
 
     # --- state -----------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return the module's `state_dict`, with the newest parameters."""
-        self._catch_up()
+        """Return the module's `state_dict`, with all updates; waits until they have happened."""
+        self._wait()
         return super().state()
+
+    def extras(self) -> dict[str, Any]:
+        """Return the older versions of parameters; waits until all updates have happened."""
+        self._wait()
+        return super().extras()
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take a whole model's `state_dict`; the servers get it with the next step.
 
         Optimizers keep what they remember, as they do where they step on every rank.
         """
+        self._wait()
         for remote in self._remotes:
             remote.bring_back()
         super().load(state)
+        for remote in self._remotes:
+            remote.keep(0)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the `state_dict` that an optimizer would have if it had stepped here."""
+        self._wait()
         return self._remote(optimizer).state()
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -215,6 +215,7 @@ class RemoteModel(HeldModel):
 
     def ends(self) -> dict[str, int]:
         """Say what the servers have moved; return what this rank has."""
+        self._wait()
         return tell(self._links, self._holding.say)
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
 """All ranks agree on one step after which they save, or save and end.
 
 Ranks of one launcher look at its board at every point: rank 0 names the next step there. No rank has done
-it yet, since none gets through a step without rank 0, which comes to it later.
+it yet, since none gets through a step without rank 0, which comes to it later. With a staleness K ranks may
+be K steps ahead of rank 0, which names the first step beyond.
 
 Ranks of several launchers, or of none, have only the store, and to look there each time costs too much.
 A rank that is asked says so in the store. The thread of every rank looks there now and then; where it
@@ -67,12 +68,13 @@ class OnBoard:
     Args:
         board: the launcher's.
         leads: whether this is rank 0.
+        ahead: by how many steps another rank may be ahead of it.
     """
 
-    def __init__(self, board: Board, *, leads: bool) -> None:
-        self._board, self._leads = board, leads
+    def __init__(self, board: Board, *, leads: bool, ahead: int = 0) -> None:
+        self._board, self._leads, self._next = board, leads, ahead + 1
         self._wish: Wish | None = None
-        self._done = 0
+        self._done = self._named = 0
 
     def ask(self, wish: Wish) -> None:
         """Ask for the next step that all can agree on; from a signal handler, too."""
@@ -89,9 +91,11 @@ class OnBoard:
         if self._wish is not None:
             # At every point until it is so: the first rank may be clearing what another one asks.
             self._board.asked = max(self._board.asked, _WISHES.index(self._wish))
-        # Not in the step that was agreed on before: others may still look what it was.
-        if self._leads and self._board.asked and steps > self._done:
-            self._board.agreed = (steps + 1, self._board.asked)
+        # Not while others may still look what was agreed on before.
+        is_past = steps >= max(self._named, self._done + self._next)
+        if self._leads and self._board.asked and is_past:
+            self._named = steps + self._next
+            self._board.agreed = (self._named, self._board.asked)
             self._board.asked = 0
         return None
 
@@ -117,10 +121,11 @@ class ThroughStore:
         store: a store that all ranks reach, of this object's own.
         rank: this rank.
         size: number of ranks.
+        ahead: by how many steps another rank may be ahead of rank 0.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
+    def __init__(self, store: dist.Store, rank: int, size: int, *, ahead: int = 0) -> None:
+        self._rank, self._size, self._next = rank, size, ahead + 1
         self._wish: Wish | None = None
         self._turn = 0
         self._ready: _Ready | None = None
@@ -142,7 +147,7 @@ class ThroughStore:
         if not self._store.check([at]):
             everybody = [f"{ready.turn}/ready/{rank}" for rank in range(self._size)]
             if self._rank == 0 and self._store.check(everybody):
-                self._store.set(at, str(steps + 1))
+                self._store.set(at, str(steps + self._next))
                 self._store.get(at)  # answered when it is there: before this rank begins the step
             return None
         if steps < int(self._store.get(at)):

@@ -65,7 +65,7 @@ class Continuation:
         return Keeper(
             self.state,
             self.loop,
-            self._agreement(),
+            self._agreement(settings.staleness or 0),
             self._rhythm(),
             disk,
             self._ending(settings, identity, is_resumed=is_resumed),
@@ -130,12 +130,14 @@ class Continuation:
         self.loop.resume(position, lambda whole: saved.restore(self.state, whole=whole))
         return True
 
-    def _agreement(self) -> Agreement:
+    def _agreement(self, ahead: int) -> Agreement:
         memory, world = self.memory, self.meeting.world
         if memory is not None and self._is_aligned:
-            return OnBoard(memory.board, leads=world.is_main)
+            return OnBoard(memory.board, leads=world.is_main, ahead=ahead)
         store = self._store_of("agreement")
-        return Alone() if store is None else ThroughStore(store, world.rank, world.size)
+        if store is None:
+            return Alone()
+        return ThroughStore(store, world.rank, world.size, ahead=ahead)
 
     def _store_of(self, purpose: str) -> dist.Store | None:
         """Return a client of the store for another thread; the main one's may be busy waiting."""

@@ -124,7 +124,6 @@ def choose_mesh(settings: Settings, world: World) -> Mesh:
     Raises:
         UsageError: if strategy, mesh, number of ranks and of servers cannot go together, or a setting
             has nothing that it could set.
-        ExactnessError: for a staleness that breaks the promise.
     """
     strategy = STRATEGIES.find(settings.strategy)
     if strategy.one_rank and world.size > 1:
@@ -154,22 +153,19 @@ def _check_servers(settings: Settings, world: World) -> None:
         )
     if world.environment == "lockstep":
         check_servers(strategy, settings.servers)
-    if late is not None and strategy != "ps":
+    is_meshed = STRATEGIES.find(strategy).meshed
+    if late and (is_meshed or EXCHANGES.find(settings.exchange).hold):
+        by = f"strategy={strategy}" if is_meshed else f"exchange={settings.exchange}"
         raise UsageError(
-            f"staleness is {late} with strategy={strategy}, whose workers are never behind; "
-            "expected strategy=ps",
+            f"staleness is {late} with {by}, which keeps no older parameters; "
+            "expected strategy ps, ddp, dp or single",
             hint="--servers S --strategy ps, or leave out the staleness",
         )
-    if late is not None and settings.precision == "fp16":
+    if late is not None and strategy == "ps" and settings.precision == "fp16":
         raise UsageError(
             f"precision=fp16 with staleness={late}: only the servers have the whole gradient, whose "
             "overflows decide on the loss scale",
             hint="precision='bf16', which needs no loss scale, or leave out the staleness",
-        )
-    if late and settings.exact:
-        raise ExactnessError(
-            f"staleness={late} trains on parameters that lack updates, which ones depends on the time",
-            hint="staleness=0, or say exact=False to the run (lockstep run --no-exact)",
         )
 
 

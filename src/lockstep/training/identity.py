@@ -42,7 +42,7 @@ def method_of(settings: Settings, exchange: str, *, alone: bool) -> dict[str, st
 
 def _method(settings: Settings) -> str:
     """Return how the run trains, where that may change its result; an exact run keeps its bits anyway."""
-    if settings.exact:
-        return "exact"
+    if settings.exact:  # with a staleness the bits are the same everywhere, but others
+        return f"exact, staleness={settings.staleness}" if settings.staleness else "exact"
     named = {one.name: getattr(settings, one.name) for one in TABLE.values() if one.changes_result}
     return ", ".join(f"{name}={value}" for name, value in named.items() if value is not None)

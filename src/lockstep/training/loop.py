@@ -82,7 +82,9 @@ class Loop:
             try:
                 yield epoch
             except GeneratorExit:  # a `break`, or an exception in the script
-                self._leave_epochs()
+                if not self.closed:
+                    self.track.phase_left()
+                    self._begin_between()
                 raise
             self._end_epoch(epoch, epoch_ends)
         self.track.phase_ends()
@@ -96,11 +98,6 @@ class Loop:
             epoch_ends(epoch)
             self.track.epoch_ends()
             self.point()
-
-    def _leave_epochs(self) -> None:
-        if not self.closed:
-            self.track.phase_left()
-            self._begin_between()
 
     def _begin_between(self) -> None:
         self.epochs = 0  # the next loop is in another phase, or in none
@@ -212,7 +209,7 @@ class Loop:
         # Models count their own steps until they meet: where one has, all do, or there might never be a
         # batch after which all are whole.
         if self._has_met or not self._loops:
-            self.come_together()
+            self.come_together(waits=not self._loops)
         if not all(model.is_whole for model in self._models):
             return  # ranks that go ways of their own for some steps will be one again
         self._fresh = False
@@ -270,12 +267,14 @@ class Loop:
     def _buffered(self) -> list[HeldModel | FollowedModule]:
         return [*self._models, *self.followed]
 
-    def come_together(self) -> None:
-        """Let ranks that have trained by themselves for some steps be one model again, between batches."""
+    def come_together(self, *, waits: bool = True) -> None:
+        """Let ranks that have trained by themselves be one model again, and wait for late updates."""
         if not self._active:
             self._has_met = False
             for model in self._models:
                 model.come_together()
+                if waits:
+                    model.catch_up()
 
     def acts_now(self) -> bool:
         """Whether an update asked for now is due now: on the last microbatch of a global batch."""

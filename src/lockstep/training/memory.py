@@ -11,6 +11,7 @@ from lockstep.checkpoint.memory import SLOTS, Board, Descriptors, Slot, tag_of
 from lockstep.checkpoint.rhythm import Rhythm
 from lockstep.checkpoint.snapshot import Snapshots
 from lockstep.record.run_file import Identity
+from lockstep.world.meet import Meeting
 from lockstep.world.model import World
 
 #: Which of its launcher's ranks a worker is, and how many they are: `index/count`.
@@ -35,16 +36,17 @@ class Memory:
 
     @staticmethod
     def find(
-        environ: Mapping[str, str], world: World, identity: Identity, run: int
+        environ: Mapping[str, str], meeting: Meeting, identity: Identity, ahead: int
     ) -> Memory | None:
         """Return the memory that the launcher has made; `None` without one, as under `torchrun`.
 
         Args:
             environ: the environment of this process.
-            world: who this process is.
+            meeting: with the other ranks.
             identity: of the run.
-            run: how many runs this process has made before.
+            ahead: by how many steps ranks may be ahead of the first one.
         """
+        world, run = meeting.world, meeting.number  # of the runs that this process makes
         descriptors = Descriptors.find(environ) if world.environment == "lockstep" else None
         index, count = _place(environ.get(SLOT_VARIABLE, ""), world)
         if descriptors is None or index >= SLOTS:
@@ -57,7 +59,9 @@ class Memory:
         slot.run, slot.step = run, 0
         tag = tag_of(json.dumps(asdict(identity), sort_keys=True).encode(), run)
         snapshots = Snapshots(descriptors, tag=tag, part=index, parts=count)
-        return Memory(board, slot, snapshots, Rhythm(snapshots, board, leads=index == 0))
+        return Memory(
+            board, slot, snapshots, Rhythm(snapshots, board, leads=index == 0, ahead=ahead)
+        )
 
     def opened(self) -> None:
         """The run is open: from here on this rank knows what to do when it is asked to end."""

@@ -30,6 +30,7 @@ from lockstep.strategies.precision import REDUCED, autocast_forward
 from lockstep.strategies.ps import hold_served
 from lockstep.strategies.remote import hold_remotely
 from lockstep.strategies.sync_batchnorm import layers
+from lockstep.strategies.versions import Versions
 from lockstep.training.session import Session
 from lockstep.training.state import check_savable
 
@@ -78,13 +79,15 @@ class Models:
 
     def _take(self, held: HeldModel) -> None:
         session = self._session
-        before = session.exactness
+        before, asked = session.exactness, session.settings
+        if asked.staleness and held.versions is None and held.parameters:
+            held.versions = Versions(held.module, asked.staleness)
         parts = [layer.ranks.exactness for layer in layers(held.module)]
         held.exactness = worst([held.exactness, *parts])
         session.models.append(held)
         if session.exactness != before:  # what was said when the run began does not hold any more
             session.holding(0).warn(
-                f"lockstep: {session.settings.name}: {session.exactness}, "
+                f"lockstep: {asked.name}: {session.exactness}, "
                 f"by how {type(held.module).__name__} is held"
             )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from types import MethodType
@@ -167,7 +168,11 @@ def gate_optimizer(
             # torch's schedulers warn where they find that no step came before theirs.
             self._opt_called = True  # type: ignore[attr-defined]
             return None
-        result = gate.own[0].update(act) if len(gate.own) == 1 else act()
+        with contextlib.ExitStack() as updating:
+            for model in gate.own:
+                if model.versions is not None:
+                    updating.enter_context(model.versions.updating(gate.ids, type(self).__name__))
+            result = gate.own[0].update(act) if len(gate.own) == 1 else act()
         loop.stepped(gate.own)
         return result
 

@@ -53,8 +53,8 @@ class Run(Whereabouts):
             weights now and then.
         sync_every: steps between two exchanges of `local-sgd` (default 16) and `diloco` (default 50).
         mesh: `DATAxMODEL`, such as `2x2`: how many models, and over how many ranks each is spread.
-        staleness: for strategy `ps`: servers update, and a worker goes on with parameters that lack at
-            most so many updates; by default workers update by themselves.
+        staleness: how many of the latest updates the parameters lack that gradients are computed with, on
+            every layout; with strategy `ps` servers update, and workers wait that much less.
         precision: `fp32`; `bf16` or `fp16` for forward passes under autocast, fp16 with a loss scale.
         devices: `cpu`, `gpu`, `auto`, or a list of indices such as `2,3`, one for each rank of a node.
         threads: intra-op threads per process; by default the cores divided by the replicas.

@@ -22,7 +22,7 @@ from lockstep.data.randomness import set_key
 from lockstep.errors import LockstepError, PeerError
 from lockstep.exchange.choose import exactness_of
 from lockstep.layout import keys
-from lockstep.layout.classes import of_staleness, worst
+from lockstep.layout.classes import of_servers, worst
 from lockstep.layout.mesh import Mesh
 from lockstep.record import report
 from lockstep.record.recorder import Recorder
@@ -112,10 +112,10 @@ class Session:
             if settings.exact:
                 make_deterministic(self.device)
             check_precision(settings.precision, self.device)
-            self._identity = describe(
-                settings, replicas=self.replicas, threads=self.threads, device=self.device.type
-            )
-            self._memory = Memory.find(os.environ, world, self._identity, self._meeting.number)
+            counts = {"replicas": self.replicas, "threads": self.threads}
+            self._identity = describe(settings, **counts, device=self.device.type)
+            late = settings.staleness or 0
+            self._memory = Memory.find(os.environ, self._meeting, self._identity, late)
             connection = connect(self._meeting, self.device, always=needs_group(settings.strategy))
             self.groups = Groups.of(connection.group, mesh, settings.strategy, self.device)
         self.store, self.group = connection.store, connection.group
@@ -208,8 +208,8 @@ class Session:
     def exactness(self) -> str:
         """`exact`, `close` where another layout rounds otherwise, or `approximate`."""
         exchange = exactness_of(self.exchange, self.formation.forest)
-        late = of_staleness(self.settings.staleness, self.device.type)
-        return worst([exchange, late, *(model.exactness for model in self.models)])
+        servers = of_servers(self.settings.strategy, self.settings.staleness, self.device.type)
+        return worst([exchange, servers, *(model.exactness for model in self.models)])
 
     @property
     def mesh(self) -> DeviceMesh:

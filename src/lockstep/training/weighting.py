@@ -70,7 +70,8 @@ class Weighting:
     def _read(self, weight: torch.Tensor | float) -> float:
         settings, exchange = self._session.settings, self._session.exchange
         by_itself = exchange != "none" and EXCHANGES.find(exchange).hold
-        if settings.staleness is not None or by_itself:
+        by_servers = settings.strategy == "ps" and settings.staleness is not None
+        if by_servers or by_itself:
             raise UsageError(
                 f"run.backward(…, weight=…) with exchange={exchange}, staleness="
                 f"{settings.staleness}: parameters are updated before all weights are known",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import time
 from collections.abc import Iterator
 
@@ -214,6 +215,31 @@ def test_all_ranks_follow_the_first(memory):
         assert taken[0] == taken[1]
         assert found(memory) == taken[0][-1]
     assert taken[0][:3] == [8, 9, 10]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_all_ranks_follow_the_first_though_some_are_ahead_of_it(memory, seed):
+    """With late gradients: a snapshot waits for the gradients of all ranks, other steps for older ones."""
+    ahead, dice = 3, random.Random(seed)
+    team = ranks(memory, 2)
+    board = Board(memory.board)
+    rhythms = [Rhythm(one, board, leads=part == 0, ahead=ahead) for part, one in enumerate(team)]
+    rhythms[0].prepare("text", state(0))
+    steps, taken = [0, 0], [[], []]  # that are done; after which a snapshot was taken
+    while min(steps) < 60:
+        rank = dice.choice([r for r in (0, 1) if steps[r] <= steps[1 - r] + ahead])
+        step = steps[rank] + 1
+        if number := rhythms[rank].due(step):
+            taken[rank].append(step)
+            if steps[1 - rank] < step - 1:  # it waits: the other comes to this step by itself
+                for other in range(steps[1 - rank] + 1, step):
+                    assert not rhythms[1 - rank].due(other)
+                steps[1 - rank] = step - 1
+            rhythms[rank].take(number, f"text {step}", state(step), time.monotonic())
+        steps[rank] = step
+    shorter = min(map(len, taken))
+    assert shorter > 2
+    assert taken[0][:shorter] == taken[1][:shorter]
 
 
 def test_a_generation_that_goes_on_has_a_snapshot_of_its_first_step(memory):

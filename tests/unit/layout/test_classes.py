@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.layout.classes import of_staleness, worst
+from lockstep.layout.classes import of_servers, worst
 
 
 def test_a_run_is_in_the_class_of_its_worst_part() -> None:
@@ -11,8 +11,8 @@ def test_a_run_is_in_the_class_of_its_worst_part() -> None:
     assert worst(["approximate", "exact", "close"]) == "approximate"
 
 
-def test_staleness() -> None:
-    assert of_staleness(None, "cuda") == "exact"
-    assert of_staleness(0, "cpu") == "exact"
-    assert of_staleness(0, "cuda") == "close"
-    assert of_staleness(1, "cpu") == "approximate"
+def test_servers_that_update_do_so_on_the_cpu() -> None:
+    assert of_servers("ps", None, "cuda") == "exact"
+    assert of_servers("ps", 4, "cpu") == "exact"
+    assert of_servers("ps", 0, "cuda") == "close"
+    assert of_servers("ddp", 4, "cuda") == "exact"

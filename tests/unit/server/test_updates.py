@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import functools
 import sys
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,12 +21,11 @@ from lockstep.errors import ModelError, PeerError, StepError
 from lockstep.exchange.base import Forest
 from lockstep.exchange.frames import Kind
 from lockstep.exchange.links import Links
-from lockstep.exchange.remote import RemoteOptimizer
+from lockstep.strategies.remote import RemoteModel
 from tests.unit.server.conftest import Service, workers
 
 _LOCK = threading.Lock()
 Make = Callable[[list[nn.Parameter]], Optimizer]
-NOTHING = -0.0
 
 
 @functools.cache
@@ -54,11 +55,23 @@ class Worker:
     def __init__(self, links: Links, forest: Forest, make: Make, staleness: int = 0) -> None:
         self.module = net()
         self.optimizer = make(list(self.module.parameters()))
-        self.remote = RemoteOptimizer(self.optimizer, 0, links, forest, staleness, NOTHING)
+        where: Any = SimpleNamespace(
+            block=range(forest.rank, forest.rank + 1),
+            replicas=forest.size,
+            group=object(),  # which no model without buffers uses
+            forest=forest,
+            device=torch.device("cpu"),
+        )
+        self.model = RemoteModel(self.module, where, links, staleness, contextlib.nullcontext())
+        self.model.optimized_by(self.optimizer)
+        (self.remote,) = self.model._remotes
         self.rank = forest.rank
 
-    def step(self, number: int, **more: Any) -> None:
-        self.remote.step([gradients(self.module, number, self.rank)], more.get("place", number))
+    def step(self, number: int, own: list[torch.Tensor | None] | None = None, **more: Any) -> None:
+        own = gradients(self.module, number, self.rank) if own is None else own
+        self.model._gradients_of = lambda _: [own]  # type: ignore[method-assign]
+        self.model._place = more.get("place", number)
+        self.optimizer.step()
 
     @property
     def values(self) -> list[torch.Tensor]:
@@ -177,18 +190,32 @@ def test_a_worker_may_be_so_many_updates_ahead_and_no_more(
     module, _ = alone(sgd, 1, replicas=2)
     for shard in fast.remote._shards:
         shard.link._socket.settimeout(20)
-    fast.remote._take(
-        fast.remote._shards
-    )  # what it waited for comes with the other worker's gradients
+    fast.model._receive(fast.remote)  # what it waited for comes with the other worker's gradients
+    fast.model.show_late()
     assert same(fast.values, module)
 
 
-def test_the_newest_is_taken_even_where_older_would_do(serve: Callable[[int], Service]) -> None:
-    fast, slow = pair(serve(1), 3)
-    fast.step(1)
-    slow.step(1)  # completes the first update, and takes it
-    module, _ = alone(sgd, 1, replicas=2)
-    assert same(slow.values, module)
+@pytest.mark.parametrize("staleness", [0, 1, 2, 4])
+def test_each_step_sees_one_version_whoever_was_late(
+    serve: Callable[[int], Service], staleness: int
+) -> None:
+    """Not the newest: one worker finds all updates done, the other none of those it may lack."""
+    fast, slow = pair(serve(2), staleness)
+    for worker in (fast, slow) if staleness else ():
+        for step in range(1, staleness + 1):
+            worker.step(step)
+            assert same(worker.values, net()), "though the servers have made some updates"
+
+    def train(rank: int) -> list[list[torch.Tensor]]:
+        worker, seen = (fast, slow)[rank], []
+        for step in range(staleness + 1, staleness + 5):
+            worker.step(step)
+            seen.append(worker.values)
+        return seen
+
+    for seen in workers(2, train):
+        for updates, values in enumerate(seen, 1):
+            assert same(values, alone(sgd, updates, replicas=2)[0])
 
 
 def test_catching_up_waits_for_all_that_was_sent(serve: Callable[[int], Service]) -> None:
@@ -198,14 +225,54 @@ def test_catching_up_waits_for_all_that_was_sent(serve: Callable[[int], Service]
         worker = Worker(service.join(rank, 2, 2), Forest.of(2, 2, rank), sgd, staleness=5)
         for step in range(1, 9):
             worker.step(step)
-        worker.remote.catch_up()
-        return worker.values
+        late = worker.values
+        worker.model.catch_up()
+        newest = worker.values
+        worker.model.show_late()
+        assert all(torch.equal(a, b) for a, b in zip(late, worker.values, strict=True))
+        assert same(list(worker.model.state().values()), alone(sgd, 8, replicas=2)[0])
+        return newest
 
     first, second = workers(2, train)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     # Gradients here don't depend on parameters, so that the result is that of one process.
     module, _ = alone(sgd, 8, replicas=2)
     assert same(first, module)
+
+
+def test_memory_of_versions_is_used_again(serve: Callable[[int], Service]) -> None:
+    worker = Worker(serve(1).join(0, 1, 1), Forest.of(1, 1, 0), sgd, staleness=2)
+    for step in range(1, 10):
+        worker.step(step)
+        if step % 4 == 0:
+            worker.model.catch_up()
+    (shard,) = worker.remote._shards
+    assert len(shard.taken) + len(shard.free) <= 4
+    worker.model.catch_up()
+    assert same(worker.values, alone(sgd, 9)[0])
+
+
+def test_two_optimizers_of_one_model(serve: Callable[[int], Service]) -> None:
+    """Versions of one come while those of the other are waited for."""
+    worker = Worker(serve(1).join(0, 1, 1), Forest.of(1, 1, 0), lambda p: sgd(p[:3]), staleness=1)
+    rest = sgd(list(worker.module.parameters())[3:])
+    worker.model.optimized_by(rest)
+    for step in range(1, 6):
+        own = gradients(worker.module, step)
+        worker.step(step, own[:3])
+        if step % 2:
+            worker.model._gradients_of = lambda _, own=own: [own[3:]]  # type: ignore[method-assign]
+            rest.step()
+    worker.model.catch_up()
+    module = net()
+    parts = list(module.parameters())
+    both = sgd(parts[:3]), sgd(parts[3:])
+    for step in range(1, 6):
+        for parameter, gradient in zip(parts, gradients(module, step), strict=True):
+            parameter.grad = gradient
+        for optimizer in both[: 1 + step % 2]:
+            optimizer.step()
+    assert same(worker.values, module)
 
 
 # --- beginning anew -----------------------------------------------------------------------------------
@@ -230,9 +297,8 @@ def test_values_loaded_later_replace_those_of_the_servers(serve: Callable[[int],
         worker = Worker(service.join(rank, 2, 2), Forest.of(2, 2, rank), sgd)
         for step in (7, 8, 9):
             worker.step(step)
-        worker.module.load_state_dict(module.state_dict())
+        worker.model.load(module.state_dict())
         worker.optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        worker.remote.begins_anew()
         worker.step(2)
         return worker.values
 
@@ -252,7 +318,7 @@ def test_a_script_that_loads_a_state_reaches_the_servers(serve: Callable[[int], 
             worker.step(step)
         worker.optimizer.load_state_dict(copy.deepcopy(saved.state_dict()))
         worker.step(3)
-        worker.remote.catch_up()
+        worker.model.catch_up()
         return worker.values
 
     module, optimizer = alone(sgd, 2, replicas=2)
@@ -268,8 +334,7 @@ def test_an_optimizer_keeps_its_memory_when_parameters_are_loaded(
     worker = Worker(serve(2).join(0, 1, 1), Forest.of(1, 1, 0), adamw)
     for step in (1, 2):
         worker.step(step)
-    worker.remote.bring_back()
-    worker.module.load_state_dict(net().state_dict())
+    worker.model.load(net().state_dict())
     module, optimizer = alone(adamw, 2)
     module.load_state_dict(net().state_dict())
     found, expected = worker.remote.state(), optimizer.state_dict()
@@ -364,7 +429,7 @@ def test_an_optimizer_that_counts_in_its_groups(serve: Callable[[int], Service])
 def test_parameters_that_nobody_used_are_left_alone(serve: Callable[[int], Service]) -> None:
     worker = Worker(serve(1).join(0, 1, 1), Forest.of(1, 1, 0), adamw)
     before, own = worker.values, gradients(worker.module, 1)
-    worker.remote.step([[own[0], None, *own[2:]]], 1)
+    worker.step(1, [own[0], None, *own[2:]])
     unchanged = [torch.equal(a, b) for a, b in zip(before, worker.values, strict=True)]
     assert unchanged == [False, True, *[False] * 4], "no weight decay either"
 
@@ -375,7 +440,7 @@ def test_parameters_that_one_worker_used(serve: Callable[[int], Service]) -> Non
     def train(rank: int) -> list[torch.Tensor]:
         worker = Worker(service.join(rank, 2, 2), Forest.of(2, 2, rank), sgd)
         own = gradients(worker.module, 1)
-        worker.remote.step([own if rank else [None, *own[1:]]], 1)
+        worker.step(1, own if rank else [None, *own[1:]])
         return worker.values
 
     module = net()
@@ -389,8 +454,9 @@ def test_parameters_that_one_worker_used(serve: Callable[[int], Service]) -> Non
 
 def test_a_step_without_gradients(serve: Callable[[int], Service]) -> None:
     worker = Worker(serve(1).join(0, 1, 1), Forest.of(1, 1, 0), sgd)
+    worker.model._gradients_of = lambda _: []  # type: ignore[method-assign]
     with pytest.raises(StepError, match="stepped without gradients"):
-        worker.remote.step([], 1)
+        worker.optimizer.step()
 
 
 @pytest.mark.parametrize(

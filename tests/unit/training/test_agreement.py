@@ -33,25 +33,28 @@ def test_a_single_rank_agrees_with_itself():
     assert alone.at_point(3) is None
 
 
-def points(ranks: int, steps: int, seed: int):
-    """Yield (rank, steps done) in an order that training allows: nobody is a whole step ahead of another.
+def points(ranks: int, steps: int, seed: int, ahead: int):
+    """Yield (rank, steps done) in an order that training allows: none is more than `ahead` steps ahead.
 
     After every third step there is a second point, as at the end of an epoch.
     """
     dice = random.Random(seed)
-    for step in range(1, steps + 1):
-        visits = [rank for rank in range(ranks) for _ in range(1 + (step % 3 == 0))]
-        dice.shuffle(visits)
-        yield from ((rank, step) for rank in visits)
+    ways = [[n for n in range(1, steps + 1) for _ in range(1 + (n % 3 == 0))] for _ in range(ranks)]
+    while any(ways):
+        slowest = min(way[0] for way in ways if way)
+        due = [rank for rank, way in enumerate(ways) if way and way[0] <= slowest + ahead]
+        rank = dice.choice(due)
+        yield rank, ways[rank].pop(0)
 
 
+@pytest.mark.parametrize("ahead", [0, 1, 4])
 @pytest.mark.parametrize("seed", range(20))
-def test_ranks_on_a_board_act_after_the_same_step(board, seed):
+def test_ranks_on_a_board_act_after_the_same_step(board, seed, ahead):
     dice = random.Random(seed)
-    ranks = [OnBoard(board, leads=rank == 0) for rank in range(3)]
+    ranks = [OnBoard(board, leads=rank == 0, ahead=ahead) for rank in range(3)]
     asks = sorted(dice.sample(range(60), 4))
     did: list[list[tuple[int, str]]] = [[], [], []]
-    for number, (rank, step) in enumerate(points(3, 20, seed)):
+    for number, (rank, step) in enumerate(points(3, 40, seed, ahead)):
         if number in asks:
             ranks[dice.randrange(3)].ask(dice.choice(["save", "stop"]))
         wish = ranks[rank].at_point(step)

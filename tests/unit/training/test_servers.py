@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.errors import ExactnessError, UsageError
+from lockstep.errors import UsageError
 from lockstep.settings import Settings, from_environment
 from lockstep.training.formation import Groups, choose_mesh, needs_group
 from lockstep.world import World
@@ -29,9 +29,7 @@ def settings(**more: Any) -> Settings:
     return Settings(name="run", **{"strategy": "ps", "servers": 2, **more})
 
 
-@pytest.mark.parametrize(
-    "more", [{}, {"exchange": "server"}, {"staleness": 0}, {"staleness": 3, "exact": False}]
-)
+@pytest.mark.parametrize("more", [{}, {"exchange": "server"}, {"staleness": 0}, {"staleness": 3}])
 def test_what_can_be(more: dict[str, Any]) -> None:
     assert choose_mesh(settings(**more), LAUNCHED).size == 2
 
@@ -43,7 +41,11 @@ def test_what_can_be(more: dict[str, Any]) -> None:
         ({"strategy": "ddp"}, "servers is 2 with strategy=ddp"),
         ({"exchange": "tree"}, "exchange=tree with strategy=ps"),
         ({"exchange": "bf16", "exact": False}, "exchange=bf16 with strategy=ps"),
-        ({"strategy": "ddp", "servers": 0, "staleness": 0}, "staleness is 0 with strategy=ddp"),
+        ({"strategy": "fsdp", "servers": 0, "staleness": 2}, "staleness is 2 with strategy=fsdp"),
+        (
+            {"strategy": "ddp", "servers": 0, "staleness": 1, "exchange": "diloco", "exact": False},
+            "staleness is 1 with exchange=diloco",
+        ),
         ({"strategy": "ddp", "servers": 0, "exchange": "server"}, "exchange=server with strategy"),
         ({"staleness": 0, "precision": "fp16"}, "precision=fp16 with staleness=0"),
         ({"mesh": "1x2"}, "a mesh of 1x2 spreads each model"),
@@ -55,9 +57,10 @@ def test_what_cannot(more: dict[str, Any], message: str) -> None:
     assert refused.value.hint
 
 
-def test_staleness_breaks_the_promise() -> None:
-    with pytest.raises(ExactnessError, match="staleness=1 trains on parameters that lack updates"):
-        choose_mesh(settings(staleness=1), LAUNCHED)
+@pytest.mark.parametrize("strategy", ["auto", "ddp", "dp", "single"])
+def test_staleness_without_servers(strategy: str) -> None:
+    alone = World(rank=0, size=1, environment="single", reason="x")
+    assert choose_mesh(settings(strategy=strategy, servers=0, staleness=4), alone).size == 1
 
 
 def test_only_our_launcher_starts_servers() -> None:

@@ -22,16 +22,15 @@ def words(one: RunCommand, strategy: str | None, environ: dict[str, str] | None 
 
 
 def test_servers_go_to_the_strategy_that_has_them() -> None:
-    one = work("--servers", "2", "--staleness", "0")
-    assert words(one, "ps") == "--strategy ps --servers 2 --staleness 0"
+    one = work("--servers", "2")
+    assert words(one, "ps") == "--strategy ps --servers 2"
     assert words(one, "ddp") == "--strategy ddp"
     # The script may say ps: then it takes them, else it refuses them.
-    assert words(one, None) == "--servers 2 --staleness 0"
+    assert words(one, None) == "--servers 2"
 
 
 def test_where_nobody_says_how_many_servers_there_is_one() -> None:
     assert words(work(), "ps") == "--strategy ps --servers 1"
-    assert words(work("--staleness", "0"), "ps") == "--strategy ps --staleness 0 --servers 1"
     assert words(work(), "ps", {"LOCKSTEP_SERVERS": "3"}) == "--strategy ps"
     assert words(work(), None) == ""
 
@@ -44,7 +43,7 @@ def test_variables_of_servers_go_to_the_strategy_that_has_them() -> None:
         "LOCKSTEP_STALENESS": "0",
         "LOCKSTEP_FAULTS": "kill@1",
     }
-    assert work().environ("ddp", environ) == {"PATH": "/bin"}
+    assert work().environ("ddp", environ) == {"PATH": "/bin", "LOCKSTEP_STALENESS": "0"}
     assert set(work().environ("ps", environ)) == {"PATH", "LOCKSTEP_SERVERS", "LOCKSTEP_STALENESS"}
 
 
@@ -72,10 +71,10 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         ("--strategy ps --servers 3", ["--strategy ps --servers 3"]),
         ("--servers 3", ["--servers 3"]),
         (
-            "--strategies fsdp,ps --no-exact --staleness 1 --precision bf16 --sync-every 3",
+            "--strategies ddp,ps --no-exact --staleness 1 --precision bf16 --sync-every 3",
             [
-                "--no-exact --sync-every 3 --precision bf16 --strategy fsdp",
-                "--no-exact --sync-every 3 --precision bf16 --strategy ps --staleness 1 --servers 1",
+                "--no-exact --sync-every 3 --staleness 1 --precision bf16 --strategy ddp",
+                "--no-exact --sync-every 3 --staleness 1 --precision bf16 --strategy ps --servers 1",
             ],
         ),
     ],
@@ -90,10 +89,7 @@ def test_from_the_command_line(started: list[str], flags: str, expected: list[st
     [
         ("--strategy ddp --strategies ddp,ps", "--strategy ddp beside --strategies ddp,ps"),
         ("--strategies ddp,fsdp --servers 2", "--servers beside --strategies ddp,fsdp, which"),
-        (
-            "--strategy ddp --staleness 0",
-            "--staleness beside --strategy ddp, which knows no servers",
-        ),
+        ("--strategy ddp --servers 1", "--servers beside --strategy ddp, which knows no servers"),
     ],
 )
 def test_what_does_not_go_together(
