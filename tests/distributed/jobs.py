@@ -443,6 +443,7 @@ def look_like_the_module() -> tuple[Any, ...]:
             type(average).__name__,
             model[0].out_features,
             model.note,
+            type(model) is nn.Sequential,
         )
 
 

@@ -90,7 +90,7 @@ def test_freezing_later_is_refused_on_every_layout(ranks: int) -> None:
         run_ranks(jobs.freeze_later, ranks)
 
 
-def test_a_wrapped_model_looks_like_the_module() -> None:
+def test_a_model_stays_what_it_is() -> None:
     expected = (
         2,
         ["", "0", "1"],
@@ -98,6 +98,7 @@ def test_a_wrapped_model_looks_like_the_module() -> None:
         "Sequential",
         3,
         "kept",
+        True,
     )
     for ranks in (1, 2):
         assert run_ranks(jobs.look_like_the_module, ranks) == [expected] * ranks

@@ -1,15 +1,21 @@
-"""DistributedDataParallel, with an exchange of ours as its communication hook."""
+"""DistributedDataParallel as a reducer of gradients, with an exchange of ours as its communication hook.
+
+The script calls its own module: of DDP only the buckets and the hooks into autograd are used.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import ModelError, PeerError
@@ -21,8 +27,8 @@ from lockstep.strategies.checks import shares_buffers
 from lockstep.strategies.contributions import nothing_like, take_gradients, write
 from lockstep.strategies.held import HeldModel
 from lockstep.strategies.holding import Holding
+from lockstep.strategies.passes import watch_forward
 from lockstep.strategies.single import SingleModel
-from lockstep.strategies.wrapper import Replicated, own_buffers, wrap
 
 #: Bytes of a place, one element each: sums of bytes are exact in fp32 for 65,793 ranks.
 _PLACE_BYTES = 8
@@ -86,21 +92,28 @@ class ReplicatedModel(HeldModel):
         self._late: list[_Late] | None = None
         self._used_anywhere: torch.Tensor | None = None
         # Unused parameters are found here: DDP would spend an all-reduce of its own on them.
-        ours = {"static_graph": self._is_static, "find_unused_parameters": False, **own_buffers()}
+        ours = {"static_graph": self._is_static, "find_unused_parameters": False, **_own_buffers()}
         settings = {k: v for k, v in settings.items() if not k.endswith("_buffers")}
-        self._ddp = wrap(module, {"process_group": group, **settings, **ours}, Replicated)
-        self._ddp.require_backward_grad_sync = False
+        self._ddp = DistributedDataParallel(module, process_group=group, **settings, **ours)
+        self._is_first_static = self._is_static
+        self._forward = ExitStack()
+        if _is_compiled(module):
+            watch_forward(module, self._enter_ddp, self._forward.close)
         # A lambda, because DDP compares annotations, which are strings in this module.
         self._ddp.register_comm_hook(None, lambda _state, bucket: self._reduce(bucket))
 
     @property
     def wrapped(self) -> nn.Module:
-        """The module inside DistributedDataParallel."""
-        return self._ddp
+        """The user's own module."""
+        return self.module
+
+    def _enter_ddp(self) -> None:
+        """Let torch.compile see DDP around the module: it cuts its graphs at the buckets then."""
+        self._forward.close()  # of a pass that raised
+        self._forward.enter_context(self._ddp._inside_ddp_forward())
 
     def _prepare(self, microbatch: Microbatch) -> None:
-        if self._is_static:
-            self._ddp.require_backward_grad_sync = microbatch.last
+        pass  # DDP knows of backward passes alone
 
     def _before_backward(self, microbatch: Microbatch, *, alone: bool) -> None:
         if not microbatch.last:
@@ -111,11 +124,9 @@ class ReplicatedModel(HeldModel):
         self._used_anywhere = None
         # Hooks of several models would wait for other ranks in an order that depends on the data.
         self._late = None if alone else []
-        if not self._is_static:
-            # DDP would do this in every forward pass, and then take the next backward pass for the
-            # one to synchronise, also where none belongs to that forward pass (a generator whose
-            # output is detached).
-            self._ddp.reducer.prepare_for_backward([])
+        # DDP's own forward pass would do this, and then take the next backward pass for the one to
+        # synchronise, also where none belongs to that forward pass (a generator whose output is detached).
+        self._ddp.reducer.prepare_for_backward([])
 
     def _check_order(self) -> None:
         """Refuse parameters that were turned in memory: DDP goes by the strides that it has seen first."""
@@ -136,7 +147,10 @@ class ReplicatedModel(HeldModel):
         if not microbatch.last:
             self.contributions.push(take_gradients(self.parameters))
             return
-        if not self._is_static:
+        if self._is_first_static:
+            self._is_first_static = False
+            _Callback.run(self._ddp.reducer._delay_all_reduce)
+        elif not self._is_static:
             self._reach_the_rest()
         late = self._late or []
         sums = [self._sum(one.parameters, one.gradients, last=one.last) for one in late]
@@ -269,6 +283,38 @@ class ReplicatedModel(HeldModel):
     def close(self) -> None:
         """Close the exchange."""
         self._exchange.close()
+
+
+class _Callback(torch.autograd.Function):
+    """Runs a function as a callback at the end of a backward pass, where DDP's reducer must be called."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, act: Callable[[], None]) -> torch.Tensor:
+        ctx.act = act
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        Variable._execution_engine.queue_callback(ctx.act)
+        return gradient, None
+
+    @classmethod
+    def run(cls, act: Callable[[], None]) -> None:
+        """Make a backward pass of its own, and call `act` at its end."""
+        cls.apply(torch.zeros((), requires_grad=True), act).backward()
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    parts = list(module.modules())
+    return any(hasattr(p, "_orig_mod") or p._compiled_call_impl is not None for p in parts)
+
+
+def _own_buffers() -> dict[str, Any]:
+    """Keep DDP from broadcasting buffers: they are the held model's affair (strategies/buffers.py)."""
+    known = inspect.signature(DistributedDataParallel).parameters
+    # The newer name; torch 2.13 warns about the older one, which torch 2.11 has alone.
+    newer = "forward_sync_buffers"
+    return {newer: False} if newer in known else {"broadcast_buffers": False}
 
 
 def hold(module: nn.Module, holding: Holding, settings: dict[str, Any]) -> HeldModel:

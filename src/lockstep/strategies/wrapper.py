@@ -1,15 +1,14 @@
-"""PyTorch's wrappers, DistributedDataParallel and DataParallel, that look like the module they hold."""
+"""PyTorch's DataParallel, looking like the module that it holds."""
 
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DataParallel
 
 #: What Python looks up on the class rather than on the object, where a module may define it.
 _SPECIAL = ("__len__", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__contains__")
@@ -62,10 +61,6 @@ class Transparent(nn.Module):
         return copied
 
 
-class Replicated(Transparent, DistributedDataParallel):
-    """DistributedDataParallel under the names of the module inside."""
-
-
 class Scattered(Transparent, DataParallel[nn.Module]):
     """DataParallel under the names of the module inside."""
 
@@ -87,11 +82,3 @@ def _forward(name: str) -> Callable[..., Any]:
         return getattr(self.module, name)(*args)
 
     return method
-
-
-def own_buffers() -> dict[str, Any]:
-    """Keep DDP from broadcasting buffers: they are the held model's affair (strategies/buffers.py)."""
-    known = inspect.signature(DistributedDataParallel).parameters
-    # The newer name; torch 2.13 warns about the older one, which torch 2.11 has alone.
-    newer = "forward_sync_buffers"
-    return {newer: False} if newer in known else {"broadcast_buffers": False}

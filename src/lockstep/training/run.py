@@ -175,7 +175,7 @@ class Run(Whereabouts):
                 the exchange `powersgd`, those of torch's `PowerSGDState`. More in the manual, "Strategies".
 
         Returns:
-            What the script is to call: the module itself, or a wrapper that looks like it.
+            What the script is to call: the module itself; with `dp` on GPUs a wrapper that looks like it.
 
         Raises:
             ModelError: if ranks built different models, or gradients are sparse.

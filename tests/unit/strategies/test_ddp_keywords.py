@@ -38,8 +38,9 @@ class Net(nn.Module):
 class Seen:
     """What a training step shows of a keyword."""
 
-    def __init__(self, model: Any, buckets: int, storages: int, digest: str) -> None:
-        self.model, self.buckets, self.storages, self.digest = model, buckets, storages, digest
+    def __init__(self, model: Any, ddp: Any, buckets: int, storages: int, digest: str) -> None:
+        self.model, self.ddp, self.digest = model, ddp, digest
+        self.buckets, self.storages = buckets, storages
 
 
 Train = Callable[..., Seen]
@@ -70,7 +71,8 @@ def train(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> Train:
                 optimizer.step()
             grads = [p.grad for p in model.parameters() if p.grad is not None]
             storages = len({g.untyped_storage().data_ptr() for g in grads})
-            return Seen(model, len(counted), storages, run.digest())
+            ddp = getattr(run._session.models[0], "_ddp", None)
+            return Seen(model, ddp, len(counted), storages, run.digest())
 
     return go
 
@@ -88,7 +90,7 @@ def check_bucket_cap(train: Train) -> None:
 def check_bucket_caps(train: Train) -> None:
     # Bytes are given in whole MiB there: one of 1 MiB for all that is here.
     seen = train({"bucket_cap_mb_list": [1]})
-    assert seen.model.bucket_bytes_cap_list == [1 << 20]
+    assert seen.ddp.bucket_bytes_cap_list == [1 << 20]
     assert seen.digest == train({}).digest
 
 
@@ -106,10 +108,10 @@ def check_views(train: Train) -> None:
 
 def check_static(train: Train) -> None:
     seen = train({"static_graph": True})
-    assert seen.model.static_graph is True
+    assert seen.ddp.static_graph is True
     assert seen.digest == train({}).digest
     # With several replicas on a rank DDP would take the first for the whole graph: it is not told.
-    assert train({"static_graph": True}, replicas=2).model.static_graph is False
+    assert train({"static_graph": True}, replicas=2).ddp.static_graph is False
 
 
 def check_reduction(train: Train) -> None:
@@ -118,7 +120,7 @@ def check_reduction(train: Train) -> None:
 
 
 def check_dim(train: Train) -> None:
-    assert train({"dim": 1}).model.dim == 1
+    assert train({"dim": 1}).ddp.dim == 1
 
 
 def check_init_sync(train: Train) -> None:
@@ -127,7 +129,7 @@ def check_init_sync(train: Train) -> None:
 
 def check_batched(train: Train) -> None:
     seen = train({"batched_grad_copy": True})
-    assert seen.model.batched_grad_copy is True
+    assert seen.ddp.batched_grad_copy is True
     assert seen.digest == train({}).digest
 
 
@@ -175,6 +177,34 @@ ROWS: dict[str, Callable[[Train], None]] = {
     "skip_all_reduce_unused_params": refused(True, "each rank would decide by itself"),
     "batched_grad_copy": check_batched,
 }
+
+
+def test_a_model_keeps_its_class(train: Train, lone_group: Any) -> None:
+    seen = train({})
+    assert type(seen.model) is Net
+    assert seen.ddp is not None
+
+
+def test_a_compiled_model_is_cut_at_the_buckets(make_run: Any, lone_group: Any) -> None:
+    """torch.compile asks for the DDP that is around a module while it is called, and for no longer."""
+    seen = []
+
+    class Asks(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(DistributedDataParallel._get_active_ddp_module())
+            return super().forward(x)
+
+    with make_run(replicas=1, exchange="native") as run:
+        net = Asks(4, 1)
+        plain = run.model(nn.Sequential(net, nn.Flatten()))
+        plain(torch.ones(2, 4))
+        model = run.model(torch.compile(Asks(4, 1), backend="eager", disable=True))
+        model(torch.ones(2, 4))
+        assert seen[0] is None
+        assert isinstance(seen[1], DistributedDataParallel)
+        with pytest.raises(RuntimeError, match="shapes"):
+            model(torch.ones(2, 5))
+        assert DistributedDataParallel._get_active_ddp_module() is None
 
 
 def test_the_table_has_every_keyword() -> None:
