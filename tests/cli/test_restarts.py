@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-
 import pytest
 
 #: What a script of these tests knows; it opens its run by hand, so that torch need not be imported.
@@ -139,46 +136,36 @@ def test_function_survives_a_kill(lockstep):
     assert (done.code, done.out) == (0, "[(1, 0), (1, 1)]\n"), done.err
 
 
-#: Each generation lasts until its successor may be warm, and says what it was born with.
-WARM = (
-    "import sys; before = set(sys.modules)\nimport lockstep\n"
+#: Says what each generation was born with; the first two die at once.
+SHARED = (
+    "import sys; before = set(sys.modules)\nimport colorsys, helpers, lockstep\n"
     + HEAD
     + """
-import colorsys, helpers
-print(*sorted({"colorsys", "helpers"} & before), os.getpriority(os.PRIO_PROCESS, 0), flush=True)
-assert "helpers" not in before
-if "colorsys" not in before:
-    slot.step = 1
-    time.sleep(0.6)
+print(*sorted({"colorsys", "helpers"} & before), flush=True)
+if generation < 2:
     die()
-slot.step = 1
-time.sleep(0.6)
-if not os.path.exists("told"):
-    with open("told", "w") as file:
-        file.write(str(os.getppid()))
-    time.sleep(100)
 """
 )
 
 
 @pytest.mark.ranks(1)
-def test_later_workers_need_not_import_again(lockstep):
+def test_what_a_script_imports_is_there_when_its_workers_begin(lockstep):
     lockstep.script("", "helpers.py")
-    process = lockstep.start("run", "--max-restarts", "20", lockstep.script(WARM))
-    # Who serves them now is as mortal as the first server was.
-    server = int(lockstep.wait_for("told")[0])
-    os.kill(
-        server, signal.SIGTERM
-    )  # meant for the launcher, as Slurm signals all processes of a step
-    os.kill(server, signal.SIGKILL)
-    done = lockstep.finish(process, 20)
-    assert (done.code, done.out.splitlines()[-1]) == (1, "colorsys 0")
-    assert "lockstep: error: the fork server ended" in done.err
+    script = lockstep.script(SHARED)
+    done = lockstep("run", "--max-restarts", "2", script)
+    assert (done.code, done.out) == (0, "colorsys\n" * 3), done.err
+    done = lockstep("run", "--max-restarts", "2", script, env={"LOCKSTEP_PRELOAD": "0"})
+    assert (done.code, done.out) == (0, "\n" * 3), done.err
 
 
-@pytest.mark.ranks(1)
-def test_warmth_can_be_switched_off(lockstep):
-    lockstep.script("", "helpers.py")
-    script = lockstep.script(WARM)
-    done = lockstep("run", "--max-restarts", "1", script, env={"LOCKSTEP_WARM": "0"})
-    assert (done.code, done.out) == (1, "0\n0\n")
+@pytest.mark.ranks(2)
+def test_a_package_that_prints_is_left_to_the_workers(lockstep):
+    """`this` prints when it is imported: once for each rank, as without a launcher."""
+    script = lockstep.script(
+        "import sys; before = set(sys.modules)\nimport this, colorsys, lockstep\n"
+        "print(*sorted({'this', 'colorsys'} & before), flush=True)"
+    )
+    done = lockstep("run", "-n", "2", script)
+    assert done.code == 0, done.err
+    assert done.out.count("The Zen of Python") == 2
+    assert done.out.splitlines().count("colorsys") == 2

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from lockstep.errors import PREEMPTED
@@ -15,14 +13,13 @@ from lockstep.launch.functions import launch
 from lockstep.launch.interrupts import Interrupted, listening
 from lockstep.launch.output import say
 from lockstep.launch.place import RunPlace, expected
-from lockstep.launch.placement import asked, ranks_without_looking
-from lockstep.launch.plan import Meeting, count_ranks, make_plan, share_of_threads
-from lockstep.launch.preload import likely, preload
+from lockstep.launch.placement import asked
+from lockstep.launch.plan import Meeting, count_ranks, make_plan, threads_of_workers
+from lockstep.launch.preload import likely, preload, threads_shared
 from lockstep.launch.roster import NotNeeded
 from lockstep.launch.spec import LaunchSpec
 from lockstep.launch.supervise import private_directory, supervise
 from lockstep.launch.target import check
-from lockstep.world.cores import usable_cores
 
 __all__ = ["launch", "run", "show_plan"]
 
@@ -120,7 +117,7 @@ def _prepare(spec: LaunchSpec) -> LaunchSpec:
     """Import what forked workers share; return `spec`, with another start where forks are unsafe."""
     if spec.start != "fork":
         return spec
-    with _threads_shared(spec):
+    with threads_shared(threads_of_workers(spec)):
         reason = preload(likely(spec, os.environ))
     if reason is None:
         if ties := openmp.tying(os.environ):
@@ -131,23 +128,3 @@ def _prepare(spec: LaunchSpec) -> LaunchSpec:
         return spec
     say(f"lockstep: workers are spawned, not forked: {reason}")
     return dataclasses.replace(spec, start="spawn")
-
-
-@contextlib.contextmanager
-def _threads_shared(spec: LaunchSpec) -> Iterator[None]:
-    """Let numpy and torch read the workers' `OMP_NUM_THREADS` while they are imported."""
-    cores = usable_cores()
-    n = ranks_without_looking(spec, os.environ, cores)
-    threads = None if n is None else share_of_threads(spec, os.environ, cores, n)
-    before = os.environ.get("OMP_NUM_THREADS")
-    if threads is None:
-        yield
-        return
-    os.environ["OMP_NUM_THREADS"] = threads
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before

@@ -18,15 +18,17 @@ import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 from lockstep.errors import RunError
 from lockstep.launch import processes
 from lockstep.launch.binding import PROCESSORS
-from lockstep.launch.heir import Succession
 
 #: Upper bound of one message; environment additions and a few numbers.
 _MESSAGE = 1 << 17
+#: Servers that are tried with imports, each without a package that the one before it could not share.
+_TRIES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,8 @@ class Exit:
 
 #: Runs in the worker's clean process and never returns.
 Job = Callable[[Request], NoReturn]
+#: Imports what workers share, without some packages; returns one that cannot be shared.
+Preload = Callable[[Collection[str]], str | None]
 
 
 class ForkServer:
@@ -65,22 +69,38 @@ class ForkServer:
     Args:
         job: what a worker does; the server keeps it in memory, so it need not be importable.
         unheard: signals that are meant for launcher and workers alone, whoever gets them.
-        warm: whether later workers find imported what earlier ones have imported.
+        preload: what the server does before it makes workers.
     """
 
     def __init__(
-        self, job: Job, unheard: Iterable[signal.Signals] = (), *, warm: bool = False
+        self, job: Job, unheard: Iterable[signal.Signals] = (), preload: Preload | None = None
+    ) -> None:
+        self._exits: list[Exit] = []
+        # Which import does not go with forks is known when it has been done.
+        skipped: list[str] = []
+        while preload is not None and len(skipped) < _TRIES:
+            self._start_server(job, unheard, partial(preload, skipped))
+            problem = self._receive()["problem"]
+            if problem is None:
+                return
+            self.close()
+            skipped.append(problem)
+        self._start_server(job, unheard, None)
+
+    def _start_server(
+        self,
+        job: Job,
+        unheard: Iterable[signal.Signals],
+        preload: Callable[[], str | None] | None,
     ) -> None:
         launcher = os.getpid()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._exits: list[Exit] = []
-        self._pid = processes.fork()
+        self._pid, self._socket = processes.fork(), ours
         if self._pid == 0:
             ours.close()
             _silence(unheard)
-            _serve_and_exit(theirs, job, launcher, Succession() if warm else None)
+            _serve_and_exit(theirs, job, launcher, preload)
         theirs.close()
-        self._socket = ours
 
     def start(self, request: Request, streams: Sequence[int]) -> int:
         """Start a worker; return its process id.
@@ -162,26 +182,33 @@ def _silence(unheard: Iterable[signal.Signals]) -> None:
 
 
 def _serve_and_exit(
-    connection: socket.socket, job: Job, launcher: int, succession: Succession | None
+    connection: socket.socket,
+    job: Job,
+    launcher: int,
+    preload: Callable[[], str | None] | None,
 ) -> NoReturn:
     """Be the server until the launcher closes the socket or dies."""
     try:
         os.setsid()
+        # Not SIGKILL: the server outlives its launcher by the moment it takes to kill whole sessions.
+        processes.die_with_parent(launcher, signal.SIGTERM)
+        if preload is not None:
+            problem = preload()
+            connection.send(json.dumps({"problem": problem}).encode())
+            if problem is not None:
+                os._exit(0)
         processes.freeze()
-        _Server(connection, job, launcher, succession).serve()
+        _Server(connection, job, launcher).serve()
     except BaseException:  # whatever happens here, the launcher's stack must not be unwound
         os._exit(1)
     os._exit(0)
 
 
 class _Server:
-    def __init__(
-        self, connection: socket.socket, job: Job, launcher: int, succession: Succession | None
-    ) -> None:
+    def __init__(self, connection: socket.socket, job: Job, launcher: int) -> None:
         self._connection = connection
         self._job = job
         self._launcher = launcher
-        self._succession = succession
         self._ranks: dict[int, int] = {}  # living workers: process id to rank
         self._ending = False
         self._wake, wake_writer = os.pipe()
@@ -190,8 +217,6 @@ class _Server:
             os.set_blocking(descriptor, False)
         signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._end)
-        # Not SIGKILL: the server outlives its launcher by the moment it takes to kill whole sessions.
-        processes.die_with_parent(launcher, signal.SIGTERM)
 
     def _end(self, *_: object) -> None:
         # Slurm signals every process of a step: as long as the launcher lives, it is asked, not we.
@@ -205,14 +230,11 @@ class _Server:
                 self._reap()
             if self._connection.fileno() in readable and not self._answer():
                 break
-            if self._succession is not None:
-                self._succession.attend(readable, self._succeed)
         self._kill_all()
 
     def _await_news(self) -> set[int]:
-        more = [] if self._succession is None else self._succession.channels
         poll = select.poll()
-        for descriptor in (self._connection.fileno(), self._wake, *more):
+        for descriptor in (self._connection.fileno(), self._wake):
             poll.register(descriptor, select.POLLIN)
         return {descriptor for descriptor, _ in poll.poll()}
 
@@ -235,8 +257,6 @@ class _Server:
     def _handle(self, data: bytes, descriptors: list[int]) -> None:
         message = json.loads(data)
         if "signal" not in message:
-            if not self._ranks:
-                self._retire(data, descriptors)
             self._start(Request(**message), descriptors)
         elif message["only"] is None:
             self._signal_all(message["signal"])
@@ -244,33 +264,6 @@ class _Server:
             # Those are not reaped, so each id is still the worker's.
             for pid in self._ranks.keys() & message["only"]:
                 os.kill(pid, message["signal"])
-
-    def _retire(self, data: bytes, descriptors: list[int]) -> None:
-        """Between two generations, leave the service to the heir, if there is one; its end is ours."""
-        heir = None if self._succession is None else self._succession.hand_over(data, descriptors)
-        if heir is not None:
-            self._connection.close()
-            for descriptor in descriptors:
-                os.close(descriptor)
-            signal.signal(signal.SIGTERM, self._leave_heir)
-            _, status = os.waitpid(heir, 0)
-            os._exit(status and 1)
-
-    def _leave_heir(self, *_: object) -> None:
-        # The launcher's death is told to its children alone; the heir is told of ours.
-        if os.getppid() != self._launcher:
-            os._exit(1)
-
-    def _succeed(self, data: bytes, descriptors: list[int]) -> NoReturn:
-        """Serve in the place of the server that this process was forked from."""
-        assert self._succession is not None
-        for descriptor in self._own:
-            os.close(descriptor)
-        succession = Succession(self._succession.generation + 1)
-        server = _Server(self._connection, self._job, os.getppid(), succession)
-        server._handle(data, descriptors)
-        server.serve()
-        os._exit(0)
 
     def _start(self, request: Request, streams: list[int]) -> None:
         server = os.getpid()
@@ -282,8 +275,6 @@ class _Server:
                 self._become_worker(request, streams, server)
             self._ranks[pid] = request.rank
             self._send({"started": pid})
-            if self._succession is not None:
-                self._succession.remember(request.env)
         except OSError as error:
             self._send({"refused": str(error)})
         finally:
@@ -298,8 +289,6 @@ class _Server:
             self._connection.close()
             for descriptor in self._own:
                 os.close(descriptor)
-            if self._succession is not None:
-                self._succession.join(request.env)
             self._job(request)
         except BaseException as error:  # as in a shell: 127 for a command that cannot be run
             os.write(2, f"lockstep: rank {request.rank} could not start: {error!r}\n".encode())
@@ -326,8 +315,6 @@ class _Server:
                 os.kill(pid, signum)
 
     def _kill_all(self) -> None:
-        if self._succession is not None:
-            self._succession.close()
         self._signal_all(signal.SIGKILL)
         for pid in list(self._ranks):
             os.waitpid(pid, 0)

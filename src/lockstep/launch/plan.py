@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,12 +13,13 @@ from lockstep.errors import DeviceError, UsageError
 from lockstep.launch import binding, servers
 from lockstep.launch.gpus import Gpu
 from lockstep.launch.machine import Machine
-from lockstep.launch.placement import asked, choose, no_gpus, seats
+from lockstep.launch.placement import asked, choose, no_gpus, ranks_without_looking, seats
 from lockstep.launch.roster import Roster
 from lockstep.launch.spec import LaunchSpec
 from lockstep.layout import mesh as meshes
 from lockstep.settings import TABLE
 from lockstep.version import __version__
+from lockstep.world.cores import usable_cores
 from lockstep.world.environments.init_method import STORE
 from lockstep.world.environments.lockstep import MARK, TOKEN
 
@@ -259,6 +261,13 @@ def share_of_threads(
     if threads is not None:
         return str(threads)
     return None if "OMP_NUM_THREADS" in environ else str(max(1, cores // n))
+
+
+def threads_of_workers(spec: LaunchSpec) -> str | None:
+    """Return the workers' `OMP_NUM_THREADS` as far as it is known before devices are looked at."""
+    cores = usable_cores()
+    n = ranks_without_looking(spec, os.environ, cores)
+    return None if n is None else share_of_threads(spec, os.environ, cores, n)
 
 
 def _check_capacity(n: int, machine: Machine, *, on_gpu: bool) -> None:

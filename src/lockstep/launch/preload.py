@@ -1,4 +1,9 @@
-"""What the launcher imports once, before it forks, so that no worker has to."""
+"""What is imported once, before workers are forked, so that no worker has to.
+
+The launcher imports torch, and what Lockstep itself needs. The fork server imports what the script has
+at its top (`imports.py`): it is a process that can be thrown away. If an import leaves a thread, a child, a
+connection or a device in it, or prints something, it ends, and another one does without that package.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +11,17 @@ import contextlib
 import gc
 import importlib
 import importlib.util
+import os
+import signal
+import sys
+import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from lockstep.launch import processes, source
+from lockstep.launch.imports import Import
 from lockstep.launch.openmp import untied
 from lockstep.launch.spec import LaunchSpec
 from lockstep.registry import STRATEGIES
@@ -24,6 +36,8 @@ MODULES = (
 _RUN = ("lockstep.training.run", "lockstep.exchange.shared_memory")
 #: A second of imports, which the first optimizer of a process brings in.
 _DYNAMO = "torch._dynamo"
+#: Packages whose import reaches out of the process, or that keep what they find in the environment.
+_NEVER = ("mpi4py", "horovod", "ray", "tensorflow", "jax", "cupy")
 
 
 def likely(spec: LaunchSpec, env: Mapping[str, str]) -> tuple[str, ...]:
@@ -43,12 +57,8 @@ def preload(more: Sequence[str] = ()) -> str | None:
     """
     if threading.active_count() > 1:
         return "Python threads run in the launcher already"
-    # The collector would walk the growing heap again and again, and find nothing to free.
-    gc.disable()
-    try:
+    with gc_off():
         return _import_all(more)
-    finally:
-        gc.enable()
 
 
 def _import_all(more: Sequence[str]) -> str | None:
@@ -67,3 +77,175 @@ def _import_all(more: Sequence[str]) -> str | None:
     if processes.task_count() > threads:
         return f"the import of {', '.join(more)} started threads in the launcher"
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What a process has that a fork of it would miss, or share with it.
+
+    Attributes:
+        tasks: number of its threads.
+        children: process ids of its children.
+        files: what it has open besides plain files.
+        pools: libraries of OpenBLAS, which starts threads and takes them through forks by itself.
+        unforkable: packages that are never shared, and `cuda` where a device is in use.
+        handlers: of signals; a worker starts without those of its parent.
+    """
+
+    tasks: int
+    children: frozenset[str]
+    files: frozenset[str]
+    pools: frozenset[str]
+    unforkable: frozenset[str]
+    handlers: tuple[object, ...]
+
+    @staticmethod
+    def look() -> Footprint:
+        """Look at this process."""
+        tasks = list(Path("/proc/self/task").iterdir())
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        return Footprint(
+            tasks=len(tasks),
+            children=frozenset(pid for task in tasks for pid in _read(task / "children").split()),
+            files=frozenset(filter(_is_special, map(_target, os.listdir("/proc/self/fd")))),  # noqa: PTH208
+            pools=frozenset(line.split()[-1] for line in maps if "openblas" in line),
+            unforkable=frozenset(name for name in _NEVER if name in sys.modules) | _cuda(),
+            handlers=tuple(signal.getsignal(number) for number in signal.valid_signals()),
+        )
+
+    def allows(self, later: Footprint) -> bool:
+        """Return whether nothing has come since that forks don't go with."""
+        threads = later.tasks > self.tasks and later.pools <= self.pools
+        return (
+            not threads
+            and later.children <= self.children
+            and later.files <= self.files
+            and later.unforkable <= self.unforkable
+            and later.handlers == self.handlers
+        )
+
+
+def import_shared(
+    imports: Sequence[Import], threads: str | None, skipped: Collection[str]
+) -> str | None:
+    """Import what a script has at its top; return a package after which this process is not to be forked.
+
+    What cannot be imported here is left to the workers, and so is one that prints: it prints there.
+
+    Args:
+        imports: of the script.
+        threads: what workers have as `OMP_NUM_THREADS`, which some packages read when they are imported.
+        skipped: packages to leave out.
+    """
+    with gc_off(), threads_shared(threads), untied(), _printing() as has_printed:
+        before = Footprint.look()
+        for one in imports:
+            if (
+                one.package in skipped
+                or one.package in _NEVER
+                or not _is_the_same(one.package, one.origin)
+            ):
+                continue
+            with contextlib.suppress(Exception, SystemExit):
+                module = __import__(one.module, fromlist=one.names or ("__name__",))
+                for name in one.names:
+                    getattr(module, name, None)  # some packages import it only now
+            now = Footprint.look()
+            if not before.allows(now) or has_printed():
+                _end_children(now.children - before.children)
+                return one.package
+            before = now
+    return None
+
+
+@contextlib.contextmanager
+def threads_shared(threads: str | None) -> Iterator[None]:
+    """Let packages read the workers' `OMP_NUM_THREADS` while they are imported."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    if threads is None:
+        yield
+        return
+    os.environ["OMP_NUM_THREADS"] = threads
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+
+
+@contextlib.contextmanager
+def gc_off() -> Iterator[None]:
+    """Keep the collector from walking the growing heap again and again: it would find nothing to free."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _end_children(children: frozenset[str]) -> None:
+    for pid in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def _is_the_same(package: str, origin: str) -> bool:
+    """Return whether `package` means here what it means to the script, whose search path may differ."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return False
+    return spec is not None and spec.origin == origin
+
+
+@contextlib.contextmanager
+def _printing() -> Iterator[Callable[[], bool]]:
+    """Send what is printed to a file; yield what says whether that was anything."""
+    kept = [(os.dup(number), number) for number in (1, 2)]
+    with tempfile.TemporaryFile() as file:
+
+        def has_printed() -> bool:
+            _flush()
+            return os.lseek(file.fileno(), 0, os.SEEK_CUR) > 0
+
+        try:
+            for _, number in kept:
+                os.dup2(file.fileno(), number)
+            yield has_printed
+        finally:
+            _flush()
+            for copy, number in kept:
+                os.dup2(copy, number)
+                os.close(copy)
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _target(descriptor: str) -> str:
+    try:
+        return str(Path(f"/proc/self/fd/{descriptor}").readlink())
+    except OSError:
+        return ""
+
+
+def _is_special(target: str) -> bool:
+    harmless = ("/dev/null", "/dev/urandom", "/dev/random", "/dev/zero")
+    devices = target.startswith("/dev/") and target not in harmless
+    return devices or target.startswith(("socket:", "anon_inode:"))
+
+
+def _cuda() -> frozenset[str]:
+    torch = sys.modules.get("torch")
+    return frozenset({"cuda"} if torch is not None and torch.cuda.is_initialized() else ())

@@ -19,8 +19,20 @@ def parse(spec: LaunchSpec) -> ast.Module:
     return _parse(_read(spec) or b"")
 
 
+def parse_file(file: Path) -> ast.Module:
+    """Return the tree of a file; an empty one where it cannot be read or parsed."""
+    try:
+        return _tree(file.read_bytes())
+    except OSError:
+        return _tree(b"")
+
+
 @functools.lru_cache(maxsize=1)  # a launch asks several times
 def _parse(text: bytes) -> ast.Module:
+    return _tree(text)
+
+
+def _tree(text: bytes) -> ast.Module:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the worker compiles it again, and warns

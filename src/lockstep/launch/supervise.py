@@ -9,19 +9,21 @@ import os
 import secrets
 import shutil
 import socket
+import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.checkpoint.memory import Descriptors
 from lockstep.errors import LockstepError
-from lockstep.launch import failure, servers, source, stdin, worker
+from lockstep.launch import failure, imports, servers, source, stdin, worker
 from lockstep.launch.dry_run import placement
 from lockstep.launch.failure import Failure, MemoryKills, Verdict
-from lockstep.launch.forkserver import ForkServer, Job
+from lockstep.launch.forkserver import ForkServer, Job, Preload
 from lockstep.launch.gpus import visible
 from lockstep.launch.hang import HangWatch
 from lockstep.launch.interrupts import Interrupts
@@ -31,7 +33,15 @@ from lockstep.launch.nodes import party as find_party
 from lockstep.launch.old_scripts import kept_port
 from lockstep.launch.output import Output, say
 from lockstep.launch.place import RunPlace, remove_left
-from lockstep.launch.plan import Meeting, Plan, check_replicas, count_ranks, make_plan
+from lockstep.launch.plan import (
+    Meeting,
+    Plan,
+    check_replicas,
+    count_ranks,
+    make_plan,
+    threads_of_workers,
+)
+from lockstep.launch.preload import import_shared
 from lockstep.launch.restarts import Restarts
 from lockstep.launch.roster import Launcher
 from lockstep.launch.spec import LaunchSpec
@@ -84,7 +94,7 @@ def supervise(
     with (
         stdin.restored(),
         _memory() as memory,  # before the server is forked, so that workers inherit it
-        _serving(job, interrupts, warm=_warms(spec, environ, is_run=is_run)) as server,
+        _serving(job, interrupts, _preload(spec, environ, is_run=is_run)) as server,
         _showing() as output,
         _gathered(spec, here, environ, interrupts) as gathering,
         kept_port(only_port) as port,  # after the fork, so that no worker inherits what keeps it
@@ -351,11 +361,16 @@ def _remove_left(file: Path) -> None:
             os.close(lock)
 
 
-def _warms(spec: LaunchSpec, environ: Mapping[str, str], *, is_run: bool) -> bool:
-    """Return whether later workers shall find imported what earlier ones have imported."""
+def _preload(spec: LaunchSpec, environ: Mapping[str, str], *, is_run: bool) -> Preload | None:
+    """Return what imports, before workers are forked, what they share besides what the launcher has."""
     # A function's parent is somebody else's interpreter: what it imports is not ours to decide.
-    wanted = environ.get("LOCKSTEP_WARM", "1") != "0"
-    return wanted and is_run and spec.start == "fork" and spec.kind != "function"
+    wanted = environ.get("LOCKSTEP_PRELOAD", "1") != "0"
+    if not (wanted and is_run and spec.start == "fork" and spec.kind != "function"):
+        return None
+    found = imports.at_the_top(spec)
+    if all(one.module in sys.modules for one in found):
+        return None
+    return partial(import_shared, found, threads_of_workers(spec))
 
 
 @contextlib.contextmanager
@@ -368,8 +383,8 @@ def _memory() -> Iterator[Descriptors]:
 
 
 @contextlib.contextmanager
-def _serving(job: Job, interrupts: Interrupts, *, warm: bool) -> Iterator[ForkServer]:
-    server = ForkServer(job, interrupts.polite, warm=warm)
+def _serving(job: Job, interrupts: Interrupts, preload: Preload | None) -> Iterator[ForkServer]:
+    server = ForkServer(job, interrupts.polite, preload)
     try:
         yield server
     finally:
