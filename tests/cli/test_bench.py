@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from typing import Any
 
 import pytest
@@ -108,6 +109,19 @@ def test_a_layout_that_fails_does_not_take_the_others_with_it(bench: Lockstep) -
     assert "failed on 2 ranks: lockstep: rank" in done.out
     assert "Traceback" not in done.err + done.out
     assert "2 ranks: failed, exit code 1" in done.err
+
+
+@pytest.mark.parametrize("verb", [("bench", "--ranks", "1"), ("verify", "--layouts", "1")])
+def test_a_signal_ends_the_launch_too(lockstep: Lockstep, verb: tuple[str, ...]) -> None:
+    script = lockstep.script(
+        "import os, time, lockstep\nwith open('pid', 'w') as file:\n    file.write(str(os.getpid()))\n"
+        "time.sleep(100)"
+    )
+    process = lockstep.start(verb[0], script, *verb[1:])
+    (pid,) = lockstep.wait_for("pid")
+    process.terminate()
+    assert lockstep.finish(process).code == 128 + signal.SIGTERM
+    assert lockstep.gone(int(pid))
 
 
 def test_a_script_without_lockstep_is_measured_by_wall_time(lockstep: Lockstep) -> None:

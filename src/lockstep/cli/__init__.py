@@ -6,8 +6,10 @@ import argparse
 import atexit
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
+from types import FrameType
 from typing import NoReturn
 
 from lockstep.cli import bench, export, report, run, submit, torchrun, verify, watch
@@ -22,6 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the words after `lockstep`; those of this process by default.
     """
+    if argv is None:
+        _end_as_exceptions_do()
     try:
         given = torchrun.with_environment(sys.argv[1:] if argv is None else argv, os.environ)
         words, script_args = split(given)
@@ -38,6 +42,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None and "torch" in sys.modules:
         _leave(code)
     return code
+
+
+def _end_as_exceptions_do() -> None:
+    """Let a signal that ends this process take along what a verb has started."""
+
+    def end(signum: int, _frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + signum)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:  # under nohup SIGHUP is ignored
+            signal.signal(number, end)
 
 
 def _parser() -> Parser:

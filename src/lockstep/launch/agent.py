@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import os
 import signal
 import sys
@@ -10,17 +11,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-from torch.distributed.elastic.agent.server.api import (
-    DEFAULT_ROLE,
-    RunResult,
-    SimpleElasticAgent,
-    Worker,
-    WorkerGroup,
-    WorkerSpec,
-    WorkerState,
-)
-from torch.distributed.elastic.events.api import Event, EventSource
 
 from lockstep.errors import PREEMPTED, LockstepError, RunDirectoryError
 from lockstep.launch import failure
@@ -40,8 +30,6 @@ from lockstep.launch.workers import LAST_GRACE, Workers
 from lockstep.record import events
 from lockstep.settings import TABLE
 
-#: More than none, which the base class refuses.
-_NO_TIME = 1e-6
 #: Seconds between two looks at the workers while nothing happens to them.
 _INTERVAL = 0.02
 #: After a first failure, seconds in which others may tell of theirs before the rest is stopped.
@@ -53,8 +41,18 @@ Planner = Callable[[Meeting], Plan]
 Judge = Callable[[list[Failure]], Verdict]
 
 
-class Agent(SimpleElasticAgent):
-    """An elastic agent whose workers come from the fork server.
+class _State(enum.Enum):
+    """How the workers of a generation are."""
+
+    RUNNING = enum.auto()
+    #: They end, and another generation begins.
+    RESTART = enum.auto()
+    FAILED = enum.auto()
+    DONE = enum.auto()
+
+
+class Agent:
+    """Runs generation after generation of workers, which come from the fork server.
 
     Args:
         planner: gives the plan of a generation, once it is known where its workers meet.
@@ -85,21 +83,9 @@ class Agent(SimpleElasticAgent):
         is_run: bool = False,
         deadline: float | None = None,
     ) -> None:
-        roster = rendezvous.roster
-        super().__init__(
-            WorkerSpec(
-                role="default",
-                local_world_size=roster.ranks[roster.index],
-                rdzv_handler=rendezvous,
-                entrypoint="lockstep",
-                max_restarts=sys.maxsize,  # `restarts` decides
-                monitor_interval=_NO_TIME,  # the wait is for the fork server's news
-            ),
-            exit_barrier_timeout=30,
-        )
         self._planner = planner
         self._judge = judge
-        self._meeting_place = rendezvous
+        self._rendezvous = rendezvous
         rendezvous.policy, rendezvous.check = self._again, self._check
         self._server = server
         self._processes = Workers(server, output, interrupts, self._await_signal)
@@ -115,24 +101,54 @@ class Agent(SimpleElasticAgent):
         #: What is said of the launch, if it did not end well.
         self.verdict: Verdict | None = None
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def run(self) -> None:
+        """Run the workers to their end; tell the other launchers how it went."""
+        try:
+            try:
+                self._run_generations()
+            finally:
+                self._shutdown()
+        except RoundOverError as over:
+            self.verdict = over.decision.verdict
+        except Interrupted:
+            if self._neighbours is not None:
+                self._await_decision()
+            raise
+        except LockstepError as error:
+            self._part(f"lockstep: error on {self._name}: {error.message}", error.exit_code)
+            raise
+        finally:
+            self._rendezvous.finish()
+            self._record("end", exit_code=self._exit_code(sys.exception()))
+
+    def _run_generations(self) -> None:
+        self._start_workers()
+        while (state := self._look()) is not _State.DONE:
+            if state is _State.RESTART:
+                # Without grace: what they hold is in the snapshot, and time is what a restart costs.
+                self._processes.kill()
+                self._stop_workers()
+                self._start_workers()
+            elif state is _State.FAILED:
+                self._stop_workers()
+                return
+
+    def _start_workers(self) -> None:
+        port = self._rendezvous.next_generation()
         self._check()
         self._processes.begin()
         self._standing.begin()
-        self.plan = self._planner(self._meeting(worker_group))
+        self.plan = self._planner(self._meeting(port))
         if self._generation:
             self._record("restart", generation=self._generation)
-        # First the servers: what a fork server remembers of its last child is a worker's.
         for server in self._servers:
             self._processes.start(self.plan, server, {})
-        return {
-            index: self._processes.start(self.plan, worker, self._standing.variables(index))
-            for index, worker in enumerate(self._workers)
-        }
+        for index, worker in enumerate(self._workers):
+            self._processes.start(self.plan, worker, self._standing.variables(index))
 
     @property
     def _neighbours(self) -> Neighbours | None:
-        return self._meeting_place.neighbours
+        return self._rendezvous.neighbours
 
     @property
     def _workers(self) -> tuple[WorkerPlan, ...]:
@@ -142,17 +158,18 @@ class Agent(SimpleElasticAgent):
     def _servers(self) -> tuple[WorkerPlan, ...]:
         return self.plan.servers if self.plan is not None else ()
 
-    def _meeting(self, group: WorkerGroup) -> Meeting:
+    def _meeting(self, port: int) -> Meeting:
         return Meeting.of(
-            self._meeting_place.roster,
-            port=_known(group.master_port),
-            generation=self._meeting_place.generation,
+            self._rendezvous.roster,
+            port=port,
+            generation=self._rendezvous.generation,
             max_restarts=self._restarts.limit,
-            run_id=group.spec.rdzv_handler.get_run_id(),
-            replicas=self._meeting_place.replicas,
+            run_id=self._rendezvous.run_id,
+            replicas=self._rendezvous.replicas,
         )
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+    def _look(self) -> _State:
+        """Wait for news of the workers, a moment at most; return how they are."""
         self._server.wait(_INTERVAL)
         self._check()
         if self._deadline is not None and time.monotonic() > self._deadline:
@@ -163,24 +180,23 @@ class Agent(SimpleElasticAgent):
             self._check_gone()
             return self._report(self._told(self._failures()))
         if (hang := self._hang()) is not None:
-            result = self._report(hang)
+            state = self._report(hang)
             self._processes.kill()  # who hangs has nothing left to say
-            return result
+            return state
         if self._neighbours is not None and self._neighbours.decision is not None:
             return self._follow(self._neighbours.decision)
-        return RunResult(state=WorkerState.HEALTHY) if self._training() else self._finish()
+        return _State.RUNNING if self._training() else self._finish()
 
-    def _finish(self) -> RunResult:
+    def _finish(self) -> _State:
         """Wait until all launchers are done: one of them hosts the store that the others' workers use."""
         if self._neighbours is not None:
             self._neighbours.done()
-            return RunResult(state=WorkerState.HEALTHY)
+            return _State.RUNNING
         return self._succeed()
 
-    def _succeed(self) -> RunResult:
+    def _succeed(self) -> _State:
         self.verdict = self._preemption()
-        done = {worker.rank: None for worker in self._workers}
-        return RunResult(state=WorkerState.SUCCEEDED, return_values=done)
+        return _State.DONE
 
     def _failed(self) -> dict[int, Exit]:
         """Return the workers that ended badly; to save and leave is no failure of a run."""
@@ -203,7 +219,7 @@ class Agent(SimpleElasticAgent):
             and self._standing.is_inside(index)
         }
 
-    def _report(self, told: Told) -> RunResult:
+    def _report(self, told: Told) -> _State:
         """Do what is decided on a failure of this launcher's workers, or of all that it knows."""
         verdict = told.verdict
         self._record("failure", generation=self._generation, name=verdict.name, text=verdict.brief)
@@ -223,7 +239,7 @@ class Agent(SimpleElasticAgent):
             return None
         return f"{verdict.brief}; restart {self._restarts.count}{self._standing.origin}"
 
-    def _follow(self, decision: Decision) -> RunResult:
+    def _follow(self, decision: Decision) -> _State:
         """Do what is decided for all launchers."""
         if decision.kind == "round" and self._interrupts.first is not None:
             self._leaving = True
@@ -232,17 +248,12 @@ class Agent(SimpleElasticAgent):
             return self._succeed()
         if decision.kind == "end":
             self.verdict = decision.verdict
-            self._remaining_restarts = 0  # what makes the base class stop
-        elif self._meeting_place.roster.speaks and decision.text:
+            return _State.FAILED
+        if self._rendezvous.roster.speaks and decision.text:
             say(f"lockstep: {decision.text}")
-        if decision.kind == "restart" and self._meeting_place.roster.index > 0:
+        if decision.kind == "restart" and self._rendezvous.roster.index > 0:
             self._restarts.follow(self._standing.progress)
-        return RunResult(state=WorkerState.FAILED)
-
-    def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        # Without grace: what they hold is in the snapshot, and time is what a restart costs.
-        self._processes.kill()
-        super()._restart_workers(worker_group)
+        return _State.RESTART
 
     def _preemption(self) -> Verdict | None:
         """Return what is said of a run whose ranks have saved it and left."""
@@ -261,7 +272,7 @@ class Agent(SimpleElasticAgent):
 
     def _hang(self) -> Told | None:
         """Return what is told if no rank moves any more."""
-        size = self._meeting_place.roster.size
+        size = self._rendezvous.roster.size
         hang = self._hangs.look(self._workers, self._processes.living, size, self._servers)
         if hang is None:
             return None
@@ -276,28 +287,6 @@ class Agent(SimpleElasticAgent):
             time.sleep(_INTERVAL)
         return decision
 
-    def _exit_barrier(self) -> None:
-        """Do nothing: all launchers are done when one learns that it is."""
-
-    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
-        """Run the workers to their end; tell the other launchers how it went."""
-        try:
-            result: RunResult = super().run(role)
-        except RoundOverError as over:
-            self.verdict = over.decision.verdict
-            return RunResult(state=WorkerState.FAILED)
-        except Interrupted:
-            if self._neighbours is not None:
-                self._await_decision()
-            raise
-        except LockstepError as error:
-            self._part(f"lockstep: error on {self._name}: {error.message}", error.exit_code)
-            raise
-        finally:
-            self._meeting_place.finish()
-            self._record("end", exit_code=self._exit_code(sys.exception()))
-        return result
-
     def _exit_code(self, error: BaseException | None) -> int:
         """Return what the launcher ends with."""
         if isinstance(error, Interrupted):
@@ -308,33 +297,16 @@ class Agent(SimpleElasticAgent):
 
     @property
     def _generation(self) -> int:
-        return self._meeting_place.generation
+        return self._rendezvous.generation
 
     def _record(self, kind: str, **fields: Any) -> None:
         """Write down what happened to a run; where the disk fails, the ranks are those to say so."""
         if self.plan is None or not (self._is_run or self._standing.opened):
             return
         run_dir = Path(self._workers[0].env["LOCKSTEP_RUN_DIR"])
-        name = f"launcher-{self._meeting_place.roster.index}"
+        name = f"launcher-{self._rendezvous.roster.index}"
         with contextlib.suppress(RunDirectoryError):
             events.append(run_dir, name, kind=kind, **fields)
-
-    def _assign_worker_ranks(
-        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
-    ) -> list[Worker]:
-        """Return the workers of this launcher; the roster knows their ranks, without asking the others."""
-        roster = self._meeting_place.roster
-        ranks = range(roster.first_rank, roster.first_rank + spec.local_world_size)
-        return [
-            Worker(
-                local_rank=roster.first_local_rank + index,
-                global_rank=rank,
-                role_rank=rank,
-                world_size=roster.size,
-                role_world_size=roster.size,
-            )
-            for index, rank in enumerate(ranks)
-        ]
 
     def _check(self) -> None:
         """Raise `Interrupted` if the launcher has been told to stop; tell the others first.
@@ -344,7 +316,7 @@ class Agent(SimpleElasticAgent):
         if self._neighbours is not None and self._neighbours.saves:
             self._ask_for_room()
         if self._interrupts.asks_for_room and self._standing.opened:
-            if self._neighbours is not None and self._meeting_place.may_leave:
+            if self._neighbours is not None and self._rendezvous.may_leave:
                 self._neighbours.leave(f"stopped on {self._name}", saves=True)
             else:
                 self._ask_for_room()
@@ -371,13 +343,13 @@ class Agent(SimpleElasticAgent):
 
     @property
     def _name(self) -> str:
-        return self._meeting_place.roster.names[self._meeting_place.roster.index]
+        return self._rendezvous.roster.names[self._rendezvous.roster.index]
 
     def _part(self, text: str, exit_code: int) -> None:
         """Tell the other launchers, if there are any, what ends this one; some can go on without it."""
         if self._neighbours is None:
             return
-        if self._meeting_place.may_leave:
+        if self._rendezvous.may_leave:
             self._leaving = True
             self._neighbours.leave(text.removeprefix("lockstep: "))
             return
@@ -410,37 +382,18 @@ class Agent(SimpleElasticAgent):
             self._server.wait(_INTERVAL)
             self._processes.look()
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+    def _stop_workers(self) -> None:
         if self._standing.opened:
             # SIGTERM asks a run to save itself, and ranks to agree when: some of them are gone.
             self._processes.end(signal.SIGKILL, LAST_GRACE)
         self._shutdown()
 
-    def _shutdown(
-        self,
-        death_sig: signal.Signals = signal.SIGTERM,
-        timeout: int = 30,
-    ) -> None:
+    def _shutdown(self) -> None:
         """Ask the workers' sessions to end, and make them after a grace."""
+        death_sig = signal.SIGTERM
         # A launcher that leaves keeps the others waiting, who have all that its workers have.
         survival = Survival() if self.plan is None else self.plan.spec.survival
         if self._interrupts.first in survival.passed_on:
             death_sig = self._interrupts.first
         if self._leaving or not self._processes.end(death_sig, survival.grace(os.environ)):
             self._processes.end(signal.SIGKILL, TABLE["shutdown_timeout"].default)
-
-    def _construct_event(  # type: ignore[no-untyped-def]
-        self, state: str, source: EventSource, *_args, **_kwargs
-    ) -> Event:
-        # The base class asks the resolver for this host's full name: seconds where there is no network.
-        return Event(f"torchelastic.worker.status.{state}", source=source)
-
-    def _record_worker_events(self, result: RunResult) -> None:
-        """Record nothing: the verdict tells what happened, and torch's event needs its own files."""
-
-
-def _known(value: Any) -> Any:
-    """Return a field of the worker group: typed as empty, and filled by the rendezvous."""
-    if value is None:
-        raise AssertionError("workers start after their rendezvous")
-    return value

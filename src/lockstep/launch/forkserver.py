@@ -192,6 +192,7 @@ def _serve_and_exit(
         os.setsid()
         # Not SIGKILL: the server outlives its launcher by the moment it takes to kill whole sessions.
         processes.die_with_parent(launcher, signal.SIGTERM)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until there are workers to end
         if preload is not None:
             problem = preload()
             connection.send(json.dumps({"problem": problem}).encode())

@@ -13,9 +13,7 @@ import contextlib
 import threading
 import time
 
-from torch.distributed import HashStore, PrefixStore, TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
-from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
+from torch.distributed import HashStore, TCPStore
 
 from lockstep.errors import WorldError
 from lockstep.launch.chair import Policy
@@ -38,7 +36,7 @@ _HOST_HINT = (
 )
 
 
-class Rendezvous(RendezvousHandler):
+class Rendezvous:
     """A rendezvous of launchers that have gathered, or of one that is alone.
 
     Args:
@@ -62,14 +60,13 @@ class Rendezvous(RendezvousHandler):
         policy: Policy = lambda _: None,
         check: Check = go_on,
     ) -> None:
-        self._run_id = run_id
+        self.run_id = run_id
         self._port = port
         self._meeting = meeting
         self._alone = Roster.alone(ranks)
         self._listens = listens or meeting is not None
         self._store: TCPStore | HashStore | None = None
         self._watch: _Watch | None = None
-        self._closed = False
         #: See the arguments; whoever starts the workers knows better.
         self.policy, self.check = policy, check
         #: The other launchers, while a round goes on; `None` for a launcher that is alone.
@@ -92,35 +89,17 @@ class Rendezvous(RendezvousHandler):
         """Whether the others go on without this launcher."""
         return isinstance(self._meeting, Rounds) and self.roster.count > 1
 
-    def get_backend(self) -> str:
-        """Return the name of this kind of rendezvous."""
-        return "lockstep"
+    def next_generation(self) -> int:
+        """Open the store of the next generation, with which the one before ends; return its port.
 
-    @property
-    def use_agent_store(self) -> bool:
-        """Whether workers are clients of the store made here."""
-        return self._listens
-
-    @property
-    def store(self) -> TCPStore | HashStore:
-        """The store of this generation."""
-        assert self._store is not None, "there is one from the first rendezvous on"
-        return self._store
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Open the store of the next generation; the one before ends with it.
+        The port is 0 for a store that workers do not find.
 
         Raises:
             RoundOverError: if the launch ends instead.
             WorldError: if the launchers cannot meet again.
         """
         self._store = None
-        port = self._open() if self._meeting is None else self._enter()
-        roster = self.roster
-        place = RendezvousStoreInfo(roster.address, port)
-        # The base class keeps its store until the next is there, which could not have the same port.
-        agents = HashStore() if self._port else PrefixStore("lockstep/agent", self.store)
-        return RendezvousInfo(agents, roster.index, roster.count, place)
+        return self._open() if self._meeting is None else self._enter()
 
     def _open(self) -> int:
         """Open a store; return its port, 0 for one that is this launcher's alone."""
@@ -228,31 +207,10 @@ class Rendezvous(RendezvousHandler):
         """Leave the others in good order, and end the launch if it is over for all."""
         decision = None if self.neighbours is None else self.neighbours.decision
         self._close_round()
+        self._store = None
         over = decision is not None and decision.kind in ("end", "done")
         if over and isinstance(self._meeting, Rounds) and self.roster.index == 0:
             self._meeting.end()
-
-    def is_closed(self) -> bool:
-        """Return whether the launch is over."""
-        return self._closed
-
-    def set_closed(self) -> None:
-        """Say that the launch is over."""
-        self._closed = True
-
-    def num_nodes_waiting(self) -> int:
-        """Return how many launchers wait to join: who does is seen by launcher 0, and decided on."""
-        return 0
-
-    def get_run_id(self) -> str:
-        """Return the name of the launch."""
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        """Close the store."""
-        self._store = None
-        self._closed = True
-        return True
 
 
 class _Watch:

@@ -32,21 +32,19 @@ def gatherings(count: int) -> list[Gathering]:
 
 def test_alone() -> None:
     one = Rendezvous("id", 3)
-    info = one.next_rendezvous()
-    assert (info.rank, info.world_size) == (0, 1)
-    assert (info.bootstrap_store_info.master_addr, one.roster.size) == ("127.0.0.1", 3)
-    assert info.bootstrap_store_info.master_port == one.store.port
-    assert one.use_agent_store
-    assert (one.get_run_id(), one.get_backend(), one.num_nodes_waiting()) == ("id", "lockstep", 0)
+    port = one.next_generation()
+    assert (one.roster.address, one.roster.size, one.run_id) == ("127.0.0.1", 3, "id")
+    assert isinstance(one.store, dist.TCPStore)
+    assert one.store.port == port > 0
 
 
 def test_every_generation_has_a_store_of_its_own() -> None:
     one = Rendezvous("id", 1)
-    one.next_rendezvous().store.set("note", "1")
+    one.next_generation()
     one.store.set("note", "1")
-    again = one.next_rendezvous()
-    assert not again.store.check(["note"])
+    one.next_generation()
     assert not one.store.check(["note"])
+    assert one.generation == 1
 
 
 def test_ranks_that_meet_in_a_file_need_no_port() -> None:
@@ -54,16 +52,15 @@ def test_ranks_that_meet_in_a_file_need_no_port() -> None:
 
     one = Rendezvous("id", 2, listens=False)
     before = len(psutil.Process().net_connections("tcp"))
-    assert one.next_rendezvous().bootstrap_store_info.master_port == 0
+    assert one.next_generation() == 0
     assert len(psutil.Process().net_connections("tcp")) == before
-    assert not one.use_agent_store
 
 
 def test_a_store_on_this_host_is_for_this_host() -> None:
     import psutil
 
     one = Rendezvous("id", 1)
-    port = one.next_rendezvous().bootstrap_store_info.master_port
+    port = one.next_generation()
     listening = [
         link.laddr.ip
         for link in psutil.Process().net_connections("tcp")
@@ -75,22 +72,16 @@ def test_a_store_on_this_host_is_for_this_host() -> None:
 def test_launchers_that_have_gathered_share_a_store() -> None:
     all_of_them = [Rendezvous("id", 2, one) for one in gatherings(3)]
     for generation in range(2):
-        infos = together(*(one.next_rendezvous for one in all_of_them))
-        assert [(info.rank, info.world_size) for info in infos] == [(0, 3), (1, 3), (2, 3)]
-        assert len({info.bootstrap_store_info.master_port for info in infos}) == 1
-        assert not infos[0].store.check(["note"])
-        infos[0].store.set("note", f"{generation}")
-        assert infos[2].store.get("note").decode() == f"{generation}"
+        ports = together(*(one.next_generation for one in all_of_them))
+        assert len(set(ports)) == 1
+        assert not all_of_them[0].store.check(["note"])
+        all_of_them[0].store.set("note", f"{generation}")
+        assert all_of_them[2].store.get("note").decode() == f"{generation}"
 
 
 def test_the_end() -> None:
     one = Rendezvous("id", 1)
-    one.next_rendezvous()
-    assert not one.is_closed()
-    one.set_closed()
-    assert one.is_closed()
-    again = Rendezvous("id", 1)
-    assert again.shutdown()
-    assert again.is_closed()
+    one.next_generation()
+    one.finish()
     with pytest.raises(AssertionError):
-        _ = again.store
+        _ = one.store
