@@ -20,6 +20,8 @@ from lockstep.launch import source
 from lockstep.launch.spec import LaunchSpec
 
 _PATHS = ("stdlib", "platstdlib", "purelib", "platlib")
+#: Directories of installed packages, wherever they are: of a user, of a distribution, say.
+_SITES = ("site-packages", "dist-packages")
 #: Names after which an import may do something else than before.
 _CHANGING = frozenset({"environ", "putenv", "environb", "path", "load_dotenv", "set_start_method"})
 #: Files of the user's own that are read for one script.
@@ -88,7 +90,7 @@ class _Reader:
         origin = _origin(package, self.path)
         if origin is None:
             return
-        if origin in ("built-in", "frozen") or origin.startswith(installed()):
+        if _is_installed(origin):
             self.found.append(Import(module, origin, names))
         elif origin not in self.seen and len(self.seen) < _FILES:
             self.seen.add(origin)
@@ -105,10 +107,15 @@ def _origin(package: str, path: tuple[str, ...]) -> str | None:
     return None if spec is None else spec.origin
 
 
-def installed() -> tuple[str, ...]:
-    """Return the directories of what is installed, and of this package."""
+def _is_installed(origin: str) -> bool:
+    """Whether a module is of the standard library, an installed package, or this one."""
     own = Path(__file__).resolve().parents[1]
-    return (*(sysconfig.get_path(name) + os.sep for name in _PATHS), f"{own}{os.sep}")
+    places = (*(sysconfig.get_path(name) + os.sep for name in _PATHS), f"{own}{os.sep}")
+    return (
+        origin in ("built-in", "frozen")
+        or origin.startswith(places)
+        or any(f"{os.sep}{name}{os.sep}" in origin for name in _SITES)
+    )
 
 
 def _statements(body: list[ast.stmt], *, is_main: bool) -> Iterator[ast.stmt]:

@@ -89,6 +89,12 @@ class Rendezvous:
         """Whether the others go on without this launcher."""
         return isinstance(self._meeting, Rounds) and self.roster.count > 1
 
+    @property
+    def store(self) -> TCPStore | HashStore:
+        """The store of this generation."""
+        assert self._store is not None, "there is one from the first rendezvous on"
+        return self._store
+
     def next_generation(self) -> int:
         """Open the store of the next generation, with which the one before ends; return its port.
 

@@ -92,13 +92,18 @@ class ReplicatedModel(HeldModel):
         self._late: list[_Late] | None = None
         self._used_anywhere: torch.Tensor | None = None
         # Unused parameters are found here: DDP would spend an all-reduce of its own on them.
-        ours = {"static_graph": self._is_static, "find_unused_parameters": False, **_own_buffers()}
+        ours = {
+            "process_group": group,
+            "static_graph": self._is_static,
+            "find_unused_parameters": False,
+            **_own_buffers(),
+        }
         settings = {k: v for k, v in settings.items() if not k.endswith("_buffers")}
-        self._ddp = DistributedDataParallel(module, process_group=group, **settings, **ours)
+        self._ddp = DistributedDataParallel(module, **(settings | ours))
         self._is_first_static = self._is_static
         self._forward = ExitStack()
         if _is_compiled(module):
-            watch_forward(module, self._enter_ddp, self._forward.close)
+            watch_forward(module, self._enter_ddp, self._forward.close, always=True)
         # A lambda, because DDP compares annotations, which are strings in this module.
         self._ddp.register_comm_hook(None, lambda _state, bucket: self._reduce(bucket))
 
@@ -109,7 +114,6 @@ class ReplicatedModel(HeldModel):
 
     def _enter_ddp(self) -> None:
         """Let torch.compile see DDP around the module: it cuts its graphs at the buckets then."""
-        self._forward.close()  # of a pass that raised
         self._forward.enter_context(self._ddp._inside_ddp_forward())
 
     def _prepare(self, microbatch: Microbatch) -> None:
@@ -149,7 +153,7 @@ class ReplicatedModel(HeldModel):
             return
         if self._is_first_static:
             self._is_first_static = False
-            _Callback.run(self._ddp.reducer._delay_all_reduce)
+            _Callback.run(self._ddp.reducer._delay_all_reduce)  # type: ignore[attr-defined]
         elif not self._is_static:
             self._reach_the_rest()
         late = self._late or []
@@ -301,7 +305,7 @@ class _Callback(torch.autograd.Function):
     @classmethod
     def run(cls, act: Callable[[], None]) -> None:
         """Make a backward pass of its own, and call `act` at its end."""
-        cls.apply(torch.zeros((), requires_grad=True), act).backward()
+        cls.apply(torch.zeros((), requires_grad=True), act).backward()  # type: ignore[no-untyped-call]
 
 
 def _is_compiled(module: nn.Module) -> bool:

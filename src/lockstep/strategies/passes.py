@@ -28,12 +28,23 @@ def _nothing(*_: object) -> None:
 
 
 def watch_forward(
-    module: nn.Module, before: Callable[[], None], after: Callable[[], None]
+    module: nn.Module,
+    before: Callable[[], None],
+    after: Callable[[], None],
+    *,
+    always: bool = False,
 ) -> Callable[[], None]:
-    """Call `before` and `after` around each forward pass of `module`; return what ends that."""
+    """Call `before` and `after` around each forward pass of `module`; return what ends that.
+
+    Args:
+        module: the module.
+        before: called first.
+        after: called last, after a pass that raises only with `always`.
+        always: see `after`.
+    """
     handles = [
         module.register_forward_pre_hook(_Hook(before)),
-        module.register_forward_hook(_Hook(after)),
+        module.register_forward_hook(_Hook(after), always_call=always),
     ]
 
     def end() -> None:

@@ -32,8 +32,9 @@ from lockstep.launch.preload import import_shared
 directory, origins, names, taken, skipped = json.loads(sys.argv[1])
 sys.path.insert(0, directory)
 imports = [Import(name, f"{origins}/{name}.py", tuple(taken)) for name in names]
+before = dict(os.environ)
 problem = import_shared(imports, "1", skipped)
-assert "OMP_NUM_THREADS" not in os.environ
+assert os.environ == before
 children = sys.modules.get("children")
 assert children is None or children.child.wait() == -9
 print(json.dumps([problem, [name for name in (*names, "clean") if name in sys.modules]]))

@@ -72,9 +72,10 @@ class Node:
 
     def next(self) -> list[str]:
         """Begin the next generation; return who is in it, in order."""
-        info = self.place.next_rendezvous()
-        info.store.set(f"here/{info.rank}", self.name)
-        return [info.store.get(f"here/{k}").decode() for k in range(info.world_size)]
+        self.place.next_generation()
+        store, roster = self.place.store, self.place.roster
+        store.set(f"here/{roster.index}", self.name)
+        return [store.get(f"here/{k}").decode() for k in range(roster.count)]
 
     @property
     def decided(self) -> str | None:
