@@ -155,7 +155,7 @@ def _speedups(rows: Sequence[Row], content: Mapping[str, Any]) -> Chart:
     )
     figure.update_xaxes(title="ranks", tickvals=ranks)
     figure.update_yaxes(title=f"speed-up against {base}", rangemode="tozero")
-    competing = ", ".join(str(row["ranks"]) for row in rows if row.get("competing"))
+    competing = ", ".join(map(str, sorted({row["ranks"] for row in rows if row.get("competing")})))
     note = f"More threads than cores on {competing} ranks: ranks share cores." if competing else ""
     return Chart(figure, "Speed-up against ranks", note)
 
