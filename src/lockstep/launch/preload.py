@@ -147,9 +147,11 @@ def import_shared(
             ):
                 continue
             with contextlib.suppress(Exception, SystemExit):
-                module = __import__(one.module, fromlist=one.names or ("__name__",))
+                importlib.import_module(one.module)
+                if one.names:  # some are modules, and some packages import them only now
+                    __import__(one.module, fromlist=one.names)
                 for name in one.names:
-                    getattr(module, name, None)  # some packages import it only now
+                    getattr(sys.modules[one.module], name, None)
             now = Footprint.look()
             if not before.allows(now) or has_printed():
                 _end_children(now.children - before.children)
