@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -105,19 +104,6 @@ def test_the_rest_of_a_loop_over_other_batches_is_refused(tmp_path):
     assert run_ranks(few, 2, place, 16, 64, 48, environ=environ) == [("finished", 7)] * 2
 
 
-class _Meeting:
-    """As much of a meeting as a search needs."""
-
-    conclude = Meeting.conclude
-
-    def __init__(self, store: dist.Store) -> None:
-        self.store = store
-        self.world = lockstep.World(rank=int(os.environ["RANK"]), size=3, address="x", port=1)
-
-    def wait(self, keys: list[str], _: str) -> None:
-        self.store.wait(keys, timedelta(seconds=20))
-
-
 def spread(holder: int) -> list[object]:
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     rank = int(os.environ["RANK"])
@@ -129,7 +115,9 @@ def spread(holder: int) -> list[object]:
         "flags": torch.tensor([True, False]),
         "empty": torch.empty(0, 3),
     }
-    search = Search(_Meeting(store), dist.group.WORLD, None, None)
+    world = lockstep.World(rank=rank, size=3, local_rank=rank, local_size=3, address="x", port=1)
+    meeting = Meeting(world=world, store=store, number=0, ours=False)
+    search = Search(meeting, dist.group.WORLD, None, None)
     stored = {name: Stored.of(tensor) for name, tensor in tensors.items()}
     own = Saved('{"text": 1}', stored, "memory") if rank == holder else None
     found = search._spread(own)

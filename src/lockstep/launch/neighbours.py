@@ -27,7 +27,7 @@ from lockstep.launch.roster import Roster
 from lockstep.world import door
 from lockstep.world.waiting import Check
 
-__all__ = ["Neighbours", "Place", "RoundOverError", "Told"]
+__all__ = ["Neighbours", "Owner", "Place", "RoundOverError", "Told"]
 
 _BEAT_SECONDS = 0.25
 _INTERVAL = 0.02
@@ -87,7 +87,7 @@ class Neighbours:
         self._said = Said(index=roster.index, generation=generation)
         self._answer = Answer()
         self._wake, self._stop = threading.Event(), threading.Event()
-        self._owner = _Owner()
+        self._owner = Owner()
         if place is None:
             now = time.monotonic()
             head = Chair(roster, now, policy=policy, least=least, generation=generation)
@@ -251,7 +251,7 @@ class Neighbours:
         return None if told is None else Answer.parse(told)
 
 
-class _Owner:
+class Owner:
     """The thread of a launcher that starts and ends workers: whether it moves.
 
     It is seen by its switches of context, of which each of its short waits is one; a call to a file server

@@ -17,6 +17,7 @@ from lockstep.launch.board import Board, Card
 from lockstep.launch.entrance import enter
 from lockstep.launch.gathering import left, survey_roster
 from lockstep.launch.hall import Place
+from lockstep.launch.neighbours import Owner
 from lockstep.launch.nodes import Party
 from lockstep.launch.roster import Launcher, Roster
 from lockstep.world import host, network, roll_call
@@ -56,6 +57,7 @@ class Rounds:
         self._party, self._own, self._terms = party, own, terms
         self._interface, self._say = interface, say
         self._token = secrets.token_hex(8)
+        self._owner = Owner()
         self._entrance = enter(party, terms.seconds, check)
         self.board = Board(self._entrance.store, check)
         self._cards: tuple[Card, ...] = ()
@@ -278,8 +280,11 @@ class Rounds:
         return self.board.newest() > self.number
 
     def answer_doubts(self, known: int) -> list[int]:
-        """Answer those who have lost launcher 0, after the first `known`; return their numbers."""
-        return self.board.answer_doubts(self.number, known)
+        """Answer those who have lost launcher 0, after the first `known`; return their numbers.
+
+        A launcher whose own thread is stuck gives no answer: another round begins without it.
+        """
+        return [] if self._owner.is_stuck() else self.board.answer_doubts(self.number, known)
 
     def end(self) -> None:
         """Tell those who wait for a place that the launch is over."""

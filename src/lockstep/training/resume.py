@@ -95,9 +95,9 @@ class Search:
         if self._size == 1:
             disk = self._on_disk(beyond=_points(self._memory))
             return self._memory if disk is None else self._read(disk)
-        own = str(_points(self._memory))
-        newest = int(self._conclude("memory", own, lambda points: max(points, key=int)))
-        path = self._agree_on_path(newest)
+        newest, path = json.loads(
+            self._conclude("newest", str(_points(self._memory)), self._newest)
+        )
         if path:
             return self._spread(self._read_where_shared(path))
         return self._spread(self._memory if 0 <= newest == _points(self._memory) else None)
@@ -110,14 +110,11 @@ class Search:
         found = self._disk.newest()  # where no text can be read, this says why
         return None if found is None or _points_of(found.text) <= beyond else found
 
-    def _agree_on_path(self, newest: int) -> str:
-        """Return where the main rank has found something newer than in memory; empty for nowhere."""
-        store = self._meeting.store
-        if self._rank == 0:
-            self._found = self._on_disk(beyond=newest)
-            store.set("resume/path", "" if self._found is None else str(self._found.path))
-        self._meeting.wait(["resume/path"], "find their state")
-        return store.get("resume/path").decode()
+    def _newest(self, points: list[str]) -> str:
+        """Return, on the main rank, how far memory is and where something newer is on disk, if it is."""
+        newest = max(map(int, points))
+        self._found = self._on_disk(beyond=newest)
+        return json.dumps([newest, "" if self._found is None else str(self._found.path)])
 
     def _read_where_shared(self, path: str) -> Saved | None:
         """Return the checkpoint, or nothing where this node does not see the main rank's disk."""

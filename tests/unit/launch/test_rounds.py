@@ -395,3 +395,18 @@ def test_a_closer_that_was_stopped_does_not_undo_a_newer_round() -> None:
     seen.close(1, [a_card("a")])
     assert seen.newest() == 2
     assert [one.token for one in seen.closed(2) or ()] == ["b"]
+
+
+def test_a_launcher_0_whose_thread_is_stuck_is_taken_for_lost(
+    site: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(neighbours, "_STUCK_SECONDS", 0.3)
+    monkeypatch.setattr(neighbours, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(board, "_ALIVE_SECONDS", 1.5)
+    nodes = site("a", "b")
+    generation(nodes)  # in threads that have ended by now: nothing moves any more
+    asks = nodes[1].rounds.board
+    deadline = time.monotonic() + 20
+    while not asks.has_ended(1, 1):
+        assert time.monotonic() < deadline, "a thread beside it answers for it"
+        time.sleep(0.05)
