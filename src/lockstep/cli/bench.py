@@ -49,14 +49,15 @@ def _add_what(parser: Parser) -> None:
     add("--strategies", metavar="S,…", help="each with each of these: ddp,fsdp,ps")
     add("--exchanges", metavar="E,…", help="each with each of these: tree,shared-memory")
     add("--repeat", type=int, default=3, metavar="K", help="rounds that are measured (default: 3)")
-    flags.add(parser, "replicas")
+    flags.add(parser, "replicas", help="replicas on all layouts (default: the ranks)")
     flags.add(
         parser,
         "threads",
         help="intra-op threads of each rank (default: what the script says, else the cores divided by "
         "the most ranks)",
     )
-    flags.add(parser, "devices", choices=("auto", "cpu", "gpu"), metavar=None)
+    one = {"choices": ("auto", "cpu", "gpu"), "metavar": None, "help": "what ranks compute on"}
+    flags.add(parser, "devices", **one)
     add(
         "--restart",
         action=argparse.BooleanOptionalAction,

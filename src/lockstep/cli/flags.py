@@ -46,7 +46,7 @@ def _keywords(setting: Setting) -> dict[str, Any]:
 
 
 def _help(setting: Setting) -> str:
-    choices = f": {', '.join(setting.choices)}" if setting.choices else ""
+    choices = f"; one of {', '.join(setting.choices)}" if setting.choices else ""
     default = "" if setting.parse is boolean else f" (default: {setting.said_default})"
     return f"{setting.help}{choices}{default}".replace("`", "")
 

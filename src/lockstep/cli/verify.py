@@ -63,8 +63,12 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "--seed", type=int, metavar="S", help="what draws the moments of the kills (default: 0)"
     )
-    flags.add(parser, "replicas", "threads")
-    flags.add(parser, "devices", choices=("auto", "cpu", "gpu"), metavar=None)
+    flags.add(
+        parser, "replicas", help="replicas on all layouts (default: the ranks of the largest)"
+    )
+    flags.add(parser, "threads")
+    one = {"choices": ("auto", "cpu", "gpu"), "metavar": None, "help": "what ranks compute on"}
+    flags.add(parser, "devices", **one)
     flags.add_training(parser)
     parser.add_argument("--json", action="store_true", help="print the verdict as JSON")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep runs and traces in DIR")
