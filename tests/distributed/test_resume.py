@@ -19,7 +19,7 @@ from lockstep.checkpoint.parts import Stored
 from lockstep.testing import run_ranks
 from lockstep.testing.ranks import RankError
 from lockstep.training.preemption import Preempted
-from lockstep.training.resume import Saved, Search
+from lockstep.training.resume import Saved, Search, _newest_whole
 from lockstep.world.meet import Meeting
 
 
@@ -102,6 +102,18 @@ def test_the_rest_of_a_loop_over_other_batches_is_refused(tmp_path):
         run_ranks(few, 2, place, 16, 96, 80, environ=environ)
     # Data of a later epoch is the script's own affair, as in a curriculum.
     assert run_ranks(few, 2, place, 16, 64, 48, environ=environ) == [("finished", 7)] * 2
+
+
+def test_parts_in_memory_count_where_each_rank_has_its_own():
+    """Points, and whether they are of parts: of a node that is lost, some have none."""
+    for states, newest in (
+        ([[7, True]] * 3, 7),
+        ([[7, True], [7, True], [-1, False]], -1),
+        ([[7, True], [8, True]], -1),
+        ([[7, False], [5, False], [-1, False]], 7),
+        ([[-1, False]] * 2, -1),
+    ):
+        assert _newest_whole(states) == newest
 
 
 def spread(holder: int) -> list[object]:

@@ -22,7 +22,9 @@ import lockstep
 from lockstep.checkpoint import dcp, found
 from lockstep.checkpoint.disk import Checkpoints, read
 from lockstep.checkpoint.memory import Descriptors
+from lockstep.checkpoint.parts import Cut
 from lockstep.checkpoint.snapshot import Snapshots
+from lockstep.errors import CheckpointError
 from lockstep.testing import run_ranks
 from lockstep.training.preemption import Preempted
 from tests.distributed.jobs import classes, quiet_run
@@ -157,6 +159,46 @@ def test_parts_make_a_snapshot_that_any_number_of_ranks_reads(tmp_path: Path, ra
     assert same(left.tensors, {name: tensor + 1 for name, tensor in whole().items()})
     for file in files:
         os.close(file)
+
+
+def snap_apart(directory: str) -> None:
+    """Two launchers have two ranks each."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    own = Path(directory, str(rank // 2))
+    files = [os.open(own / name, os.O_RDWR) for name in "cab"]
+    memory = Descriptors(files[0], (files[1], files[2]))
+    first = rank - rank % 2
+    snapshots = Snapshots(memory, tag=TAG, part=rank % 2, parts=2, first=first, size=4)
+    assert snapshots.missing(cut()) is None
+    snapshots.write(2, "text", cut())
+    dist.destroy_process_group()
+
+
+def test_each_launcher_has_the_parts_of_its_ranks(tmp_path: Path) -> None:
+    for node in "01":
+        (tmp_path / node).mkdir()
+        for name in "cab":
+            (tmp_path / node / name).touch()
+    run_ranks(snap_apart, 4, str(tmp_path))
+    for node in (0, 1):
+        files = [os.open(tmp_path / str(node) / name, os.O_RDWR) for name in "cab"]
+        memory = Descriptors(files[0], (files[1], files[2]))
+        left = Snapshots(memory, tag=TAG, part=0, parts=2).found
+        assert left is not None
+        assert (left.ranks, left.size, left.is_whole) == (range(2 * node, 2 * node + 2), 4, False)
+        stored = left.stored()
+        assert torch.equal(stored["whole"].read(), torch.arange(100_000))
+        for number, (name, tensor) in enumerate(example().items()):
+            for rank in range(4):
+                box = Cut(number % 2, 4).box(tuple(tensor.shape), rank)
+                if rank // 2 == node or not box.numel:
+                    assert torch.equal(stored[name].fetch(box), box.of(tensor))
+                else:
+                    with pytest.raises(CheckpointError, match="another launcher has a part of"):
+                        stored[name].fetch(box)
+        for file in files:
+            os.close(file)
 
 
 def train(directory: str, slow: float) -> str:

@@ -70,6 +70,11 @@ class Rhythm:
             self._board.plan_snapshot(self._steps + self._least, self._number)
 
     @property
+    def number(self) -> int:
+        """Number of the next snapshot, where all ranks take each together by another agreement."""
+        return self._number
+
+    @property
     def has_begun(self) -> bool:
         """Whether a snapshot has been taken: on all ranks of the launcher, or on none."""
         return self._taken > 0
@@ -113,8 +118,8 @@ class Rhythm:
         self._snapshots.write(number, text, tensors)
         now = time.monotonic()
         self._taken += 1
-        if self._leads:
-            self._number = number + 1
+        self._number = number + 1
+        if self._leads and self._last is not None:
             interval = self._interval(began, now - began)
             self._board.plan_snapshot(self._steps + interval, self._number)
             self._last = (self._steps, now)
@@ -124,5 +129,5 @@ class Rhythm:
         last_steps, last_time = self._last
         if self._taken <= _WARM:
             return self._least
-        step = (began - last_time) / (self._steps - last_steps)
+        step = (began - last_time) / max(1, self._steps - last_steps)
         return max(self._least, math.ceil(cost / (_SHARE * max(step, 1e-9))))

@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import psutil
 import torch
@@ -24,7 +25,8 @@ from lockstep.checkpoint.memory import (
     next_number,
     run_of,
 )
-from lockstep.checkpoint.parts import cut_of, local
+from lockstep.checkpoint.parts import Box, Cut, Stored, cut_of, local
+from lockstep.errors import CheckpointError
 from lockstep.world.cgroups import memory_left
 
 _ALIGNMENT = 64
@@ -101,10 +103,40 @@ class Snapshot:
     Attributes:
         text: what it says besides tensors.
         tensors: by name; views of the memory, which the next snapshots overwrite.
+        ranks: whose parts of the tensors that are cut over ranks are in it.
+        size: number of ranks that had parts.
+        cuts: along which dimension those are cut, by name, where other launchers have other parts.
     """
 
     text: str
     tensors: dict[str, torch.Tensor]
+    ranks: range
+    size: int
+    cuts: dict[str, int]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has all parts; otherwise other launchers have the others."""
+        return not self.cuts
+
+    def stored(self) -> dict[str, Stored]:
+        """Return the tensors, copied where and as far as they are read."""
+        return {
+            name: Stored(tensor.shape, tensor.dtype, partial(self._fetch, name))
+            for name, tensor in self.tensors.items()
+        }
+
+    def _fetch(self, name: str, box: Box) -> torch.Tensor:
+        tensor = self.tensors[name]
+        if name in self.cuts:
+            dimension = self.cuts[name]
+            cut = Cut(dimension, self.size)
+            first, last = (cut.box(tensor.shape, rank) for rank in (self.ranks[0], self.ranks[-1]))
+            start, stop = first.offsets[dimension], last.offsets[dimension] + last.sizes[dimension]
+            begin = box.offsets[dimension]
+            if box.numel and not start <= begin <= begin + box.sizes[dimension] <= stop:
+                raise CheckpointError(f"another launcher has a part of {name} in its memory")
+        return box.of(tensor).clone()
 
 
 class Snapshots:
@@ -117,6 +149,8 @@ class Snapshots:
         tag: of the run, as `memory.tag_of` makes it.
         part: number of this rank among those of its launcher.
         parts: how many they are.
+        first: the first rank of the launcher.
+        size: number of ranks of all launchers; `None` where there is one launcher.
 
     Attributes:
         parts: how many ranks the launcher has.
@@ -125,10 +159,20 @@ class Snapshots:
             again with the first of several runs, and the one that was interrupted waits here.
     """
 
-    def __init__(self, descriptors: Descriptors, *, tag: bytes, part: int, parts: int) -> None:
+    def __init__(
+        self,
+        descriptors: Descriptors,
+        *,
+        tag: bytes,
+        part: int,
+        parts: int,
+        first: int = 0,
+        size: int | None = None,
+    ) -> None:
         self._descriptors = descriptors
         self._halves = [Half(descriptor) for descriptor in descriptors.halves]
         self._tag, self._part, self.parts = tag, part, parts
+        self._ranks, self._size = range(first, first + parts), parts if size is None else size
         self.number = next_number(self._halves)
         self._layouts: list[tuple[Layout, int] | None] = [None, None]
         self._copies: list[list[tuple[str, torch.Tensor, slice | None]]] = [[], []]
@@ -144,7 +188,9 @@ class Snapshots:
         head = json.loads(half.text)
         data = half.data
         layout = Layout.parse(head["layout"], len(data))
-        return Snapshot(head["text"], {name: layout.view(data, name) for name in layout.places})
+        tensors = {name: layout.view(data, name) for name in layout.places}
+        first, stop, size = head["ranks"]
+        return Snapshot(head["text"], tensors, range(first, stop), size, head["cuts"])
 
     @property
     def found(self) -> Snapshot | None:
@@ -166,7 +212,7 @@ class Snapshots:
         Half of what is free must stay: nobody knows what the script will need.
         """
         has = sum(os.fstat(descriptor).st_size for descriptor in self._descriptors.halves)
-        wanted = 2 * Layout.of(tensors).size - has
+        wanted = 2 * self._bytes_here(tensors) - has
         limit, free = memory_left(), psutil.virtual_memory().available
         free = free if limit is None else min(free, limit)
         return None if wanted <= free // 2 else (wanted, free)
@@ -175,13 +221,16 @@ class Snapshots:
         """Take memory for `tensors`; return the thread that does it where it takes long."""
         layout = Layout.of(tensors)
         # Twice the text: it grows with the numbers in it.
-        sizes = (2 * len(self._head(text, layout)), layout.size)
+        sizes = (2 * len(self._head(text, layout, tensors)), layout.size)
+        is_filled = not self._cuts(tensors)
 
         def take() -> None:
             for half, descriptor in zip(self._halves, self._descriptors.halves, strict=True):
                 half.reserve(*sizes)
-                # The first write to each page would be slow; the kernel does it without our lock.
-                os.posix_fallocate(descriptor, 0, os.fstat(descriptor).st_size)
+                # The first write to each page would be slow; the kernel does it without our lock. Where
+                # other launchers have parts, pages of those are not taken.
+                if is_filled:
+                    os.posix_fallocate(descriptor, 0, os.fstat(descriptor).st_size)
 
         if layout.size <= _AT_ONCE:
             take()
@@ -190,8 +239,23 @@ class Snapshots:
         thread.start()
         return thread
 
-    def _head(self, text: str, layout: Layout) -> bytes:
-        return json.dumps({"text": text, "layout": layout.as_json()}).encode()
+    def _head(self, text: str, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> bytes:
+        cuts = {name: cut.dimension for name, cut in self._cuts(tensors).items()}
+        ranks = [self._ranks.start, self._ranks.stop, self._size]
+        told = {"text": text, "layout": layout.as_json(), "ranks": ranks, "cuts": cuts}
+        return json.dumps(told).encode()
+
+    def _cuts(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Cut]:
+        """Return how those tensors are cut of which other launchers have parts."""
+        if len(self._ranks) == self._size:
+            return {}
+        return {name: cut for name, tensor in tensors.items() if (cut := cut_of(tensor))}
+
+    def _bytes_here(self, tensors: Mapping[str, torch.Tensor]) -> int:
+        """Return the bytes that the ranks of this launcher copy."""
+        layout = Layout.of(tensors)
+        cut = sum(layout.places[name].size for name in self._cuts(tensors))
+        return layout.size - cut * (self._size - len(self._ranks)) // self._size
 
     def write(self, number: int, text: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy this rank's part of `tensors`; every rank of the launcher does so at the same point."""
@@ -202,7 +266,7 @@ class Snapshots:
         if half.number and not other.number:
             return  # the only whole one stays
         layout = Layout.of(tensors)
-        head = self._head(text, layout)
+        head = self._head(text, layout, tensors)
         half.reserve(len(head), layout.size)
         half.begin(self._part)
         if self._part == 0:
@@ -242,8 +306,9 @@ class Snapshots:
         for name, place in layout.places.items():
             target = layout.view(data, name)
             if (cut := cut_of(tensors[name])) is not None:
-                if self._part < cut.count:
-                    box = cut.box(place.shape, self._part)
+                rank = self._ranks[self._part]
+                if rank < cut.count:
+                    box = cut.box(place.shape, rank)
                     copies.append((name, box.of(target), None))
                 continue
             inside = first <= place.offset < stop

@@ -1,4 +1,4 @@
-"""All ranks agree on one step after which they save, or save and end.
+"""All ranks agree on one step after which they save, or save and end, or take a snapshot together.
 
 Ranks of one launcher look at its board at every point: rank 0 names the next step there. No rank has done
 it yet, since none gets through a step without rank 0, which comes to it later. With a staleness K ranks may
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from lockstep.checkpoint.memory import Board
 
-Wish = Literal["save", "stop"]
+Wish = Literal["snapshot", "save", "stop"]
 
 _LOOK_SECONDS = 0.5
 #: Seconds that the thread may take to end: one that asks a store whose host is gone does not.
@@ -59,7 +59,8 @@ class Alone:
         """Nothing looks."""
 
 
-_WISHES: tuple[Wish | None, ...] = (None, "save", "stop")
+#: What covers what is before it.
+_WISHES: tuple[Wish | None, ...] = (None, "snapshot", "save", "stop")
 
 
 class OnBoard:
@@ -85,7 +86,7 @@ class OnBoard:
         at, what = self._board.agreed
         if self._done < at <= steps:
             self._done = steps
-            if self._wish == "save":
+            if self._wish != "stop":
                 self._wish = None
             return _WISHES[what]
         if self._wish is not None:
@@ -111,7 +112,7 @@ class _Ready:
 
 
 def _stronger(one: Wish | None, other: Wish) -> Wish:
-    return "stop" if "stop" in (one, other) else other
+    return other if _WISHES.index(one) < _WISHES.index(other) else one or other
 
 
 class ThroughStore:
@@ -152,11 +153,12 @@ class ThroughStore:
             return None
         if steps < int(self._store.get(at)):
             return None
-        stop = self._store.check([f"{ready.turn}/stop"])
-        if stop or self._wish == "save":
-            self._wish = None  # a wish to stop that came too late for this turn is for the next
+        asked = (wish for wish in ("stop", "save") if self._store.check([f"{ready.turn}/{wish}"]))
+        agreed: Wish = next(asked, "snapshot")  # type: ignore[arg-type]
+        if _stronger(self._wish, agreed) == agreed:
+            self._wish = None  # one that came too late for this turn is for the next
         self._turn, self._ready = ready.turn + 1, None
-        return "stop" if stop else "save"
+        return agreed
 
     def _look(self) -> None:
         while not self._stop.wait(_LOOK_SECONDS):
@@ -170,9 +172,8 @@ class ThroughStore:
         if self._stop.is_set() or self._ready is not None:
             return
         turn, wish = self._turn, self._wish
-        if wish == "stop":
-            self._store.set(f"{turn}/stop", "1")
         if wish is not None:
+            self._store.set(f"{turn}/{wish}", "1")
             self._store.set(f"{turn}/asked", "1")
         if self._store.check([f"{turn}/asked"]):
             # In this order: what is told to the others must be true already.

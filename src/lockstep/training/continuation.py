@@ -61,26 +61,29 @@ class Continuation:
             CheckpointError: if the disk cannot be read.
         """
         disk = self._disk(settings, identity)
+        # Of a model whose tensors are cut over all ranks each launcher has parts.
+        apart = settings.strategy == "fsdp" and not self._is_aligned
         is_resumed = self._go_on(disk, is_new=is_new)
         return Keeper(
             self.state,
             self.loop,
             self._agreement(settings.staleness or 0),
-            self._rhythm(),
+            self._rhythm(apart=apart),
             disk,
             self._ending(settings, identity, is_resumed=is_resumed),
             self.standing,
             aligned=self._is_aligned,
+            apart=apart,
             every=settings.checkpoint_every if self.meeting.world.is_main else 0.0,
             warn=self.record.warn,
             flush=self.record.flush,
         )
 
-    def _rhythm(self) -> Rhythm | None:
+    def _rhythm(self, *, apart: bool) -> Rhythm | None:
         if self.memory is None or self.memory.snapshots.is_spoken_for:
             return None
-        # Launchers choose their moments by themselves, where no rank needs another's part of the state.
-        return self.memory.rhythm if self._is_aligned or not self.is_split else None
+        # Launchers choose their moments by themselves, where no rank gathers another's part of the state.
+        return self.memory.rhythm if self._is_aligned or apart or not self.is_split else None
 
     @property
     def _is_aligned(self) -> bool:

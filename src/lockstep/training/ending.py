@@ -63,7 +63,7 @@ class Ending:
 
     def _save(self) -> None:
         newest, there = self._snapshots.newest(), self._checkpoints.newest_text()
-        if newest is None:
+        if newest is None or not newest.is_whole:
             return
         step = _step(newest.text)
         if there is None or _step(there) < step:

@@ -12,7 +12,7 @@ import torch
 from lockstep.checkpoint import tree
 from lockstep.checkpoint.disk import Checkpoints
 from lockstep.checkpoint.rhythm import Rhythm
-from lockstep.training.agreement import Agreement
+from lockstep.training.agreement import Agreement, Wish
 from lockstep.training.ending import Ending
 from lockstep.training.loop import Loop
 from lockstep.training.preemption import Preempted
@@ -44,7 +44,8 @@ class Keeper:
         checkpoints: on disk.
         ending: of the run, on the main rank; `None` without a launcher's memory.
         standing: where this rank says that it waits for the others.
-        aligned: whether all ranks take snapshots at the same points.
+        aligned: whether all ranks are of one launcher, and take snapshots at the same points.
+        apart: whether each launcher has a part of the state only, so that all ranks agree on snapshots.
         every: seconds between checkpoints that nobody asks for; 0 for none. The main rank's matter.
         warn: tells the user what must not be missed, on the main rank.
         flush: writes what was logged, so that what is kept includes it.
@@ -61,6 +62,7 @@ class Keeper:
         standing: Standing,
         *,
         aligned: bool,
+        apart: bool,
         every: float,
         warn: Callable[[str], None],
         flush: Callable[[], None],
@@ -68,7 +70,7 @@ class Keeper:
         self._state, self._loop = state, loop
         self._agreement, self._rhythm, self._checkpoints = agreement, rhythm, checkpoints
         self._ending, self._standing, self._every, self._warn = ending, standing, every, warn
-        self._aligned, self._flush = aligned, flush
+        self._aligned, self._apart, self._flush = aligned, apart, flush
         self._stop_asked = False
         self._saved = time.monotonic()
         self._asked: _Asked | None = None
@@ -104,8 +106,8 @@ class Keeper:
             self._saved = time.monotonic()
             self._agreement.ask("save")
         wish = self._agreement.at_point(loop.steps)
-        due = 0 if rhythm is None else self._due(rhythm)
-        saves = self._asked is not None or wish is not None
+        due = 0 if rhythm is None else self._due(rhythm, wish)
+        saves = self._asked is not None or wish in ("save", "stop")
         self._points += 1
         if self._points == _PREPARED_AT and not self._state.is_gathered:
             self._checkpoints.prepare(tree.flatten(self._state.capture())[1])
@@ -124,9 +126,13 @@ class Keeper:
             self._wait()
             raise Preempted(loop.steps)
 
-    def _due(self, rhythm: Rhythm) -> int:
+    def _due(self, rhythm: Rhythm, wish: Wish | None) -> int:
         """Return the number of the snapshot that is due now; 0 for none."""
         due = rhythm.due(self._loop.steps)
+        if self._apart:
+            if due:
+                self._agreement.ask("snapshot")
+            return rhythm.number if wish is not None else 0
         if due and self._loop.open_metrics and not self._aligned:
             # What a metric under way has seen must be had from all ranks: they take no snapshot together.
             rhythm.postpone()

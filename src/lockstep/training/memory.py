@@ -58,10 +58,12 @@ class Memory:
             board.begin_run()
         slot.run, slot.step = run, 0
         tag = tag_of(json.dumps(asdict(identity), sort_keys=True).encode(), run)
-        snapshots = Snapshots(descriptors, tag=tag, part=index, parts=count)
-        return Memory(
-            board, slot, snapshots, Rhythm(snapshots, board, leads=index == 0, ahead=ahead)
+        first = world.rank - index
+        snapshots = Snapshots(
+            descriptors, tag=tag, part=index, parts=count, first=first, size=world.size
         )
+        rhythm = Rhythm(snapshots, board, leads=index == 0, ahead=ahead)
+        return Memory(board, slot, snapshots, rhythm)
 
     def opened(self) -> None:
         """The run is open: from here on this rank knows what to do when it is asked to end."""

@@ -33,11 +33,13 @@ class Saved:
         text: its position and its numbers, JSON.
         tensors: by name, each read where it is needed.
         source: where it was, in words.
+        is_part: whether it has this rank's parts, and not all, of tensors that are cut over ranks.
     """
 
     text: str
     tensors: Mapping[str, Stored]
     source: str
+    is_part: bool = False
 
     @property
     def position(self) -> Position:
@@ -82,7 +84,7 @@ class Search:
     ) -> None:
         self._meeting, self._group, self._disk = meeting, group, disk
         self._rank, self._size = meeting.world.rank, meeting.world.size
-        self._memory = _in_memory(snapshots)
+        self._memory = _in_memory(snapshots, self._rank, self._size)
         self._found: checkpoints.Found | None = None
 
     def find(self) -> Saved | None:
@@ -95,9 +97,8 @@ class Search:
         if self._size == 1:
             disk = self._on_disk(beyond=_points(self._memory))
             return self._memory if disk is None else self._read(disk)
-        newest, path = json.loads(
-            self._conclude("newest", str(_points(self._memory)), self._newest)
-        )
+        own = [_points(self._memory), self._memory is not None and self._memory.is_part]
+        newest, path = json.loads(self._conclude("newest", json.dumps(own), self._newest))
         if path:
             return self._spread(self._read_where_shared(path))
         return self._spread(self._memory if 0 <= newest == _points(self._memory) else None)
@@ -110,9 +111,9 @@ class Search:
         found = self._disk.newest()  # where no text can be read, this says why
         return None if found is None or _points_of(found.text) <= beyond else found
 
-    def _newest(self, points: list[str]) -> str:
+    def _newest(self, told: list[str]) -> str:
         """Return, on the main rank, how far memory is and where something newer is on disk, if it is."""
-        newest = max(map(int, points))
+        newest = _newest_whole([json.loads(one) for one in told])
         self._found = self._on_disk(beyond=newest)
         return json.dumps([newest, "" if self._found is None else str(self._found.path)])
 
@@ -164,12 +165,22 @@ def _first_of_some(have: list[str]) -> str:
     return str(have.index("1")) if {"0", "1"} == set(have) else _NO_RANK
 
 
-def _in_memory(snapshots: Snapshots | None) -> Saved | None:
+def _newest_whole(states: list[Any]) -> int:
+    """Return the points of the newest state that is in memory with all of its parts; -1 without one.
+
+    Args:
+        states: for each rank the points of what its memory has, and whether that is a part.
+    """
+    # Each rank has its part of it, or some of it is lost.
+    has_all = all(one == states[0] for one in states)
+    return max((points for points, is_part in states if has_all or not is_part), default=-1)
+
+
+def _in_memory(snapshots: Snapshots | None, rank: int, size: int) -> Saved | None:
     found = None if snapshots is None else snapshots.found
-    if found is None:
+    if found is None or not (found.is_whole or (found.size == size and rank in found.ranks)):
         return None
-    tensors = {name: Stored.of(tensor) for name, tensor in found.tensors.items()}
-    return Saved(found.text, tensors, "memory")
+    return Saved(found.text, found.stored(), "memory", not found.is_whole)
 
 
 def _points(saved: Saved | None) -> int:

@@ -65,7 +65,8 @@ def test_ranks_on_a_board_act_after_the_same_step(board, seed, ahead):
     assert all(a[0] < b[0] for a, b in itertools.pairwise(did[0])), "once for each step"
 
 
-def test_ranks_that_have_only_the_store():
+@pytest.mark.parametrize("wanted", ["snapshot", "save"])
+def test_ranks_that_have_only_the_store(wanted):
     store = dist.HashStore()
     ranks = [ThroughStore(store, rank, 3) for rank in range(3)]
     meet = threading.Barrier(3)
@@ -75,7 +76,7 @@ def test_ranks_that_have_only_the_store():
         for step in range(1, 1000):
             meet.wait(10)  # the exchange
             if step == 5 and rank == 1:
-                ranks[rank].ask("save")
+                ranks[rank].ask(wanted)
             wish = ranks[rank].at_point(step)
             if wish is not None:
                 did[rank].append((step, wish))
@@ -93,7 +94,7 @@ def test_ranks_that_have_only_the_store():
     for rank in ranks:
         rank.close()
     assert did[0] == did[1] == did[2]
-    assert [wish for _, wish in did[0]] == ["save", "stop"]
+    assert [wish for _, wish in did[0]] == [wanted, "stop"]
 
 
 def test_a_wish_to_stop_that_comes_while_others_agree_to_save_is_not_lost(board):
@@ -157,7 +158,7 @@ class Racing(ThroughStore):
 def test_a_turn_that_ends_while_a_thread_looks_is_not_taken_again():
     """The rank would save, or stop, a second time, and alone."""
     store = dist.HashStore()
-    for key in ("0/asked", "0/ready/0", "0/ready/1"):
+    for key in ("0/asked", "0/save", "0/ready/0", "0/ready/1"):
         store.set(key, "1")
     store.set("0/at", "7")
     rank = Racing(store, 1, 2)

@@ -39,7 +39,7 @@ def gathered_at(
     loop = SimpleNamespace(steps=0, position=position, open_metrics=[])
     agreement = SimpleNamespace(at_point=lambda _: None)
     made: Any = (state, loop, agreement, rhythm if launched else None, keeps, None, None)
-    keeper = Keeper(*made, aligned=True, every=0, warn=lambda _: None, flush=list)
+    keeper = Keeper(*made, aligned=True, apart=False, every=0, warn=lambda _: None, flush=list)
     for point in range(1, points + 1):
         state.now = loop.steps = point
         rhythm.has_begun = begins is not None and point > begins
