@@ -357,13 +357,60 @@ def test_what_cannot_be_together(
 
 
 @pytest.mark.ranks(1)
-def test_no_servers_without_their_launcher(lockstep: Lockstep) -> None:
-    script = lockstep.script(SCRIPT)
-    done = lockstep.python(script, env={"LOCKSTEP_STRATEGY": "ps", "LOCKSTEP_SERVERS": "1"})
+def test_no_number_of_servers_under_another_launcher(lockstep: Lockstep) -> None:
+    done = lockstep.python(lockstep.script(SCRIPT), env={"LOCKSTEP_STRATEGY": "ps"})
     assert done.code == 1  # the interpreter's, whatever the error
-    assert "strategy=ps, started by single" in done.err
-    assert "hint: lockstep run -n WORKERS --servers 1 --strategy ps SCRIPT" in done.err
+    assert "strategy=ps with 0 servers; expected at least 1" in done.err
+    assert "LOCKSTEP_SERVERS=1" in done.err
     assert "Traceback" not in done.err
+
+
+OWN = {"LOCKSTEP_STRATEGY": "ps", "LOCKSTEP_SERVERS": "2", "LOCKSTEP_RUN_DIR": "r"}
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def servers_in(directory: Path) -> list[int]:
+    logs = [(directory / f"r/logs/server-{index}.log").read_text() for index in (0, 1)]
+    return [int(pid) for log in logs for pid in re.findall(r"process (\d+) listens", log)]
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("more", [{}, {"LOCKSTEP_STALENESS": "0"}], ids=["summed", "updated"])
+@pytest.mark.parametrize("words", [(), TORCHRUN], ids=["python", "torchrun"])
+def test_rank_0_starts_servers_under_other_launchers(
+    lockstep: Lockstep, small: str, words: tuple[str, ...], more: dict[str, str]
+) -> None:
+    two = SCRIPT.replace("optimizer = ", "run.model(nn.Linear(3, 3)); optimizer = ")
+    expected = digest_of(lockstep.python(lockstep.script(two)).out) if more else small
+    script = lockstep.script(two if more else SCRIPT)
+    done = lockstep.python(*words, script, env={**OWN, **more}, timeout=120)
+    assert done.code == 0, done.err
+    assert digest_of(done.out) == expected
+    assert "exchange server" in done.err
+    pids = servers_in(lockstep.directory)
+    assert len(pids) == 2
+    assert all(lockstep.gone(pid, 1) for pid in pids)
+
+
+@pytest.mark.ranks(2)
+def test_servers_of_rank_0_end_with_it(lockstep: Lockstep) -> None:
+    die = "                if run.step == 3: os.kill(os.getpid(), 9)\n                run.backward("
+    script = "import os\n" + SCRIPT.replace("                run.backward(", die)
+    done = lockstep.python(lockstep.script(script), env=OWN)
+    assert done.code == -9
+    assert all(lockstep.gone(pid, 5) for pid in servers_in(lockstep.directory))
+
+
+@pytest.mark.ranks(1)
+def test_a_server_of_rank_0_that_does_not_start(lockstep: Lockstep) -> None:
+    broken = (
+        "import os\nos.environ['LOCKSTEP_SERVERS'] = '1'\nos.environ['PYTHONPATH'] = 'broken'\n"
+    )
+    lockstep.script("raise SystemExit(7)\n", "broken/sitecustomize.py")
+    done = lockstep.python(lockstep.script(broken + SCRIPT), env=OWN)
+    assert done.code == 1
+    assert re.search(r"error: server 0 ended with exit code \d before it listened", done.err)
+    assert "server-0.log" in done.err
 
 
 SPOILT = """

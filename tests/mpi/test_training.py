@@ -73,3 +73,10 @@ def test_sums_have_the_bits_of_the_tree(mpi: Mpi, n: int) -> None:
     kinds = {" ".join(line.split()[1:]) for line in done.out.splitlines()}
     assert ("torch.float32 PairExchange" in kinds) == (n == 2)
     assert {"torch.float32 TreeExchange", "torch.bfloat16 TreeExchange"} <= kinds
+
+
+def test_rank_0_starts_parameter_servers(mpi: Mpi, expected: str) -> None:
+    done = mpi(2, "train.py", "auto", LOCKSTEP_STRATEGY="ps", LOCKSTEP_SERVERS="2")
+    assert digests_of(done.out) == [expected], done
+    assert "4 replicas on 2 ranks, cpu, exchange server" in done.err
+    assert done.code == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import os
 import secrets
 import socket
 import uuid
@@ -20,7 +19,7 @@ from lockstep.errors import ModelError, PeerError, RunError
 from lockstep.exchange.base import Forest
 from lockstep.exchange.frames import HEADER, LONGEST_META, Header, Kind, frame, parse, view
 from lockstep.world import servers
-from lockstep.world.model import World
+from lockstep.world.servers import Place
 
 #: The most pieces that one call of the system takes (IOV_MAX).
 _PIECES = 512
@@ -238,11 +237,20 @@ class Links:
         links: one to each server, in order.
         leads: whether this is the rank that speaks for all.
         tells: whether it tells the user, for all models, what the servers have moved.
+        release: called when the servers are left.
     """
 
-    def __init__(self, links: Sequence[Link], *, leads: bool, tells: bool = False) -> None:
+    def __init__(
+        self,
+        links: Sequence[Link],
+        *,
+        leads: bool,
+        tells: bool = False,
+        release: Callable[[], None] | None = None,
+    ) -> None:
         self.links = tuple(links)
         self.leads, self.tells = leads, tells
+        self._release = release
 
     @property
     def sent(self) -> int:
@@ -267,11 +275,12 @@ class Links:
         """Leave the servers."""
         for link in self.links:
             link.leave()
+        if self._release is not None:
+            self._release()
 
 
 def connect(
-    world: World,
-    count: int,
+    where: tuple[Sequence[Place], str],
     forest: Forest,
     replicas: int,
     store: dist.Store,
@@ -279,18 +288,19 @@ def connect(
     threads: int,
     *,
     tells: bool,
+    release: Callable[[], None] | None = None,
 ) -> Links:
-    """Return new connections to the `count` servers of the launch; all ranks connect.
+    """Return new connections to the servers of the run; all ranks connect.
 
     Args:
-        world: who this rank is.
-        count: number of servers.
+        where: the servers' places, and the secret that they know.
         forest: the ranks' tree nodes.
         replicas: number of replicas in all.
         store: where ranks leave notes for each other.
         key: what the connections are for; used once per run.
         threads: intra-op threads of each rank.
         tells: whether it is the first model of the run that has connections.
+        release: called when the servers are left.
 
     Raises:
         PeerError: if a server is gone.
@@ -299,14 +309,14 @@ def connect(
         store.set(f"servers/{key}", uuid.uuid4().hex)
     room = store.get(f"servers/{key}").decode()
     me = {"room": room, "rank": forest.rank, "size": forest.size, "replicas": replicas}
-    token = servers.token_of(os.environ)
+    places, token = where
     links = []
-    for index, place in enumerate(servers.find(world, count)):
+    for index, place in enumerate(places):
         link = Link(servers.connect(place, f"server {index}"), index)
         greet(link, token, {"threads": threads, **me})
         links.append(link)
     leads = forest.rank == 0
-    return Links(links, leads=leads, tells=leads and tells)
+    return Links(links, leads=leads, tells=leads and tells, release=release)
 
 
 def greet(link: Link, token: str, me: Mapping[str, Any]) -> None:

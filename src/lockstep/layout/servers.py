@@ -26,7 +26,8 @@ def check(strategy: str | None, servers: int, name: str = "servers") -> None:
     if strategy == "ps" and not servers:
         raise UsageError(
             "strategy=ps with 0 servers; expected at least 1",
-            hint="lockstep run -n WORKERS --servers 1 --strategy ps SCRIPT",
+            hint="lockstep run -n WORKERS --servers 1 --strategy ps SCRIPT; under another launcher "
+            "LOCKSTEP_SERVERS=1",
         )
     if servers and strategy not in (None, "ps"):
         raise UsageError(

@@ -145,13 +145,7 @@ def choose_mesh(settings: Settings, world: World) -> Mesh:
 def _check_servers(settings: Settings, world: World) -> None:
     """Refuse a parameter server's settings where there is none, or none could be."""
     strategy, late = settings.strategy, settings.staleness
-    if strategy == "ps" and world.environment != "lockstep":
-        raise UsageError(
-            f"strategy=ps, started by {world.environment} ({world.reason}); expected `lockstep run`, "
-            "which starts the servers",
-            hint="lockstep run -n WORKERS --servers 1 --strategy ps SCRIPT",
-        )
-    if world.environment == "lockstep":
+    if strategy == "ps" or world.environment == "lockstep":
         check_servers(strategy, settings.servers)
     is_meshed = STRATEGIES.find(strategy).meshed
     if late and (is_meshed or EXCHANGES.find(settings.exchange).hold):

@@ -31,6 +31,7 @@ from lockstep.strategies.ps import hold_served
 from lockstep.strategies.remote import hold_remotely
 from lockstep.strategies.sync_batchnorm import layers
 from lockstep.strategies.versions import Versions
+from lockstep.training.serving import Serving
 from lockstep.training.session import Session
 from lockstep.training.state import check_savable
 
@@ -46,6 +47,7 @@ class Models:
         self._session = session
         self._tried = 0  # models that were to be held: what failed has left notes for other ranks
         self._is_served = False  # whether a model has connections to servers
+        self._serving: Serving | None = None
 
     def add(self, model: Any, settings: dict[str, Any]) -> nn.Module:
         """Place and hold `model`, a module or a list of them, and return what the script is to call.
@@ -134,20 +136,27 @@ class Models:
         return held
 
     def _serve(self, module: nn.Module, holding: Holding, settings: dict[str, Any]) -> HeldModel:
-        """Hold a model with the servers of the launch."""
+        """Hold a model with the servers of the run."""
         session, late = self._session, self._session.settings.staleness
-        links = connect(
-            session.world,
-            session.settings.servers,
-            holding.forest,
-            holding.replicas,
-            holding.store,
-            str(holding.number),
-            session.threads,
-            tells=not self._is_served,
-        )
         waiting = session.standing.meeting("optimizer.step")
+        if self._serving is None:
+            meeting = session.same_data.meeting
+            self._serving = Serving(meeting, session.settings.servers, session.directory)
+        serving = self._serving
+        where = serving.find()
         with contextlib.ExitStack() as failed:
+            failed.callback(serving.release)
+            links = connect(
+                where,
+                holding.forest,
+                holding.replicas,
+                holding.store,
+                str(holding.number),
+                session.threads,
+                tells=not self._is_served,
+                release=serving.release,
+            )
+            failed.pop_all()
             failed.callback(links.close)
             held: HeldModel = (
                 hold_served(module, holding, settings, links)

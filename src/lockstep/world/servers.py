@@ -70,13 +70,8 @@ def proof(token: str, who: str, nonces: tuple[str, str]) -> str:
     ).hexdigest()
 
 
-def open_place(environ: Mapping[str, str]) -> tuple[socket.socket, Place]:
-    """Return a socket that listens where the workers of the launch reach it, and its place.
-
-    Raises:
-        WorldError: if the environment names no launch.
-    """
-    address, _ = _launch(environ)
+def open_place(address: str) -> tuple[socket.socket, Place]:
+    """Return a socket that listens at `address`, where workers reach it, and its place."""
     if door.listens_locally(address):
         listener = door.listen(0, loopback=True)
         return listener, Place(address=LOOPBACK, port=listener.getsockname()[1])
@@ -88,6 +83,16 @@ def open_place(environ: Mapping[str, str]) -> tuple[socket.socket, Place]:
             return listener, Place(address=candidate, port=listener.getsockname()[1])
     listener = door.listen(0, loopback=False)
     return listener, Place(address=address, port=listener.getsockname()[1])
+
+
+def address_of(environ: Mapping[str, str]) -> str:
+    """Return the address at which the workers of the launch reach this node.
+
+    Raises:
+        WorldError: if the environment names no launch.
+    """
+    address, _ = _launch(environ)
+    return address
 
 
 def publish(environ: Mapping[str, str], index: int, place: Place) -> None:

@@ -63,9 +63,11 @@ def test_staleness_without_servers(strategy: str) -> None:
     assert choose_mesh(settings(strategy=strategy, servers=0, staleness=4), alone).size == 1
 
 
-def test_only_our_launcher_starts_servers() -> None:
-    with pytest.raises(UsageError, match="strategy=ps, started by torchrun"):
-        choose_mesh(settings(), TORCHRUN)
+def test_other_launchers_start_none_and_rank_0_does() -> None:
+    assert choose_mesh(settings(), TORCHRUN).size == 2
+    with pytest.raises(UsageError, match="strategy=ps with 0 servers") as refused:
+        choose_mesh(settings(servers=0), TORCHRUN)
+    assert "LOCKSTEP_SERVERS=1" in refused.value.hint
 
 
 def test_a_number_of_servers_left_in_a_shell_disturbs_nobody_else() -> None:
