@@ -67,6 +67,7 @@ class StrategyEntry:
         needs_group: whether a single rank has a process group, too.
         meshed: whether it needs torch's mesh of the ranks.
         spreads: whether it holds one model over several ranks.
+        places: whether it puts the parts of a model that it spreads onto devices itself.
         slow_import: whether its module takes so long to import that a launcher does it beforehand.
     """
 
@@ -80,6 +81,7 @@ class StrategyEntry:
     needs_group: bool = False
     meshed: bool = False
     spreads: bool = False
+    places: bool = False
     slow_import: bool = False
 
 
@@ -214,6 +216,7 @@ STRATEGIES = Registry(
             needs_group=True,
             meshed=True,
             spreads=True,
+            places=True,
             slow_import=True,
         ),
         StrategyEntry(

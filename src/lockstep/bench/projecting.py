@@ -9,9 +9,10 @@ from typing import Any
 from lockstep.bench.cost import Cost, cost_of
 from lockstep.bench.projection import Batches, Link, Model, Point, fit_model
 from lockstep.bench.results import BY_STEPS, Row, belongs, group
+from lockstep.registry import STRATEGIES
 
 #: Strategies whose ranks do other work than a share of the samples each.
-_NOT_SHARED = ("dp", "pipeline", "tensor")
+_NOT_SHARED = ("dp", *STRATEGIES.where(lambda one: one.spreads))
 _COMPETES = "more threads than cores: ranks wait for each other's cores"
 
 

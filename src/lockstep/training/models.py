@@ -99,7 +99,7 @@ class Models:
 
     def _place(self, module: nn.Module) -> None:
         """Move a module to this rank's device, but for one whose parts are to stay where they are."""
-        is_cut = self._is_spread and self._session.settings.strategy == "pipeline"
+        is_cut = self._is_spread and STRATEGIES.find(self._session.settings.strategy).places
         if not (is_cut and is_trainable(module)) and not spans_devices(module):
             module.to(self._session.device)
 
