@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from contestants.turns import Turns
+from contestants.turns import RankOrder
 from torch import nn
 
 from lockstep.exchange.base import Exchange, Forest
@@ -67,7 +67,7 @@ def main() -> None:
     buffer = torch.zeros(options.kilobytes * 1000 // 4)
     cases = [case(name, buffer) for name in options.exchanges]
 
-    turns = Turns()
+    turns = RankOrder()
     while (number := turns.wait()) is not None:
         started = time.perf_counter()
         for _ in range(options.repeat):

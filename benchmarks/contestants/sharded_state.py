@@ -23,9 +23,9 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.checkpoint import dcp
-from lockstep.checkpoint.memory import Descriptors
+from lockstep.checkpoint.shared_memory import Descriptors
 from lockstep.checkpoint.snapshot import Snapshots
-from lockstep.training.keeping import Keeper
+from lockstep.training.checkpointing import Checkpointing
 
 PLACE, *NUMBERS = sys.argv[1:]
 LAYERS, WIDTH, STEPS = map(int, NUMBERS)
@@ -54,9 +54,9 @@ def measured(what: str) -> Iterator[None]:
 
 def watch_snapshots() -> None:
     """Measure each point of the run at which a snapshot is taken."""
-    at_point, write = Keeper.at_point, Snapshots.write
+    at_point, write = Checkpointing.at_point, Snapshots.write
 
-    def watched_point(keeper: Keeper) -> None:
+    def watched_point(keeper: Checkpointing) -> None:
         count = len(_taken)
         with measured("point"):
             at_point(keeper)
@@ -68,7 +68,7 @@ def watch_snapshots() -> None:
         _taken.append(1)
         write(snapshots, *arguments)
 
-    Keeper.at_point = watched_point  # type: ignore[method-assign]
+    Checkpointing.at_point = watched_point  # type: ignore[method-assign]
     Snapshots.write = watched_write  # type: ignore[method-assign]
 
 

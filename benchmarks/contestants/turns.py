@@ -12,7 +12,7 @@ ADDRESS = "BENCHMARK_ADDRESS"
 SECONDS = struct.Struct("<d")
 
 
-class Turns:
+class RankOrder:
     """This rank's connection to the parent."""
 
     def __init__(self) -> None:

@@ -13,20 +13,20 @@ from typing import Any
 
 from contestants import with_lockstep
 
-from lockstep.checkpoint.memory import VARIABLE
-from lockstep.checkpoint.rhythm import Rhythm
+from lockstep.checkpoint.schedule import Schedule
+from lockstep.checkpoint.shared_memory import VARIABLE
 
 
 def count() -> list[float]:
     """Return a list to which every snapshot adds its seconds."""
     taken: list[float] = []
-    take = Rhythm.take
+    take = Schedule.take
 
-    def timed(self: Rhythm, number: int, text: str, tensors: Any, began: float) -> None:
+    def timed(self: Schedule, number: int, text: str, tensors: Any, began: float) -> None:
         take(self, number, text, tensors, began)
         taken.append(time.monotonic() - began)
 
-    Rhythm.take = timed  # type: ignore[method-assign]
+    Schedule.take = timed  # type: ignore[method-assign]
     return taken
 
 

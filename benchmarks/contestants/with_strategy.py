@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from contestants.turns import Turns
+from contestants.turns import RankOrder
 from support import import_torchvision
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -93,7 +93,7 @@ class Peak(threading.Thread):
         return max(self.bytes, own_memory())
 
 
-def answer(turns: Turns, exactness: Callable[[], str]) -> Iterator[None]:
+def answer(turns: RankOrder, exactness: Callable[[], str]) -> Iterator[None]:
     """Yield once for every epoch to train, until the parent has no more turns."""
     before = own_memory()
     while (asked := turns.wait()) is not None:
@@ -113,7 +113,7 @@ def answer(turns: Turns, exactness: Callable[[], str]) -> Iterator[None]:
 
 def by_lockstep(options: argparse.Namespace) -> None:
     """Train as README.md shows."""
-    turns = Turns()
+    turns = RankOrder()
     with lockstep.Run(
         "benchmark",
         strategy=options.way,
@@ -144,7 +144,7 @@ def by_lockstep(options: argparse.Namespace) -> None:
 
 def by_hand(options: argparse.Namespace) -> None:
     """Train by a loop that cuts its batches out of tensors: as fast as PyTorch goes."""
-    turns, world = Turns(), detect()
+    turns, world = RankOrder(), detect()
     epochs = answer(turns, lambda: "")
     next(epochs, None)
     model = MODELS[options.model][0]()

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-from contestants.turns import Turns
+from contestants.turns import RankOrder
 from support import import_torchvision
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -57,7 +57,7 @@ class Workload:
     ranks: int = field(default_factory=lambda: detect().size)
 
     def __post_init__(self) -> None:
-        self._turns = Turns()
+        self._turns = RankOrder()
         self._done = 0
 
     def model(self) -> nn.Module:

@@ -57,8 +57,8 @@ class StrategyEntry:
 
     Attributes:
         name: what users choose it by; of an entry point, that one's name.
-        hold: holds a model: takes the module, a `Holding` and the keywords of `run.model`; returns a
-            `HeldModel`.
+        hold: holds a model: takes the module, a `ModelContext` and the keywords of `run.model`; returns a
+            `WrappedModel`.
         exactness: its class, where the exchange adds nothing to it.
         check: checks the module and the keywords of `run.model`, also on one rank.
         exchanges: those that it goes with; `None` for all that ask for no strategy of their own.

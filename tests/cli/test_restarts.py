@@ -7,7 +7,7 @@ import pytest
 #: What a script of these tests knows; it opens its run by hand, so that torch need not be imported.
 HEAD = """
 import os, signal, sys, time
-from lockstep.checkpoint.memory import Board, Descriptors, Half
+from lockstep.checkpoint.shared_memory import Board, Descriptors, Half
 generation, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
 memory = Descriptors.find(os.environ)
 slot = Board(memory.board).slot(int(os.environ["LOCKSTEP_SLOT"].split("/")[0]))

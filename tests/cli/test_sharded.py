@@ -164,12 +164,12 @@ import ctypes, json, os, time, torch, lockstep
 from pathlib import Path
 from torch import nn
 from torch.utils.data import TensorDataset
-from lockstep.checkpoint.memory import Descriptors
+from lockstep.checkpoint.shared_memory import Descriptors
 from lockstep.checkpoint.snapshot import Snapshots
-from lockstep.training.keeping import Keeper
+from lockstep.training.checkpointing import Checkpointing
 
 taken, grown = [], []
-write, at_point = Snapshots.write, Keeper.at_point
+write, at_point = Snapshots.write, Checkpointing.at_point
 
 def status(name):
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -185,7 +185,7 @@ def watched(keeper):
         grown.append(status("VmHWM") - before)
 
 Snapshots.write = lambda *told: (taken.append(1), write(*told))
-Keeper.at_point = watched
+Checkpointing.at_point = watched
 
 with lockstep.Run("measured") as run:
     layers = [nn.Linear(1024, 1024, bias=False) for _ in range(4)]

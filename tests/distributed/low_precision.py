@@ -147,12 +147,12 @@ def with_keywords(exchange: str, keywords: dict[str, Any]) -> None:
 
 def differing_memory(rounds: int) -> list[list[Any]]:
     """What ranks tell each other, where it is the same and where it is not."""
-    from lockstep.strategies.means import Means
+    from lockstep.strategies.averaging import Averaging
 
     with quiet_run(exact=False) as run:
         group = run._session.group
         assert group is not None
-        means, told = Means(group, torch.device("cpu")), []
+        means, told = Averaging(group, torch.device("cpu")), []
         for _ in range(rounds):
             told.append(means.all_of([run.world.rank, 5], {"same": [1, None, "é"]}))
             told.append(means.all_of([7], ["x"] * (3 * run.world.rank)))

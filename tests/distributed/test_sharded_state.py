@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import lockstep
-from lockstep.checkpoint import dcp, found
+from lockstep.checkpoint import catalog, dcp
 from lockstep.checkpoint.disk import Checkpoints, read
-from lockstep.checkpoint.memory import Descriptors
 from lockstep.checkpoint.parts import Cut
+from lockstep.checkpoint.shared_memory import Descriptors
 from lockstep.checkpoint.snapshot import Snapshots
 from lockstep.errors import CheckpointError
 from lockstep.testing import run_ranks
@@ -127,7 +127,7 @@ def test_each_rank_writes_its_part_or_all_gather_tensor_by_tensor(
     tmp_path: Path, apart: int
 ) -> None:
     staged = run_ranks(save, 3, str(tmp_path), apart)
-    checkpoint = found.look(tmp_path / "checkpoints/step-00000003")
+    checkpoint = catalog.look(tmp_path / "checkpoints/step-00000003")
     assert same({name: one.read() for name, one in read(checkpoint).items()}, whole())
     total = sum(tensor.nbytes for tensor in whole().values())
     assert sum(staged) == total
@@ -235,7 +235,7 @@ def test_saved_on_four_ranks_and_continued_on_three_and_one(tmp_path: Path) -> N
     for ranks, fault in ((4, "term@3"), (3, "term@30")):
         stop = {**environ, **FSDP, "LOCKSTEP_FAULTS": fault}
         assert run_ranks(train, ranks, place, 0.1, environ=stop) == (["preempted"] * ranks)
-        newest = found.newest(tmp_path / "run/checkpoints", None, print)
+        newest = catalog.newest(tmp_path / "run/checkpoints", None, print)
         assert newest is not None
         told = subprocess.run(
             [sys.executable, "-c", PLAIN, str(newest.path), str(tmp_path / "plain.pt")],

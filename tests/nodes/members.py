@@ -20,7 +20,7 @@ from typing import Any
 from torch.distributed import PrefixStore, TCPStore
 
 from lockstep.errors import LockstepError
-from lockstep.world.survey import survey
+from lockstep.world.connectivity_check import survey
 
 _PORT = 20077
 _SECONDS = 30

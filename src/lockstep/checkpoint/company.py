@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lockstep.checkpoint.reasons import explained
+from lockstep.checkpoint.disk_errors import explained
 from lockstep.errors import CheckpointError, PeerError
 from lockstep.world.waiting import await_any
 

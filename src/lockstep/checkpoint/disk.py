@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from lockstep.checkpoint import dcp, drafts, found, manifest, retention
+from lockstep.checkpoint import catalog, dcp, manifest, retention, temporary_directory
 from lockstep.checkpoint.background import Background
+from lockstep.checkpoint.catalog import Found, Key, Warn
 from lockstep.checkpoint.company import Company
-from lockstep.checkpoint.found import Found, Key, Warn
+from lockstep.checkpoint.disk_errors import explained, not_written
 from lockstep.checkpoint.manifest import TensorSpec
 from lockstep.checkpoint.parts import Box, Cut, Stored, cut_of, local, whole
-from lockstep.checkpoint.reasons import explained, not_written
 from lockstep.checkpoint.saving import Content, Saving, Table
 from lockstep.checkpoint.staging import Buffers, share_out
 from lockstep.errors import CheckpointError
@@ -85,7 +85,7 @@ class Checkpoints:
         self._company = Company(store, rank=rank, size=size, patience=patience)
         self._background = Background("lockstep-checkpoint")
         self._buffers = Buffers()
-        self._token: drafts.Token | None = None
+        self._token: temporary_directory.Token | None = None
         self._table: Table | None = None
         self._plan: tuple[dict[str, TensorSpec], dict[str, Cut]] | None = None
         self._shares: list[dict[str, Box]] = []
@@ -194,9 +194,9 @@ class Checkpoints:
             RunDirectoryError: if it is of another run.
             CheckpointError: if the directory cannot be read.
         """
-        newest = found.newest(self._directory, self._identity, self._warn)
-        last = None if newest is None else found.key_of(newest.path)
-        self._bad = {key for key in found.paths(self._directory) if last is None or key > last}
+        newest = catalog.newest(self._directory, self._identity, self._warn)
+        last = None if newest is None else catalog.key_of(newest.path)
+        self._bad = {key for key in catalog.paths(self._directory) if last is None or key > last}
         return newest
 
     def newest_text(self) -> str | None:
@@ -205,7 +205,7 @@ class Checkpoints:
         Raises:
             CheckpointError: if the directory cannot be read.
         """
-        for path in found.paths(self._directory).values():
+        for path in catalog.paths(self._directory).values():
             with contextlib.suppress(CheckpointError, OSError):
                 return manifest.read(path).text
         return None
@@ -216,7 +216,7 @@ class Checkpoints:
         Raises:
             CheckpointError: if the directory cannot be read.
         """
-        for path in found.paths(self._directory).values():
+        for path in catalog.paths(self._directory).values():
             retention.remove(path)
 
     def _own_share(self, specs: dict[str, TensorSpec], cuts: dict[str, Cut]) -> Mapping[str, Box]:
@@ -239,12 +239,12 @@ class Checkpoints:
 
     def _meet(self) -> Table:
         def make() -> str:
-            self._token = drafts.Token(self._directory)
-            drafts.remove_dead(self._directory, self._token.name)
+            self._token = temporary_directory.Token(self._directory)
+            temporary_directory.remove_dead(self._directory, self._token.name)
             return self._token.name
 
         def sees(token: str) -> bool:
-            return drafts.lock_file(self._directory, token).exists()
+            return temporary_directory.lock_file(self._directory, token).exists()
 
         try:
             token, writers = self._company.meet(make, sees)
@@ -286,8 +286,8 @@ class Checkpoints:
         self._retain()
 
     def _retain(self) -> None:
-        key = None if self._path is None else found.key_of(self._path)
-        if self._rank != 0 or key is None or not found.place(self._directory, key).exists():
+        key = None if self._path is None else catalog.key_of(self._path)
+        if self._rank != 0 or key is None or not catalog.place(self._directory, key).exists():
             return
         self._bad.discard(key)
         try:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from lockstep.checkpoint import found
+from lockstep.checkpoint import catalog
+from lockstep.checkpoint.catalog import Found, Key
 from lockstep.checkpoint.disk import read, warn_on_stderr
-from lockstep.checkpoint.found import Found, Key
-from lockstep.checkpoint.plain import check_suffix, write_weights
+from lockstep.checkpoint.weights_only import check_suffix, write_weights
 from lockstep.errors import CheckpointError, UsageError
 
 #: The file in the run directory, where nobody names one.
@@ -63,8 +63,8 @@ def choose(run_dir: Path, *, step: int | None = None, best: bool = False) -> Fou
         UsageError: if there is no such run, or no such checkpoint.
         CheckpointError: if the one that was asked for, or all of them, are damaged.
     """
-    directory = run_dir / found.DIRECTORY
-    there = found.paths(directory)
+    directory = run_dir / catalog.DIRECTORY
+    there = catalog.paths(directory)
     if not there:
         if not (run_dir / "run.json").exists():
             raise UsageError(f"there is no run in {run_dir}; expected the directory of a run")
@@ -72,7 +72,7 @@ def choose(run_dir: Path, *, step: int | None = None, best: bool = False) -> Fou
             f"the run in {run_dir} has no checkpoint yet", hint="run.save() in its script makes one"
         )
     if best:
-        path = found.best(directory)
+        path = catalog.best(directory)
         if path is None:
             raise UsageError(
                 f"no checkpoint in {directory} says how good it is",
@@ -81,7 +81,7 @@ def choose(run_dir: Path, *, step: int | None = None, best: bool = False) -> Fou
         return _chosen(there, path)
     if step is not None:
         return _chosen(there, _of_step(there, step))
-    newest = found.newest(directory, None, warn_on_stderr)
+    newest = catalog.newest(directory, None, warn_on_stderr)
     if newest is None:
         raise CheckpointError(f"no checkpoint in {directory} is what was written")
     return newest
@@ -101,7 +101,7 @@ def _steps(there: dict[Key, Path]) -> str:
 
 def _chosen(there: dict[Key, Path], path: Path) -> Found:
     try:
-        return found.look(path)
+        return catalog.look(path)
     except CheckpointError as error:
         raise CheckpointError(
             f"the checkpoint {path} cannot be used: {error.message}",

@@ -11,8 +11,8 @@ from math import isnan
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint import drafts, found, manifest
-from lockstep.checkpoint.found import Key
+from lockstep.checkpoint import catalog, manifest, temporary_directory
+from lockstep.checkpoint.catalog import Key
 from lockstep.errors import CheckpointError
 
 
@@ -48,7 +48,7 @@ def apply(
     """
     good: dict[Key, float | None] = {}
     damaged: set[Key] = set()
-    for key, path in found.paths(directory).items():
+    for key, path in catalog.paths(directory).items():
         try:
             told = manifest.read(path)
             if told.differences(identity):
@@ -69,13 +69,13 @@ def apply(
     # A damaged one that lies ahead is replaced when the run gets there.
     older = {key for key in damaged if key < newest}
     for key in superseded(good, keep, newest) | older:
-        remove(found.place(directory, key))
+        remove(catalog.place(directory, key))
 
 
 def remove(path: Path) -> None:
     """Remove a checkpoint: what is half removed has a name that nobody takes for a checkpoint."""
     aside = path.with_name(f".draft-removed-{path.name}")
     with contextlib.suppress(OSError):
-        drafts.remove(aside)
+        temporary_directory.remove(aside)
         path.rename(aside)
-    drafts.remove(aside)
+    temporary_directory.remove(aside)

@@ -19,11 +19,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.checkpoint import dcp, drafts, found, manifest, retention
+from lockstep.checkpoint import catalog, dcp, manifest, retention, temporary_directory
+from lockstep.checkpoint.catalog import Key
 from lockstep.checkpoint.company import Company, DroppedError
-from lockstep.checkpoint.found import Key
+from lockstep.checkpoint.disk_errors import explained, not_written
 from lockstep.checkpoint.manifest import FileSpec, Manifest, TensorSpec
-from lockstep.checkpoint.reasons import explained, not_written
 from lockstep.errors import CheckpointError, PeerError
 
 _INTERVAL = 0.01
@@ -85,13 +85,13 @@ class Saving:
         self._table = table
         self._serial = serial
         self._content = content
-        self._draft = drafts.draft(table.directory, table.token, serial, content.step)
+        self._draft = temporary_directory.draft(table.directory, table.token, serial, content.step)
         self._there = self._of_step()
-        self.path = found.place(table.directory, (content.step, 0))
+        self.path = catalog.place(table.directory, (content.step, 0))
 
     def _of_step(self) -> dict[Key, Path]:
         """Return where checkpoints of this step are."""
-        there = found.paths(self._table.directory)
+        there = catalog.paths(self._table.directory)
         return {key: path for key, path in there.items() if key[0] == self._content.step}
 
     def run(self) -> None:
@@ -107,7 +107,7 @@ class Saving:
                 self._commit(self._gather())
                 # Of a checkpoint that failed, a rank may have begun its part after this one had given up.
                 # All of them have left that behind, and don't begin the next one before `done`.
-                drafts.remove_drafts(self._table.directory, self._table.token)
+                temporary_directory.remove_drafts(self._table.directory, self._table.token)
                 self._company.done(self._serial)
             else:
                 self._follow()
@@ -129,7 +129,7 @@ class Saving:
 
     def _give_up(self) -> None:
         if self._company.rank == 0:
-            drafts.remove(self._draft)
+            temporary_directory.remove(self._draft)
 
     def _write_part(self, part: int) -> None:
         self._draft.mkdir(mode=manifest.DIRECTORY_MODE, exist_ok=True)
@@ -203,14 +203,14 @@ class Saving:
                 if not taken or not self._draft.exists():
                     raise
         if same:
-            drafts.remove(self._draft)
+            temporary_directory.remove(self._draft)
             if self._content.best is not None:
                 manifest.note_best(self.path, self._content.best)
 
     def _text_at(self, path: Path) -> str | None:
         """Return the text of a checkpoint; `None` for one that is damaged, or another run's."""
         try:
-            there = found.look(path)
+            there = catalog.look(path)
         except CheckpointError:
             return None
         return None if there.manifest.differences(self._content.identity) else there.text
@@ -219,18 +219,20 @@ class Saving:
         """Return the place above all that are `there`: their numbers say which is the newest."""
         last = max(there, default=None)
         if last is None:
-            return found.place(self._table.directory, (self._content.step, 0))
+            return catalog.place(self._table.directory, (self._content.step, 0))
         if texts[last] is None:
             retention.remove(there[last])
         # Another state of this step has the next number: weights may change without an update.
         is_free = texts[last] == self._content.text or not there[last].exists()
-        return found.place(self._table.directory, (last[0], last[1] + (not is_free)))
+        return catalog.place(self._table.directory, (last[0], last[1] + (not is_free)))
 
     def _follow(self) -> None:
         shares_directory = self._company.rank in self._table.writers
 
         def alive() -> bool:
-            return not shares_directory or drafts.is_held(self._table.directory, self._table.token)
+            return not shares_directory or temporary_directory.is_held(
+                self._table.directory, self._table.token
+            )
 
         try:
             self._company.follow(self._serial, alive)

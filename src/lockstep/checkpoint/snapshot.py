@@ -17,7 +17,8 @@ from functools import partial
 import psutil
 import torch
 
-from lockstep.checkpoint.memory import (
+from lockstep.checkpoint.parts import Box, Cut, Stored, cut_of, local
+from lockstep.checkpoint.shared_memory import (
     Descriptors,
     Half,
     data_offset,
@@ -25,7 +26,6 @@ from lockstep.checkpoint.memory import (
     next_number,
     run_of,
 )
-from lockstep.checkpoint.parts import Box, Cut, Stored, cut_of, local
 from lockstep.errors import CheckpointError
 from lockstep.world.cgroups import memory_left
 

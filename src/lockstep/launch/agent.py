@@ -14,18 +14,18 @@ from typing import Any
 
 from lockstep.errors import PREEMPTED, LockstepError, RunDirectoryError
 from lockstep.launch import failure
-from lockstep.launch.chair import Decision
+from lockstep.launch.coordinator import Decision
+from lockstep.launch.coordinator_client import CoordinatorClient, RoundOverError, Told
 from lockstep.launch.failure import Failure, Verdict, preempted
+from lockstep.launch.fault_tolerance import FaultTolerance
 from lockstep.launch.forkserver import Exit, ForkServer
 from lockstep.launch.hang import HangWatch
 from lockstep.launch.interrupts import Interrupted, Interrupts
-from lockstep.launch.neighbours import Neighbours, RoundOverError, Told
 from lockstep.launch.output import Output, say
 from lockstep.launch.plan import Meeting, Plan, WorkerPlan
+from lockstep.launch.rank_progress import RankProgress
 from lockstep.launch.rendezvous import Rendezvous
 from lockstep.launch.restarts import Kind, Restarts
-from lockstep.launch.standing import Standing
-from lockstep.launch.survival import Survival
 from lockstep.launch.workers import LAST_GRACE, Workers
 from lockstep.record import events
 from lockstep.settings import TABLE
@@ -77,7 +77,7 @@ class Agent:
         server: ForkServer,
         output: Output,
         interrupts: Interrupts,
-        standing: Standing,
+        standing: RankProgress,
         hangs: HangWatch,
         restarts: Restarts,
         is_run: bool = False,
@@ -147,7 +147,7 @@ class Agent:
             self._processes.start(self.plan, worker, self._standing.variables(index))
 
     @property
-    def _neighbours(self) -> Neighbours | None:
+    def _neighbours(self) -> CoordinatorClient | None:
         return self._rendezvous.neighbours
 
     @property
@@ -392,7 +392,7 @@ class Agent:
         """Ask the workers' sessions to end, and make them after a grace."""
         death_sig = signal.SIGTERM
         # A launcher that leaves keeps the others waiting, who have all that its workers have.
-        survival = Survival() if self.plan is None else self.plan.spec.survival
+        survival = FaultTolerance() if self.plan is None else self.plan.spec.survival
         if self._interrupts.first in survival.passed_on:
             death_sig = self._interrupts.first
         if self._leaving or not self._processes.end(death_sig, survival.grace(os.environ)):

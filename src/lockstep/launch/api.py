@@ -11,12 +11,12 @@ from lockstep.errors import PREEMPTED
 from lockstep.launch import dry_run, finished, machine, nodes, old_scripts, openmp, worker
 from lockstep.launch.functions import launch
 from lockstep.launch.interrupts import Interrupted, listening
+from lockstep.launch.membership import NotNeeded
 from lockstep.launch.output import say
-from lockstep.launch.place import RunPlace, expected
 from lockstep.launch.placement import asked
 from lockstep.launch.plan import Meeting, count_ranks, make_plan, threads_of_workers
 from lockstep.launch.preload import likely, preload, threads_shared
-from lockstep.launch.roster import NotNeeded
+from lockstep.launch.run_directory import RunDirectory, expected
 from lockstep.launch.spec import LaunchSpec
 from lockstep.launch.supervise import private_directory, supervise
 from lockstep.launch.target import check
@@ -44,7 +44,7 @@ def run(spec: LaunchSpec) -> int:
         plan = make_plan(spec, here, os.environ, run_dir=Path(), error_dir=Path())
         if plan.size > 1:
             _warn(spec)
-        place = RunPlace(spec, spec.name)
+        place = RunDirectory(spec, spec.name)
         try:
             with private_directory() as private, place:
                 verdict = supervise(spec, here, worker.job(spec), place, private, interrupts)

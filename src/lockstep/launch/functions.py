@@ -27,9 +27,9 @@ from lockstep.launch.forkserver import Job, Request
 from lockstep.launch.given import Given
 from lockstep.launch.interrupts import Interrupted, listening
 from lockstep.launch.output import say
-from lockstep.launch.place import RunPlace
 from lockstep.launch.placement import asked
 from lockstep.launch.plan import interpreter, make_plan
+from lockstep.launch.run_directory import RunDirectory
 from lockstep.launch.spec import LaunchSpec, Ranks, StartMethod
 from lockstep.launch.supervise import private_directory, supervise
 from lockstep.world import detect
@@ -106,7 +106,7 @@ def _run(spec: LaunchSpec, job: Job, private: Path, name: str, timeout: float | 
     """Run `spec` to its end; return the number of ranks."""
     here = machine.look(gpus=asked(spec, os.environ) != "cpu")
     plan = make_plan(spec, here, os.environ, run_dir=Path(), error_dir=Path())
-    place = RunPlace(spec, name)
+    place = RunDirectory(spec, name)
     deadline = None if timeout is None else time.monotonic() + timeout
     try:
         with listening(spec.survival.polite(os.environ)) as interrupts, place:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.checkpoint.memory import AFTER_RUN, MEETINGS, Slot
+from lockstep.checkpoint.shared_memory import AFTER_RUN, MEETINGS, Slot
 from lockstep.launch.failure import Verdict, short
 from lockstep.launch.plan import WorkerPlan
 from lockstep.launch.restarts import Kind

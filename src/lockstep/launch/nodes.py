@@ -87,7 +87,7 @@ class Nodes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Party:
+class RendezvousConfig:
     """How the launchers of one launch find each other.
 
     Attributes:
@@ -138,7 +138,7 @@ def parse_count(text: str) -> tuple[int | None, int]:
     )
 
 
-def party(nodes: Nodes, work: Sequence[str], environ: Mapping[str, str]) -> Party | None:
+def party(nodes: Nodes, work: Sequence[str], environ: Mapping[str, str]) -> RendezvousConfig | None:
     """Return the launchers that this one belongs to; `None` if it is alone.
 
     Flags win over the environment: a step of Slurm with several tasks, or `mpiexec`, starts as many
@@ -167,7 +167,7 @@ def party(nodes: Nodes, work: Sequence[str], environ: Mapping[str, str]) -> Part
     )
 
 
-def _by_flags(nodes: Nodes, work: Sequence[str]) -> Party | None:
+def _by_flags(nodes: Nodes, work: Sequence[str]) -> RendezvousConfig | None:
     if nodes.count is None:
         raise UsageError(
             "--rdzv-endpoint or --master-addr without --nnodes; expected the number of nodes",
@@ -183,7 +183,7 @@ def _by_flags(nodes: Nodes, work: Sequence[str]) -> Party | None:
             "--master-addr without --node-rank; expected the number of this node",
             hint=_MEETING_HINT,
         )
-    return Party(
+    return RendezvousConfig(
         name=name,
         count=nodes.count,
         least=nodes.least,
@@ -199,7 +199,7 @@ def _shown(nodes: Nodes) -> str:
     return f"{nodes.count}" if nodes.least is None else f"{nodes.least}:{nodes.count}"
 
 
-def _at_endpoint(endpoint: str, name: str, count: int) -> Party:
+def _at_endpoint(endpoint: str, name: str, count: int) -> RendezvousConfig:
     source = "--rdzv-endpoint"
     is_file = endpoint.startswith(("file:", "/"))
     try:
@@ -211,10 +211,12 @@ def _at_endpoint(endpoint: str, name: str, count: int) -> Party:
         path = place.path if place.scheme == "file" else endpoint
         if not path.startswith("/") or place.netloc or (place.scheme == "file" and place.query):
             raise _bad_endpoint(endpoint)
-        return Party(name=name, count=count, directory=Path(path), source=source)
+        return RendezvousConfig(name=name, count=count, directory=Path(path), source=source)
     if not place.hostname or place.path or port == 0:
         raise _bad_endpoint(endpoint)
-    return Party(name=name, count=count, address=place.hostname, port=port, source=source)
+    return RendezvousConfig(
+        name=name, count=count, address=place.hostname, port=port, source=source
+    )
 
 
 def endpoint_place(endpoint: str) -> tuple[str | None, int | None]:
@@ -235,7 +237,7 @@ def _bad_endpoint(endpoint: str) -> UsageError:
     )
 
 
-def _by_environment(nodes: Nodes, world: World, work: Sequence[str]) -> Party:
+def _by_environment(nodes: Nodes, world: World, work: Sequence[str]) -> RendezvousConfig:
     if nodes.least is not None:
         raise UsageError(
             f"--nnodes is {_shown(nodes)}, but {world.environment} started {world.size} launchers, "
@@ -260,7 +262,7 @@ def _by_environment(nodes: Nodes, world: World, work: Sequence[str]) -> Party:
             "where the first one is",
             hint="add --nnodes and --rdzv-endpoint HOST or --rdzv-endpoint file:///SHARED/DIRECTORY",
         )
-    return Party(
+    return RendezvousConfig(
         name=f"{world.key or world.environment}/{nodes.id or _named_after(work)}",
         count=world.size,
         index=world.rank,

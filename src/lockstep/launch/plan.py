@@ -13,8 +13,8 @@ from lockstep.errors import DeviceError, UsageError
 from lockstep.launch import binding, servers
 from lockstep.launch.gpus import Gpu
 from lockstep.launch.machine import Machine
+from lockstep.launch.membership import Membership
 from lockstep.launch.placement import asked, choose, no_gpus, ranks_without_looking, seats
-from lockstep.launch.roster import Roster
 from lockstep.launch.spec import LaunchSpec
 from lockstep.layout import mesh as meshes
 from lockstep.settings import TABLE
@@ -77,7 +77,7 @@ class Meeting:
 
     @staticmethod
     def of(
-        roster: Roster,
+        roster: Membership,
         *,
         port: int,
         generation: int,

@@ -16,14 +16,14 @@ import time
 from torch.distributed import HashStore, TCPStore
 
 from lockstep.errors import WorldError
-from lockstep.launch.chair import Policy
-from lockstep.launch.gathering import Gathering
-from lockstep.launch.hall import Hall
-from lockstep.launch.neighbours import Neighbours, RoundOverError
+from lockstep.launch.coordinator import Policy
+from lockstep.launch.coordinator_client import CoordinatorClient, RoundOverError
+from lockstep.launch.coordinator_server import CoordinatorServer
+from lockstep.launch.elastic_rendezvous import ElasticRendezvous
+from lockstep.launch.fixed_rendezvous import FixedRendezvous
+from lockstep.launch.membership import Membership
 from lockstep.launch.nodes import port_taken
-from lockstep.launch.roster import Roster
-from lockstep.launch.rounds import Rounds
-from lockstep.world import door
+from lockstep.world import port_discovery
 from lockstep.world.meet import LOOPBACK, connect_store, host_store
 from lockstep.world.waiting import Check, go_on
 
@@ -53,7 +53,7 @@ class Rendezvous:
         self,
         run_id: str,
         ranks: int,
-        meeting: Gathering | Rounds | None = None,
+        meeting: FixedRendezvous | ElasticRendezvous | None = None,
         *,
         port: int = 0,
         listens: bool = True,
@@ -63,31 +63,31 @@ class Rendezvous:
         self.run_id = run_id
         self._port = port
         self._meeting = meeting
-        self._alone = Roster.alone(ranks)
+        self._alone = Membership.alone(ranks)
         self._listens = listens or meeting is not None
         self._store: TCPStore | HashStore | None = None
         self._watch: _Watch | None = None
         #: See the arguments; whoever starts the workers knows better.
         self.policy, self.check = policy, check
         #: The other launchers, while a round goes on; `None` for a launcher that is alone.
-        self.neighbours: Neighbours | None = None
+        self.neighbours: CoordinatorClient | None = None
         #: Number of this generation; -1 before the first.
         self.generation = -1
 
     @property
-    def roster(self) -> Roster:
+    def roster(self) -> Membership:
         """The launchers of this round."""
         return self._alone if self._meeting is None else self._meeting.roster
 
     @property
     def replicas(self) -> int | None:
         """How many replicas a run has that names no number; `None` leaves its number of ranks."""
-        return self._meeting.replicas if isinstance(self._meeting, Rounds) else None
+        return self._meeting.replicas if isinstance(self._meeting, ElasticRendezvous) else None
 
     @property
     def may_leave(self) -> bool:
         """Whether the others go on without this launcher."""
-        return isinstance(self._meeting, Rounds) and self.roster.count > 1
+        return isinstance(self._meeting, ElasticRendezvous) and self.roster.count > 1
 
     @property
     def store(self) -> TCPStore | HashStore:
@@ -117,7 +117,7 @@ class Rendezvous:
         try:
             store = host_store(self._port, loopback=self.roster.address == LOOPBACK)
         except OSError as error:
-            raise port_taken(self._port, door.reason(error)) from error
+            raise port_taken(self._port, port_discovery.reason(error)) from error
         self._store = store
         return int(store.port)
 
@@ -140,7 +140,7 @@ class Rendezvous:
                 continue
             return port
 
-    def _connect(self, neighbours: Neighbours, port: int) -> bool:
+    def _connect(self, neighbours: CoordinatorClient, port: int) -> bool:
         """Connect to the store that launcher 0 has opened; return whether it is still there.
 
         Raises:
@@ -161,15 +161,15 @@ class Rendezvous:
     @property
     def _next(self) -> int:
         """Number of the next generation."""
-        first = self._meeting.generation if isinstance(self._meeting, Rounds) else 0
+        first = self._meeting.generation if isinstance(self._meeting, ElasticRendezvous) else 0
         return max(first, self.generation + 1)
 
-    def _meet_again(self, neighbours: Neighbours) -> None:
+    def _meet_again(self, neighbours: CoordinatorClient) -> None:
         """Begin another round, if this one is over."""
         decision = neighbours.decision
         if decision is None or decision.kind != "round":
             return
-        assert isinstance(self._meeting, Rounds)
+        assert isinstance(self._meeting, ElasticRendezvous)
         lost_chair = neighbours.has_lost_chair
         self._close_round()
         self._meeting.next(decision.staying, self.generation + 1, lost_chair=lost_chair)
@@ -181,13 +181,13 @@ class Rendezvous:
         place, hint, least, first = None, None, None, 0
         if roster.index > 0:
             place = meeting.hear_place()
-        if isinstance(meeting, Rounds):
+        if isinstance(meeting, ElasticRendezvous):
             if roster.index > 0 and place is None:
                 meeting.give_up()
                 return False
             hint = None if meeting.survives_host else _HOST_HINT
             least, first = meeting.least, meeting.generation
-        self.neighbours = Neighbours(
+        self.neighbours = CoordinatorClient(
             roster,
             place,
             generation=max(first, self.generation),
@@ -197,7 +197,7 @@ class Rendezvous:
         )
         if roster.index == 0:
             meeting.tell_place(self.neighbours.place)
-            if isinstance(meeting, Rounds) and self.neighbours.hall is not None:
+            if isinstance(meeting, ElasticRendezvous) and self.neighbours.hall is not None:
                 self._watch = _Watch(meeting, self.neighbours.hall)
         return True
 
@@ -215,7 +215,7 @@ class Rendezvous:
         self._close_round()
         self._store = None
         over = decision is not None and decision.kind in ("end", "done")
-        if over and isinstance(self._meeting, Rounds) and self.roster.index == 0:
+        if over and isinstance(self._meeting, ElasticRendezvous) and self.roster.index == 0:
             self._meeting.end()
 
 
@@ -227,7 +227,7 @@ class _Watch:
         hall: where the launchers of this round are heard.
     """
 
-    def __init__(self, rounds: Rounds, hall: Hall) -> None:
+    def __init__(self, rounds: ElasticRendezvous, hall: CoordinatorServer) -> None:
         self._rounds, self._hall = rounds, hall
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lockstep-watch", daemon=True)

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 from lockstep.errors import UsageError
+from lockstep.launch.fault_tolerance import FaultTolerance
 from lockstep.launch.given import Given
 from lockstep.launch.nodes import Nodes
 from lockstep.launch.streams import Streams
-from lockstep.launch.survival import Survival
 
 StartMethod = Literal["fork", "spawn", "exec"]
 TargetKind = Literal["script", "module", "function", "program"]
@@ -84,9 +84,9 @@ class LaunchSpec:
         return self.settings.get("run_dir")
 
     @property
-    def survival(self) -> Survival:
+    def survival(self) -> FaultTolerance:
         """What the user says of failures."""
-        return Survival(self.settings, self.signals)
+        return FaultTolerance(self.settings, self.signals)
 
     @property
     def name(self) -> str:

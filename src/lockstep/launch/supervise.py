@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.checkpoint.memory import Descriptors
+from lockstep.checkpoint.shared_memory import Descriptors
 from lockstep.errors import LockstepError
 from lockstep.launch import failure, imports, servers, source, stdin, worker
 from lockstep.launch.dry_run import placement
@@ -28,11 +28,11 @@ from lockstep.launch.gpus import visible
 from lockstep.launch.hang import HangWatch
 from lockstep.launch.interrupts import Interrupts
 from lockstep.launch.machine import Machine
-from lockstep.launch.nodes import Nodes, Party
+from lockstep.launch.membership import Launcher
+from lockstep.launch.nodes import Nodes, RendezvousConfig
 from lockstep.launch.nodes import party as find_party
 from lockstep.launch.old_scripts import kept_port
 from lockstep.launch.output import Output, say
-from lockstep.launch.place import RunPlace, remove_left
 from lockstep.launch.plan import (
     Meeting,
     Plan,
@@ -42,10 +42,10 @@ from lockstep.launch.plan import (
     threads_of_workers,
 )
 from lockstep.launch.preload import import_shared
+from lockstep.launch.rank_progress import RankProgress
 from lockstep.launch.restarts import Restarts
-from lockstep.launch.roster import Launcher
+from lockstep.launch.run_directory import RunDirectory, remove_left
 from lockstep.launch.spec import LaunchSpec
-from lockstep.launch.standing import Standing
 from lockstep.world import host
 
 #: How long a launcher waits for others before it says that it does.
@@ -54,16 +54,16 @@ _SILENCE_SECONDS = 3.0
 _PREFIX, _LOCK = "lockstep-", "launcher.lock"
 
 if TYPE_CHECKING:
-    from lockstep.launch.gathering import Gathering
+    from lockstep.launch.elastic_rendezvous import ElasticRendezvous
+    from lockstep.launch.fixed_rendezvous import FixedRendezvous
     from lockstep.launch.rendezvous import Rendezvous
-    from lockstep.launch.rounds import Rounds
 
 
 def supervise(
     spec: LaunchSpec,
     here: Machine,
     job: Job,
-    place: RunPlace,
+    place: RunDirectory,
     private: Path,
     interrupts: Interrupts,
     deadline: float | None = None,
@@ -107,7 +107,7 @@ def supervise(
         alone = _alone(private if has_locks else None, port, token, listens=listens)
         several = _among_several(None if servers.count(spec, environ) else port, token)
         meets = alone if gathering is None else several
-        standing = Standing(memory, ranks)
+        standing = RankProgress(memory, ranks)
         agent = Agent(
             _planner(spec, here, environ, place, private, meets),
             _judge(rendezvous),
@@ -157,7 +157,7 @@ def _planner(
     spec: LaunchSpec,
     here: Machine,
     environ: Mapping[str, str],
-    place: RunPlace,
+    place: RunDirectory,
     private: Path,
     meets: Callable[[Meeting], Meeting],
 ) -> Callable[[Meeting], Plan]:
@@ -221,7 +221,7 @@ def _among_several(port: int | None, token: str) -> Callable[[Meeting], Meeting]
 @contextlib.contextmanager
 def _gathered(
     spec: LaunchSpec, here: Machine, environ: Mapping[str, str], interrupts: Interrupts
-) -> Iterator[Gathering | Rounds | None]:
+) -> Iterator[FixedRendezvous | ElasticRendezvous | None]:
     """Meet the launchers of the other nodes, if there are any."""
     nodes = spec.nodes
     # A function is launched for its values, which other launchers would not get.
@@ -237,14 +237,14 @@ def _gathered(
     check = _patience(party, seconds, interrupts)
     own, interface = _describe(spec, here, environ), nodes.interface or chosen_interface()
     if party.least is None:
-        from lockstep.launch.gathering import gather
+        from lockstep.launch.fixed_rendezvous import gather
 
-        meeting: Gathering | Rounds = gather(
+        meeting: FixedRendezvous | ElasticRendezvous = gather(
             party, own, seconds=seconds, interface=interface, check=check
         )
     else:
-        from lockstep.launch.arrival import LAST_CALL_SECONDS, Terms
-        from lockstep.launch.rounds import Rounds
+        from lockstep.launch.elastic_rendezvous import ElasticRendezvous
+        from lockstep.launch.join import LAST_CALL_SECONDS, Terms
 
         terms = Terms(
             least=party.least,
@@ -254,7 +254,7 @@ def _gathered(
         )
         # Now, and not when a node comes that is one too many.
         check_replicas(spec, environ, terms.most * own.ranks)
-        meeting = Rounds(party, own, terms, interface=interface, check=check, say=say)
+        meeting = ElasticRendezvous(party, own, terms, interface=interface, check=check, say=say)
     with contextlib.closing(meeting):
         if party.least is None and meeting.roster.index == 0:
             say(f"lockstep: {meeting.roster}")
@@ -272,7 +272,9 @@ def _describe(spec: LaunchSpec, here: Machine, environ: Mapping[str, str]) -> La
     )
 
 
-def _patience(party: Party, seconds: float, interrupts: Interrupts) -> Callable[[], None]:
+def _patience(
+    party: RendezvousConfig, seconds: float, interrupts: Interrupts
+) -> Callable[[], None]:
     """Return what is called while other launchers are waited for: says so, after a moment."""
     began = last = time.monotonic()
     told = False
@@ -303,7 +305,9 @@ def _judge(rendezvous: Rendezvous) -> Callable[[list[Failure]], Verdict]:
     return judge
 
 
-def _agree(gathering: Gathering | Rounds | None, place: RunPlace, private: Path) -> tuple[str, str]:
+def _agree(
+    gathering: FixedRendezvous | ElasticRendezvous | None, place: RunDirectory, private: Path
+) -> tuple[str, str]:
     """Return the name of this launch, which no other has, and its secret; make its run's directories."""
     run_id, token = uuid.uuid4().hex, secrets.token_hex(16)
     if gathering is None:

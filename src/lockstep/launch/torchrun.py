@@ -12,7 +12,7 @@ from typing import cast
 from lockstep.errors import UnreachableError, UsageError
 from lockstep.launch.nodes import Nodes, endpoint_place
 from lockstep.launch.spec import StartMethod, TargetKind
-from lockstep.world import door, network
+from lockstep.world import network, port_discovery
 
 _MEETING_HINT = (
     "--rdzv-endpoint HOST or --rdzv-endpoint file:///SHARED/DIRECTORY needs no other service"
@@ -204,14 +204,14 @@ def _count(given: dict[str, object]) -> None:
 
 def _is_here(address: str) -> bool:
     """Return whether an address or a host's name means this machine."""
-    if door.is_loopback(address) or address == socket.gethostname():
+    if port_discovery.is_loopback(address) or address == socket.gethostname():
         return True
     try:
         found = network.addresses_of(address)
     except UnreachableError:
         return False
     own = {one.address for one in network.interfaces()}
-    return any(one in own or door.is_loopback(one) for one in found)
+    return any(one in own or port_discovery.is_loopback(one) for one in found)
 
 
 def _interface_of(address: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from lockstep.checkpoint.memory import Descriptors
+from lockstep.checkpoint.shared_memory import Descriptors
 from lockstep.launch import processes, seeding, servers, source, target
 from lockstep.launch.forkserver import Job, Request
 from lockstep.launch.plan import arguments, command, interpreter

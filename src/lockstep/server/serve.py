@@ -18,7 +18,7 @@ from lockstep.exchange.links import megabytes
 from lockstep.server.connection import BrokenError, Connection, Frame
 from lockstep.server.memory import Pool
 from lockstep.server.room import Room
-from lockstep.world.door import NO_ROOM
+from lockstep.world.port_discovery import NO_ROOM
 from lockstep.world.servers import proof
 
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lockstep.errors import ModelError
-from lockstep.strategies.message import assemble, dismantle
+from lockstep.strategies.p2p import assemble, dismantle
 
 
 def sizes_of(tensors: Sequence[torch.Tensor], chunks: int) -> list[int]:

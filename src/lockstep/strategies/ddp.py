@@ -24,11 +24,11 @@ from lockstep.exchange.choose import POWERSGD_KEYWORDS, make
 from lockstep.exchange.flat import Parts, as_typed, form, lies_alike
 from lockstep.registry import EXCHANGES, resolve
 from lockstep.strategies.checks import shares_buffers
-from lockstep.strategies.contributions import nothing_like, take_gradients, write
-from lockstep.strategies.held import HeldModel
-from lockstep.strategies.holding import Holding
+from lockstep.strategies.gradient_accumulation import nothing_like, take_gradients, write
+from lockstep.strategies.model_context import ModelContext
 from lockstep.strategies.passes import watch_forward
 from lockstep.strategies.single import SingleModel
+from lockstep.strategies.wrapped_model import WrappedModel
 
 #: Bytes of a place, one element each: sums of bytes are exact in fp32 for 65,793 ranks.
 _PLACE_BYTES = 8
@@ -49,7 +49,7 @@ class _Late:
             parameter.grad.copy_(as_typed(part, parameter))
 
 
-class ReplicatedModel(HeldModel):
+class ReplicatedModel(WrappedModel):
     """A model that every rank holds a copy of, each for its block of replicas.
 
     Args:
@@ -59,7 +59,7 @@ class ReplicatedModel(HeldModel):
         group: the process group.
         exchange: how gradients meet.
         settings: keyword arguments for DistributedDataParallel.
-        exchanging: see `Holding`.
+        exchanging: see `ModelContext`.
     """
 
     def __init__(
@@ -321,16 +321,18 @@ def _own_buffers() -> dict[str, Any]:
     return {newer: False} if newer in known else {"broadcast_buffers": False}
 
 
-def hold(module: nn.Module, holding: Holding, settings: dict[str, Any]) -> HeldModel:
+def hold(module: nn.Module, holding: ModelContext, settings: dict[str, Any]) -> WrappedModel:
     """Hold a copy of `module` on every rank, or on the only one, as the exchange asks for."""
     if holding.group is None:
         return SingleModel(module, holding.replicas)
     by_itself = EXCHANGES.find(holding.exchange).hold
-    held: HeldModel = resolve(by_itself or replicate)(module, holding, settings)
+    held: WrappedModel = resolve(by_itself or replicate)(module, holding, settings)
     return held
 
 
-def replicate(module: nn.Module, holding: Holding, settings: dict[str, Any]) -> ReplicatedModel:
+def replicate(
+    module: nn.Module, holding: ModelContext, settings: dict[str, Any]
+) -> ReplicatedModel:
     """Hold a copy of `module` on every rank."""
     assert holding.group is not None
     exchange = make(

@@ -16,9 +16,9 @@ from torch.nn.parallel import DataParallel
 
 from lockstep.errors import DeviceError, ExactnessError
 from lockstep.strategies.checks import index_of, refuse_sparse, refuse_unknown
-from lockstep.strategies.held import HeldModel
-from lockstep.strategies.holding import Holding
+from lockstep.strategies.model_context import ModelContext
 from lockstep.strategies.single import SingleModel
+from lockstep.strategies.wrapped_model import WrappedModel
 from lockstep.strategies.wrapper import Scattered, wrap
 
 
@@ -106,7 +106,7 @@ def choose_devices(asked: Sequence[Any] | None, own: int, count: int) -> list[in
     return [k for k in ids if k is not None]
 
 
-def scatter(module: nn.Module, holding: Holding, settings: dict[str, Any]) -> HeldModel:
+def scatter(module: nn.Module, holding: ModelContext, settings: dict[str, Any]) -> WrappedModel:
     """Hold `module` inside DataParallel; without a GPU as it is, which is said."""
     if holding.device.type == "cpu":
         holding.warn(

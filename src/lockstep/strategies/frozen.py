@@ -9,10 +9,10 @@ from torch import nn
 
 from lockstep.data.microbatch import Microbatch
 from lockstep.strategies.checks import shares_buffers
-from lockstep.strategies.held import HeldModel
+from lockstep.strategies.wrapped_model import WrappedModel
 
 
-class FrozenModel(HeldModel):
+class FrozenModel(WrappedModel):
     """The user's own module; its buffers are still replica 0's.
 
     Args:

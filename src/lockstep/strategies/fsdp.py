@@ -15,9 +15,8 @@ from lockstep.checkpoint.parts import local, whole
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import ModelError, PeerError, StepError
 from lockstep.exchange.scatter import Scattering, TreeScatter, group_of_its_own
-from lockstep.strategies.contributions import Gradients
-from lockstep.strategies.held import HeldModel
-from lockstep.strategies.holding import Holding
+from lockstep.strategies.gradient_accumulation import Gradients
+from lockstep.strategies.model_context import ModelContext
 from lockstep.strategies.norms import each_norm, total_norm
 from lockstep.strategies.sharding import shard
 from lockstep.strategies.shards import CutState
@@ -30,13 +29,14 @@ from lockstep.strategies.units import (
     refuse_graphs_of_gradients,
 )
 from lockstep.strategies.updates import check_updates
+from lockstep.strategies.wrapped_model import WrappedModel
 
 #: Notes that go with each message: the place (8 bytes) and the unit.
 _PLACE, _UNIT = 8, 1
 _NOTES = _PLACE + _UNIT
 
 
-class ShardedModel(CutState, HeldModel):
+class ShardedModel(CutState, WrappedModel):
     """A model of which every rank holds a part of each parameter.
 
     torch gathers the parameters of a unit where it computes with them. Gradients never go through its
@@ -56,7 +56,7 @@ class ShardedModel(CutState, HeldModel):
     def __init__(
         self,
         module: nn.Module,
-        holding: Holding,
+        holding: ModelContext,
         units: Sequence[Unit],
         scatter: TreeScatter | None,
         gather: str,
@@ -340,7 +340,9 @@ class ShardedModel(CutState, HeldModel):
                 local(parameter.grad).clamp_(-value, value)
 
 
-def hold_sharded(module: nn.Module, holding: Holding, settings: dict[str, Any]) -> ShardedModel:
+def hold_sharded(
+    module: nn.Module, holding: ModelContext, settings: dict[str, Any]
+) -> ShardedModel:
     """Shard `module` over the ranks that hold the same part of it: all ranks.
 
     Args:

@@ -18,13 +18,13 @@ from torch.optim import Optimizer
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import ModelError, PeerError
 from lockstep.exchange.choose import POWERSGD_KEYWORDS
+from lockstep.strategies.averaging import Averaging, average_memory, describe_memory, shares_of
 from lockstep.strategies.buffers import Buffers, broadcast
 from lockstep.strategies.checks import shares_buffers
-from lockstep.strategies.contributions import Contributions, take_gradients
-from lockstep.strategies.held import HeldModel
-from lockstep.strategies.holding import Holding
-from lockstep.strategies.means import Means, average_memory, describe_memory, shares_of
+from lockstep.strategies.gradient_accumulation import GradientAccumulation, take_gradients
+from lockstep.strategies.model_context import ModelContext
 from lockstep.strategies.outer import Mean, Nesterov, Outer
+from lockstep.strategies.wrapped_model import WrappedModel
 
 #: Steps between two meetings where the user says no number. Local SGD: Lin et al., "Don't Use Large
 #: Mini-Batches, Use Local SGD" (ICLR 2020, arXiv:1808.07217), use up to 16. DiLoCo: the smallest number
@@ -32,7 +32,7 @@ from lockstep.strategies.outer import Mean, Nesterov, Outer
 EVERY = {"local-sgd": 16, "diloco": 50}
 
 
-class LocalModel(HeldModel):
+class LocalModel(WrappedModel):
     """A model that each rank trains by itself between meetings with the others.
 
     Args:
@@ -45,15 +45,15 @@ class LocalModel(HeldModel):
     exactness = "approximate"
     acts_alone = True
 
-    def __init__(self, module: nn.Module, holding: Holding, every: int, outer: Outer) -> None:
+    def __init__(self, module: nn.Module, holding: ModelContext, every: int, outer: Outer) -> None:
         super().__init__(module, holding.block, holding.replicas, group=None)
         assert holding.group is not None
         # The tree, and the buffers, of this rank's replicas alone.
         own = range(len(holding.block))
-        self.contributions = Contributions(own, len(own))
+        self.contributions = GradientAccumulation(own, len(own))
         self._buffers = Buffers(module, own, None)
         self._group = holding.group
-        self._means = Means(holding.group, holding.device)
+        self._means = Averaging(holding.group, holding.device)
         self._every, self._outer = every, outer
         self._optimizer: Optimizer | None = None
         self._meeting: AbstractContextManager[None] = nullcontext()
@@ -187,7 +187,7 @@ class LocalModel(HeldModel):
         self._means.close()
 
 
-def hold_local(module: nn.Module, holding: Holding, settings: Mapping[str, Any]) -> LocalModel:
+def hold_local(module: nn.Module, holding: ModelContext, settings: Mapping[str, Any]) -> LocalModel:
     """Let each rank train `module` by itself for some steps at a time.
 
     Args:
@@ -209,7 +209,7 @@ def hold_local(module: nn.Module, holding: Holding, settings: Mapping[str, Any])
     return LocalModel(module, holding, holding.sync_every or EVERY[holding.exchange], outer)
 
 
-def _check_settings(settings: Mapping[str, Any], holding: Holding) -> None:
+def _check_settings(settings: Mapping[str, Any], holding: ModelContext) -> None:
     """Refuse what would change the result in DistributedDataParallel; of the rest, say that it is idle."""
     if not shares_buffers(dict(settings)):
         name = next(

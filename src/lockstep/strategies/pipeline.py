@@ -14,19 +14,19 @@ from torch.optim import Optimizer
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import ExactnessError, ModelError, UsageError
 from lockstep.strategies.buffers import Buffers
-from lockstep.strategies.calls import OUTSIDE, Calls
-from lockstep.strategies.contributions import take_gradients
-from lockstep.strategies.draws import draws, looks_at_batches
-from lockstep.strategies.flow import Flow
-from lockstep.strategies.held import HeldModel
-from lockstep.strategies.holding import Holding
-from lockstep.strategies.message import Row
+from lockstep.strategies.consistency import OUTSIDE, Calls
+from lockstep.strategies.gradient_accumulation import take_gradients
+from lockstep.strategies.model_context import ModelContext
 from lockstep.strategies.norms import each_norm, total_norm
+from lockstep.strategies.p2p import Row
+from lockstep.strategies.reducer import Reducer, make_sums
+from lockstep.strategies.rng import draws, looks_at_batches
+from lockstep.strategies.schedule import Schedule
 from lockstep.strategies.stages import cut
-from lockstep.strategies.sums import Sums, make_sums
+from lockstep.strategies.wrapped_model import WrappedModel
 
 
-class PipelinedModel(HeldModel):
+class PipelinedModel(WrappedModel):
     """A model of which this rank has one stage.
 
     The user's module stays what the script calls: its `forward` goes through the stages of all ranks.
@@ -42,7 +42,9 @@ class PipelinedModel(HeldModel):
 
     is_split = True
 
-    def __init__(self, module: nn.Module, holding: Holding, flow: Flow, sums: Sums | None) -> None:
+    def __init__(
+        self, module: nn.Module, holding: ModelContext, flow: Schedule, sums: Reducer | None
+    ) -> None:
         super().__init__(module, holding.block, holding.replicas, holding.group)
         self._warn = holding.warn
         if flow.chunks > 1:  # what looks at a whole batch, or draws for it, does another thing then
@@ -171,7 +173,7 @@ class PipelinedModel(HeldModel):
 
 
 def hold_pipelined(
-    module: nn.Module, holding: Holding, settings: Mapping[str, Any]
+    module: nn.Module, holding: ModelContext, settings: Mapping[str, Any]
 ) -> PipelinedModel:
     """Cut `module` into stages and hold this rank's.
 
@@ -204,7 +206,9 @@ def hold_pipelined(
     own = [p for p in module.parameters() if p.requires_grad and not p.is_meta]
     sums = make_sums(own, holding, row.rank)
     calls = Calls(row, holding.number, type(module).__name__)
-    return PipelinedModel(module, holding, Flow(program.only(row.rank), row, chunks, calls), sums)
+    return PipelinedModel(
+        module, holding, Schedule(program.only(row.rank), row, chunks, calls), sums
+    )
 
 
 def _chunks(asked: Any, stages: int, *, exact: bool) -> int:

@@ -11,14 +11,14 @@ from lockstep.exchange.choose import POWERSGD_KEYWORDS
 from lockstep.exchange.links import Links
 from lockstep.exchange.server import ServerExchange
 from lockstep.strategies.ddp import ReplicatedModel, spans_devices
-from lockstep.strategies.holding import Holding
+from lockstep.strategies.model_context import ModelContext
 
 
 class ServedModel(ReplicatedModel):
     """A replicated model whose gradients are summed by servers; every worker updates its own copy."""
 
     def __init__(
-        self, module: nn.Module, holding: Holding, links: Links, settings: dict[str, Any]
+        self, module: nn.Module, holding: ModelContext, links: Links, settings: dict[str, Any]
     ) -> None:
         assert holding.group is not None
         exchange = ServerExchange(links, holding.forest)
@@ -32,7 +32,7 @@ class ServedModel(ReplicatedModel):
 
 
 def hold_served(
-    module: nn.Module, holding: Holding, settings: dict[str, Any], links: Links
+    module: nn.Module, holding: ModelContext, settings: dict[str, Any], links: Links
 ) -> ServedModel:
     """Hold a copy of `module` whose gradients meet in the servers that `links` lead to."""
     settings = {k: v for k, v in settings.items() if k not in POWERSGD_KEYWORDS}

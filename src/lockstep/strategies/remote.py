@@ -24,14 +24,14 @@ from lockstep.exchange.remote import RemoteOptimizer
 from lockstep.layout.classes import of_servers
 from lockstep.strategies.buffers import broadcast
 from lockstep.strategies.checks import shares_buffers
-from lockstep.strategies.contributions import NOTHING, Gradients, take_gradients
-from lockstep.strategies.held import HeldModel
-from lockstep.strategies.holding import Holding
+from lockstep.strategies.gradient_accumulation import NOTHING, Gradients, take_gradients
+from lockstep.strategies.model_context import ModelContext
 from lockstep.strategies.ps import tell
 from lockstep.strategies.versions import Versions
+from lockstep.strategies.wrapped_model import WrappedModel
 
 
-class RemoteModel(HeldModel):
+class RemoteModel(WrappedModel):
     """A model whose parameters are updated by servers.
 
     Args:
@@ -47,7 +47,7 @@ class RemoteModel(HeldModel):
     def __init__(
         self,
         module: nn.Module,
-        holding: Holding,
+        holding: ModelContext,
         links: Links,
         staleness: int,
         waiting: AbstractContextManager[None],
@@ -225,7 +225,7 @@ class RemoteModel(HeldModel):
 
 def hold_remotely(
     module: nn.Module,
-    holding: Holding,
+    holding: ModelContext,
     settings: Mapping[str, Any],
     links: Links,
     staleness: int,
@@ -252,7 +252,7 @@ def hold_remotely(
     return RemoteModel(module, holding, links, staleness, waiting)
 
 
-def _check_settings(settings: Mapping[str, Any], staleness: int, holding: Holding) -> None:
+def _check_settings(settings: Mapping[str, Any], staleness: int, holding: ModelContext) -> None:
     """Refuse keywords that would make the result another, and say that the others have no effect."""
     if not shares_buffers(dict(settings)):
         raise ModelError(

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.errors import ModelError
 from lockstep.strategies.checks import refuse_sparse
-from lockstep.strategies.keywords import OWN_SHARDING, SHARDING
+from lockstep.strategies.options import OWN_SHARDING, SHARDING
 
 #: Parts with fewer parameters stay in the unit of the model itself: a message each would cost more.
 MIN_PARAMETERS = 65_536

@@ -65,7 +65,7 @@ def assembled(own: torch.Tensor, like: DTensor) -> DTensor:
 
 
 class CutState:
-    """The state of a model whose tensors are `DTensor`s: a mixin of a `HeldModel`.
+    """The state of a model whose tensors are `DTensor`s: a mixin of a `WrappedModel`.
 
     Nothing here is gathered or sent.
     """

@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import nn
 
 from lockstep.data.microbatch import Microbatch
-from lockstep.strategies.contributions import take_gradients
-from lockstep.strategies.held import HeldModel
+from lockstep.strategies.gradient_accumulation import take_gradients
+from lockstep.strategies.wrapped_model import WrappedModel
 
 
-class SingleModel(HeldModel):
+class SingleModel(WrappedModel):
     """The user's own module; the replicas' gradients are added as they come."""
 
     def __init__(self, module: nn.Module, replicas: int) -> None:

@@ -14,18 +14,18 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from lockstep.checkpoint.parts import local, whole
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import ExactnessError, ModelError, UsageError
-from lockstep.strategies.contributions import Gradients, take_gradients
-from lockstep.strategies.draws import DrawWatch, draws
-from lockstep.strategies.held import HeldModel
-from lockstep.strategies.holding import Holding
+from lockstep.strategies.gradient_accumulation import Gradients, take_gradients
+from lockstep.strategies.model_context import ModelContext
 from lockstep.strategies.norms import total_norm
+from lockstep.strategies.reducer import Reducer, make_sums
+from lockstep.strategies.rng import DrawWatch, draws
 from lockstep.strategies.shards import CutState, assembled
-from lockstep.strategies.sums import Sums, make_sums
+from lockstep.strategies.wrapped_model import WrappedModel
 
 _WHERE = "torch.distributed.tensor.parallel"
 
 
-class TensorModel(CutState, HeldModel):
+class TensorModel(CutState, WrappedModel):
     """A model whose ranks compute parts of each layer, and exchange what the next one needs.
 
     Args:
@@ -36,7 +36,7 @@ class TensorModel(CutState, HeldModel):
 
     exactness = "close"
 
-    def __init__(self, module: nn.Module, holding: Holding, sums: Sums | None) -> None:
+    def __init__(self, module: nn.Module, holding: ModelContext, sums: Reducer | None) -> None:
         super().__init__(module, holding.block, holding.replicas, holding.group)
         self._sums, self._warn = sums, holding.warn
         if draws(module):
@@ -105,7 +105,9 @@ class TensorModel(CutState, HeldModel):
             self._sums.close()
 
 
-def hold_tensors(module: nn.Module, holding: Holding, settings: Mapping[str, Any]) -> TensorModel:
+def hold_tensors(
+    module: nn.Module, holding: ModelContext, settings: Mapping[str, Any]
+) -> TensorModel:
     """Parallelise `module` over the ranks of a row by the user's plan.
 
     Args:

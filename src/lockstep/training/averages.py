@@ -13,9 +13,9 @@ from torch import nn
 
 from lockstep.data.microbatch import Microbatch
 from lockstep.strategies.followed import FollowedModule
-from lockstep.strategies.held import HeldModel
-from lockstep.strategies.holding import Holding
-from lockstep.training.standing import Standing
+from lockstep.strategies.model_context import ModelContext
+from lockstep.strategies.wrapped_model import WrappedModel
+from lockstep.training.heartbeat import Heartbeat
 
 #: Frames between a loop that begins and torch's function: those of the loader, and what is put around it.
 _DEPTH = 16
@@ -33,7 +33,9 @@ class Averages:
         followed: the followed modules, which the run's loop tells of its microbatches.
     """
 
-    def __init__(self, holding: Holding, models: Sequence[HeldModel], standing: Standing) -> None:
+    def __init__(
+        self, holding: ModelContext, models: Sequence[WrappedModel], standing: Heartbeat
+    ) -> None:
         self.followed: list[FollowedModule] = []
         self._holding, self._models = holding, models
         self._passing: list[FollowedModule] = []  # for the length of a loop
@@ -74,7 +76,7 @@ class Averages:
         """A step has ended: nothing to do."""
 
 
-def _share_parts(module: nn.Module, known: Sequence[HeldModel | FollowedModule]) -> bool:
+def _share_parts(module: nn.Module, known: Sequence[WrappedModel | FollowedModule]) -> bool:
     parts = {id(part) for one in known for part in one.module.modules()}
     return not parts.isdisjoint(map(id, module.modules()))
 

@@ -8,7 +8,7 @@ import torch
 
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import ModelError, NonFiniteLossError
-from lockstep.strategies.held import HeldModel
+from lockstep.strategies.wrapped_model import WrappedModel
 from lockstep.training.session import Session
 from lockstep.training.weighting import Weighting
 
@@ -55,7 +55,7 @@ class Backward:
         session.loop.saw_loss(loss)
         session.after_backward()
 
-    def _reached(self, loss: torch.Tensor) -> list[HeldModel]:
+    def _reached(self, loss: torch.Tensor) -> list[WrappedModel]:
         """Return the models that the loss depends on."""
         used = [model for model in self._session.models if model.used]
         if len(used) > 1:
@@ -101,7 +101,7 @@ class Backward:
         return self._weights[key].reshape(loss.shape)
 
 
-def _owners_behind(loss: torch.Tensor, owners: dict[int, HeldModel], enough: int) -> set[int]:
+def _owners_behind(loss: torch.Tensor, owners: dict[int, WrappedModel], enough: int) -> set[int]:
     """Return the ids of the models whose parameters the graph of `loss` reaches."""
     found: set[int] = set()
     seen = set()

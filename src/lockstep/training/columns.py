@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lockstep.errors import StepError
 from lockstep.layout.tree import total
-from lockstep.training.wire import gather_bytes
+from lockstep.training.serialization import gather_bytes
 
 Addend = torch.Tensor | float | int
 

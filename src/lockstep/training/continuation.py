@@ -8,18 +8,18 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lockstep.checkpoint.catalog import DIRECTORY
 from lockstep.checkpoint.disk import Checkpoints
-from lockstep.checkpoint.found import DIRECTORY
-from lockstep.checkpoint.rhythm import Rhythm
+from lockstep.checkpoint.schedule import Schedule
 from lockstep.record.recorder import Recorder
 from lockstep.settings import Settings
-from lockstep.training.agreement import Agreement, Alone, OnBoard, ThroughStore
-from lockstep.training.ending import Ending
-from lockstep.training.keeping import Keeper
+from lockstep.training.checkpointing import Checkpointing
+from lockstep.training.coordination import Alone, Coordination, OnBoard, ThroughStore
+from lockstep.training.final_checkpoint import FinalCheckpoint
+from lockstep.training.heartbeat import Heartbeat
 from lockstep.training.loop import Loop
 from lockstep.training.memory import Memory
 from lockstep.training.resume import Search
-from lockstep.training.standing import Standing
 from lockstep.training.state import State
 from lockstep.world.meet import Meeting
 
@@ -45,10 +45,12 @@ class Continuation:
     record: Recorder
     state: State
     loop: Loop
-    standing: Standing
+    standing: Heartbeat
     is_split: bool
 
-    def begin(self, settings: Settings, identity: Mapping[str, Any], *, is_new: bool) -> Keeper:
+    def begin(
+        self, settings: Settings, identity: Mapping[str, Any], *, is_new: bool
+    ) -> Checkpointing:
         """Let the run begin, or go on from its newest state; return what keeps it.
 
         Args:
@@ -64,7 +66,7 @@ class Continuation:
         # Of a model whose tensors are cut over all ranks each launcher has parts.
         apart = settings.strategy == "fsdp" and not self._is_aligned
         is_resumed = self._go_on(disk, is_new=is_new)
-        return Keeper(
+        return Checkpointing(
             self.state,
             self.loop,
             self._agreement(settings.staleness or 0),
@@ -79,7 +81,7 @@ class Continuation:
             flush=self.record.flush,
         )
 
-    def _rhythm(self, *, apart: bool) -> Rhythm | None:
+    def _rhythm(self, *, apart: bool) -> Schedule | None:
         if self.memory is None or self.memory.snapshots.is_spoken_for:
             return None
         # Launchers choose their moments by themselves, where no rank gathers another's part of the state.
@@ -106,7 +108,7 @@ class Continuation:
 
     def _ending(
         self, settings: Settings, identity: Mapping[str, Any], *, is_resumed: bool
-    ) -> Ending | None:
+    ) -> FinalCheckpoint | None:
         if self.memory is None or not self.meeting.world.is_main:
             return None
         place, warn = self.record.directory / DIRECTORY, self.record.warn
@@ -114,7 +116,9 @@ class Continuation:
             place, identity, rank=0, size=1, store=None, keep=settings.keep, warn=warn
         )
         every = settings.checkpoint_every
-        return Ending(self.memory.snapshots, alone, every=every, is_resumed=is_resumed, warn=warn)
+        return FinalCheckpoint(
+            self.memory.snapshots, alone, every=every, is_resumed=is_resumed, warn=warn
+        )
 
     def _go_on(self, disk: Checkpoints, *, is_new: bool) -> bool:
         """Let the run begin or go on; return whether it goes on."""
@@ -133,7 +137,7 @@ class Continuation:
         self.loop.resume(position, lambda whole: saved.restore(self.state, whole=whole))
         return True
 
-    def _agreement(self, ahead: int) -> Agreement:
+    def _agreement(self, ahead: int) -> Coordination:
         memory, world = self.memory, self.meeting.world
         if memory is not None and self._is_aligned:
             return OnBoard(memory.board, leads=world.is_main, ahead=ahead)

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from torch.nn.utils import prune
 
 from lockstep.errors import ModelError, RunError, StepError
-from lockstep.strategies.held import HeldModel
+from lockstep.strategies.wrapped_model import WrappedModel
 
 
-def explained(error: BaseException, models: Sequence[HeldModel]) -> RunError | None:
+def explained(error: BaseException, models: Sequence[WrappedModel]) -> RunError | None:
     """Return what an error of the script means, where that is more than it says."""
     if not isinstance(error, RuntimeError):
         return None

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from torch.optim import Optimizer
 
-from lockstep.strategies.held import HeldModel
+from lockstep.strategies.wrapped_model import WrappedModel
 
 #: For each group its parameters: the number of the model, and the name there.
 Names = list[list[tuple[int, str]]]
 
 
-def names_of(optimizer: Optimizer, models: Sequence[HeldModel]) -> Names:
+def names_of(optimizer: Optimizer, models: Sequence[WrappedModel]) -> Names:
     """Return what the groups of `optimizer` hold."""
     named = {
         id(p): (number, name)
@@ -22,7 +22,7 @@ def names_of(optimizer: Optimizer, models: Sequence[HeldModel]) -> Names:
     return [[named[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
 
-def add_missing(optimizer: Optimizer, names: Names, models: Sequence[HeldModel]) -> None:
+def add_missing(optimizer: Optimizer, names: Names, models: Sequence[WrappedModel]) -> None:
     """Add the groups that `optimizer` had when its state was saved, with the settings of new ones.
 
     Raises:

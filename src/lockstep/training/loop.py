@@ -12,9 +12,9 @@ from lockstep.data.randomness import set_key, undisturbed
 from lockstep.errors import StepError
 from lockstep.layout import keys
 from lockstep.strategies.followed import FollowedModule
-from lockstep.strategies.held import HeldModel
+from lockstep.strategies.wrapped_model import WrappedModel
 from lockstep.training.listeners import Listener
-from lockstep.training.track import Track
+from lockstep.training.progress import Progress
 
 #: Gives everything its saved state; told whether everything is expected to be there.
 Restore = Callable[[bool], None]
@@ -39,7 +39,7 @@ class Loop:
     """
 
     def __init__(
-        self, seed: int, replicas: int, models: Sequence[HeldModel], listeners: Sequence[Listener]
+        self, seed: int, replicas: int, models: Sequence[WrappedModel], listeners: list[Listener]
     ) -> None:
         self._seed = seed
         self._replicas = replicas
@@ -47,7 +47,7 @@ class Loop:
         self.followed: Sequence[FollowedModule] = ()
         self._listeners = listeners
         self._active: list[Microbatch] = []
-        self.track = Track()
+        self.track = Progress()
         self._loops: list[LoopEvent] = []  # those that we are in
         self._losses: list[float] = []  # of the batch that is computed again, those to come
         self._fresh = False  # whether there was an update since the last point
@@ -264,7 +264,7 @@ class Loop:
             one.finish_buffers()
 
     @property
-    def _buffered(self) -> list[HeldModel | FollowedModule]:
+    def _buffered(self) -> list[WrappedModel | FollowedModule]:
         return [*self._models, *self.followed]
 
     def come_together(self, *, waits: bool = True) -> None:
@@ -284,7 +284,7 @@ class Loop:
         """An optimizer is about to update its parameters."""
         self._updated = True
 
-    def stepped(self, models: Sequence[HeldModel]) -> None:
+    def stepped(self, models: Sequence[WrappedModel]) -> None:
         """An optimizer has updated `models`: if they are whole, and others are not, they have just met."""
         self._has_met |= all(model.is_whole for model in models)
 

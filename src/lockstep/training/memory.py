@@ -7,8 +7,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from lockstep.checkpoint.memory import SLOTS, Board, Descriptors, Slot, tag_of
-from lockstep.checkpoint.rhythm import Rhythm
+from lockstep.checkpoint.schedule import Schedule
+from lockstep.checkpoint.shared_memory import SLOTS, Board, Descriptors, Slot, tag_of
 from lockstep.checkpoint.snapshot import Snapshots
 from lockstep.record.run_file import Identity
 from lockstep.world.meet import Meeting
@@ -32,7 +32,7 @@ class Memory:
     board: Board
     slot: Slot
     snapshots: Snapshots
-    rhythm: Rhythm
+    rhythm: Schedule
 
     @staticmethod
     def find(
@@ -62,7 +62,7 @@ class Memory:
         snapshots = Snapshots(
             descriptors, tag=tag, part=index, parts=count, first=first, size=world.size
         )
-        rhythm = Rhythm(snapshots, board, leads=index == 0, ahead=ahead)
+        rhythm = Schedule(snapshots, board, leads=index == 0, ahead=ahead)
         return Memory(board, slot, snapshots, rhythm)
 
     def opened(self) -> None:

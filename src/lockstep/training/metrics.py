@@ -19,7 +19,7 @@ from lockstep.data.microbatch import Microbatch
 from lockstep.errors import StepError
 from lockstep.training.columns import Columns
 from lockstep.training.loop import Loop
-from lockstep.training.wire import gather_bytes, pack, unpack
+from lockstep.training.serialization import gather_bytes, pack, unpack
 
 Value = torch.Tensor | float | int | bool
 #: What a metric may be computed from, one per microbatch; in `run.mean` also with what it weighs.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.checkpoint.plain import check_fit
+from lockstep.checkpoint.weights_only import check_fit
 from lockstep.data.randomness import undisturbed
 from lockstep.errors import ModelError
 from lockstep.exchange.links import connect
@@ -22,15 +22,15 @@ from lockstep.strategies.checks import (
 )
 from lockstep.strategies.ddp import spans_devices
 from lockstep.strategies.frozen import FrozenModel, is_trainable
-from lockstep.strategies.held import HeldModel
-from lockstep.strategies.holding import Holding
-from lockstep.strategies.keywords import split, taken_by
+from lockstep.strategies.model_context import ModelContext
+from lockstep.strategies.options import split, taken_by
 from lockstep.strategies.passes import refuse_changing
 from lockstep.strategies.precision import REDUCED, autocast_forward
 from lockstep.strategies.ps import hold_served
 from lockstep.strategies.remote import hold_remotely
 from lockstep.strategies.sync_batchnorm import layers
 from lockstep.strategies.versions import Versions
+from lockstep.strategies.wrapped_model import WrappedModel
 from lockstep.training.serving import Serving
 from lockstep.training.session import Session
 from lockstep.training.state import check_savable
@@ -79,7 +79,7 @@ class Models:
         held.wrapped.__dict__.setdefault("no_sync", contextlib.nullcontext)
         return held.wrapped
 
-    def _take(self, held: HeldModel) -> None:
+    def _take(self, held: WrappedModel) -> None:
         session = self._session
         before, asked = session.exactness, session.settings
         if asked.staleness and held.versions is None and held.parameters:
@@ -115,7 +115,7 @@ class Models:
 
     def _hold(
         self, module: nn.Module, settings: dict[str, Any], spread: dict[str, Any]
-    ) -> HeldModel:
+    ) -> WrappedModel:
         session = self._session
         number, self._tried = self._tried, self._tried + 1
         holding = session.holding(number)
@@ -129,13 +129,15 @@ class Models:
             return self._serve(module, holding, settings)
         if strategy.spreads and not self._is_spread:
             strategy = STRATEGIES.find("ddp")
-        held: HeldModel = resolve(strategy.hold)(
+        held: WrappedModel = resolve(strategy.hold)(
             module, holding, spread if strategy.spreads else settings
         )
         held.exactness = worst([held.exactness, strategy.exactness])
         return held
 
-    def _serve(self, module: nn.Module, holding: Holding, settings: dict[str, Any]) -> HeldModel:
+    def _serve(
+        self, module: nn.Module, holding: ModelContext, settings: dict[str, Any]
+    ) -> WrappedModel:
         """Hold a model with the servers of the run."""
         session, late = self._session, self._session.settings.staleness
         waiting = session.standing.meeting("optimizer.step")
@@ -158,7 +160,7 @@ class Models:
             )
             failed.pop_all()
             failed.callback(links.close)
-            held: HeldModel = (
+            held: WrappedModel = (
                 hold_served(module, holding, settings, links)
                 if late is None
                 else hold_remotely(module, holding, settings, links, late, waiting)
@@ -178,7 +180,7 @@ class Models:
         check_fit(type(held.module).__name__, state, weights)
         held.load({**state, **weights})
 
-    def find(self, model: nn.Module | None) -> HeldModel:
+    def find(self, model: nn.Module | None) -> WrappedModel:
         """Return what holds `model`, or the only model there is.
 
         Raises:

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import ModelError, StepError
-from lockstep.strategies.held import ACCUMULATE, HeldModel
 from lockstep.strategies.norms import each_norm, total_norm
+from lockstep.strategies.wrapped_model import ACCUMULATE, WrappedModel
 from lockstep.training.loop import Loop
 from lockstep.training.scaling import Scaler
 
@@ -38,10 +38,10 @@ class _Gate:
     """
 
     def __init__(
-        self, optimizer: Optimizer, loop: Loop, models: Sequence[HeldModel], index: int
+        self, optimizer: Optimizer, loop: Loop, models: Sequence[WrappedModel], index: int
     ) -> None:
         self._optimizer, self._loop, self._models, self._index = optimizer, loop, models, index
-        self.own: list[HeldModel] = []
+        self.own: list[WrappedModel] = []
         self.ids: frozenset[int] = frozenset()
         self._groups = 0
         self._asked: Microbatch | None = None
@@ -135,7 +135,7 @@ class _NoScaler:
 def gate_optimizer(
     optimizer: OptimizerT,
     loop: Loop,
-    models: Sequence[HeldModel],
+    models: Sequence[WrappedModel],
     index: int,
     scaler: Scaler | None = None,
 ) -> OptimizerT:
@@ -183,7 +183,7 @@ def gate_optimizer(
     return optimizer
 
 
-def _check_alone(optimizer: Optimizer, own: Sequence[HeldModel], index: int) -> None:
+def _check_alone(optimizer: Optimizer, own: Sequence[WrappedModel], index: int) -> None:
     """Refuse an optimizer of several models where one of them must have its own.
 
     Raises:
@@ -199,7 +199,9 @@ def _check_alone(optimizer: Optimizer, own: Sequence[HeldModel], index: int) -> 
         )
 
 
-def _models_of(optimizer: Optimizer, models: Sequence[HeldModel], index: int) -> list[HeldModel]:
+def _models_of(
+    optimizer: Optimizer, models: Sequence[WrappedModel], index: int
+) -> list[WrappedModel]:
     # The module's own may be whole ones that were gathered for a pass.
     owner = {
         id(p): model for model in models for p in (*model.module.parameters(), *model.parameters)
@@ -253,7 +255,7 @@ def clip(
     parameters: Sequence[torch.Tensor],
     max_norm: float,
     norm_type: float,
-    models: Sequence[HeldModel],
+    models: Sequence[WrappedModel],
 ) -> torch.Tensor:
     """Scale gradients so that their total norm is at most `max_norm`, and return the norm before.
 
@@ -278,7 +280,7 @@ def clip(
 
 
 def clip_values(
-    parameters: Sequence[torch.Tensor], value: float, models: Sequence[HeldModel]
+    parameters: Sequence[torch.Tensor], value: float, models: Sequence[WrappedModel]
 ) -> None:
     """Clamp gradients of `parameters` to `-value` to `value`."""
     for model in models:

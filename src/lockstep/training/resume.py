@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.checkpoint import found as checkpoints
-from lockstep.checkpoint import tree
+from lockstep.checkpoint import catalog as checkpoints
+from lockstep.checkpoint import state_codec
 from lockstep.checkpoint.disk import Checkpoints, read
 from lockstep.checkpoint.parts import Stored
 from lockstep.checkpoint.position import Position
@@ -58,7 +58,7 @@ class Saved:
             return stored.read() if name in needed else stored
 
         try:
-            values = tree.rebuild(_content(self.text, "state"), tensor)
+            values = state_codec.rebuild(_content(self.text, "state"), tensor)
             del values[ANSWERS]  # the position has them
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise _unreadable(f"its state cannot be read ({error!r})") from error

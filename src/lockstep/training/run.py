@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.checkpoint import plain
+from lockstep.checkpoint import weights_only
 from lockstep.data.fetch import Collate
 from lockstep.data.loader import GlobalBatch, Loader
 from lockstep.errors import UsageError
@@ -21,14 +21,14 @@ from lockstep.settings import OF_SCRIPTS, Settings, from_environment
 from lockstep.training import optimizers
 from lockstep.training.backward import Backward
 from lockstep.training.batchnorm import synchronise
+from lockstep.training.excepthook import show_plainly
 from lockstep.training.explained import explained
-from lockstep.training.footprint import footprint
 from lockstep.training.loaders import Loaders
+from lockstep.training.memory_stats import footprint
 from lockstep.training.metrics import Item, Metrics, Value
 from lockstep.training.models import Models
-from lockstep.training.plainly import show_plainly
+from lockstep.training.run_properties import RunProperties
 from lockstep.training.session import Session
-from lockstep.training.whereabouts import Whereabouts
 from lockstep.world.detect import given
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -36,7 +36,7 @@ SchedulerT = TypeVar("SchedulerT")
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
-class Run(Whereabouts):
+class Run(RunProperties):
     """A training run whose result does not depend on its layout.
 
     Use it as a context manager; inside, models, optimizers and loaders are made through it.
@@ -426,7 +426,7 @@ class Run(Whereabouts):
         held.check_gathering()
         # On the way back the file has been written, with the weights of then.
         writes = self.main and not self._loop.is_on_the_way
-        plain.write_weights(Path(path), held.state(), here=writes)
+        weights_only.write_weights(Path(path), held.state(), here=writes)
 
     def load(self, path: str | Path, model: nn.Module | None = None) -> None:
         """Start a model from plain weights, such as another program's `state_dict`; each rank reads them.
@@ -444,7 +444,7 @@ class Run(Whereabouts):
             UsageError: if its suffix is another.
         """
         self._loop.require_meeting_point("run.load")
-        self._models.load(model, plain.read_weights(Path(path)))
+        self._models.load(model, weights_only.read_weights(Path(path)))
 
 
 __all__: Sequence[str] = ["Run"]

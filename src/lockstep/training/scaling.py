@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import NonFiniteLossError
-from lockstep.strategies.held import HeldModel
+from lockstep.strategies.wrapped_model import WrappedModel
 
 #: The defaults of torch.amp.GradScaler; powers of two, so that scaling changes no bit but the exponent's.
 FIRST = 65536.0
@@ -61,14 +61,14 @@ class Scaler:
 
     # --- a backward pass -------------------------------------------------------------------------
 
-    def before_backward(self, models: Iterable[HeldModel]) -> None:
+    def before_backward(self, models: Iterable[WrappedModel]) -> None:
         """Scale gradients that wait for more, as they may where there is one replica."""
         for model in models:
             waiting = [] if model.several_replicas else gradients_of(model)
             if waiting:
                 torch._foreach_mul_(waiting, self.scale)
 
-    def after_backward(self, models: Iterable[HeldModel]) -> None:
+    def after_backward(self, models: Iterable[WrappedModel]) -> None:
         """The gradients of `models` have met: divide them by the scale, and see if they are finite."""
         for model in models:
             self._found[id(model)] = found = self._unscale(gradients_of(model))
@@ -98,7 +98,7 @@ class Scaler:
 
     # --- a step ----------------------------------------------------------------------------------
 
-    def skips(self, models: Iterable[HeldModel]) -> bool:
+    def skips(self, models: Iterable[WrappedModel]) -> bool:
         """Whether an optimizer of `models` is to leave out the step that it is asked for.
 
         Raises:
@@ -151,7 +151,7 @@ class Scaler:
         self.scale, self._good = float(state["scale"]), int(state["good"])
 
 
-def gradients_of(model: HeldModel) -> list[torch.Tensor]:
+def gradients_of(model: WrappedModel) -> list[torch.Tensor]:
     """Return this rank's gradients; of a sharded one its part."""
     found = []
     with torch.no_grad():

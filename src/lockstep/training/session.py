@@ -29,31 +29,31 @@ from lockstep.record.recorder import Recorder
 from lockstep.record.settings import RecordSettings
 from lockstep.record.stacks import Frame
 from lockstep.settings import Settings
-from lockstep.strategies.held import HeldModel
-from lockstep.strategies.holding import Holding
+from lockstep.strategies.model_context import ModelContext
 from lockstep.strategies.precision import check_precision
+from lockstep.strategies.wrapped_model import WrappedModel
 from lockstep.training import opening
+from lockstep.training import parallel_dims as dims
 from lockstep.training.averages import Averages
+from lockstep.training.checkpointing import Checkpointing
+from lockstep.training.collective_check import CollectiveCheck
 from lockstep.training.continuation import Continuation
 from lockstep.training.digest import digest
 from lockstep.training.divergence import check_same
-from lockstep.training.earlier import launch_of, recall
 from lockstep.training.faults import Faults
-from lockstep.training.formation import Formation, Groups, choose_exchange, choose_mesh, needs_group
-from lockstep.training.identity import describe, method_of
-from lockstep.training.keeping import Keeper
+from lockstep.training.fingerprint import describe, method_of
+from lockstep.training.heartbeat import Heartbeat
 from lockstep.training.listeners import Listener
 from lockstep.training.loop import Loop
 from lockstep.training.memory import Memory, find_slot
 from lockstep.training.preemption import Preempted, Signals
+from lockstep.training.rank_order import RankOrder
+from lockstep.training.resume_info import launch_of, recall
 from lockstep.training.same_data import SameData
 from lockstep.training.scaling import Scaler
-from lockstep.training.standing import Standing
 from lockstep.training.state import State
 from lockstep.training.threads import set_threads
-from lockstep.training.together import Together
-from lockstep.training.turns import Turns
-from lockstep.training.watch import Watch
+from lockstep.training.watchdog import Watchdog
 from lockstep.world import World, mpi
 from lockstep.world.connect import connect
 from lockstep.world.devices import choose_device, make_deterministic
@@ -97,15 +97,15 @@ class Session:
         self._started = time.monotonic()
         self._meeting = meet(world, store)
         self.world = world = self._meeting.world
-        self.standing = Standing.begin(find_slot(os.environ, world), os.environ)
+        self.standing = Heartbeat.begin(find_slot(os.environ, world), os.environ)
         with self._meeting.telling(), self.standing.meeting("the start of the run"):
             self._run_dir = self._choose_run_dir(self._meeting.number)
             self._launch = launch_of(world, os.environ)
             of = self._meeting, self._run_dir, self._launch
             self._earlier = recall(*of, fresh=settings.fresh)
-            mesh = choose_mesh(settings, world)
+            mesh = dims.choose_mesh(settings, world)
             self.replicas = self._choose_replicas(mesh)
-            self.formation = Formation.of(mesh, world.rank, self.replicas)
+            self.formation = dims.ParallelDims.of(mesh, world.rank, self.replicas)
             self.device = choose_device(settings.devices, world)
             asked = settings.threads or self._earlier.threads or settings.default_threads
             self.threads = set_threads(asked, self._meeting, self.replicas * mesh.model)
@@ -116,19 +116,21 @@ class Session:
             self._identity = describe(settings, **counts, device=self.device.type)
             late = settings.staleness or 0
             self._memory = Memory.find(os.environ, self._meeting, self._identity, late)
-            connection = connect(self._meeting, self.device, always=needs_group(settings.strategy))
-            self.groups = Groups.of(connection.group, mesh, settings.strategy, self.device)
+            connection = connect(
+                self._meeting, self.device, always=dims.needs_group(settings.strategy)
+            )
+            self.groups = dims.Groups.of(connection.group, mesh, settings.strategy, self.device)
         self.store, self.group = connection.store, connection.group
         self._owns_group = connection.owned
-        self.together = Together(self.standing, self.group, self._meeting)
+        self.together = CollectiveCheck(self.standing, self.group, self._meeting)
         self.same_data = SameData(self._meeting, exact=settings.exact)
         self.exchange = "none"
         if self.groups.data is not None:
-            self.exchange = choose_exchange(settings, self.formation, world, self.device.type)
+            self.exchange = dims.choose_exchange(settings, self.formation, world, self.device.type)
         self.state = State()
         # Weak, so that a script may make a loader per epoch and let it go.
         self._loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
-        self.turns = Turns(world, self.store, self.standing)
+        self.turns = RankOrder(world, self.store, self.standing)
         self._backwards = False
         self.record = self._open_record()
         self._remember_directory()
@@ -167,7 +169,7 @@ class Session:
         return listeners
 
     @property
-    def models(self) -> list[HeldModel]:
+    def models(self) -> list[WrappedModel]:
         """The models that the run holds."""
         return self.state.models
 
@@ -176,7 +178,7 @@ class Session:
         self._says_replicas = asked.replicas or self._earlier.replicas or asked.default_replicas
         return self._says_replicas or mesh.data
 
-    def _keep(self) -> Keeper:
+    def _keep(self) -> Checkpointing:
         continuation = Continuation(
             meeting=self._meeting,
             group=self.group,
@@ -216,9 +218,9 @@ class Session:
         """Torch's view of the ranks, where models are sharded or spread."""
         return self.groups.require_mesh(self.settings.strategy)
 
-    def holding(self, number: int) -> Holding:
+    def holding(self, number: int) -> ModelContext:
         """Return what a strategy is to hold model `number` with."""
-        return Holding(
+        return ModelContext(
             number=number,
             device=self.device,
             block=self.formation.block,
@@ -279,11 +281,11 @@ class Session:
             method=method_of(asked, self.exchange, alone=self.group is None),
         )
 
-    def _start_watch(self) -> Watch | None:
+    def _start_watch(self) -> Watchdog | None:
         if self.group is None:
             return None
         ours = self.world.environment == "lockstep"
-        return Watch(self._meeting, self.standing, self._tell_launcher, watched=ours)
+        return Watchdog(self._meeting, self.standing, self._tell_launcher, watched=ours)
 
     def _tell_launcher(self, error: LockstepError, frame: Frame | None) -> None:
         path = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -350,7 +352,7 @@ class Session:
             self._watch.backward_ends()
 
     def before_backward(
-        self, microbatch: Microbatch, loss: torch.Tensor, models: Sequence[HeldModel]
+        self, microbatch: Microbatch, loss: torch.Tensor, models: Sequence[WrappedModel]
     ) -> None:
         """Take note of a loss, and that its gradients are about to meet."""
         if self._watch is not None:
@@ -443,8 +445,5 @@ class Session:
             self.record.close(error if failed else None)
         finally:
             if self._owns_group and not failed:
-                self._leave_group()
-
-    def _leave_group(self) -> None:
-        leave(self._meeting)
-        dist.destroy_process_group()
+                leave(self._meeting)
+                dist.destroy_process_group()

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lockstep.checkpoint import tree
+from lockstep.checkpoint import state_codec
 from lockstep.errors import CheckpointError, ModelError
-from lockstep.strategies.held import HeldModel
+from lockstep.strategies.wrapped_model import WrappedModel
 from lockstep.training.groups import add_missing, names_of
 from lockstep.training.pruned import prune_alike, unpruned
 from lockstep.training.scaling import Scaler
@@ -39,7 +39,7 @@ class State:
 
     def __init__(self) -> None:
         self.scaler: Scaler | None = None
-        self.models: list[HeldModel] = []
+        self.models: list[WrappedModel] = []
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[Any] = []
         self.registered: dict[str, Any] = {}
@@ -169,7 +169,7 @@ class State:
         apart = tuple(f"{kind}." for kind in (*_OF_MODELS, "optimizers"))
         return {name for name in names if name.startswith(whole) or not name.startswith(apart)}
 
-    def _holder(self, optimizer: Optimizer) -> HeldModel | None:
+    def _holder(self, optimizer: Optimizer) -> WrappedModel | None:
         """Return the split model that an optimizer belongs to, if there is one; it has no other."""
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         split = [model for model in self.models if model.is_split]
@@ -232,13 +232,13 @@ def check_savable(name: str, state: Mapping[str, Any]) -> None:
         ModelError: naming the value and its type.
     """
     try:
-        tree.flatten({name: state})
+        state_codec.flatten({name: state})
     except CheckpointError as error:
         raise ModelError(error.message, hint=error.hint) from None
 
 
 def _fill(
-    model: HeldModel,
+    model: WrappedModel,
     buffers: Mapping[str, torch.Tensor] | None,
     gradients: Mapping[str, torch.Tensor] | None,
 ) -> None:
@@ -252,16 +252,16 @@ def _fill(
 
 
 def _is_small(state: Any) -> bool:
-    text, tensors = tree.flatten({"state": state})
+    text, tensors = state_codec.flatten({"state": state})
     return len(text) + sum(tensor.nbytes for tensor in tensors.values()) <= _SMALL
 
 
-def _modes(model: HeldModel) -> str:
+def _modes(model: WrappedModel) -> str:
     """Return which parts of a model are in training mode: a script may have said so long before."""
     return "".join("1" if part.training else "0" for part in model.module.modules())
 
 
-def _set_modes(model: HeldModel, modes: str) -> None:
+def _set_modes(model: WrappedModel, modes: str) -> None:
     for part, mode in zip(model.module.modules(), modes, strict=False):
         part.training = mode == "1"
 

@@ -17,7 +17,7 @@ from lockstep.data.microbatch import Microbatch
 from lockstep.errors import StepError, UsageError
 from lockstep.layout.tree import total
 from lockstep.registry import EXCHANGES
-from lockstep.strategies.held import HeldModel
+from lockstep.strategies.wrapped_model import WrappedModel
 from lockstep.training.scaling import gradients_of
 from lockstep.training.session import Session
 
@@ -36,7 +36,7 @@ class Weighting:
     def part(
         self,
         microbatch: Microbatch,
-        models: Sequence[HeldModel],
+        models: Sequence[WrappedModel],
         loss: torch.Tensor,
         weight: torch.Tensor | float | None,
     ) -> float:
@@ -86,7 +86,7 @@ class Weighting:
         return value
 
     def _check_all(
-        self, microbatch: Microbatch, models: Sequence[HeldModel], expected: int
+        self, microbatch: Microbatch, models: Sequence[WrappedModel], expected: int
     ) -> None:
         """Refuse a batch whose replicas are weighted in two ways."""
         weights = self._weights.get(_key(models), {})
@@ -98,7 +98,7 @@ class Weighting:
                 "batch; expected it for all of them, or for none"
             )
 
-    def finish(self, microbatch: Microbatch, models: Sequence[HeldModel]) -> None:
+    def finish(self, microbatch: Microbatch, models: Sequence[WrappedModel]) -> None:
         """Divide gradients that have met by the weight of the global batch.
 
         Raises:
@@ -129,7 +129,7 @@ class Weighting:
         return total(numbers, lambda a, b: a + b)
 
 
-def _key(models: Sequence[HeldModel]) -> tuple[int, ...]:
+def _key(models: Sequence[WrappedModel]) -> tuple[int, ...]:
     return tuple(id(model) for model in models)
 
 

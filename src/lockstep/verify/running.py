@@ -12,8 +12,8 @@ from pathlib import Path
 from lockstep.errors import PREEMPTED, UsageError
 from lockstep.launch.command import RunCommand, verdict_in
 from lockstep.record import run_file
+from lockstep.verify.chaos import Chaos, draw
 from lockstep.verify.layouts import Layout, Stage
-from lockstep.verify.storm import Rage, draw
 from lockstep.verify.traces import Traces, read
 
 #: Restarts that `lockstep run` allows without being told.
@@ -81,7 +81,7 @@ def run(layout: Layout, work: Work, directory: Path, steps: int) -> Outcome:
         try:
             if layout.storm is not None:
                 strikes = draw(layout.storm.kills, layout.storm.seed, steps)
-                kills = Rage(launcher, place.trace, steps).work(strikes)
+                kills = Chaos(launcher, place.trace, steps).work(strikes)
             exit_code = launcher.wait()
         finally:
             launcher.kill()  # its workers go with it

@@ -20,11 +20,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from lockstep.errors import LockstepError, PeerError, UnreachableError, UsageError, WorldError
-from lockstep.world import clocks, door, host, mpi, network, roll_call
-from lockstep.world.door import Door
+from lockstep.world import clocks, host, membership_check, mpi, network, port_discovery
+from lockstep.world.connectivity_check import survey
 from lockstep.world.environments.lockstep import MARK
 from lockstep.world.model import World
-from lockstep.world.survey import survey
+from lockstep.world.port_discovery import PortDiscovery
 from lockstep.world.waiting import await_any
 
 #: How long collectives and notes of other ranks are waited for: torch.distributed's own default.
@@ -165,7 +165,7 @@ def meet(world: World, store: dist.Store | None = None) -> Meeting:
     # What `lockstep run` started, its agents have called and surveyed; but a file may be a stale one.
     if world.environment != "lockstep" or world.file is not None:
         world = _complete(world, dist.PrefixStore("meet", fresh), number, wait)
-    elif door.is_loopback(world.address):
+    elif port_discovery.is_loopback(world.address):
         _use_interface("lo")
     return Meeting(world=world, store=fresh, number=number, ours=given is None)
 
@@ -217,15 +217,15 @@ def _as_in_group(world: World) -> World:
 
 
 def _complete(world: World, store: dist.Store, number: int, wait: timedelta) -> World:
-    card = roll_call.Card.of(world, os.getpid())
+    card = membership_check.Card.of(world, os.getpid())
     roll = dist.PrefixStore("roll", store)
     try:
-        place = roll_call.call(roll, world.rank, card, wait)
+        place = membership_check.call(roll, world.rank, card, wait)
     except WorldError:
-        if world.file is not None and world.is_main and roll_call.came_once(roll, 0):
+        if world.file is not None and world.is_main and membership_check.came_once(roll, 0):
             _file_of(world, number).unlink(missing_ok=True)  # a meeting of nobody else's
         raise
-    world = roll_call.placed(world, place)
+    world = membership_check.placed(world, place)
     if world.node_count == 1:
         _use_interface("lo")
     else:
@@ -319,7 +319,7 @@ def _open_file(path: Path) -> dist.Store:
             head = file.read(4)
     except OSError as error:
         raise WorldError(
-            f"the meeting file {path} cannot be opened: {door.reason(error)}"
+            f"the meeting file {path} cannot be opened: {port_discovery.reason(error)}"
         ) from error
     if int.from_bytes(head, sys.byteorder) > _LONGEST_KEY:
         raise WorldError(
@@ -338,15 +338,15 @@ def launch_store(file: str) -> dist.Store:
 
 
 def _through_door(world: World, name: str, addresses: Sequence[str], wait: timedelta) -> dist.Store:
-    loopback = door.listens_locally(world.address)
+    loopback = port_discovery.listens_locally(world.address)
     if world.rank == 0:
         store = host_store(0, loopback=loopback)
         guests = [f"rank {rank}" for rank in range(1, world.size)]
-        Door(name=name, store_port=store.port, guests=guests, loopback=loopback).serve(
+        PortDiscovery(name=name, store_port=store.port, guests=guests, loopback=loopback).serve(
             wait.total_seconds()
         )
         return store
-    answer = door.knock(
+    answer = port_discovery.knock(
         addresses,
         name,
         f"rank {world.rank}",
@@ -391,7 +391,7 @@ def host_store(port: int, *, loopback: bool) -> dist.TCPStore:
     Raises:
         OSError: if the port is taken.
     """
-    listener = door.listen(port, loopback=loopback)
+    listener = port_discovery.listen(port, loopback=loopback)
     port = listener.getsockname()[1]
     return dist.TCPStore(
         LOOPBACK,
@@ -406,10 +406,12 @@ def host_store(port: int, *, loopback: bool) -> dist.TCPStore:
 def _host(world: World) -> dist.Store:
     assert world.port is not None
     try:
-        return host_store(world.port, loopback=door.listens_locally(world.address))
+        return host_store(world.port, loopback=port_discovery.listens_locally(world.address))
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
-            raise WorldError(f"port {world.port} cannot be opened: {door.reason(error)}") from error
+            raise WorldError(
+                f"port {world.port} cannot be opened: {port_discovery.reason(error)}"
+            ) from error
         raise WorldError(
             f"port {world.port} on {world.address} is taken",
             hint="start with `lockstep run`, which chooses a free one, or set MASTER_PORT",
@@ -420,6 +422,6 @@ def _first_reachable(world: World, wait: timedelta) -> str:
     """Return the address of the host at which its store answers."""
     assert world.address is not None
     assert world.port is not None
-    return door.await_port(
+    return port_discovery.await_port(
         network.addresses_of(world.address), world.port, f"rank {world.rank}", wait.total_seconds()
     )

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Self
 
 from lockstep.errors import WorldError
-from lockstep.world.door import listen
+from lockstep.world.port_discovery import listen
 
 _GREETING = b'{"lockstep": "survey"}\n'
 #: Bytes of a greeting or of an answer, at most.

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 import torch.distributed as dist
 
 from lockstep.errors import PeerError, WorldError
-from lockstep.world import door, network
+from lockstep.world import network, port_discovery
 from lockstep.world.environments.init_method import STORE
 from lockstep.world.environments.lockstep import TOKEN
 from lockstep.world.environments.variables import meeting_place
@@ -72,8 +72,8 @@ def proof(token: str, who: str, nonces: tuple[str, str]) -> str:
 
 def open_place(address: str) -> tuple[socket.socket, Place]:
     """Return a socket that listens at `address`, where workers reach it, and its place."""
-    if door.listens_locally(address):
-        listener = door.listen(0, loopback=True)
+    if port_discovery.listens_locally(address):
+        listener = port_discovery.listen(0, loopback=True)
         return listener, Place(address=LOOPBACK, port=listener.getsockname()[1])
     for candidate in network.addresses_of(address):
         family = socket.AF_INET6 if ":" in candidate else socket.AF_INET
@@ -81,7 +81,7 @@ def open_place(address: str) -> tuple[socket.socket, Place]:
         with contextlib.suppress(OSError):
             listener = socket.create_server((candidate, 0), family=family, backlog=1024)
             return listener, Place(address=candidate, port=listener.getsockname()[1])
-    listener = door.listen(0, loopback=False)
+    listener = port_discovery.listen(0, loopback=False)
     return listener, Place(address=address, port=listener.getsockname()[1])
 
 
@@ -153,7 +153,7 @@ def _launch(environ: Mapping[str, str]) -> tuple[str, int]:
 def _store(file: str | None, address: str, port: int) -> dist.Store:
     if file:
         return dist.PrefixStore(_PREFIX, launch_store(file))
-    found = door.await_port(
+    found = port_discovery.await_port(
         network.addresses_of(address), port, "the launch's store", _CONNECT_SECONDS
     )
     return dist.PrefixStore(_PREFIX, connect_store(found, port))

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.checkpoint import dcp, drafts, manifest
+from lockstep.checkpoint import dcp, manifest, temporary_directory
 from lockstep.checkpoint.disk import read
 from lockstep.checkpoint.export import choose
 from lockstep.errors import CheckpointError, RunDirectoryError
@@ -274,15 +274,15 @@ def test_half_written_drafts_are_ignored_and_removed_by_the_next_save(make, dire
 
 
 def test_drafts_of_a_living_process_are_left_alone(make, directory) -> None:
-    other = drafts.Token(directory)
+    other = temporary_directory.Token(directory)
     try:
-        drafts.draft(directory, other.name, 1, 7).mkdir()
+        temporary_directory.draft(directory, other.name, 1, 7).mkdir()
         save(make(), 1)
         assert names(directory) == [f".draft-{other.name}-1-7", "step-00000001"]
-        assert drafts.is_held(directory, other.name)
+        assert temporary_directory.is_held(directory, other.name)
     finally:
         other.close()
-    assert not drafts.is_held(directory, other.name)
+    assert not temporary_directory.is_held(directory, other.name)
     save(make(), 2)
     assert names(directory) == ["step-00000001", "step-00000002"]
 

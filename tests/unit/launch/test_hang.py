@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.checkpoint.memory import AFTER_RUN, MEETINGS, Slot
+from lockstep.checkpoint.shared_memory import AFTER_RUN, MEETINGS, Slot
 from lockstep.launch import hang
 from lockstep.launch.hang import HangWatch, Stand
 from lockstep.launch.plan import WorkerPlan

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import UsageError, WorldError
-from lockstep.launch.nodes import Nodes, Party, parse_count, party
+from lockstep.launch.nodes import Nodes, RendezvousConfig, parse_count, party
 from tests.unit.world import slurm_environments as recorded
 
 WORK = ("train.py", "--lr", "0.1")
@@ -34,11 +34,11 @@ OPENMPI_TWO_NODES = {
 }
 
 
-def find(environ: Mapping[str, str] | None = None, **nodes: Any) -> Party | None:
+def find(environ: Mapping[str, str] | None = None, **nodes: Any) -> RendezvousConfig | None:
     return party(Nodes(**nodes), WORK, environ or {})
 
 
-def found(environ: Mapping[str, str] | None = None, **nodes: Any) -> Party:
+def found(environ: Mapping[str, str] | None = None, **nodes: Any) -> RendezvousConfig:
     one = find(environ, **nodes)
     assert one is not None
     return one

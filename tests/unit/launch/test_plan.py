@@ -10,8 +10,8 @@ import pytest
 from lockstep.errors import DeviceError, UsageError
 from lockstep.launch.given import Given
 from lockstep.launch.machine import Machine
+from lockstep.launch.membership import Membership
 from lockstep.launch.plan import Meeting, arguments, command, count_ranks, make_plan
-from lockstep.launch.roster import Roster
 from lockstep.launch.spec import LaunchSpec
 from lockstep.world import World, detect
 
@@ -93,7 +93,7 @@ def test_keystone_detect_equals_what_the_plan_meant(launchers, generation, start
 
 def roster_of(ranks, nodes, index):
     names = tuple(f"node {number}" for number in range(len(ranks)))
-    return Roster(
+    return Membership(
         index=index, ranks=ranks, nodes=nodes, names=names, address="10.0.0.1", interface="eth1"
     )
 

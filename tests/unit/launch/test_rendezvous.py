@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from lockstep.launch.gathering import Gathering
+from lockstep.launch.fixed_rendezvous import FixedRendezvous
+from lockstep.launch.membership import Membership
 from lockstep.launch.rendezvous import Rendezvous
-from lockstep.launch.roster import Roster
 from tests.unit.threads import together
 
 
@@ -17,9 +17,9 @@ def go_on() -> None:
     pass
 
 
-def gatherings(count: int) -> list[Gathering]:
+def gatherings(count: int) -> list[FixedRendezvous]:
     store = dist.HashStore()
-    first = Roster(
+    first = Membership(
         index=0,
         ranks=(2,) * count,
         nodes=(0,) * count,
@@ -27,7 +27,7 @@ def gatherings(count: int) -> list[Gathering]:
         address="127.0.0.1",
         interface=None,
     )
-    return [Gathering(store, replace(first, index=k), go_on) for k in range(count)]
+    return [FixedRendezvous(store, replace(first, index=k), go_on) for k in range(count)]
 
 
 def test_alone() -> None:

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 from lockstep.errors import DeviceError, ExactnessError, ModelError, UsageError
 from lockstep.settings import Settings
 from lockstep.strategies import dp
-from lockstep.training.formation import choose_mesh
+from lockstep.training.parallel_dims import choose_mesh
 from lockstep.world import World
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -102,7 +102,7 @@ def test_a_level_of_the_tree_is_one_merge() -> None:
     assert kernels.count == 3 * 11, "seven merges one after the other are 98"
 
 
-class Turns(Ranks):
+class RankOrder(Ranks):
     """The gathered values of all ranks, which were computed before: one rank is looked at."""
 
     def __init__(self, others: list[torch.Tensor], counts: bool = True) -> None:
@@ -125,7 +125,7 @@ def test_derivatives_are_those_of_the_values(counts: bool) -> None:
     x = torch.randn(4 if counts else 1, 3).double().requires_grad_()
     layer = convert(
         nn.BatchNorm1d(3, track_running_stats=False).double(),
-        Turns([_statistics(other, counts=True)], counts),
+        RankOrder([_statistics(other, counts=True)], counts),
     )
     nn.init.uniform_(layer.weight, 0.5, 2)
     assert torch.autograd.gradcheck(
@@ -139,12 +139,12 @@ def test_derivatives_are_those_of_the_values(counts: bool) -> None:
 
 def test_one_value_in_all_is_refused_as_batchnorm_refuses_it() -> None:
     nothing = _statistics(torch.zeros(1, 3), counts=False)
-    layer = convert(nn.BatchNorm1d(3), Turns([nothing]))
+    layer = convert(nn.BatchNorm1d(3), RankOrder([nothing]))
     with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
         layer(torch.zeros(1, 3))
     layer(torch.zeros(2, 3))
     layer.eval()(torch.zeros(1, 3))
-    one = convert(nn.BatchNorm1d(3), Turns([_statistics(torch.ones(1, 3), counts=True)]))
+    one = convert(nn.BatchNorm1d(3), RankOrder([_statistics(torch.ones(1, 3), counts=True)]))
     one(torch.zeros(1, 3))
 
 
@@ -153,7 +153,7 @@ def test_one_value_in_all_is_refused_as_batchnorm_refuses_it() -> None:
     [(nn.BatchNorm1d, (4, 3, 2, 2)), (nn.BatchNorm2d, (4, 3)), (nn.BatchNorm3d, (4, 3))],
 )
 def test_the_kind_of_input_is_still_checked(layer: type[nn.Module], shape: tuple[int, ...]) -> None:
-    synced = convert(layer(3), Turns([torch.zeros(7)]))
+    synced = convert(layer(3), RankOrder([torch.zeros(7)]))
     with pytest.raises(ValueError, match=r"expected .* input"):
         synced(torch.zeros(shape))
 
@@ -247,14 +247,14 @@ def test_inputs_of_reduced_precision(kind: torch.dtype) -> None:
     """As under autocast: parameters and statistics stay in fp32, outputs are like the input."""
     x = torch.randn(6, 3)
     other = torch.randn(5, 3)
-    layer = convert(nn.BatchNorm1d(3), Turns([_statistics(other, counts=True)]))
+    layer = convert(nn.BatchNorm1d(3), RankOrder([_statistics(other, counts=True)]))
     low = x.to(kind).requires_grad_()
     y = layer(low)
     y.float().pow(3).sum().backward()
     assert y.dtype == low.grad.dtype == kind
     assert layer.weight.grad.dtype == torch.float32
     exact = x.to(kind).float().requires_grad_()
-    again = convert(nn.BatchNorm1d(3), Turns([_statistics(other, counts=True)]))
+    again = convert(nn.BatchNorm1d(3), RankOrder([_statistics(other, counts=True)]))
     again(exact).pow(3).sum().backward()
     torch.testing.assert_close(layer.weight.grad, again.weight.grad, rtol=0.05, atol=0.05)
     torch.testing.assert_close(low.grad.float(), exact.grad, rtol=0.05, atol=0.05)
@@ -263,7 +263,7 @@ def test_inputs_of_reduced_precision(kind: torch.dtype) -> None:
 
 def test_a_memory_format_is_kept() -> None:
     other = _statistics(torch.randn(4, 3), counts=True)
-    layer = convert(nn.BatchNorm2d(3), Turns([other]))
+    layer = convert(nn.BatchNorm2d(3), RankOrder([other]))
     x = torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last).requires_grad_()
     y = layer(x)
     assert y.is_contiguous(memory_format=torch.channels_last)
@@ -271,7 +271,7 @@ def test_a_memory_format_is_kept() -> None:
 
 
 def test_copies_and_files() -> None:
-    ranks = Turns([torch.zeros(7)])
+    ranks = RankOrder([torch.zeros(7)])
     synced = convert(nn.BatchNorm1d(3), ranks)
     assert copy.deepcopy(synced).ranks is ranks
     file = io.BytesIO()

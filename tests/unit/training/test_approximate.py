@@ -13,7 +13,7 @@ from lockstep.layout.mesh import Mesh
 from lockstep.registry import EXCHANGES
 from lockstep.settings import Settings
 from lockstep.strategies.checks import check_settings
-from lockstep.training.formation import Formation, choose_exchange, choose_mesh
+from lockstep.training.parallel_dims import ParallelDims, choose_exchange, choose_mesh
 from lockstep.world import World
 
 APPROXIMATE = EXCHANGES.where(lambda one: one.exactness == "approximate")
@@ -24,7 +24,7 @@ WORLD = World(rank=0, size=2, local_size=2, local_rank=0, address="x", port=1)
 
 def choose(**asked: object) -> str:
     settings = Settings(name="test", **asked)  # type: ignore[arg-type]
-    return choose_exchange(settings, Formation.of(Mesh(2), 0, 2), WORLD, "cpu")
+    return choose_exchange(settings, ParallelDims.of(Mesh(2), 0, 2), WORLD, "cpu")
 
 
 @pytest.mark.parametrize("exchange", APPROXIMATE)
@@ -33,7 +33,7 @@ def test_their_class(exchange: str) -> None:
         choose(exchange=exchange)
     assert "--no-exact" in seen.value.hint
     assert choose(exchange=exchange, exact=False) == exchange
-    assert exactness_of(exchange, Formation.of(Mesh(2), 0, 2).forest) == "approximate"
+    assert exactness_of(exchange, ParallelDims.of(Mesh(2), 0, 2).forest) == "approximate"
 
 
 @pytest.mark.parametrize("strategy", ["pipeline", "tensor"])

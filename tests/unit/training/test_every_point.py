@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.checkpoint.parts import Stored
-from lockstep.training.keeping import Keeper
+from lockstep.training.checkpointing import Checkpointing
 from lockstep.training.resume import Saved, Search
 
 
@@ -364,17 +364,17 @@ def train(script: Callable[[lockstep.Run], None], directory: Path, number: int) 
 def test_from_every_point(script, tmp_path, monkeypatch, capsys):
     points: list[Saved] = []
 
-    def keep(keeper: Keeper) -> None:
+    def keep(keeper: Checkpointing) -> None:
         keeper._loop.note_partial()
         text, tensors = keeper._capture()
         stored = {name: Stored.of(tensor.clone()) for name, tensor in tensors.items()}
         points.append(Saved(text, stored, "test"))
 
-    monkeypatch.setattr(Keeper, "at_point", keep)
+    monkeypatch.setattr(Checkpointing, "at_point", keep)
     whole = train(script, tmp_path, 0)
     recorded, points = points, []
     assert len(recorded) >= 6
-    monkeypatch.setattr("lockstep.training.earlier.Earlier.is_new", False)
+    monkeypatch.setattr("lockstep.training.resume_info.ResumeInfo.is_new", False)
     for number, saved in enumerate(recorded, 1):
         monkeypatch.setattr(Search, "find", lambda _, saved=saved: saved)
         assert train(script, tmp_path, number) == whole, saved.position

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lockstep.checkpoint import tree
+from lockstep.checkpoint import state_codec
 from lockstep.errors import ModelError, StepError
 
 
@@ -379,8 +379,8 @@ def test_state_keeps_its_type_beside_parameters_of_another(make_run) -> None:
             assert group["lr"] == 0.1
         type(optimizer).step(optimizer)
         state = run._session.state
-        text, tensors = tree.flatten(state.capture())
-        state.load(tree.rebuild(text, lambda name: tensors[name].clone()), whole=True)
+        text, tensors = state_codec.flatten(state.capture())
+        state.load(state_codec.rebuild(text, lambda name: tensors[name].clone()), whole=True)
         kinds = {name: value.dtype for name, value in optimizer.state[model.weight].items()}
         assert kinds["mu_product"] == torch.float32
         assert kinds["exp_avg"] == torch.float64

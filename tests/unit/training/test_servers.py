@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.errors import UsageError
 from lockstep.settings import Settings, from_environment
-from lockstep.training.formation import Groups, choose_mesh, needs_group
+from lockstep.training.parallel_dims import Groups, choose_mesh, needs_group
 from lockstep.world import World
 
 LAUNCHED = World(

@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from lockstep.errors import LockstepError, PeerError, UnreachableError, UsageError, WorldError
-from lockstep.world import World, door, meet, roll_call
+from lockstep.world import World, meet, membership_check, port_discovery
 from lockstep.world.meet import Meeting
 from tests.unit.threads import Party, together
 
@@ -37,8 +37,8 @@ def first_run(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_JOIN_TIMEOUT", "0.3")
-    monkeypatch.setattr(roll_call, "_SLACK", timedelta(seconds=0.2))
-    monkeypatch.setattr(roll_call, "_SEE_OFF_SECONDS", 0.2)
+    monkeypatch.setattr(membership_check, "_SLACK", timedelta(seconds=0.2))
+    monkeypatch.setattr(membership_check, "_SEE_OFF_SECONDS", 0.2)
     monkeypatch.setattr(meet, "_STORE_TIMEOUT", timedelta(seconds=0.1))
 
 
@@ -252,7 +252,7 @@ def test_a_port_that_may_not_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(port: int, *, loopback: bool) -> socket.socket:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(door, "listen", refuse)
+    monkeypatch.setattr(port_discovery, "listen", refuse)
     with pytest.raises(WorldError, match="port 80 cannot be opened: permission denied"):
         meet.meet(worlds(address="127.0.0.1", port=80)[0])
 
@@ -290,7 +290,7 @@ def test_nobody_hosts_the_store(impatient: None) -> None:
 
 
 def test_a_host_that_no_packet_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "_UNREACHABLE_SECONDS", 0.1)
+    monkeypatch.setattr(port_discovery, "_UNREACHABLE_SECONDS", 0.1)
     for place in ({"port": 9}, {"key": "nobody"}):
         with pytest.raises(UnreachableError, match=r"rank 1 cannot reach 224\.0\.0\.1"):
             meet.meet(worlds(address="224.0.0.1", **place)[1])

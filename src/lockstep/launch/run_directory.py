@@ -1,0 +1,132 @@
+"""Where a launch keeps its records and its logs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Self
+
+from lockstep.launch import source
+from lockstep.launch.failure import short
+from lockstep.launch.output import say
+from lockstep.launch.spec import LaunchSpec
+from lockstep.record import directory, lock
+
+#: In a launcher's private directory: a link to its temporary logs.
+LINK = "logs"
+
+
+class RunDirectory:
+    """The directories of a launch, made when the launchers have met.
+
+    A script that does not import Lockstep gets no run directory unless one is asked for. Its logs lie in
+    a temporary directory, which stays where a rank has failed. If the script makes a Run after all,
+    through a module of its own, that makes the directory, and the logs come there at the end.
+
+    Args:
+        spec: the launch.
+        name: name of the run.
+    """
+
+    def __init__(self, spec: LaunchSpec, name: str) -> None:
+        self._spec, self._name = spec, name
+        #: Whether the logs stay, if they are temporary.
+        self.keeps = False
+        self.path: Path | None = None
+        self._logs: Path | None = None
+        self._temporary: Path | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self.path is not None:
+            lock.leave(self.path)
+        if self._temporary is None or self.keeps:
+            return
+        if kind is None and self._spec.streams.is_default and _has_more(self._temporary):
+            say(
+                "lockstep: ranks other than 0 have printed, too: -t 0 shows it, --log-dir DIR keeps it"
+            )
+        if self.path is not None and self.path.is_dir():
+            _move(self._temporary, self.path / "logs")
+        shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def make(self, stamp: str | None, private: Path) -> Path:
+        """Make the directories.
+
+        Args:
+            stamp: what launcher 0 has called the run's, on the others.
+            private: directory of this launcher, which the next one removes if this one is killed, and
+                with it temporary logs.
+
+        Raises:
+            RunDirectoryError: if one cannot be made or written.
+        """
+        has_none = _has_no_directory(self._spec)
+        if has_none:
+            self.path = directory.name_new(self._name, stamp=stamp)
+        else:
+            self.path = directory.create(self._spec.run_dir, self._name, stamp=stamp)
+        if self._spec.log_dir is not None:
+            self._logs = directory.make_logs(_in(self._spec.log_dir, self._spec, self.path))
+        elif has_none:
+            self._temporary = self._logs = Path(tempfile.mkdtemp(prefix=f"{self._name}-logs-"))
+            with contextlib.suppress(OSError):  # without links, a killed launcher leaves its logs
+                (private / LINK).symlink_to(self._logs)
+        else:
+            self._logs = self.path / "logs"
+        return self.path
+
+    @property
+    def logs(self) -> Path:
+        """The directory of the logs."""
+        assert self._logs is not None, "made by `make`"
+        return self._logs
+
+    @property
+    def where(self) -> str:
+        """Where the logs are, in words; empty where there are none or none will stay."""
+        stays = self._logs is not None and (self._temporary is None or self.keeps)
+        return f"; logs: {short(self.logs)}" if stays else ""
+
+
+def remove_left(private: Path) -> None:
+    """Remove what a launcher that is gone has left: its private directory, and its temporary logs."""
+    logs = private / LINK
+    if logs.is_dir() and logs.stat().st_uid == os.getuid():
+        shutil.rmtree(logs.resolve())
+    shutil.rmtree(private)
+
+
+def expected(spec: LaunchSpec) -> tuple[Path, Path]:
+    """Return the directories of a run and of its logs, as far as they are known before a launch."""
+    run_dir = (spec.run_dir or Path("runs") / spec.name / "TIME").absolute()
+    if spec.log_dir is not None:
+        return run_dir, _in(spec.log_dir, spec, run_dir).absolute()
+    if _has_no_directory(spec):
+        return run_dir, Path(tempfile.gettempdir()) / f"{spec.name}-logs-PRIVATE"
+    return run_dir, run_dir / "logs"
+
+
+def _in(log_dir: Path, spec: LaunchSpec, run_dir: Path) -> Path:
+    return log_dir / f"{spec.nodes.id or spec.name}_{run_dir.name}"
+
+
+def _has_no_directory(spec: LaunchSpec) -> bool:
+    asked = spec.run_dir is not None or (spec.log_dir is None and spec.streams.asks_for_files)
+    return not asked and spec.kind != "function" and not source.imports(spec, "lockstep")
+
+
+def _has_more(logs: Path) -> bool:
+    """Return whether a rank has printed that the terminal did not show."""
+    return any(log.stat().st_size > 0 for log in logs.iterdir() if log.name != "rank-0.log")
+
+
+def _move(logs: Path, to: Path) -> None:
+    to.mkdir(exist_ok=True)
+    for log in logs.iterdir():
+        shutil.move(log, to / log.name)

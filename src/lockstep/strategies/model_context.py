@@ -1,0 +1,51 @@
+"""What a strategy is given to hold a model with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from lockstep.exchange.base import Forest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelContext:
+    """Where a model of the run is to live.
+
+    Attributes:
+        number: which of the run's models it is, from 0.
+        device: what this rank computes on.
+        block: the replicas of this rank.
+        replicas: number of replicas in all.
+        forest: the tree nodes of the ranks in `group`.
+        group: the ranks that hold the same part of the model; `None` for a single rank.
+        mesh: torch's view of all ranks, with dimensions `data` and `model`; `None` where each rank
+            holds a whole model.
+        store: where ranks leave notes for each other.
+        exchange: name of the exchange.
+        sync_every: steps between two meetings of exchanges that meet seldom; `None` for their default.
+        exchanging: entered while a backward pass waits for gradients to be summed, where the host does.
+        exact: whether what makes the result depend on the layout is refused.
+        say: tells the user how the model is held, on the main rank; not where progress is off.
+        warn: tells the user there what must not be missed.
+    """
+
+    number: int
+    device: torch.device
+    block: range
+    replicas: int
+    forest: Forest
+    group: dist.ProcessGroup | None
+    mesh: DeviceMesh | None
+    store: dist.Store
+    exchange: str
+    sync_every: int | None
+    exchanging: AbstractContextManager[object]
+    exact: bool
+    say: Callable[[str], None]
+    warn: Callable[[str], None]

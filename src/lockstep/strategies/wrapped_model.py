@@ -1,0 +1,448 @@
+"""A model that a run holds: the part that all strategies share."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.data.microbatch import Microbatch
+from lockstep.errors import ModelError, StepError
+from lockstep.strategies.buffers import Buffers
+from lockstep.strategies.gradient_accumulation import GradientAccumulation
+from lockstep.strategies.norms import each_norm, total_norm
+from lockstep.strategies.passes import Parameters, watch_forward
+from lockstep.strategies.shards import bytes_here
+from lockstep.strategies.versions import Versions
+
+#: What to do in the place of stepping in some microbatches only.
+ACCUMULATE = (
+    "call optimizer.step() and optimizer.zero_grad() in every iteration: the run accumulates by itself; "
+    "for more samples per update raise batch_size, and set replicas above the number of ranks"
+)
+
+
+class WrappedModel(abc.ABC):
+    """A model over the replicas of a rank.
+
+    Args:
+        module: the user's model.
+        block: the replicas of this rank.
+        replicas: number of replicas in all.
+        group: the process group whose ranks share their buffers; `None` where none do.
+
+    Attributes:
+        module: the user's model.
+        parameters: those that take part in training.
+        used: whether a forward pass with gradients has run since the last backward pass.
+        optimized: the ids of parameters that optimizers of the run have.
+        gradient_bytes: what this rank's gradients take, once they have been there.
+        exactness: `exact`, `close` or `approximate`: what holding it so makes of the run.
+        is_split: whether this rank holds a part of it only.
+        is_cut: whether that is a part of every tensor, so that its state is captured by each rank alone;
+            otherwise all ranks capture the state of a split model together.
+        mixes: whether an optimizer, or a norm, may be that of other such models, too, though it is split.
+        acts_alone: whether it must have an optimizer that holds parameters of no other model.
+        versions: of its parameters, where gradients are late; `None` where passes see all updates.
+    """
+
+    exactness = "exact"
+    is_split = False
+    is_cut = False
+    mixes = False
+    acts_alone = False
+
+    def __init__(
+        self, module: nn.Module, block: range, replicas: int, group: dist.ProcessGroup | None
+    ) -> None:
+        self.module = module
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        self._trainable = {id(p) for p in self.parameters}
+        self.used = False
+        self.optimized: set[int] = set()
+        self.versions: Versions | None = None
+        self.contributions = GradientAccumulation(block, replicas)
+        self._several_replicas = replicas > 1
+        self._block_size = len(block)
+        self._buffers = Buffers(module, block, group)
+        self._unchanged = Parameters(module)
+        self._met = False
+        self._interrupted = False
+        self._torn = False
+        self._is_last = False
+        self._stepped = False
+        self._mixed: set[int] = set()
+        self._watching = False
+        self.gradient_bytes = 0
+        watch_forward(module, self._before_forward, self._after_forward)
+
+    @property
+    def several_replicas(self) -> bool:
+        """Whether the run has more replicas than one."""
+        return self._several_replicas
+
+    @property
+    def leaves(self) -> Sequence[torch.Tensor]:
+        """What autograd computes gradients of."""
+        return self.parameters
+
+    @property
+    def trains_buffers(self) -> bool:
+        """Whether forward passes may change buffers, or need all ranks: such a part is in training mode."""
+        return self._buffers.are_trained
+
+    @property
+    @abc.abstractmethod
+    def wrapped(self) -> nn.Module:
+        """What the user's script calls."""
+
+    @abc.abstractmethod
+    def _prepare(self, microbatch: Microbatch) -> None:
+        """Get ready for the forward and backward pass of a microbatch."""
+
+    @abc.abstractmethod
+    def _meet(self, microbatch: Microbatch) -> None:
+        """A backward pass of `microbatch` is done: keep its gradients, or complete the sum."""
+
+    def before_forward(self) -> None:
+        """The model is about to be called."""
+        if self.versions is not None:
+            self._choose_version()
+        if not self._watching:
+            return
+        self._buffers.before_forward()
+        if torch.is_grad_enabled() and self.parameters:
+            self._check_not_stepped()
+            self.used = True
+
+    def _choose_version(self) -> None:
+        """Show late parameters to passes with gradients; to others all updates, if no graph needs these."""
+        if self._watching and torch.is_grad_enabled():
+            self.show_late()
+        elif not self.used:
+            self.catch_up()
+
+    def _before_forward(self) -> None:
+        self.before_forward()
+        if self._checks_passes:
+            self._buffers.before_evaluation()
+            self._unchanged.before_forward()
+
+    @property
+    def _checks_passes(self) -> bool:
+        # Where torch compiles the hooks, too, versions of tensors are those of the trace.
+        return self._watching and self._several_replicas and not torch.compiler.is_compiling()
+
+    def _after_forward(self) -> None:
+        if self._checks_passes:
+            self._buffers.after_evaluation()
+            self._unchanged.after_forward()
+
+    def _check_not_stepped(self) -> None:
+        if self._stepped and self._several_replicas:
+            raise StepError(
+                f"{type(self.module).__name__} was used after optimizer.step() within one "
+                "microbatch; with several replicas on a rank the step has not happened yet there, "
+                "so the result would depend on the layout",
+                hint="loop over `for batch in run.batches(loader):` and within it once "
+                "`for … in batch:` per update",
+            )
+
+    def microbatch_begins(self, microbatch: Microbatch) -> None:
+        """The loop's body is about to see `microbatch`."""
+        self._watching = True
+        self.used = self._met = False
+        self._is_last = microbatch.last
+        if microbatch.first:
+            self.check_whole()
+            self._check_trainable()
+            self._mixed.clear()
+            self._buffers.finish()
+            if self._several_replicas:
+                self._buffers.look()
+            self.contributions.take()
+            if self.trains_buffers:
+                self._buffers.batch_begins()
+        if torch.is_grad_enabled():
+            self.show_late()
+        self._prepare(microbatch)
+
+    def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
+        """The loop's body is done with `microbatch`.
+
+        Where it was left by `break` or by an exception (which cannot be told apart here), buffers
+        wait for the next call that needs them: after an exception the other ranks would not answer.
+        """
+        self._watching = False
+        self._stepped = False
+        if not microbatch.last:
+            self._buffers.next_replica()
+        elif not left:
+            self._check_complete(expected=self._block_size)
+            self._buffers.finish()
+        if microbatch.last or left:
+            self._buffers.look_away()
+        if left and 0 < self.contributions.missing < self._block_size:
+            self._torn = True
+
+    def check_whole(self) -> None:
+        """Refuse to go on after a `break` between the replicas of one batch.
+
+        Raises:
+            StepError: if there was one; a rank that hosts a single replica would have finished.
+        """
+        if self._torn:
+            self._torn = False
+            raise StepError(
+                f"a loop was left between the replicas of a batch, with gradients of "
+                f"{type(self.module).__name__} for some of them",
+                hint="count steps with run.step, not microbatches",
+            )
+
+    def _check_trainable(self) -> None:
+        if not self._several_replicas:
+            return
+        # In any order: pruning gives a parameter another name, behind those that were there.
+        now = {id(p) for p in self.module.parameters() if p.requires_grad}
+        if now != self._trainable:
+            raise ModelError(
+                f"{type(self.module).__name__} has {len(now)} trainable parameters; it had "
+                f"{len(self.parameters)} when it was given to run.model",
+                hint="freeze and unfreeze before run.model; later, leave parameters out of the "
+                "optimizer, until add_param_group, or set their learning rate to 0",
+            )
+
+    def _check_complete(self, *, expected: int) -> None:
+        """Refuse a batch of which some replicas had a backward pass and others had not.
+
+        On as many ranks as replicas the others would wait for the missing one for ever.
+        """
+        if self.contributions.missing != expected:
+            raise StepError(
+                f"{type(self.module).__name__} had no backward pass for a replica of this batch, "
+                "but had one for others",
+                hint="call run.backward for every microbatch; a `continue` must not skip it",
+            )
+
+    def before_backward(self, microbatch: Microbatch, *, alone: bool = True) -> None:
+        """Check that a backward pass would mean the same on every layout.
+
+        Args:
+            microbatch: what the loss was computed on.
+            alone: whether the loss depends on no other model of the run.
+
+        Raises:
+            StepError: if the model's gradients have met already in this pass, or an earlier backward
+                pass was interrupted by an exception.
+        """
+        self._check_uninterrupted()
+        if self._met and self._several_replicas:
+            raise StepError(
+                f"run.backward was called twice for {type(self.module).__name__} in one "
+                "microbatch; expected once, since its gradients have already met",
+                hint="add the losses: run.backward(loss_a + loss_b); wrap forwards that need no "
+                "gradients in torch.no_grad()",
+            )
+        if microbatch.first and self._several_replicas:
+            self._drop_old_gradients()
+        if microbatch.last and self._several_replicas:
+            self._check_complete(expected=1)
+        self._before_backward(microbatch, alone=alone)
+        self._interrupted = True  # until gradients have met
+
+    def _check_uninterrupted(self) -> None:
+        """Refuse to go on after an exception in a backward pass: some of its gradients have met."""
+        if self._interrupted and self._several_replicas:
+            raise StepError(
+                f"a backward pass of {type(self.module).__name__} was interrupted by an exception, and "
+                "others may have some of its gradients",
+                hint="let exceptions of run.backward end the run; it goes on from its newest state",
+            )
+
+    def _drop_old_gradients(self) -> None:
+        """Gradients from before this pass belong to no replica; whether that matters shows at the step.
+
+        Those of parameters that no optimizer has had until now never do.
+        """
+        old = [parameter for parameter in self.parameters if parameter.grad is not None]
+        mixed = [p for p in old if id(p) in self.optimized]
+        if mixed:  # zeros were cleared in place
+            found = self._are_nonzero([p.grad for p in mixed if p.grad is not None])
+            self._mixed |= {id(p) for p, is_nonzero in zip(mixed, found, strict=True) if is_nonzero}
+        for parameter in old:
+            parameter.grad = None
+
+    def _are_nonzero(self, gradients: Sequence[torch.Tensor]) -> list[bool]:
+        return torch.stack([gradient.count_nonzero() for gradient in gradients]).bool().tolist()
+
+    def _has_gradients(self, among: Collection[int]) -> bool:
+        return any(p.grad is not None and id(p) in among for p in self.parameters)
+
+    def _before_backward(self, microbatch: Microbatch, *, alone: bool) -> None:  # noqa: B027
+        """Get ready for the backward pass of a microbatch, where there is something to do."""
+
+    def after_backward(self, microbatch: Microbatch) -> None:
+        """Let the gradients of a backward pass meet those of the other replicas."""
+        self.used = False
+        self._met = True
+        self._meet(microbatch)
+        self._interrupted = False
+
+    def check_gradients(self, among: Collection[int]) -> None:
+        """Check what an optimizer is about to use.
+
+        Args:
+            among: the ids of its parameters.
+
+        Raises:
+            StepError: if plain PyTorch would have added gradients of an earlier batch, or if there
+                are gradients that have not met those of the other replicas.
+        """
+        if self._several_replicas and not self._met and self._has_gradients(among):
+            raise StepError(
+                f"{type(self.module).__name__} has gradients that have not met those of the other "
+                "replicas",
+                hint="call run.backward(loss) in the place of loss.backward()",
+            )
+        if self._is_last:
+            self._check_complete(expected=self._block_size)
+        if self._mixed and not self._mixed.isdisjoint(among):
+            raise StepError(
+                f"{type(self.module).__name__} had gradients of an earlier batch when its backward "
+                "pass began",
+                hint=ACCUMULATE,
+            )
+
+    def stepped(self, among: Collection[int]) -> None:
+        """An optimizer of this model, with parameters `among`, was asked to step inside a microbatch."""
+        self.check_gradients(among)
+        self._stepped = True
+        if self._is_last and not self.gradient_bytes:
+            self.gradient_bytes = bytes_here(p.grad for p in self.parameters if p.grad is not None)
+
+    def finish_buffers(self) -> None:
+        """Let all ranks take replica 0's buffers now."""
+        self._buffers.finish()
+
+    def come_together(self) -> None:  # noqa: B027 - most are one model all the time
+        """Let ranks that have trained by themselves be one model again; all ranks call this together."""
+
+    def show_late(self) -> None:
+        """Let parameters hold what passes with gradients are to see."""
+        if self.versions is not None:
+            self.versions.show_oldest()
+
+    def catch_up(self) -> None:
+        """Let parameters hold all updates."""
+        if self.versions is not None:
+            self.versions.show_newest()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all ranks that hold the same part of the model hold the same bits now."""
+        return True
+
+    def check_gathering(self) -> None:  # noqa: B027 - most have nothing to gather
+        """All ranks are about to gather the tensors of `state` that are cut over them, one by one."""
+
+    def state(self) -> dict[str, Any]:
+        """Return the whole model's `state_dict`; where it is cut its tensors are `DTensor`s."""
+        newest = nullcontext() if self.versions is None else self.versions.with_newest()
+        with newest:
+            state: dict[str, Any] = self.module.state_dict()
+        return state
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take a whole model's `state_dict`, or this rank's part of it; where it is cut, of `Stored`s."""
+        self.module.load_state_dict(state)
+        if self.versions is not None:
+            self.versions.forget()
+
+    def extras(self) -> dict[str, Any]:
+        """Return what else the strategy must have to go on, besides model and optimizer."""
+        return {} if self.versions is None else {"versions": self.versions.state()}
+
+    def load_extras(self, extras: Mapping[str, Any]) -> None:
+        """Take what `extras` returned, after `load`."""
+        if self.versions is not None and "versions" in extras:
+            self.versions.load(extras["versions"])
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Return gradients that wait for a step, as they may where there is one replica."""
+        if self._several_replicas:
+            return {}  # others refuse them
+        named = self.module.named_parameters()
+        return {name: value.grad for name, value in named if value.grad is not None}
+
+    def load_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Take what `gradients` returned."""
+        parameters = dict(self.module.named_parameters())
+        for name, value in gradients.items():
+            if name in parameters:
+                parameters[name].grad = value.to(parameters[name].device)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the `state_dict` that an optimizer of the whole model would have, on every rank."""
+        return optimizer.state_dict()
+
+    def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Give an optimizer its part of what `optimizer_state` returned."""
+        optimizer.load_state_dict(state)
+
+    def optimized_by(self, optimizer: Optimizer) -> None:  # noqa: B027 - most need not know
+        """An optimizer that holds parameters of this model was given to the run."""
+
+    def update(self, act: Callable[[], Any]) -> Any:
+        """Let an optimizer of this model alone act; `act` is its own step."""
+        return act()
+
+    def total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+        """Return the norm of all gradients of `parameters`, the same on every rank."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        return total_norm(each_norm(gradients, norm_type), norm_type)
+
+    def clip(self, parameters: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
+        """Scale gradients of `parameters`, whose norm is `norm`, to at most `max_norm`."""
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+
+    def clip_values(self, parameters: Sequence[torch.Tensor], value: float) -> None:
+        """Clamp gradients of `parameters` to `-value` to `value`."""
+        if there := [p for p in parameters if p.grad is not None]:  # torch fails for none
+            nn.utils.clip_grad_value_(there, value)
+
+    def unsaved_buffers(self) -> dict[str, torch.Tensor]:
+        """Return the buffers that `state_dict` leaves out: they are what the run has computed, too."""
+        saved = self.module.state_dict(keep_vars=True)
+        return {name: value for name, value in self.module.named_buffers() if name not in saved}
+
+    def gathers_in(  # noqa: B027
+        self,
+        meeting: AbstractContextManager[None],
+        in_pass: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Let `meeting` be entered where ranks wait for each other's parts of parameters.
+
+        Args:
+            meeting: for a wait that is a call by itself.
+            in_pass: for one inside of `run.backward`, which is a call on its last microbatch only.
+        """
+
+    def passes_in(self, waiting: Callable[[], AbstractContextManager[None]]) -> None:  # noqa: B027
+        """Let `waiting` be entered where ranks wait for each other inside of a pass through the model."""
+
+    def meets_in(self, meeting: AbstractContextManager[None]) -> None:
+        """Let `meeting` be entered where ranks wait for each other's buffers."""
+        self._buffers.meeting = meeting
+
+    def ends(self) -> dict[str, int]:
+        """The script is done: return bytes that this rank has sent and received, where they are counted."""
+        return {}
+
+    def close(self) -> None:  # noqa: B027 - most strategies hold nothing
+        """Give back what the strategy holds."""

@@ -1,0 +1,202 @@
+"""Keeping the state of a run: snapshots in memory, checkpoints on disk, and an end on request."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from lockstep.checkpoint import state_codec
+from lockstep.checkpoint.disk import Checkpoints
+from lockstep.checkpoint.schedule import Schedule
+from lockstep.training.coordination import Coordination, Wish
+from lockstep.training.final_checkpoint import FinalCheckpoint
+from lockstep.training.heartbeat import Heartbeat
+from lockstep.training.loop import Loop
+from lockstep.training.preemption import Preempted
+from lockstep.training.state import ANSWERS, State
+
+#: At which point memory for checkpoints is taken, and what writes them imported: in the background, but
+#: not for runs that are over at once, nor where ranks would gather the state together for it.
+_PREPARED_AT = 50
+#: Up to which point ranks look for memory for snapshots, where they gather the state for it together.
+_LOOKED_UNTIL = 1 << 14
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What the script has asked to be saved: the state at the next point."""
+
+    best: float | None = None
+
+
+class Checkpointing:
+    """Looks at every point of a run whether its state is to be kept.
+
+    Args:
+        state: what the run has been told of.
+        loop: where the run stands.
+        agreement: with the other ranks.
+        rhythm: of snapshots; `None` without a launcher whose memory outlives this process.
+        checkpoints: on disk.
+        ending: of the run, on the main rank; `None` without a launcher's memory.
+        standing: where this rank says that it waits for the others.
+        aligned: whether all ranks are of one launcher, and take snapshots at the same points.
+        apart: whether each launcher has a part of the state only, so that all ranks agree on snapshots.
+        every: seconds between checkpoints that nobody asks for; 0 for none. The main rank's matter.
+        warn: tells the user what must not be missed, on the main rank.
+        flush: writes what was logged, so that what is kept includes it.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        loop: Loop,
+        agreement: Coordination,
+        rhythm: Schedule | None,
+        checkpoints: Checkpoints,
+        ending: FinalCheckpoint | None,
+        standing: Heartbeat,
+        *,
+        aligned: bool,
+        apart: bool,
+        every: float,
+        warn: Callable[[str], None],
+        flush: Callable[[], None],
+    ) -> None:
+        self._state, self._loop = state, loop
+        self._agreement, self._rhythm, self._checkpoints = agreement, rhythm, checkpoints
+        self._ending, self._standing, self._every, self._warn = ending, standing, every, warn
+        self._aligned, self._apart, self._flush = aligned, apart, flush
+        self._stop_asked = False
+        self._saved = time.monotonic()
+        self._asked: _Asked | None = None
+        self._has_looked = False
+        self._points = 0
+
+    def ask(self, best: float | None) -> None:
+        """Save the state at the next point: when the script is done with this batch, or this epoch."""
+        if self._asked is None:
+            self._asked = _Asked(best)
+        elif best is not None:
+            self._asked.best = best
+
+    def stop(self) -> None:
+        """End the run, its state saved, at the next step that all ranks agree on."""
+        self._stop_asked = True
+        self._agreement.ask("stop")
+
+    @property
+    def stop_asked(self) -> bool:
+        """Whether it was to end."""
+        return self._stop_asked
+
+    def at_point(self) -> None:
+        """The state is whole: keep it, where that is due.
+
+        Raises:
+            Preempted: if the run is asked to end; its state is on disk then.
+            CheckpointError: if it cannot be written.
+        """
+        loop, rhythm = self._loop, self._rhythm
+        if self._every and time.monotonic() - self._saved > self._every:
+            self._saved = time.monotonic()
+            self._agreement.ask("save")
+        wish = self._agreement.at_point(loop.steps)
+        due = 0 if rhythm is None else self._due(rhythm, wish)
+        saves = self._asked is not None or wish in ("save", "stop")
+        self._points += 1
+        if self._points == _PREPARED_AT and not self._state.is_gathered:
+            self._checkpoints.prepare(state_codec.flatten(self._state.capture())[1])
+        if saves or due or self._looks(rhythm):
+            began = time.monotonic()
+            if saves or due:
+                loop.note_partial()
+            text, tensors = self._capture()
+            if rhythm is not None and due:
+                rhythm.take(due, text, tensors, began)
+            elif rhythm is not None and rhythm.needs_memory:
+                self._prepare(rhythm, text, tensors)
+            if saves:
+                self._save(text, tensors)
+        if wish == "stop":
+            self._wait()
+            raise Preempted(loop.steps)
+
+    def _due(self, rhythm: Schedule, wish: Wish | None) -> int:
+        """Return the number of the snapshot that is due now; 0 for none."""
+        due = rhythm.due(self._loop.steps)
+        if self._apart:
+            if due:
+                self._agreement.ask("snapshot")
+            return rhythm.number if wish is not None else 0
+        if due and self._loop.open_metrics and not self._aligned:
+            # What a metric under way has seen must be had from all ranks: they take no snapshot together.
+            rhythm.postpone()
+            return 0
+        return due
+
+    def _looks(self, rhythm: Schedule | None) -> bool:
+        """Whether memory for snapshots may be taken now; where ranks gather the state, all say so."""
+        if rhythm is None:
+            return False
+        if self._state.is_gathered:
+            # At points 1, 2, 4, 8 and so on, until there is a snapshot: all ranks take them at the same.
+            is_time = self._points & (self._points - 1) == 0 and self._points <= _LOOKED_UNTIL
+            return is_time and not rhythm.has_begun
+        return rhythm.needs_memory
+
+    def _prepare(self, rhythm: Schedule, text: str, tensors: dict[str, torch.Tensor]) -> None:
+        problem = rhythm.prepare(text, tensors)
+        if problem is not None:
+            self._warn(
+                f"lockstep: warning: {problem}: a rank that dies costs what was done since the last "
+                "checkpoint (--checkpoint-every)"
+            )
+
+    def _save(self, text: str, tensors: dict[str, torch.Tensor]) -> None:
+        asked, self._asked = self._asked, None
+        self._saved = time.monotonic()
+        best = None if asked is None else asked.best
+        with self._standing.meeting("run.save"):
+            self._checkpoints.save(self._loop.steps, tensors, text, best=best)
+
+    def _capture(self) -> tuple[str, dict[str, torch.Tensor]]:
+        self._flush()
+        position, answers = self._loop.position.as_json()
+        state, tensors = state_codec.flatten({**self._state.capture(), ANSWERS: answers})
+        if not self._has_looked:
+            self._has_looked = True
+            self._check_schedulers()
+        return json.dumps({"position": position, "state": state}), tensors
+
+    def _check_schedulers(self) -> None:
+        name = self._state.forgotten_scheduler()
+        if name is not None:
+            self._warn(
+                f"lockstep: warning: a learning rate scheduler of {name} is not part of what is saved; "
+                "pass it through run.scheduler(…)"
+            )
+
+    def finish(self) -> None:
+        """The script is done: what it has asked for is on disk when this returns."""
+        if self._asked is not None:
+            self._save(*self._capture())
+        self._wait()
+
+    def leave_behind(self) -> None:
+        """All ranks have come to the end: leave on disk what a script with other runs may need."""
+        if self._ending is not None:
+            self._ending.save()
+
+    def _wait(self) -> None:
+        with self._standing.meeting("run.save"):
+            self._checkpoints.wait()
+
+    def close(self, patience: float) -> None:
+        """Stop; a checkpoint that is being written has so many seconds left."""
+        self._agreement.close()
+        self._checkpoints.close(patience)

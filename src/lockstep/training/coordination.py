@@ -1,0 +1,186 @@
+"""All ranks agree on one step after which they save, or save and end, or take a snapshot together.
+
+Ranks of one launcher look at its board at every point: rank 0 names the next step there. No rank has done
+it yet, since none gets through a step without rank 0, which comes to it later. With a staleness K ranks may
+be K steps ahead of rank 0, which names the first step beyond.
+
+Ranks of several launchers, or of none, have only the store, and to look there each time costs too much.
+A rank that is asked says so in the store. The thread of every rank looks there now and then; where it
+finds something, its main thread begins to look at every point, and says that it does. Once all do, rank 0
+names the next step. So a run that nobody asks pays for a look at a flag.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch.distributed as dist
+
+from lockstep.checkpoint.shared_memory import Board
+
+Wish = Literal["snapshot", "save", "stop"]
+
+_LOOK_SECONDS = 0.5
+#: Seconds that the thread may take to end: one that asks a store whose host is gone does not.
+_CLOSE_SECONDS = 2.0
+
+
+class Coordination(Protocol):
+    """Brings all ranks to one step."""
+
+    def ask(self, wish: Wish) -> None:
+        """Ask for the next step that all can agree on; from a signal handler, too."""
+
+    def at_point(self, steps: int) -> Wish | None:
+        """Return what all ranks do now, after `steps` updates; every rank calls it at every point."""
+
+    def close(self) -> None:
+        """Stop looking."""
+
+
+class Alone:
+    """A single rank agrees with itself."""
+
+    def __init__(self) -> None:
+        self._wish: Wish | None = None
+
+    def ask(self, wish: Wish) -> None:
+        """Ask for the next point."""
+        self._wish = _stronger(self._wish, wish)
+
+    def at_point(self, steps: int) -> Wish | None:
+        """Return what was asked for."""
+        wish, self._wish = self._wish, None
+        return wish
+
+    def close(self) -> None:
+        """Nothing looks."""
+
+
+#: What covers what is before it.
+_WISHES: tuple[Wish | None, ...] = (None, "snapshot", "save", "stop")
+
+
+class OnBoard:
+    """All ranks of one launcher agree on its board.
+
+    Args:
+        board: the launcher's.
+        leads: whether this is rank 0.
+        ahead: by how many steps another rank may be ahead of it.
+    """
+
+    def __init__(self, board: Board, *, leads: bool, ahead: int = 0) -> None:
+        self._board, self._leads, self._next = board, leads, ahead + 1
+        self._wish: Wish | None = None
+        self._done = self._named = 0
+
+    def ask(self, wish: Wish) -> None:
+        """Ask for the next step that all can agree on; from a signal handler, too."""
+        self._wish = _stronger(self._wish, wish)
+
+    def at_point(self, steps: int) -> Wish | None:
+        """Return what all ranks do now, after `steps` updates; every rank calls it at every point."""
+        at, what = self._board.agreed
+        if self._done < at <= steps:
+            self._done = steps
+            if self._wish != "stop":
+                self._wish = None
+            return _WISHES[what]
+        if self._wish is not None:
+            # At every point until it is so: the first rank may be clearing what another one asks.
+            self._board.asked = max(self._board.asked, _WISHES.index(self._wish))
+        # Not while others may still look what was agreed on before.
+        is_past = steps >= max(self._named, self._done + self._next)
+        if self._leads and self._board.asked and is_past:
+            self._named = steps + self._next
+            self._board.agreed = (self._named, self._board.asked)
+            self._board.asked = 0
+        return None
+
+    def close(self) -> None:
+        """Nothing looks."""
+
+
+@dataclass(slots=True)
+class _Ready:
+    """What the thread has found, and told the other ranks that the main thread will heed."""
+
+    turn: int
+
+
+def _stronger(one: Wish | None, other: Wish) -> Wish:
+    return other if _WISHES.index(one) < _WISHES.index(other) else one or other
+
+
+class ThroughStore:
+    """Ranks of several launchers agree through the store.
+
+    Args:
+        store: a store that all ranks reach, of this object's own.
+        rank: this rank.
+        size: number of ranks.
+        ahead: by how many steps another rank may be ahead of rank 0.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, *, ahead: int = 0) -> None:
+        self._rank, self._size, self._next = rank, size, ahead + 1
+        self._wish: Wish | None = None
+        self._turn = 0
+        self._ready: _Ready | None = None
+        self._stop = threading.Event()
+        self._store = store
+        self._thread = threading.Thread(target=self._look, name="lockstep-agree", daemon=True)
+        self._thread.start()
+
+    def ask(self, wish: Wish) -> None:
+        """Ask for the next point that all can agree on; from a signal handler, too."""
+        self._wish = _stronger(self._wish, wish)
+
+    def at_point(self, steps: int) -> Wish | None:
+        """Return what all ranks do now, after `steps` updates; every rank calls it at every point."""
+        ready = self._ready
+        if ready is None:
+            return None
+        at = f"{ready.turn}/at"
+        if not self._store.check([at]):
+            everybody = [f"{ready.turn}/ready/{rank}" for rank in range(self._size)]
+            if self._rank == 0 and self._store.check(everybody):
+                self._store.set(at, str(steps + self._next))
+                self._store.get(at)  # answered when it is there: before this rank begins the step
+            return None
+        if steps < int(self._store.get(at)):
+            return None
+        asked = (wish for wish in ("stop", "save") if self._store.check([f"{ready.turn}/{wish}"]))
+        agreed: Wish = next(asked, "snapshot")  # type: ignore[arg-type]
+        if _stronger(self._wish, agreed) == agreed:
+            self._wish = None  # one that came too late for this turn is for the next
+        self._turn, self._ready = ready.turn + 1, None
+        return agreed
+
+    def _look(self) -> None:
+        while not self._stop.wait(_LOOK_SECONDS):
+            try:
+                self._look_once()
+            except dist.DistError:
+                return  # the store is gone with its host: there is nobody to agree with
+
+    def _look_once(self) -> None:
+        # In this order: while nothing is ready, the main thread leaves the turn alone.
+        if self._stop.is_set() or self._ready is not None:
+            return
+        turn, wish = self._turn, self._wish
+        if wish is not None:
+            self._store.set(f"{turn}/{wish}", "1")
+            self._store.set(f"{turn}/asked", "1")
+        if self._store.check([f"{turn}/asked"]):
+            # In this order: what is told to the others must be true already.
+            self._ready = _Ready(turn)
+            self._store.set(f"{turn}/ready/{self._rank}", "1")
+
+    def close(self) -> None:
+        """Stop looking."""
+        self._stop.set()
+        self._thread.join(_CLOSE_SECONDS)

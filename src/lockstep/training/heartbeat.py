@@ -1,0 +1,164 @@
+"""Where this rank stands: written for the launcher and the watch, with everything that happens.
+
+Costs less than a microsecond per event: a step has a handful of them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import NamedTuple
+
+from lockstep.checkpoint.shared_memory import AFTER_RUN, MEETINGS, Slot
+from lockstep.data.microbatch import Microbatch
+from lockstep.record import stacks
+
+#: What a rank is in: which batch of which loop, and the models that a backward pass goes through.
+Detail = tuple[int, ...]
+
+_CODES = {name: code for code, name in enumerate(MEETINGS)}
+#: Meetings that are remembered: more than can be passed before another rank comes to them.
+_RECENT = 16
+
+
+class Call(NamedTuple):
+    """A call in which all ranks meet.
+
+    Attributes:
+        number: how many of them the rank had come to, with this one.
+        kind: which call it is.
+        detail: what tells it from others of its kind; empty where nothing does.
+    """
+
+    number: int
+    kind: str
+    detail: Detail
+
+
+class Heartbeat:
+    """Where this rank stands.
+
+    Args:
+        slot: where the launcher looks; `None` without one.
+
+    Attributes:
+        beat: grows with everything that happens.
+        recent: the calls that the rank has come to last.
+        waits: whether it is in the last of them.
+    """
+
+    def __init__(self, slot: Slot | None = None) -> None:
+        self._slot = slot or Slot(memoryview(bytearray(1 << 10)).cast("Q"), 0)
+        self._elsewhere = 0
+        self.beat = self._slot.beat
+        self._entered = self._slot.entered
+        self.recent: deque[Call] = deque(maxlen=_RECENT)
+        self.waits = False
+
+    @staticmethod
+    def begin(slot: Slot | None, environ: Mapping[str, str]) -> Heartbeat:
+        """Return the standing of a rank that opens a run, and be ready to write stacks for its launcher.
+
+        Args:
+            slot: where the launcher looks; `None` without one.
+            environ: the environment of this process.
+        """
+        if slot is not None:
+            stacks.offer(environ)
+        standing = Heartbeat(slot)
+        standing.leave()
+        return standing
+
+    def closes(self, *, left: bool = False) -> None:
+        """The run is over: what comes now is the script's own affair, unless it `left` to end."""
+        self.moves()
+        if not left:
+            self._slot.waiting = AFTER_RUN
+
+    def moves(self) -> None:
+        """Something has happened on this rank."""
+        self.beat += 1
+        self._slot.beat = self.beat + self._elsewhere
+
+    def others_move(self) -> None:
+        """This rank stands still, but not all do: no launcher shall take it for a hang."""
+        self._elsewhere += 1
+        self._slot.beat = self.beat + self._elsewhere
+
+    # --- meetings --------------------------------------------------------------------------------
+
+    def enter(self, kind: str, detail: Detail = ()) -> None:
+        """Come to a place where all ranks meet."""
+        self._entered += 1
+        self.recent.append(Call(self._entered, kind, detail))
+        self.waits = True
+        self._slot.entered = self._entered
+        self._slot.waiting = _CODES.get(kind, 1)
+        self.moves()
+
+    def leave(self) -> None:
+        """Go on: all ranks have met."""
+        self.waits = False
+        self._slot.waiting = 0
+        self.moves()
+
+    def pass_by(self, kind: str) -> None:
+        """Come to a place where ranks meet, and not wait there."""
+        self.enter(kind)
+        self.leave()
+
+    def meeting(self, kind: str) -> AbstractContextManager[None]:
+        """Return what is entered and left around a place where all ranks meet, as often as one likes.
+
+        In another such place, as in a backward pass in which layers meet, one comes back to that place.
+        """
+        return _Around(self, kind)
+
+    # --- what the loop tells ---------------------------------------------------------------------
+
+    def step_ends(self, step: int, microbatch: Microbatch) -> None:
+        """The parameters have been updated."""
+        self._slot.step = step
+        self.moves()
+
+    def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
+        """A loop over a loader begins."""
+        self.moves()
+
+    def microbatch_begins(self, microbatch: Microbatch) -> None:
+        """The loop has come to another microbatch."""
+        self.moves()
+
+    def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
+        """A loop over a loader is over."""
+        self.moves()
+
+
+class _Around(AbstractContextManager[None]):
+    """See `Heartbeat.meeting`."""
+
+    __slots__ = ("_around", "_kind", "_standing")
+
+    def __init__(self, standing: Heartbeat, kind: str) -> None:
+        self._standing = standing
+        self._kind = kind
+        self._around: list[Call | None] = []
+
+    def __enter__(self) -> None:
+        standing = self._standing
+        self._around.append(standing.recent[-1] if standing.waits else None)
+        standing.enter(self._kind)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._standing.leave()
+        around = self._around.pop()
+        if around is not None and error is None:
+            # Under a number of its own: other ranks may be in the inner place still.
+            self._standing.enter(around.kind, around.detail)

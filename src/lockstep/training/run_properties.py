@@ -1,0 +1,101 @@
+"""Who a rank is in its run, and where the run stands: what a script may ask at any time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from lockstep.errors import StepError
+from lockstep.training.loop import Loop
+from lockstep.training.session import Session
+from lockstep.world import World
+
+
+class RunProperties:
+    """The properties of a run."""
+
+    _session: Session
+    _is_begun = False
+
+    def _begin_once(self) -> None:
+        if self._is_begun:
+            raise StepError(
+                f"the run {self._session.settings.name} was entered before; expected one `with` for a run",
+                hint="make another lockstep.Run(…) for another run",
+            )
+        self._is_begun = True
+
+    def _require_open(self, call: str) -> None:
+        """Refuse a call after the end of the run."""
+        if self._session.loop.closed:
+            raise StepError(
+                f"{call} was called after the end of the run {self._session.settings.name}; "
+                "expected to be inside its `with` block",
+                hint="make another lockstep.Run(…) for another run",
+            )
+
+    @property
+    def world(self) -> World:
+        """Who this process is among all."""
+        return self._session.world
+
+    @property
+    def device(self) -> torch.device:
+        """The device that this rank computes on."""
+        return self._session.device
+
+    @property
+    def replicas(self) -> int:
+        """Number of logical workers of the run."""
+        return self._session.replicas
+
+    @property
+    def main(self) -> bool:
+        """Whether this is rank 0, the one that prints and writes files."""
+        return self.world.is_main
+
+    @property
+    def directory(self) -> Path:
+        """Where the run keeps its records."""
+        return self._session.directory
+
+    @property
+    def epoch(self) -> int:
+        """Number of the running epoch, from 0."""
+        return self._loop.epoch
+
+    @property
+    def step(self) -> int:
+        """How many times the parameters have been updated."""
+        return self._loop.updates
+
+    @property
+    def exchange(self) -> str:
+        """Name of the exchange that is used, or `none` on a single rank."""
+        return self._session.exchange
+
+    @property
+    def scale(self) -> float:
+        """What losses are multiplied with in `precision="fp16"`, until gradients have met; 1 otherwise."""
+        scaler = self._session.state.scaler
+        return 1.0 if scaler is None else scaler.scale
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """All ranks as torch's mesh with the dimensions `data` and `model`.
+
+        Raises:
+            UsageError: on a strategy that gives each rank a whole model.
+        """
+        return self._session.mesh
+
+    @property
+    def exactness(self) -> str:
+        """Class of the run: `exact`; `close` where another layout rounds otherwise; `approximate`."""
+        return self._session.exactness
+
+    @property
+    def _loop(self) -> Loop:
+        return self._session.loop

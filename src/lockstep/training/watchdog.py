@@ -1,0 +1,269 @@
+"""The watch over other ranks: a rank that is not coming is named instead of waited for.
+
+A rank that leaves a loop early, ends, or fails says so in the store, and so does one that waits for long.
+A thread of every rank looks there while its own rank makes no progress. Only a thread can: the main one
+waits inside a collective, where Python is not asked. Where ranks disagree the process ends, since nothing
+else ends that wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from types import FrameType
+
+import torch.distributed as dist
+
+from lockstep.data.microbatch import Microbatch
+from lockstep.errors import EarlyExitError, LockstepError, PeerError
+from lockstep.record import stacks
+from lockstep.training.heartbeat import Heartbeat
+from lockstep.training.liveness import Liveness
+from lockstep.training.mismatch import WaitingRank, mismatch
+from lockstep.world.meet import Meeting
+
+_LOOK_SECONDS = 1.0
+#: Seconds that the thread may take to end: one that asks a store whose host is gone does not.
+_CLOSE_SECONDS = 2.0
+#: Looks in which two ranks that wait have compared their calls.
+_PATIENT_LOOKS = 3
+#: Ranks that each rank compares itself with: the next ones. If any two differ, so do two in a row.
+_COMPARED = 8
+
+
+class Watchdog:
+    """Publishes where this rank leaves loops and waits, and looks where the others do.
+
+    Args:
+        meeting: the ranks, and the store that they reach.
+        standing: where this rank stands.
+        fail: told of the disagreement, and the line of the script, before the process ends.
+        watched: whether a launcher looks for ranks that are gone.
+    """
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        standing: Heartbeat,
+        fail: Callable[[LockstepError, stacks.Frame | None], None],
+        *,
+        watched: bool,
+    ) -> None:
+        # A client of its own for the thread: the main thread's may be busy waiting.
+        own: dist.Store = meeting.store.clone()  # type: ignore[attr-defined]
+        self._store = dist.PrefixStore("watch", meeting.store)
+        self._thread_store = dist.PrefixStore("watch", own)
+        self._meeting = replace(meeting, store=own)
+        self._standing = standing
+        # A launcher that starts all ranks sees whether any of them moves.
+        self._several = meeting.world.launch_file is None
+        self._rank, size = meeting.world.rank, meeting.world.size
+        self._others = _after(self._rank, range(size))
+        self._pulse = None if watched else Liveness(self._thread_store, self._rank, size)
+        self._fail = fail
+        self._loops = 0
+        self._step = 0
+        self._meetings = 0
+        self._outer: list[tuple[str, int]] = []
+        self._loop = ""
+        self._in_backward = False
+        self._row = range(0)
+        self._looks = 0
+        self._moves = 0
+        self._seen: dict[int, WaitingRank] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="lockstep-watch", daemon=True)
+        self._thread.start()
+
+    # --- the main thread -------------------------------------------------------------------------
+
+    def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
+        """A loop over a loader begins."""
+        self._outer.append((self._loop, self._meetings))
+        self._loops += 1
+        # Not by count: the main rank alone may loop over a loader for itself.
+        self._loop = f"{loader}.{epoch}.{round_}"
+        self._step = self._meetings = 0
+
+    def microbatch_begins(self, microbatch: Microbatch) -> None:
+        """The loop has come to another microbatch."""
+        self._step = microbatch.step
+        self._leave_backward()
+
+    def backward_begins(self, microbatch: Microbatch, models: Sequence[int]) -> None:
+        """A backward pass through `models` begins; on a rank's last microbatch it needs all ranks."""
+        if microbatch.last:
+            batch = (microbatch.loader, microbatch.epoch, microbatch.round, microbatch.step)
+            self._standing.enter("run.backward", (*batch, microbatch.turn, *models))
+            self._in_backward = True
+
+    def backward_ends(self) -> None:
+        """The backward pass is over; on a rank's last microbatch all ranks have met in it."""
+        if self._in_backward:
+            self._meetings += 1
+            self._leave_backward()
+
+    def _leave_backward(self) -> None:
+        """Say that this rank is in no backward pass; one that raised an exception is left, too."""
+        if self._in_backward:
+            self._standing.leave()
+            self._in_backward = False
+
+    @contextlib.contextmanager
+    def passing(self, row: range) -> Iterator[None]:
+        """Go through a model of which each rank of `row` has a part, and wait for them."""
+        before, self._row = self._row, row
+        try:
+            yield
+        finally:
+            self._row = before
+
+    def step_ends(self, step: int, microbatch: Microbatch) -> None:
+        """The parameters have been updated."""
+
+    def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
+        """A loop over a loader is over."""
+        self._leave_backward()
+        self._store.set(f"{self._loop}/{self._rank}", f"{step} {self._meetings} {early:d}")
+        self._loop, self._meetings = self._outer.pop()
+
+    def run_ends(self) -> None:
+        """This rank is about to end: it takes part in no further loop."""
+        self._store.set(f"end/{self._rank}", f"{self._loops} 0 1")
+
+    # --- the thread ------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        seen = -1
+        while not self._stop.wait(_LOOK_SECONDS):
+            beat = self._standing.beat
+            self._looks = self._looks + 1 if beat == seen else 0
+            seen = beat
+            try:
+                self._look()
+            except dist.DistError as error:
+                self._lose_store(error)
+
+    def _look(self) -> None:
+        if self._pulse is not None:
+            self._pulse.look()
+        if not self._looks:
+            if self._several:
+                self._moves = self._thread_store.add("moves", 1)
+            return
+        self._hear_failure()
+        if self._several:
+            self._hear_moves()
+        if self._pulse is not None and (error := self._pulse.lost()) is not None:
+            self._end(error)
+        row = self._row  # the main thread may go on
+        if self._in_backward:
+            self._compare_loops(self._others)
+        elif row:
+            self._compare_loops(_after(self._rank, row))
+        if self._standing.waits:
+            self._compare_calls()
+
+    def _hear_failure(self) -> None:
+        """This rank stands still: has another one failed, which it may wait for in vain?"""
+        store = self._meeting.store
+        if store.check(["failed"]):
+            self._end(PeerError(store.get("failed").decode()))
+
+    def _hear_moves(self) -> None:
+        """This rank stands still: tell its launcher, which sees its own ranks alone, if others move."""
+        moves = self._thread_store.add("moves", 0)
+        if moves != self._moves:
+            self._standing.others_move()
+        self._moves = moves
+
+    def _lose_store(self, error: dist.DistError) -> None:
+        if self._looks and not self._stop.is_set():
+            what = str(error).partition("\n")[0]
+            self._end(PeerError(f"the store is gone, and with it the rank that hosts it: {what}"))
+
+    def _compare_loops(self, others: Sequence[int]) -> None:
+        """This rank waits in a pass through a model: does another one never come to it?"""
+        for other in others:
+            left = self._read(f"{self._loop}/{other}")
+            ended = self._read(f"end/{other}")
+            # A loop that another rank has been through may be one of its own, before another call: then
+            # comparing calls tells more, and has been tried by now.
+            counts = left is not None and (left[2] or self._looks > _PATIENT_LOOKS)
+            if left is not None and counts and left[1] <= self._meetings:
+                self._end_early(
+                    f"rank {other} left this loop in batch {left[0]}, "
+                    f"rank {self._rank} waits for it in batch {self._step}"
+                )
+            if ended is not None:
+                self._end_early(
+                    f"rank {other} ended after {ended[0]} loops over loaders, "
+                    f"rank {self._rank} waits for it in loop {self._loops}"
+                )
+
+    def _compare_calls(self) -> None:
+        """This rank waits: do other ranks that wait, and go on waiting, wait in another call?"""
+        own = WaitingRank(
+            rank=self._rank,
+            looks=self._looks,
+            place=str(stacks.users(stacks.of(_main_frame()))),
+            recent=tuple(self._standing.recent),
+        )
+        self._thread_store.set(f"at/{self._rank}", own.dump())
+        for other in self._others:
+            key = f"at/{other}"
+            if not self._thread_store.check([key]):
+                continue
+            before, now = self._seen.get(other), WaitingRank.load(self._thread_store.get(key))
+            self._seen[other] = now
+            # It has been there since this rank's last look, and was there all the time.
+            stays = before is not None and before.now == now.now and before.looks < now.looks
+            if stays and (error := mismatch(own, now)) is not None and self._still_waits(own):
+                self._end(error)
+
+    def _still_waits(self, own: WaitingRank) -> bool:
+        return self._standing.waits and self._standing.recent[-1] == own.now
+
+    def _read(self, key: str) -> tuple[int, int, int] | None:
+        if not self._thread_store.check([key]):
+            return None
+        first, second, third = map(int, self._thread_store.get(key).split())
+        return first, second, third
+
+    def _end_early(self, what: str) -> None:
+        error = EarlyExitError(
+            f"{what}; expected all ranks to run the same loops",
+            hint="a `break` or `continue` must not depend on the rank or on one rank's values; "
+            "reduce them first, for instance with run.mean",
+        )
+        self._end(error)
+
+    def _end(self, error: LockstepError) -> None:
+        if self._stop.is_set():
+            return  # the main thread has gone on, and is closing the run
+        # What Lockstep and torch do below the script's line is the same for everybody who waits there.
+        frames = [frame for frame in stacks.of(_main_frame()) if frame.is_users]
+        text = "".join(f"  at {frame}\n" for frame in frames)
+        print(f"lockstep: error: {error}\n{text}", end="", file=sys.stderr, flush=True)  # noqa: T201
+        self._fail(error, frames[0] if frames else None)
+        self._meeting.fail(error)
+        os._exit(error.exit_code)
+
+    def close(self) -> None:
+        """Stop looking; a look that is under way has no effect any more."""
+        self._stop.set()
+        self._thread.join(_CLOSE_SECONDS)
+
+
+def _after(rank: int, ranks: range) -> list[int]:
+    """Return those of `ranks` that `rank`, one of them, compares itself with: the next ones, around."""
+    place, size = ranks.index(rank), len(ranks)
+    return [ranks[(place + ahead) % size] for ahead in range(1, min(size, _COMPARED + 1))]
+
+
+def _main_frame() -> FrameType | None:
+    return sys._current_frames().get(threading.main_thread().ident or 0)
