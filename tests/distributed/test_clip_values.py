@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from lockstep.testing import run_ranks
@@ -29,7 +30,8 @@ def train(settings: dict[str, Any], cut: bool = False) -> list[float]:
             optimizer.step()
             optimizer.zero_grad()
         state = run._models.find(None).state()
-        return [value for one in state.values() for value in one.flatten().tolist()]
+        whole = [t.full_tensor() if isinstance(t, DTensor) else t for t in state.values()]
+        return [value for one in whole for value in one.flatten().tolist()]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline", "tensor"])
