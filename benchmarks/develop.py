@@ -11,7 +11,7 @@ turns.
 - bug to line: rank 1 raises in step 5; from there until the terminal first shows the file and the line;
 - bug to prompt: until the command has ended;
 - lines to prompt: from the last line on the terminal that names the file and the line, to the end;
-- launches without the line: those before one that named it. They are not in the other figures.
+- launches until the line: 1 where the first one named it. Only the one that did is in the other figures.
 
 The time from a killed process to the next step is in `restart.py`.
 """
@@ -43,7 +43,7 @@ _MEASURED = {
     "bug to line": "s",
     "bug to prompt": "s",
     "lines to prompt": "lines",
-    "launches without the line": "launches",
+    "launches until the line": "launches",
 }
 LOCKSTEP, TORCHRUN = "lockstep run", "torchrun"
 COMMANDS = {
@@ -139,7 +139,7 @@ def main() -> None:
                     bug = broken.first("bug")
                     rounds["first step"][name].append(sound.first("step") - began)
                     rounds["bug to line"][name].append(broken.line - bug)
-                    rounds["launches without the line"][name].append(silent)
+                    rounds["launches until the line"][name].append(silent + 1)
                     rounds["bug to prompt"][name].append(broken.end - bug)
                     rounds["lines to prompt"][name].append(broken.below)
     others = [name for name in COMMANDS if name != LOCKSTEP]
