@@ -210,7 +210,7 @@ STRATEGIES = Registry(
         ),
         StrategyEntry(
             name="pipeline",
-            hold="lockstep.strategies.pipeline:hold_pipelined",
+            hold="lockstep.strategies.pipeline.model:hold_pipelined",
             exchanges=_OF_ROWS,
             why="whose ranks hold parts of one model",
             needs_group=True,

@@ -116,6 +116,33 @@ def train_chunks(chunks: int | None, middle: str = "") -> tuple[str, str, float,
         return run.digest(), run.exactness, loss.item(), weights
 
 
+class Masked(nn.Module):
+    """Mixes the tokens of each sample by a mask that may be as long as the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.second(mask @ F.relu(self.first(mask @ x))).mean(1)
+
+
+def train_masked(chunk_inputs: list[str] | None = None) -> list[float]:
+    """Train with 4 tokens in 4 samples, and a mask that gradients are asked of; return all weights."""
+    with quiet_run(exact=False) as run:
+        model = run.model(Masked(), chunks=2, chunk_inputs=chunk_inputs)
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        mask = torch.ones(4, 4).tril().requires_grad_()
+        for x, y in run.loader(classes(24, (4, 6)), batch_size=4, shuffle=True):
+            run.backward(F.cross_entropy(model(x, mask), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        state = run._models.find(None).state()
+        assert mask.grad is not None
+        values = [*state.values(), mask.grad]
+        return [element for value in values for element in value.flatten().tolist()]
+
+
 def train_both_ways() -> str:
     """One loss through two models, the second of which gives the first its gradients."""
     with quiet_run() as run:

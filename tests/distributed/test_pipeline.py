@@ -92,6 +92,14 @@ def test_chunks_are_the_same_mathematics(chunks: int) -> None:
             assert own == pytest.approx(weights, rel=1e-4, abs=1e-5)
 
 
+def test_a_mask_as_long_as_the_batch_is_not_cut() -> None:
+    (expected,) = run_ranks(spread.train_masked, 1, environ=environ(None, 1))
+    for found in run_ranks(spread.train_masked, 2, ["x"], environ=environ("1x2", 1)):
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    with pytest.raises(RankError, match=r"called with 2 tensors \(x, mask\) and chunks=2"):
+        run_ranks(spread.train_masked, 2, environ=environ("1x2", 1))
+
+
 def test_as_many_chunks_as_stages_unless_asked_otherwise() -> None:
     two = run_ranks(spread.train_chunks, 2, 2, environ=environ("1x2", 1))
     assert run_ranks(spread.train_chunks, 2, None, environ=environ("1x2", 1)) == two
@@ -159,6 +167,7 @@ def test_export_and_load() -> None:
         (2, "list", {"chunks": 0}, {}, "chunks is 0; expected an integer of at least 1"),
         (2, "list", {"chunks": 2}, {}, "chunks=2 would break the promise"),
         (2, "skipping", {"split": ["tail"]}, {}, "split names 'tail'"),
+        (2, "list", {"chunk_inputs": ["x"]}, {}, "chunk_inputs is .'x'.; expected .* input"),
         (
             2,
             "list",

@@ -15,7 +15,7 @@ SHARDING = ("reshard_after_forward", "shard_placement_fn", "mp_policy", "offload
 OWN_SHARDING = ("wrap", "gather")
 
 #: What strategies that hold one model over several ranks take besides the model.
-_OF_SPREADING = ("chunks", "split", "plan")
+_OF_SPREADING = ("chunks", "chunk_inputs", "split", "plan")
 #: What DataParallel takes as DistributedDataParallel does.
 _SCATTERING = ("device_ids", "output_device", "dim")
 

@@ -170,9 +170,10 @@ class Run(RunProperties):
                 for `fsdp`, `wrap`, which modules are gathered by themselves, `gather`, for how long
                 (`unit` or `batch`), and those of torch's `fully_shard` (`reshard_after_forward`,
                 `shard_placement_fn`, `mp_policy`, `offload_policy`); for `pipeline`, `chunks` in which a
-                batch goes through the stages and `split`, names of the parts that stages begin with;
-                for `tensor`, `plan`, how torch's `parallelize_module` is to cut the model's layers; for
-                the exchange `powersgd`, those of torch's `PowerSGDState`. More in the manual, "Strategies".
+                batch goes through the stages, `chunk_inputs`, arguments that have one row per sample, and
+                `split`, names of the parts that stages begin with; for `tensor`, `plan`, how torch's
+                `parallelize_module` is to cut the model's layers; for the exchange `powersgd`, those of
+                torch's `PowerSGDState`. More in the manual, "Strategies".
 
         Returns:
             What the script is to call: the module itself; with `dp` on GPUs a wrapper that looks like it.

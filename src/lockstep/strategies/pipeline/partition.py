@@ -1,6 +1,6 @@
-"""Cutting a model into stages: neighbouring pieces of its forward pass, each for one rank.
+"""Cutting a model into stages, one for each rank.
 
-A row of modules is cut between its modules, any other model where its forward pass allows it.
+A row of modules is cut between its modules, any other model where its forward pass allows it (`trace.py`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import nn
 
 from lockstep.errors import ModelError, UsageError
 from lockstep.layout.cut import balance
-from lockstep.strategies.stage import Program, Stage, check_order, find, weight
-from lockstep.strategies.traced import cut_traced
+from lockstep.strategies.pipeline.stage import Program, Stage, find, pieces_from, weight
+from lockstep.strategies.pipeline.trace import cut_traced
 
 
 def cut(module: nn.Module, count: int, split: Sequence[str] | None) -> Program:
@@ -47,9 +47,6 @@ def cut(module: nn.Module, count: int, split: Sequence[str] | None) -> Program:
     return program
 
 
-# --- a row of modules ------------------------------------------------------------------------------
-
-
 class _Call(nn.Module):
     """The modules of one stage of a row."""
 
@@ -76,10 +73,7 @@ def _cut_row(module: nn.Module, count: int, split: Sequence[str] | None) -> Prog
     if split is None:
         pieces = balance([weight(part) for part in parts], count)
     else:
-        starts = [0, *(find(name, names) for name in split)]
-        pieces = [range(a, b) for a, b in zip(starts, [*starts[1:], len(parts)], strict=True)]
-        check_order(pieces, split)
-    signature = inspect.signature(module.forward)
+        pieces = pieces_from([0, *(find(name, names) for name in split)], len(parts), split)
     stages = [
         Stage(
             _Call([parts[place] for place in piece]),
@@ -91,7 +85,7 @@ def _cut_row(module: nn.Module, count: int, split: Sequence[str] | None) -> Prog
         )
         for number, piece in enumerate(pieces)
     ]
-    return Program(tuple(stages), signature, {"input": "value0"}, {})
+    return Program(tuple(stages), inspect.signature(module.forward), {"input": "value0"}, {})
 
 
 def _check_shared(module: nn.Module, program: Program) -> None:

@@ -10,8 +10,8 @@ import torch
 
 from lockstep.errors import MismatchError, ModelError, PeerError
 from lockstep.record.report import is_consequence
-from lockstep.strategies import consistency, p2p
-from lockstep.strategies.consistency import Calls, describe, fingerprint, revive
+from lockstep.strategies.pipeline import consistency, p2p
+from lockstep.strategies.pipeline.consistency import Calls, describe, fingerprint, revive
 
 
 class OddError(KeyError):

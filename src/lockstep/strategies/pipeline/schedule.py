@@ -13,7 +13,7 @@ that does not come, and all of them raise, as a script may catch it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
@@ -24,10 +24,10 @@ from torch.autograd.graph import get_gradient_edge
 from lockstep.data.randomness import Generators, States, set_generators, set_key, undisturbed
 from lockstep.errors import ModelError, StepError
 from lockstep.layout.keys import FORWARD, derive
-from lockstep.strategies.chunks import merge, put_together, sizes_of
-from lockstep.strategies.consistency import Calls, describe, fingerprint, revive
-from lockstep.strategies.p2p import Message, Row, assemble, dismantle
-from lockstep.strategies.stage import Program, Stage
+from lockstep.strategies.pipeline import chunks as chunking
+from lockstep.strategies.pipeline.consistency import Calls, describe, fingerprint, revive
+from lockstep.strategies.pipeline.p2p import Message, Row, assemble, dismantle
+from lockstep.strategies.pipeline.stage import Program, Stage
 
 Values = dict[str, Any]
 Gradients = list[torch.Tensor | None]
@@ -86,7 +86,7 @@ class Schedule:
     Args:
         program: the model's stages; this rank needs its own alone.
         row: the ranks that have one each.
-        chunks: in how many parts a batch goes through the stages.
+        chunks: in how many parts a batch goes through the stages, and the arguments that are cut for it.
         calls: compares passes with those of the other ranks.
 
     Attributes:
@@ -95,8 +95,11 @@ class Schedule:
         drawn: called when a chunk has drawn, on any rank.
     """
 
-    def __init__(self, program: Program, row: Row, chunks: int, calls: Calls) -> None:
-        self.program, self.row, self.chunks, self.calls = program, row, chunks, calls
+    def __init__(
+        self, program: Program, row: Row, chunks: tuple[int, Sequence[str] | None], calls: Calls
+    ) -> None:
+        self.program, self.row, self.calls = program, row, calls
+        self.chunks, self.chunk_inputs = chunks
         self.leaf = torch.zeros((), requires_grad=True)
         self._end = get_gradient_edge(self.leaf).node
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -157,12 +160,12 @@ class _Passing:
 
     def __init__(self, flow: Schedule, values: Values) -> None:
         self._flow = flow
-        tensors: list[torch.Tensor] = []
-        self._parts = _dismantled(values, tensors)
+        self._parts, tensors, arguments = _dismantled(values, flow.program.inputs)
         self._tensors = tensors
         grad = torch.is_grad_enabled()
         self._given = [p for p, tensor in enumerate(tensors) if grad and tensor.requires_grad]
-        self._sizes = sizes_of(tensors, flow.chunks)
+        self._split = chunking.split(tensors, arguments, flow.chunks, flow.chunk_inputs)
+        self._sizes = self._split.sizes
         self._arrived: list[list[_Arrival]] = []
         self._begun: list[list[_Arrival]] = []
         self._left: list[list[torch.Tensor]] = []
@@ -192,7 +195,7 @@ class _Passing:
         merged = None
         if self._flow.is_last:
             with self._telling():
-                merged = merge(outputs, self._sizes)
+                merged = chunking.merge(outputs, self._sizes)
         return self._share(merged, None)
 
     def _forward_whole(self) -> Message:
@@ -299,14 +302,10 @@ class _Passing:
 
     def _begin(self, chunk: int) -> Values:
         """Return what the call begins with, cut to a chunk."""
-        start = sum(self._sizes[:chunk])
-        size, whole = self._sizes[chunk], sum(self._sizes)
         tensors: list[torch.Tensor] = []
         begun: list[_Arrival] = []
         for place, tensor in enumerate(self._tensors):
-            part = tensor
-            if len(self._sizes) > 1 and tensor.dim() and len(tensor) == whole:
-                part = tensor[start : start + size]
+            part = self._split.part(place, tensor, chunk)
             if place in self._given:
                 part = self._enter(part.detach().clone(), True, begun)
             tensors.append(part)
@@ -383,15 +382,16 @@ class _Passing:
             return returned
         if len(self._sizes) == 1:
             return gradients
-        start, size = sum(self._sizes[:chunk]), self._sizes[chunk]
-        return [None if g is None else g[start : start + size] for g in gradients]
+        return [None if g is None else g.split(self._sizes)[chunk] for g in gradients]
 
     def _gradients_of_inputs(self) -> Gradients:
         """Add up what the stages that took the call's tensors have come to."""
         if not self._given:
             return []
         own = [
-            put_together([begun[place].gradient for begun in self._begun], self._tensors[given])
+            self._split.gradient(
+                given, [begun[place].gradient for begun in self._begun], self._tensors[given]
+            )
             for place, given in enumerate(self._given)
         ]
         names = set(self._flow.program.inputs.values())
@@ -411,15 +411,24 @@ def _nothing() -> None:
     """Where nobody asks whether a chunk has drawn."""
 
 
-def _dismantled(values: Values, tensors: list[torch.Tensor]) -> Values:
+def _dismantled(
+    values: Values, inputs: dict[str, str]
+) -> tuple[Values, list[torch.Tensor], list[str]]:
+    """Return the structure of a call's values, their tensors, and for each the argument that it is in."""
+    tensors: list[torch.Tensor] = []
+    arguments: list[str] = []
+    parts: Values = {}
     try:
-        return {name: dismantle(value, tensors) for name, value in values.items()}
+        for argument, name in inputs.items():
+            parts[name] = dismantle(values[name], tensors)
+            arguments += [argument] * (len(tensors) - len(arguments))
     except ModelError as error:
         raise ModelError(
             "a model in stages was called with something else than tensors and numbers in tuples, lists "
             f"and dictionaries: {error.message.partition(' would')[0]}",
             hint="take it apart in the script, and call the model with its tensors",
         ) from error
+    return parts, tensors, arguments
 
 
 def _pairs(message: Message) -> list[tuple[torch.Tensor, bool]]:

@@ -1,21 +1,17 @@
-"""A model as stages: neighbouring pieces of its forward pass, each for one rank."""
+"""What a stage is: a piece of a model's forward pass, with the values that it takes and gives."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
 from lockstep.errors import ModelError
 
 LIST_HINT = "give run.model a list of modules, one for each stage"
-READS_HINT = (
-    f"{LIST_HINT} (or nn.Sequential), whose parts are called as they are; or a cut that leaves the part "
-    "whole which reads it: split=[…]"
-)
 HINT = f"{LIST_HINT}, or name where to cut: split=[…]"
 
 
@@ -49,13 +45,6 @@ class Stage:
         return f"{names} ({self.bytes / 1e6:.2f} MB)"
 
 
-class Unchanged(Protocol):
-    """Something that has to stay as it was."""
-
-    def check(self) -> None:
-        """Raise an error if it has not."""
-
-
 @dataclass(frozen=True, slots=True)
 class Program:
     """A model as stages.
@@ -65,14 +54,12 @@ class Program:
         signature: of the model's own `forward`.
         inputs: for each argument, its name as a value.
         fixed: arguments that have to have the value that they have by default.
-        reads: what else has to be as it was, where stages were cut from a trace.
     """
 
     stages: tuple[Stage, ...]
     signature: inspect.Signature
     inputs: dict[str, str]
     fixed: dict[str, Any]
-    reads: Unchanged | None = None
 
     def only(self, number: int) -> Program:
         """Return the program with one stage's module: others would keep what they use in memory."""
@@ -86,10 +73,8 @@ class Program:
         """Return the values that a call of the model begins with.
 
         Raises:
-            ModelError: for an argument, or an attribute of the model, that the stages were not cut for.
+            ModelError: for an argument that the stages were not cut for.
         """
-        if self.reads is not None:
-            self.reads.check()
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         for name, value in self.fixed.items():
@@ -108,6 +93,21 @@ def weight(module: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in module.parameters())
 
 
+def pieces_from(starts: Sequence[int], end: int, split: Sequence[str] | None) -> list[range]:
+    """Return neighbouring pieces of `range(end)` that begin at `starts`.
+
+    Raises:
+        ModelError: if one that the user has asked for by `split` is empty.
+    """
+    pieces = [range(a, b) for a, b in zip(starts, [*starts[1:], end], strict=True)]
+    if split is not None and not all(len(piece) for piece in pieces):
+        raise ModelError(
+            f"split is {', '.join(split)}; expected parts in the order in which the model calls them, "
+            "each once and not the first"
+        )
+    return pieces
+
+
 def find(name: str, names: Sequence[str]) -> int:
     """Return the place of a part that the user has named.
 
@@ -119,16 +119,3 @@ def find(name: str, names: Sequence[str]) -> int:
     raise ModelError(
         f"split names {name!r}, and the model has no such part; expected one of {', '.join(names)}"
     )
-
-
-def check_order(pieces: Sequence[range], split: Sequence[str]) -> None:
-    """Refuse cuts between which there is nothing.
-
-    Raises:
-        ModelError: naming them.
-    """
-    if not all(len(piece) for piece in pieces):
-        raise ModelError(
-            f"split is {', '.join(split)}; expected parts in the order in which the model calls them, "
-            "each once and not the first"
-        )

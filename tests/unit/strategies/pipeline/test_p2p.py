@@ -12,8 +12,8 @@ import torch
 
 from lockstep.data.randomness import Generators
 from lockstep.errors import ModelError
-from lockstep.strategies import p2p
-from lockstep.strategies.p2p import Message, assemble, dismantle
+from lockstep.strategies.pipeline import p2p
+from lockstep.strategies.pipeline.p2p import Message, assemble, dismantle
 
 CPU = torch.device("cpu")
 

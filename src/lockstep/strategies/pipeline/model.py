@@ -14,15 +14,16 @@ from torch.optim import Optimizer
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import ExactnessError, ModelError, UsageError
 from lockstep.strategies.buffers import Buffers
-from lockstep.strategies.consistency import OUTSIDE, Calls
+from lockstep.strategies.pipeline.consistency import OUTSIDE, Calls
 from lockstep.strategies.gradient_accumulation import take_gradients
 from lockstep.strategies.model_context import ModelContext
 from lockstep.strategies.norms import each_norm, total_norm
-from lockstep.strategies.p2p import Row
+from lockstep.strategies.pipeline.p2p import Row
 from lockstep.strategies.reducer import Reducer, make_sums
 from lockstep.strategies.rng import draws, looks_at_batches
-from lockstep.strategies.schedule import Schedule
-from lockstep.strategies.stages import cut
+from lockstep.strategies.pipeline.schedule import Schedule
+from lockstep.strategies.pipeline.partition import cut
+from lockstep.strategies.pipeline.stage import Program
 from lockstep.strategies.wrapped_model import WrappedModel
 
 
@@ -180,7 +181,7 @@ def hold_pipelined(
     Args:
         module: the model, the same on all ranks, not on their device yet.
         holding: where it is to live.
-        settings: `chunks` and `split`, where the user has given them.
+        settings: `chunks`, `chunk_inputs` and `split`, where the user has given them.
 
     Raises:
         UsageError: if stages don't fit the ranks, or the exchange cannot serve them.
@@ -191,6 +192,7 @@ def hold_pipelined(
     row = Row(holding.mesh.get_group("model"), holding.device)
     chunks = _chunks(settings.get("chunks"), row.size, exact=holding.exact)
     program = cut(module, row.size, settings.get("split"))
+    inputs = _chunk_inputs(settings.get("chunk_inputs"), program)
     stages = "; ".join(map(str, program.stages))
     holding.say(
         f"lockstep: {type(module).__name__} in {row.size} stages: {stages}; "
@@ -206,9 +208,8 @@ def hold_pipelined(
     own = [p for p in module.parameters() if p.requires_grad and not p.is_meta]
     sums = make_sums(own, holding, row.rank)
     calls = Calls(row, holding.number, type(module).__name__)
-    return PipelinedModel(
-        module, holding, Schedule(program.only(row.rank), row, chunks, calls), sums
-    )
+    flow = Schedule(program.only(row.rank), row, (chunks, inputs), calls)
+    return PipelinedModel(module, holding, flow, sums)
 
 
 def _chunks(asked: Any, stages: int, *, exact: bool) -> int:
@@ -223,6 +224,16 @@ def _chunks(asked: Any, stages: int, *, exact: bool) -> int:
             hint="chunks=1, or say exact=False to the run (lockstep run --no-exact)",
         )
     return asked
+
+
+def _chunk_inputs(asked: Any, program: Program) -> Sequence[str] | None:
+    known = list(program.inputs)
+    if asked is not None and (isinstance(asked, str) or not set(asked) <= set(known)):
+        raise UsageError(
+            f"chunk_inputs is {asked!r}; expected a list of names of forward's arguments: "
+            f"{', '.join(known)}"
+        )
+    return asked  # type: ignore[no-any-return]
 
 
 def _keep(module: nn.Module, held: set[int], device: torch.device) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lockstep.errors import LockstepError, MismatchError, PeerError
-from lockstep.strategies.p2p import Row
+from lockstep.strategies.pipeline.p2p import Row
 
 #: Where a model is called that is called outside of all loops.
 OUTSIDE = "outside of a loop"
@@ -21,7 +21,7 @@ _COMPARED = 4096
 #: Bytes of a script's name that are told: a message has room for some 500 in all.
 _NAMED = 80
 #: Code that is not the script's.
-_OTHERS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), "<frozen ")
+_OTHERS = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent), "<frozen ")
 _HINT = (
     "all ranks of a model must call it alike, with the same input: no call may stand under an `if` that "
     "depends on the rank or on one rank's values"
