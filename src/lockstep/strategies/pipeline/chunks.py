@@ -40,7 +40,9 @@ class Split:
             return None
         if place in self.cut:
             pairs = zip(parts, whole.split(self.sizes), strict=True)
-            return torch.cat([torch.zeros_like(own) if part is None else part for part, own in pairs])
+            return torch.cat(
+                [torch.zeros_like(own) if part is None else part for part, own in pairs]
+            )
         total = found[0]
         for part in found[1:]:
             total = total + part

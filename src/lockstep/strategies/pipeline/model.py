@@ -14,16 +14,16 @@ from torch.optim import Optimizer
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import ExactnessError, ModelError, UsageError
 from lockstep.strategies.buffers import Buffers
-from lockstep.strategies.pipeline.consistency import OUTSIDE, Calls
 from lockstep.strategies.gradient_accumulation import take_gradients
 from lockstep.strategies.model_context import ModelContext
 from lockstep.strategies.norms import each_norm, total_norm
+from lockstep.strategies.pipeline.consistency import OUTSIDE, Calls
 from lockstep.strategies.pipeline.p2p import Row
+from lockstep.strategies.pipeline.partition import cut
+from lockstep.strategies.pipeline.schedule import Schedule
+from lockstep.strategies.pipeline.stage import Program
 from lockstep.strategies.reducer import Reducer, make_sums
 from lockstep.strategies.rng import draws, looks_at_batches
-from lockstep.strategies.pipeline.schedule import Schedule
-from lockstep.strategies.pipeline.partition import cut
-from lockstep.strategies.pipeline.stage import Program
 from lockstep.strategies.wrapped_model import WrappedModel
 
 

@@ -63,7 +63,9 @@ def test_outputs_are_put_together() -> None:
     parts = [{"y": X[:3].requires_grad_(), "n": 1}, {"y": X[3:], "n": 1}]
     whole = merge(parts, [3, 1])
     assert torch.equal(whole["y"], X)
-    with pytest.raises(ModelError, match=r"shape \(4, 3\) for a chunk of 2 samples; expected one row"):
+    with pytest.raises(
+        ModelError, match=r"shape \(4, 3\) for a chunk of 2 samples; expected one row"
+    ):
         merge([X, X], [2, 2])
     with pytest.raises(ModelError, match="outputs of different forms"):
         merge([(X,), [X]], [4, 4])

@@ -1,4 +1,4 @@
-"""A graph of a forward pass computes what the forward pass would, or says that it would not, where that shows."""
+"""A graph of a forward pass computes what the forward pass would; what it is seen not to do is refused."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ class Wrapped(nn.Module):
     ],
 )
 def test_a_part_that_cannot_be_traced_stays_whole(act: Any) -> None:
-    before = Generators.now()
-    program = cut(Wrapped(Block(act)), 2, None)
+    module, before = Wrapped(Block(act)), Generators.now()
+    program = cut(module, 2, None)
     assert names(program) == [("part", "part"), ("head", "head")]
     assert Generators.now().since(before) is None
