@@ -47,9 +47,9 @@ with lockstep.Run("fails", replicas=1, strategy="pipeline", progress=False) as r
 @pytest.mark.parametrize(
     ("how", "match"),
     [
-        ("forward", r"rank 1 failed.*ValueError: no output today"),
-        ("backward", r"rank 1 failed.*ValueError: no gradient today"),
-        ("dies", r"rank 1 failed.*exit code 3"),
+        ("forward", r"rank 1 of 3 failed on .*ValueError: no output today"),
+        ("backward", r"rank 1 of 3 failed on .*ValueError: no gradient today"),
+        ("dies", r"rank 1 of 3 failed on .*exit code 3"),
     ],
 )
 def test_a_stage_that_fails_alone_is_named(lockstep: Lockstep, how: str, match: str) -> None:

@@ -29,7 +29,7 @@ class Split:
 
     def part(self, place: int, tensor: torch.Tensor, chunk: int) -> torch.Tensor:
         """Return what one chunk gets of the tensor at `place`."""
-        return tensor.split(self.sizes)[chunk] if place in self.cut else tensor
+        return torch.split(tensor, self.sizes)[chunk] if place in self.cut else tensor
 
     def gradient(
         self, place: int, parts: Sequence[torch.Tensor | None], whole: torch.Tensor
@@ -39,7 +39,7 @@ class Split:
         if not found:
             return None
         if place in self.cut:
-            pairs = zip(parts, whole.split(self.sizes), strict=True)
+            pairs = zip(parts, torch.split(whole, self.sizes), strict=True)
             return torch.cat(
                 [torch.zeros_like(own) if part is None else part for part, own in pairs]
             )

@@ -233,7 +233,7 @@ def _chunk_inputs(asked: Any, program: Program) -> Sequence[str] | None:
             f"chunk_inputs is {asked!r}; expected a list of names of forward's arguments: "
             f"{', '.join(known)}"
         )
-    return asked  # type: ignore[no-any-return]
+    return None if asked is None else list(asked)
 
 
 def _keep(module: nn.Module, held: set[int], device: torch.device) -> None:

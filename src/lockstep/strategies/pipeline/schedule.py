@@ -382,7 +382,7 @@ class _Passing:
             return returned
         if len(self._sizes) == 1:
             return gradients
-        return [None if g is None else g.split(self._sizes)[chunk] for g in gradients]
+        return [None if g is None else torch.split(g, self._sizes)[chunk] for g in gradients]
 
     def _gradients_of_inputs(self) -> Gradients:
         """Add up what the stages that took the call's tensors have come to."""
