@@ -169,11 +169,10 @@ class Run(RunProperties):
                 every layout, used where the model is held so. Those of another strategy have no effect:
                 for `fsdp`, `wrap`, which modules are gathered by themselves, `gather`, for how long
                 (`unit` or `batch`), and those of torch's `fully_shard` (`reshard_after_forward`,
-                `shard_placement_fn`, `mp_policy`, `offload_policy`); for `pipeline`, `chunks` in which a
-                batch goes through the stages, `chunk_inputs`, arguments that have one row per sample, and
-                `split`, names of the parts that stages begin with; for `tensor`, `plan`, how torch's
-                `parallelize_module` is to cut the model's layers; for the exchange `powersgd`, those of
-                torch's `PowerSGDState`. More in the manual, "Strategies".
+                `shard_placement_fn`, `mp_policy`, `offload_policy`); for `pipeline`, `chunks`,
+                `chunk_inputs` and `split`: parts of a batch, arguments with one row per sample, where stages
+                begin; for `tensor`, `plan`, how torch's `parallelize_module` is to cut the model's layers;
+                for the exchange `powersgd`, those of torch's `PowerSGDState`. See the manual, "Strategies".
 
         Returns:
             What the script is to call: the module itself; with `dp` on GPUs a wrapper that looks like it.
