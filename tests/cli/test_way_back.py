@@ -75,8 +75,25 @@ with lockstep.Run("names", replicas=2, progress=False) as run:
     assert run.step == 12, run.step
 """
 
+DIGESTS = """
+with lockstep.Run("digests", replicas=2, progress=False) as run:
+    model, optimizer, train = start(run)
+    total = run.register("total", Box())
+    for epoch in run.epochs(3):
+        for x, y in train:
+            run.backward(F.cross_entropy(model(x), y))
+            before = run.digest()
+            optimizer.step()
+            optimizer.zero_grad()
+        total.value += int(before[7:15], 16) / 2**20
+"""
 
-@pytest.mark.parametrize(("script", "last"), [(METRICS, 11), (NAMES, 10)], ids=["metrics", "names"])
+
+@pytest.mark.parametrize(
+    ("script", "last"),
+    [(METRICS, 11), (NAMES, 10), (DIGESTS, 8)],
+    ids=["metrics", "names", "digests"],
+)
 @pytest.mark.ranks(2)
 def test_interrupted_anywhere(lockstep, script, last):
     place = lockstep.script(HEAD + script)

@@ -87,6 +87,26 @@ class Metrics:
         gathered: torch.Tensor = self._compute("run.gather", items, seen)
         return gathered
 
+    def once(self, call: str, compute: Callable[[], str]) -> str:
+        """Return what `compute` does; on the way back, what it returned when the script was here first.
+
+        On a rank's earlier microbatches the call is another one: only ranks with several replicas make it.
+        """
+        loop = self._loop
+        if loop.closed:
+            return compute()
+        event = loop.track.metric_begins(call if loop.acts_now() else f"{call}, earlier microbatch")
+        if event.done:
+            loop.arrive()
+            return str(event.value)
+        try:
+            value = compute()
+        except BaseException:
+            loop.track.metric_left(event)
+            raise
+        loop.track.metric_ends(event, value, None)
+        return value
+
     def _columns(self) -> Columns:
         return Columns(self._replicas, self._block, self._group)
 

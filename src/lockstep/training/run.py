@@ -404,8 +404,8 @@ class Run(RunProperties):
             return self._end  # the other ranks, which hold the rest of the models, have left
         if self._session.state.is_split:
             self._loop.require_meeting_point("run.digest")
-        self._loop.come_together()
-        return self._session.digest()
+        # On the way back models hold the state that is restored, and not the one that is asked for.
+        return self._metrics.once("run.digest", self._session.digest)
 
     def export(self, path: str | Path, model: nn.Module | None = None) -> None:
         """Write a model's plain `state_dict`, without wrappers' prefixes, on the main rank.

@@ -320,6 +320,7 @@ class Session:
 
     def digest(self) -> str:
         """Return the digest of all models and registered objects."""
+        self.loop.come_together()
         if self.loop.microbatch is None:
             self.loop.settle()
         return digest(self.state.parts().values())

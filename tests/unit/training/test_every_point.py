@@ -338,6 +338,32 @@ def by_decisions(run: lockstep.Run) -> None:
         optimizer.zero_grad()
 
 
+def by_digests(run: lockstep.Run) -> None:
+    """Digests of weights before an update, between epochs and around all are used after their batch."""
+    model = run.model(net())
+    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
+    train, seen = run.loader(data(12), batch_size=4, shuffle=True), run.register("seen", Best())
+    first = run.digest()
+
+    def epoch() -> str:
+        for x, y in train:
+            run.backward(F.cross_entropy(model(x), y))
+            before = run.digest()
+            optimizer.step()
+            optimizer.zero_grad()
+            after = run.digest()
+        return before + after
+
+    for _ in run.epochs(3):
+        at_begin = run.digest()
+        for text in (first, at_begin, epoch(), run.digest()):
+            seen.value += int(text[-8:], 16) / 2**20 + int(text[7:15], 16) / 2**20
+        run.save()
+    seen.value += int(at_begin[7:15], 16) / 2**20
+    for text in (epoch(), run.digest()):
+        seen.value += int(text[7:15], 16) / 2**20
+
+
 def train(script: Callable[[lockstep.Run], None], directory: Path, number: int) -> tuple[str, int]:
     replicas = 1 if script in (by_steps, by_names) else 2
     with lockstep.Run(
@@ -359,6 +385,7 @@ def train(script: Callable[[lockstep.Run], None], directory: Path, number: int) 
         by_metrics,
         by_names,
         by_decisions,
+        by_digests,
     ],
 )
 def test_from_every_point(script, tmp_path, monkeypatch, capsys):
