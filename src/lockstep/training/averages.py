@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.data.microbatch import Microbatch
 from lockstep.strategies.followed import FollowedModule
 from lockstep.strategies.model_context import ModelContext
 from lockstep.strategies.wrapped_model import WrappedModel
 from lockstep.training.heartbeat import Heartbeat
+from lockstep.training.listeners import Listener
 
 #: Frames between a loop that begins and torch's function: those of the loader, and what is put around it.
 _DEPTH = 16
 
 
-class Averages:
+class Averages(Listener):
     """Follows modules, so that their buffers are replica 0's on every rank.
 
     Args:
@@ -68,12 +68,6 @@ class Averages:
             followed = self._passing.pop()
             followed.leave()
             self.followed.remove(followed)
-
-    def microbatch_begins(self, microbatch: Microbatch) -> None:
-        """The loop has come to another microbatch: nothing to do."""
-
-    def step_ends(self, step: int, microbatch: Microbatch) -> None:
-        """A step has ended: nothing to do."""
 
 
 def _share_parts(module: nn.Module, known: Sequence[WrappedModel | FollowedModule]) -> bool:

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from lockstep.errors import StepError
 from lockstep.layout.tree import total
-from lockstep.training.serialization import gather_bytes
 
 Addend = torch.Tensor | float | int
 
@@ -132,3 +131,18 @@ def _check_shapes(name: str, shapes: list[tuple[int, ...] | None]) -> None:
         raise StepError(
             f"run.sum was given values{what} of the shapes {shapes[0]} and {other}; expected one shape"
         )
+
+
+def gather_bytes(data: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    """Return what every rank has given, in rank order."""
+    size = dist.get_world_size(group)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor([len(data)]), group=group)
+    longest = max(int(length) for length in lengths)
+    own = torch.zeros(longest, dtype=torch.uint8)
+    own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    parts = [torch.zeros_like(own) for _ in range(size)]
+    dist.all_gather(parts, own, group=group)
+    return [
+        part[: int(length)].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)
+    ]

@@ -1,12 +1,101 @@
-"""Whether all ranks end with the same bits."""
+"""Whether all ranks hold the same: the data of each loader in its first loop, and all bits at the end.
+
+A script that draws a split or an order before its run, without a seed, gives each rank another one. Each
+rank compares itself with rank 0, which does not wait.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 
-from lockstep.errors import DivergenceError
+from lockstep.data.sources import Tell
+from lockstep.errors import DivergenceError, PeerError
 from lockstep.world.meet import Meeting
+from lockstep.world.waiting import await_any
+
+#: What is compared, in this order, and how a difference is said.
+_WORDS = {
+    "kind": "rank 0 has data of the kind {theirs}, rank {rank} of the kind {own}",
+    "length": "rank 0 has {theirs} samples, rank {rank} has {own}",
+    "indices": "the indices of the Subset on rank {rank} are not those on rank 0",
+    "subset": "the indices of the subset on rank {rank} are not those on rank 0",
+    "sampler": "the indices of the sampler on rank {rank} are not those on rank 0",
+    "values": "the values of the dataset on rank {rank} are not those on rank 0",
+    "order": "the sampler on rank {rank} draws another order than on rank 0",
+    "samples": "samples {shown} on rank {rank} are not those on rank 0",
+}
+_HINT = (
+    "draw what makes the data (random_split, shuffle, permutation) inside `with lockstep.Run(…)`, or seed "
+    "before: torch.manual_seed, numpy.random.seed, random.seed"
+)
+#: How long a rank waits for rank 0 to come to the loop, too.
+_SECONDS = 20.0
+_OWN_GENERATOR = (
+    "; a dataset that draws by a generator of its own is not set by the run's seed, and exact=False passes "
+    "over these samples"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SameData:
+    """Compares the data of loaders with the data of rank 0.
+
+    Attributes:
+        meeting: with the other ranks.
+        exact: whether values count, and not only what they are chosen by.
+    """
+
+    meeting: Meeting
+    exact: bool
+
+    def check_of(self, loader: int) -> Tell | None:
+        """Return what compares the data of loader number `loader`; `None` on a single rank."""
+        return None if self.meeting.world.size == 1 else partial(self._compare, loader)
+
+    def _compare(self, loader: int, own: dict[str, str]) -> None:
+        """Compare what this rank holds; rank 0 says what it holds, and goes on.
+
+        Raises:
+            DivergenceError: if it is something else than on rank 0.
+            PeerError: if the store is gone.
+        """
+        key, store, rank = f"data/{loader}", self.meeting.store, self.meeting.world.rank
+        if rank == 0:
+            store.set(key, json.dumps(own))
+            return
+        # Where rank 0 is in another call, that is what has to be told: whatever comes next does.
+        try:
+            is_there = await_any(store, [["failed"], [key]], _SECONDS) == 1
+        except RuntimeError as error:
+            raise PeerError(f"the store is gone, and the rank that hosts it: {error}") from error
+        if is_there:
+            self._check(loader, own, json.loads(store.get(key)))
+
+    def _check(self, loader: int, own: Mapping[str, str], theirs: Mapping[str, str]) -> None:
+        name = differing(own, theirs, values=self.exact)
+        if name is None:
+            return
+        seen = _WORDS[name].format(
+            own=own.get(name),
+            theirs=theirs.get(name),
+            rank=self.meeting.world.rank,
+            shown=own.get("shown"),
+        )
+        raise DivergenceError(
+            f"loader {loader} ({own['kind']}): {seen}; expected the same data on all ranks",
+            hint=_HINT + (_OWN_GENERATOR if name == "samples" else ""),
+        )
+
+
+def differing(
+    own: Mapping[str, str], theirs: Mapping[str, str], *, values: bool = True
+) -> str | None:
+    """Return the name of the first thing that differs; of values only where they count."""
+    names = [name for name in _WORDS if values or name not in ("values", "samples")]
+    return next((name for name in names if own.get(name) != theirs.get(name)), None)
 
 
 def check_same(

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from lockstep.checkpoint.shared_memory import AFTER_RUN, MEETINGS, Slot
 from lockstep.data.microbatch import Microbatch
 from lockstep.record import stacks
+from lockstep.training.listeners import Listener
 
 #: What a rank is in: which batch of which loop, and the models that a backward pass goes through.
 Detail = tuple[int, ...]
@@ -37,7 +38,7 @@ class Call(NamedTuple):
     detail: Detail
 
 
-class Heartbeat:
+class Heartbeat(Listener):
     """Where this rank stands.
 
     Args:

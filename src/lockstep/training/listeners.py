@@ -8,7 +8,7 @@ from lockstep.data.microbatch import Microbatch
 
 
 class Listener(Protocol):
-    """Who is told of steps and loops: records and the watch over other ranks."""
+    """Is told of steps and loops; a subclass says what it does with those that it needs."""
 
     def step_ends(self, step: int, microbatch: Microbatch) -> None:
         """Step number `step` (counted from 1) has updated the parameters."""

@@ -6,6 +6,8 @@ that goes on after a crash finds the values that it had.
 
 from __future__ import annotations
 
+import json
+import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -17,14 +19,14 @@ import torch.distributed as dist
 from lockstep.checkpoint.position import MetricEvent
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import StepError
-from lockstep.training.columns import Columns
+from lockstep.training.columns import Columns, gather_bytes
 from lockstep.training.loop import Loop
-from lockstep.training.serialization import gather_bytes, pack, unpack
 
 Value = torch.Tensor | float | int | bool
 #: What a metric may be computed from, one per microbatch; in `run.mean` also with what it weighs.
 Item = Value | tuple[Value, Value]
 Number = float | int
+_LENGTH = struct.Struct("<I")
 
 
 def _alone(_call: str) -> AbstractContextManager[None]:
@@ -360,3 +362,31 @@ def _copy(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.clone()
     return {name: _copy(one) for name, one in value.items()} if isinstance(value, dict) else value
+
+
+def pack(tensors: Sequence[torch.Tensor]) -> bytes:
+    """Return `tensors` as bytes: a JSON header with types and shapes, and the elements."""
+    kinds = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
+    header = json.dumps(kinds).encode()
+    return b"".join([_LENGTH.pack(len(header)), header, *map(_elements, tensors)])
+
+
+def unpack(data: bytes) -> list[torch.Tensor]:
+    """Return the tensors that `pack` has made bytes of."""
+    (length,) = _LENGTH.unpack_from(data)
+    offset = _LENGTH.size + length
+    tensors = []
+    for name, shape in json.loads(data[_LENGTH.size : offset]):
+        dtype = getattr(torch, name)
+        size = torch.Size(shape).numel() * dtype.itemsize
+        tensor = torch.empty(shape, dtype=dtype)
+        if size:
+            part = torch.frombuffer(bytearray(data[offset : offset + size]), dtype=torch.uint8)
+            tensor.view(-1).copy_(part.view(dtype))
+        tensors.append(tensor)
+        offset += size
+    return tensors
+
+
+def _elements(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -21,13 +21,12 @@ from lockstep.settings import OF_SCRIPTS, Settings, from_environment
 from lockstep.training import optimizers
 from lockstep.training.backward import Backward
 from lockstep.training.batchnorm import synchronise
-from lockstep.training.excepthook import show_plainly
-from lockstep.training.explained import explained
 from lockstep.training.loaders import Loaders
 from lockstep.training.memory_stats import footprint
 from lockstep.training.metrics import Item, Metrics, Value
 from lockstep.training.models import Models
 from lockstep.training.run_properties import RunProperties
+from lockstep.training.script_errors import explained, show_plainly
 from lockstep.training.session import Session
 from lockstep.world.detect import given
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import NonFiniteLossError
 from lockstep.strategies.wrapped_model import WrappedModel
+from lockstep.training.listeners import Listener
 
 #: The defaults of torch.amp.GradScaler; powers of two, so that scaling changes no bit but the exponent's.
 FIRST = 65536.0
@@ -33,7 +34,7 @@ LEAST = 2.0**-14
 _MOST = 2.0**100
 
 
-class Scaler:
+class Scaler(Listener):
     """Scales losses, divides gradients by as much, and says which steps are left out.
 
     Args:
@@ -130,15 +131,6 @@ class Scaler:
         self._found.clear()
         if self.scale != before:
             self._log({"scale": self.scale})
-
-    def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
-        """A loop over a loader begins: nothing to do."""
-
-    def microbatch_begins(self, microbatch: Microbatch) -> None:
-        """The loop has come to another microbatch: nothing to do."""
-
-    def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
-        """A loop over a loader is over: nothing to do."""
 
     # --- state -----------------------------------------------------------------------------------
 

@@ -32,14 +32,14 @@ from lockstep.settings import Settings
 from lockstep.strategies.model_context import ModelContext
 from lockstep.strategies.precision import check_precision
 from lockstep.strategies.wrapped_model import WrappedModel
-from lockstep.training import opening
+from lockstep.training import fingerprint
 from lockstep.training import parallel_dims as dims
 from lockstep.training.averages import Averages
 from lockstep.training.checkpointing import Checkpointing
-from lockstep.training.collective_check import CollectiveCheck
+from lockstep.training.collective_check import CollectiveCheck, RankOrder
 from lockstep.training.continuation import Continuation
 from lockstep.training.digest import digest
-from lockstep.training.divergence import check_same
+from lockstep.training.divergence import SameData, check_same
 from lockstep.training.faults import Faults
 from lockstep.training.fingerprint import describe, method_of
 from lockstep.training.heartbeat import Heartbeat
@@ -47,9 +47,7 @@ from lockstep.training.listeners import Listener
 from lockstep.training.loop import Loop
 from lockstep.training.memory import Memory, find_slot
 from lockstep.training.preemption import Preempted, Signals
-from lockstep.training.rank_order import RankOrder
-from lockstep.training.resume_info import launch_of, recall
-from lockstep.training.same_data import SameData
+from lockstep.training.resume import launch_of, recall
 from lockstep.training.scaling import Scaler
 from lockstep.training.state import State
 from lockstep.training.threads import set_threads
@@ -305,11 +303,11 @@ class Session:
         name = self.settings.name
         exchange = "" if self.group is None else f", exchange {self.exchange}"
         self.record.say(
-            f"{opening.title(name, self.exactness, self.replicas, self.world.size)}, {self.device.type}"
+            f"{fingerprint.title(name, self.exactness, self.replicas, self.world.size)}, {self.device.type}"
             f"{exchange}, threads {self.threads}, {self.record.shown_directory}{self.record.origin}"
         )
         if self._says_replicas is None and self.replicas > 1:
-            self.record.say(opening.unset(name, self.replicas))
+            self.record.say(fingerprint.unset(name, self.replicas))
 
     # --- what the run asks for -------------------------------------------------------------------
 

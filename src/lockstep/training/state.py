@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.utils import prune
 from torch.optim import Optimizer
 
 from lockstep.checkpoint import state_codec
 from lockstep.errors import CheckpointError, ModelError
 from lockstep.strategies.wrapped_model import WrappedModel
-from lockstep.training.groups import add_missing, names_of
-from lockstep.training.pruned import prune_alike, unpruned
 from lockstep.training.scaling import Scaler
 
 #: Where in what is saved the values of metrics are that are tensors.
@@ -24,6 +24,8 @@ _OF_MODELS = ("models", "gradients")
 #: Bytes up to which the state of a registered object is kept as it was when the epoch began: counters and
 #: best values, not averages of weights.
 _SMALL = 1 << 16
+#: For each group its parameters: the number of the model, and the name there.
+_Names = list[list[tuple[int, str]]]
 
 
 class State:
@@ -187,15 +189,15 @@ class State:
         for number, model in enumerate(self.models):
             own = saved.get(str(number), {})
             if whole:
-                prune_alike(model.module, own)
-            if whole or not unpruned(model.module, own):
+                _prune_alike(model.module, own)
+            if whole or not _unpruned(model.module, own):
                 loaders[str(number)] = model.load
         return loaders
 
     def _added_groups(self) -> dict[str, Any]:
         """Return what the groups hold of those optimizers to which some were added."""
         return {
-            str(number): names_of(optimizer, self.models)
+            str(number): _names_of(optimizer, self.models)
             for number, optimizer in enumerate(self.optimizers)
             if len(optimizer.param_groups) > self._groups[number]
         }
@@ -203,7 +205,7 @@ class State:
     def _loader(self, optimizer: Optimizer, groups: Any) -> Callable[[Any], object]:
         def load(state: Any) -> None:
             if groups is not None:
-                add_missing(optimizer, groups, self.models)
+                _add_missing(optimizer, groups, self.models)
             holder = self._holder(optimizer)
             if holder is None:
                 optimizer.load_state_dict(state)
@@ -306,3 +308,42 @@ def _load(
                 f"{what} {name} does not take its saved state: {error}",
                 hint="a run continues with the script that it began with; --fresh begins anew",
             ) from error
+
+
+# --- what a script changes while it trains: added groups, pruned parameters ------------------------
+
+
+def _names_of(optimizer: Optimizer, models: Sequence[WrappedModel]) -> _Names:
+    """Return what the groups of `optimizer` hold."""
+    named = {
+        id(p): (number, name)
+        for number, model in enumerate(models)
+        for name, p in model.module.named_parameters()
+    }
+    return [[named[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def _add_missing(optimizer: Optimizer, names: _Names, models: Sequence[WrappedModel]) -> None:
+    """Add the groups that `optimizer` had when its state was saved, with the settings of new ones.
+
+    Raises:
+        KeyError: if a model has no such parameter.
+    """
+    parameters = [dict(model.module.named_parameters()) for model in models]
+    for group in names[len(optimizer.param_groups) :]:
+        own = [parameters[number][name] for number, name in group]
+        optimizer.add_param_group({"params": own})
+
+
+def _unpruned(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
+    """Return the parameters of `module` that are pruned in `state`, a `state_dict`, and not yet here."""
+    masked = [name.removesuffix("_mask") for name in state if name.endswith("_mask")]
+    own = dict(module.named_parameters()) if masked else {}
+    return [name for name in masked if name in own and f"{name}_orig" in state]
+
+
+def _prune_alike(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Prune what is pruned in `state`."""
+    for name in _unpruned(module, state):
+        part, _, own = name.rpartition(".")
+        prune.custom_from_mask(module.get_submodule(part), own, state[f"{name}_mask"])  # type: ignore[no-untyped-call]

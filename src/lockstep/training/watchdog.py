@@ -12,6 +12,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import FrameType
@@ -21,9 +22,9 @@ import torch.distributed as dist
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import EarlyExitError, LockstepError, PeerError
 from lockstep.record import stacks
+from lockstep.training.collective_check import WaitingRank, mismatch
 from lockstep.training.heartbeat import Heartbeat
-from lockstep.training.liveness import Liveness
-from lockstep.training.mismatch import WaitingRank, mismatch
+from lockstep.training.listeners import Listener
 from lockstep.world.meet import Meeting
 
 _LOOK_SECONDS = 1.0
@@ -33,9 +34,16 @@ _CLOSE_SECONDS = 2.0
 _PATIENT_LOOKS = 3
 #: Ranks that each rank compares itself with: the next ones. If any two differ, so do two in a row.
 _COMPARED = 8
+#: Seconds between two signs of life that a rank gives where no launcher of ours watches.
+EVERY = 5.0
+#: Seconds of silence after which a rank counts as lost. Code that keeps the interpreter's lock for long,
+#: such as reading one huge file of JSON, is silent too.
+SILENCE = 120.0
+#: The longest time between two looks that counts: a rank that was stopped has heard nothing meanwhile.
+_LONGEST_LOOK = 2 * EVERY
 
 
-class Watchdog:
+class Watchdog(Listener):
     """Publishes where this rank leaves loops and waits, and looks where the others do.
 
     Args:
@@ -121,9 +129,6 @@ class Watchdog:
             yield
         finally:
             self._row = before
-
-    def step_ends(self, step: int, microbatch: Microbatch) -> None:
-        """The parameters have been updated."""
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
         """A loop over a loader is over."""
@@ -257,6 +262,52 @@ class Watchdog:
         """Stop looking; a look that is under way has no effect any more."""
         self._stop.set()
         self._thread.join(_CLOSE_SECONDS)
+
+
+class Liveness:
+    """Signs of life between ranks that no launcher of ours watches.
+
+    Each rank writes a number now and then, and looks at that of the next rank. A silent one is noticed by
+    the one before it; what that one says ends all others, so that a look costs the same for any size.
+
+    Args:
+        store: where ranks write them.
+        rank: this rank.
+        size: number of ranks.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self._store = store
+        self._own = f"alive/{rank}"
+        self._rank = (rank + 1) % size
+        self._next = f"alive/{self._rank}"
+        self._beats = 0
+        self._heard = b""
+        self._silent = 0.0
+        self._looked = time.monotonic()
+
+    def look(self) -> None:
+        """Give a sign, and look for the next rank's; often called, and seldom does either."""
+        now = time.monotonic()
+        passed = now - self._looked
+        if passed < EVERY:
+            return
+        self._looked = now
+        self._beats += 1
+        self._store.set(self._own, str(self._beats))
+        heard = self._store.get(self._next) if self._store.check([self._next]) else b""
+        self._silent = self._silent + min(passed, _LONGEST_LOOK) if heard == self._heard else 0.0
+        self._heard = heard
+
+    def lost(self) -> PeerError | None:
+        """Return that the next rank is lost, if it is."""
+        if self._silent < SILENCE:
+            return None
+        return PeerError(
+            f"rank {self._rank} gives no sign of life for {self._silent:.0f} s; "
+            f"expected one every {EVERY:.0f} s",
+            hint="it was killed or stopped, or its machine is lost: look there, and at its log",
+        )
 
 
 def _after(rank: int, ranks: range) -> list[int]:

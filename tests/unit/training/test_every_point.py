@@ -401,7 +401,7 @@ def test_from_every_point(script, tmp_path, monkeypatch, capsys):
     whole = train(script, tmp_path, 0)
     recorded, points = points, []
     assert len(recorded) >= 6
-    monkeypatch.setattr("lockstep.training.resume_info.ResumeInfo.is_new", False)
+    monkeypatch.setattr("lockstep.training.resume.ResumeInfo.is_new", False)
     for number, saved in enumerate(recorded, 1):
         monkeypatch.setattr(Search, "find", lambda _, saved=saved: saved)
         assert train(script, tmp_path, number) == whole, saved.position

@@ -6,8 +6,8 @@ import pytest
 import torch.distributed as dist
 
 from lockstep.errors import PeerError
-from lockstep.training import liveness
-from lockstep.training.liveness import EVERY, SILENCE, Liveness
+from lockstep.training import watchdog
+from lockstep.training.watchdog import EVERY, SILENCE, Liveness
 
 
 class Clock:
@@ -20,7 +20,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(liveness, "time", clock)
+    monkeypatch.setattr(watchdog, "time", clock)
     return clock
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lockstep.errors import MismatchError
-from lockstep.training.collective_check import check
+from lockstep.training.collective_check import WaitingRank, check, mismatch
 from lockstep.training.heartbeat import Call
-from lockstep.training.mismatch import WaitingRank, mismatch
 
 BARRIER, MEAN, BUFFERS = ("run.barrier", ()), ("run.mean", ()), ("the exchange of buffers", ())
 

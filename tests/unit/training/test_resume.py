@@ -1,9 +1,11 @@
-"""Where a run's newest state is: how ranks ask each other, without other processes."""
+"""What a run directory says of the run in it, and how ranks ask each other where its newest state is."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from lockstep.training.divergence import check_same
-from lockstep.training.resume import Search
+from lockstep.training.resume import ResumeInfo, Search, launch_of, recall
 from lockstep.world.meet import Meeting
 from lockstep.world.model import World
 from tests.unit.threads import together
@@ -75,3 +77,48 @@ def test_ranks_are_ready_when_the_main_rank_says_so(size: int) -> None:
     assert together(*(one.ready for one in ranks)) == [None] * size
     main, *others = (one.store.widest for one in ranks)  # type: ignore[attr-defined]
     assert (main, others) == (size, [1] * (size - 1))
+
+
+def meeting(generation: int = 0, environment: str = "lockstep") -> Meeting:
+    world = World(generation=generation, environment=environment)
+    return Meeting(world=world, store=dist.HashStore(), number=0, ours=True)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    recorded = {
+        "identity": {"replicas": 4, "threads": 2},
+        "launch": "one",
+        "generations": [{}, {}],
+        "status": "finished",
+    }
+    (tmp_path / "run.json").write_text(json.dumps(recorded))
+    return tmp_path
+
+
+def test_the_launch_that_has_made_it_goes_on_with_it_fresh_or_not(directory):
+    mine = ResumeInfo(generations=2, replicas=4, threads=2, is_ours=True)
+    assert recall(meeting(1), directory, "one", fresh=False) == mine
+    assert recall(meeting(1), directory, "one", fresh=True) == mine
+
+
+def test_a_restart_before_anything_was_recorded_does_not_go_on_with_an_older_run(directory):
+    """Killed before it opened its run: what lies there is of another launch."""
+    assert recall(meeting(1), directory, "two", fresh=True) == ResumeInfo()
+    assert not recall(meeting(1), directory, "two", fresh=False).is_ours
+
+
+def test_an_empty_directory_and_none(tmp_path):
+    assert recall(meeting(), tmp_path, "one", fresh=False).is_new
+    assert recall(meeting(), None, "one", fresh=False).is_new
+
+
+def test_launchers_that_give_no_name(directory):
+    world = World(environment="torchrun")
+    assert launch_of(world, {"LOCKSTEP_LAUNCH": "none"}) is None
+    assert launch_of(World(environment="lockstep"), {"LOCKSTEP_LAUNCH": "x"}) == "x"
+    assert not recall(meeting(1, "torchrun"), directory, None, fresh=False).is_ours
+    recorded = json.loads((directory / "run.json").read_text())
+    (directory / "run.json").write_text(json.dumps({**recorded, "launch": None}))
+    assert recall(meeting(1, "torchrun"), directory, None, fresh=False).is_ours
+    assert not recall(meeting(0, "torchrun"), directory, None, fresh=False).is_ours

@@ -1,13 +1,15 @@
-"""Errors of torch that a script meets because of how the run holds its models: what they mean."""
+"""Errors of a script: what those of torch mean under a run, and that a user's mistake is one message."""
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 from torch.nn.utils import prune
 
-from lockstep.errors import ModelError, RunError, StepError
+from lockstep.errors import LockstepError, ModelError, RunError, StepError
 from lockstep.strategies.wrapped_model import WrappedModel
 
 
@@ -28,3 +30,17 @@ def explained(error: BaseException, models: Sequence[WrappedModel]) -> RunError 
             hint="prune before run.model(model), or strategy='ddp'",
         )
     return None
+
+
+def show_plainly() -> None:
+    """Let an error of the user's be one message instead of a traceback, under plain `python` too."""
+    if sys.excepthook is not sys.__excepthook__:
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if isinstance(error, LockstepError):
+            sys.stderr.write(f"lockstep: error: {error}\n")
+        else:
+            sys.__excepthook__(kind, error, trace)
+
+    sys.excepthook = hook
