@@ -82,14 +82,14 @@ def test_neither_run_loses_what_is_kept_of_it(lockstep):
     first, second = digests(undisturbed.out)
     assert first != second
 
-    # The first is long enough to leave its newest snapshot on disk; the second is in memory alone.
+    # The first has checkpoints on disk, the second is in memory alone.
     words = ("--strategy", "fsdp", "--run-dir", "run", "--checkpoint-every", "0.5")
     done = lockstep("run", "-n", "2", *words, script, "dies")
     assert done.code == 0, done.err
     assert "restart 1, from the newest snapshot of run 2 in the script" in done.err
     assert digests(done.out) == [first, first, second], "the first ends twice, with the same bits"
     again = steps(done.out, "first")[15:]
-    assert not again or goes_on(again), "it is not computed twice"
+    assert not again or goes_on(again), "it goes on from its newest checkpoint"
     assert saved(lockstep.directory / "run")
     assert goes_on(second_after_death(done.out)), "from memory"
 

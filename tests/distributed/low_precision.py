@@ -79,7 +79,7 @@ def train_local(
                 optimizer.step()
                 optimizer.zero_grad()
                 if run._loop.acts_now():
-                    told.append(run._session.models[0].is_whole)
+                    told.append(run._session.state.models[0].is_whole)
         return run.digest(), run.exactness, told
 
 
@@ -150,7 +150,7 @@ def differing_memory(rounds: int) -> list[list[Any]]:
     from lockstep.strategies.averaging import Averaging
 
     with quiet_run(exact=False) as run:
-        group = run._session.group
+        group = run._session.context.group
         assert group is not None
         means, told = Averaging(group, torch.device("cpu")), []
         for _ in range(rounds):

@@ -66,7 +66,7 @@ def peaks() -> dict[str, int]:
 
         def save() -> None:
             run.save()
-            run._session._keeper._checkpoints.wait()
+            run._session._checkpointing._checkpoints.wait()
 
         return {"checkpoint": grown(save), "digest": grown(run.digest)}
 

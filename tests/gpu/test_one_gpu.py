@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.testing import run_ranks
-from lockstep.training import session
+from lockstep.training import context
 from lockstep.world import connect
 from tests.adversary.verifying import ROOT
 from tests.conftest import Lockstep
@@ -35,7 +35,7 @@ def group_of(backend: str, device: str) -> Iterator[None]:
     """A process group of the script's own, whose ranks may share one device."""
     dist.init_process_group(backend, init_method="env://")
     with (
-        patch.object(session, "choose_device", return_value=torch.device(device)),
+        patch.object(context, "choose_device", return_value=torch.device(device)),
         patch.object(connect, "device_identity", return_value=None),
     ):
         yield

@@ -1,4 +1,4 @@
-"""The checkpoints of a directory: which there are, and which of them are what was written.
+"""The checkpoints of a directory: which there are, which of them are what was written, and which stay.
 
 Does not import torch.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from lockstep.errors import CheckpointError, RunDirectoryError
 
 #: Where in a run directory checkpoints are.
 DIRECTORY = "checkpoints"
+#: What is being written or removed has a name that begins so, which no checkpoint has.
+DRAFT = ".draft-"
 _PATTERN = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 #: Which checkpoint it is: its step, and how many states of that step were saved before.
 Key = tuple[int, int]
@@ -156,3 +160,68 @@ def check_identity(path: Path, identity: Mapping[str, Any]) -> None:
             f"the checkpoint {path} is of another run: " + "; ".join(differences),
             hint="--fresh begins anew there, --run-dir names another directory",
         )
+
+
+def superseded(good: Mapping[Key, float | None], keep: int, newest: Key) -> set[Key]:
+    """Return which checkpoints are no longer needed.
+
+    Args:
+        good: how good each whole checkpoint is.
+        keep: how many of the latest stay.
+        newest: the one that was written just now: it stays in any case.
+    """
+    stay = {newest, *sorted(good)[-keep:]}
+    rated = [(best, key) for key, best in good.items() if best is not None and not isnan(best)]
+    if rated:
+        stay.add(max(rated)[1])
+    return set(good) - stay
+
+
+def remove_old(
+    directory: Path, identity: Mapping[str, Any], *, keep: int, newest: Key, bad: Collection[Key]
+) -> None:
+    """Remove what is no longer needed, once the checkpoint `newest` is on disk.
+
+    Checkpoints of other runs and of newer formats are nobody's to remove, and damaged ones stand in for
+    none of those that stay.
+
+    Args:
+        directory: where checkpoints are.
+        identity: of the run.
+        keep: how many of the latest stay.
+        newest: the one that was written just now.
+        bad: those that were found damaged.
+    """
+    good: dict[Key, float | None] = {}
+    damaged: set[Key] = set()
+    for key, path in paths(directory).items():
+        try:
+            told = manifest.read(path)
+            if told.differences(identity):
+                continue
+            for name in told.files:
+                told.verify_size(path, name)
+        except manifest.NewerFormatError:
+            continue
+        except manifest.DamagedError:
+            damaged.add(key)
+            continue
+        except (OSError, CheckpointError):
+            continue
+        if key in bad:
+            damaged.add(key)
+        else:
+            good[key] = told.best
+    # A damaged one that lies ahead is replaced when the run gets there.
+    older = {key for key in damaged if key < newest}
+    for key in superseded(good, keep, newest) | older:
+        remove(place(directory, key))
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint: what is half removed has a name that nobody takes for a checkpoint."""
+    aside = path.with_name(f"{DRAFT}removed-{path.name}")
+    with contextlib.suppress(OSError):
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)

@@ -9,6 +9,7 @@ To import DCP takes a second: this module does so where it is first used, in suc
 from __future__ import annotations
 
 import contextlib
+import heapq
 import io
 import os
 import pickle
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.manifest import DamagedError, Manifest, TensorSpec
-from lockstep.checkpoint.parts import Box, Stored
+from lockstep.checkpoint.parts import Box, Cut, Stored
 from lockstep.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -93,6 +94,34 @@ def bytes_of(spec: TensorSpec) -> int:
         DamagedError: if this torch has no such type.
     """
     return prod(spec.shape) * dtype_of(spec).itemsize
+
+
+def share_out(
+    specs: Mapping[str, TensorSpec], writers: int, cuts: Mapping[str, Cut] | None = None
+) -> list[dict[str, Box]]:
+    """Return what each writer writes: nearly equal in bytes, and the same on every rank.
+
+    Of a tensor that is cut over ranks each writes its own part, as writer `k` is rank `k`. Of the others
+    the largest come first, each to the writer that has least; names are in the order of `specs`.
+    """
+    cuts = cuts or {}
+    loads = [(0, writer) for writer in range(writers)]
+    owner: dict[str, int] = {}
+    for name in sorted(specs.keys() - cuts.keys(), key=lambda n: (-bytes_of(specs[n]), n)):
+        load, writer = heapq.heappop(loads)
+        owner[name] = writer
+        # Even an empty tensor is some work.
+        heapq.heappush(loads, (load + bytes_of(specs[name]) + 1, writer))
+    shares: list[dict[str, Box]] = [{} for _ in range(writers)]
+    for name, spec in specs.items():
+        if name not in cuts:
+            shares[owner[name]][name] = Box.whole(spec.shape)
+            continue
+        for part in range(cuts[name].count):
+            box = cuts[name].box(spec.shape, part)
+            if box.numel:
+                shares[part][name] = box
+    return shares
 
 
 def write_part(

@@ -1,7 +1,7 @@
 """Checkpoints on disk: written by all ranks while training goes on, whole or not at all.
 
 training thread: save() ── copies this rank's parts ──> goes on
-own thread:                └─ writes, checks, renames (saving.py), removes old ones (retention.py)
+own thread:                └─ writes, checks, renames (saving.py), removes old ones
 """
 
 from __future__ import annotations
@@ -10,23 +10,21 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from math import isnan, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
-from lockstep.checkpoint import catalog, dcp, manifest, retention, temporary_directory
+from lockstep.checkpoint import catalog, dcp, manifest
 from lockstep.checkpoint.background import Background
 from lockstep.checkpoint.catalog import Found, Key, Warn
-from lockstep.checkpoint.company import Company
-from lockstep.checkpoint.disk_errors import explained, not_written
 from lockstep.checkpoint.manifest import TensorSpec
 from lockstep.checkpoint.parts import Box, Cut, Stored, cut_of, local, whole
-from lockstep.checkpoint.saving import Content, Saving, Table
-from lockstep.checkpoint.staging import Buffers, share_out
+from lockstep.checkpoint.saving import Content, Peers, Saving, Workplace, explained, not_written
 from lockstep.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -82,11 +80,10 @@ class Checkpoints:
         self._keep = keep
         self._warn = warn
         self._written = written
-        self._company = Company(store, rank=rank, size=size, patience=patience)
+        self._peers = Peers(store, rank=rank, size=size, patience=patience)
         self._background = Background("lockstep-checkpoint")
         self._buffers = Buffers()
-        self._token: temporary_directory.Token | None = None
-        self._table: Table | None = None
+        self._place: Workplace | None = None
         self._plan: tuple[dict[str, TensorSpec], dict[str, Cut]] | None = None
         self._shares: list[dict[str, Box]] = []
         self._serial = 0
@@ -116,7 +113,6 @@ class Checkpoints:
         text: str,
         *,
         best: float | None,
-        steady: bool = False,
     ) -> None:
         """Save the state after `step`: copy it, and let it be written while training goes on.
 
@@ -128,7 +124,6 @@ class Checkpoints:
             tensors: the whole state, on any device; of what is cut over ranks each has its part.
             text: the rest of the state.
             best: how good this state is, larger is better; the best one is kept.
-            steady: whether nothing changes the tensors, on the CPU, until `wait` returns: no copy is made.
 
         Raises:
             CheckpointError: if this or an earlier checkpoint could not be written.
@@ -140,8 +135,8 @@ class Checkpoints:
                 self._background.submit(lambda: self._note(best))
             return
         self.wait()
-        specs, parts = self._stage(tensors, steady=steady)
-        assert self._table is not None
+        specs, parts = self._stage(tensors)
+        assert self._place is not None
         self._serial, self._last = self._serial + 1, (step, text)
         content = Content(
             identity=self._identity,
@@ -152,7 +147,7 @@ class Checkpoints:
             shares=self._shares,
             tensors=parts,
         )
-        saving = Saving(self._company, self._table, self._serial, content)
+        saving = Saving(self._peers, self._place, self._serial, content)
 
         def write() -> None:
             began = time.monotonic()
@@ -179,11 +174,10 @@ class Checkpoints:
     def close(self, patience: float = 0.0) -> None:
         """Drop what is not written within `patience` seconds; no other rank is waited for beyond that."""
         self._background.settle(patience)
-        self._company.drop()
+        self._peers.drop()
         self._background.close(_CLOSE_SECONDS)
-        if self._token is not None:
-            self._token.close()
-            self._token = None
+        if self._place is not None and self._rank == 0:
+            self._place.close()
 
     def newest(self) -> Found | None:
         """Return the newest checkpoint that is what was written, or `None` where there is none.
@@ -210,59 +204,35 @@ class Checkpoints:
                 return manifest.read(path).text
         return None
 
-    def clear(self) -> None:
-        """Remove all checkpoints of the directory, of whatever run: the main rank, for a new beginning.
-
-        Raises:
-            CheckpointError: if the directory cannot be read.
-        """
-        for path in catalog.paths(self._directory).values():
-            retention.remove(path)
-
     def _own_share(self, specs: dict[str, TensorSpec], cuts: dict[str, Cut]) -> Mapping[str, Box]:
         """Return what this rank writes of the tensors; agrees with the others before."""
-        if self._table is None:
-            self._table = self._meet()
-        writers = self._table.writers
+        if self._place is None:
+            try:
+                self._place = Workplace.open(self._directory, self._peers)
+            except (CheckpointError, OSError) as error:
+                raise not_written(self._directory, explained(error)) from error
+        writers = self._place.writers
         if not self._writes_parts:
             cuts = {}
         if self._plan != (specs, cuts):
             self._plan = specs, cuts
-            self._shares = share_out(specs, len(writers), cuts)
+            self._shares = dcp.share_out(specs, len(writers), cuts)
         return self._shares[writers.index(self._rank)] if self._rank in writers else {}
 
     @property
     def _writes_parts(self) -> bool:
         """Whether each rank can write its own part of a tensor."""
-        assert self._table is not None
-        return len(self._table.writers) == self._company.size
-
-    def _meet(self) -> Table:
-        def make() -> str:
-            self._token = temporary_directory.Token(self._directory)
-            temporary_directory.remove_dead(self._directory, self._token.name)
-            return self._token.name
-
-        def sees(token: str) -> bool:
-            return temporary_directory.lock_file(self._directory, token).exists()
-
-        try:
-            token, writers = self._company.meet(make, sees)
-        except (CheckpointError, OSError) as error:
-            raise not_written(self._directory, explained(error)) from error
-        return Table(directory=self._directory, token=token, writers=writers)
+        assert self._place is not None
+        return len(self._place.writers) == self._peers.size
 
     def _stage(
-        self, tensors: Mapping[str, Tensor], *, steady: bool
+        self, tensors: Mapping[str, Tensor]
     ) -> tuple[dict[str, TensorSpec], dict[str, Tensor]]:
         """Return types and shapes of all tensors, and copies of what this rank writes of them."""
         specs, cuts = _described(tensors)
         own = self._own_share(specs, cuts)
-        parts = self._parts(tensors, own)
-        if steady:
-            return specs, dict(parts)
         self._buffers.prepare(_specs_of(own, specs), {n for n in own if tensors[n].is_cuda})
-        return specs, self._buffers.copy(parts)
+        return specs, self._buffers.copy(self._parts(tensors, own))
 
     def _parts(
         self, tensors: Mapping[str, Tensor], own: Mapping[str, Box]
@@ -291,11 +261,48 @@ class Checkpoints:
             return
         self._bad.discard(key)
         try:
-            retention.apply(
+            catalog.remove_old(
                 self._directory, self._identity, keep=self._keep, newest=key, bad=self._bad
             )
         except CheckpointError as error:
             self._warn(f"lockstep: warning: old checkpoints are not removed: {error.message}")
+
+
+class Buffers:
+    """Memory on the host that serves every checkpoint anew: new pages cost far more than to fill them."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Tensor] = {}
+
+    def prepare(self, specs: Mapping[str, TensorSpec], pinned: Collection[str] = ()) -> None:
+        """Get the memory, and touch every page of it; may run in a thread of its own.
+
+        Args:
+            specs: types and shapes of what will be copied.
+            pinned: names of those that come from a GPU.
+        """
+        for name in [name for name in self._kept if name not in specs]:
+            del self._kept[name]
+        for name, spec in specs.items():
+            kept = self._kept.get(name)
+            if kept is None or dcp.spec_of(kept) != spec:
+                self._kept[name] = _touched(spec, pin=name in pinned)
+
+    def copy(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Copy tensors, with their names, into the memory that `prepare` has got, one after the other.
+
+        Returns:
+            The copies, which are valid until the next call.
+        """
+        devices = set()
+        with torch.no_grad():
+            for name, tensor in tensors:
+                self._kept[name].copy_(tensor, non_blocking=tensor.is_cuda)
+                if tensor.is_cuda:
+                    devices.add(tensor.device)
+        for device in devices:
+            torch.cuda.synchronize(device)
+        return dict(self._kept)
 
 
 def read(checkpoint: Found) -> dict[str, Stored]:
@@ -333,3 +340,11 @@ def _described(tensors: Mapping[str, Tensor]) -> tuple[dict[str, TensorSpec], di
 
 def _specs_of(share: Mapping[str, Box], specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
     return {name: TensorSpec(specs[name].dtype, box.sizes) for name, box in share.items()}
+
+
+def _touched(spec: TensorSpec, *, pin: bool) -> Tensor:
+    count = dcp.bytes_of(spec)
+    memory = torch.empty(count, dtype=torch.uint8, pin_memory=pin)
+    # By numpy, not by torch: a thread that computes with torch would start a team of threads of its own.
+    memory.numpy().fill(0)
+    return memory.view(dcp.dtype_of(spec)).view(spec.shape)

@@ -10,8 +10,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import secrets
+import shutil
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,29 +22,154 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.checkpoint import catalog, dcp, manifest, retention, temporary_directory
+from lockstep.checkpoint import catalog, dcp, manifest
 from lockstep.checkpoint.catalog import Key
-from lockstep.checkpoint.company import Company, DroppedError
-from lockstep.checkpoint.disk_errors import explained, not_written
 from lockstep.checkpoint.manifest import FileSpec, Manifest, TensorSpec
 from lockstep.errors import CheckpointError, PeerError
+from lockstep.world.waiting import await_any
 
 _INTERVAL = 0.01
+#: How long the main rank waits for the others to hear that a checkpoint is there.
+_LINGER_SECONDS = 5.0
+
+
+class DroppedError(Exception):
+    """Nothing waits for the checkpoint any more."""
+
+
+class Peers:
+    """The ranks of a run, as a thread of one of them hears them: through the store, never waiting in it.
+
+    Args:
+        store: a store that these ranks use for nothing else; `None` for one rank.
+        rank: which rank this is.
+        size: number of ranks.
+        patience: seconds without any news after which a rank is missing.
+    """
+
+    def __init__(self, store: dist.Store | None, *, rank: int, size: int, patience: float) -> None:
+        self.rank, self.size, self.patience = rank, size, patience
+        self._dropped = threading.Event()
+        # A client of its own: the main thread's may be busy waiting.
+        self._store = None if store is None else store.clone()  # type: ignore[attr-defined]
+
+    def drop(self) -> None:
+        """End whatever waits."""
+        self._dropped.set()
+
+    def check(self) -> None:
+        """Raise if nothing waits any more.
+
+        Raises:
+            DroppedError: if `drop` was called.
+        """
+        if self._dropped.is_set():
+            raise DroppedError
+
+    def say(self, key: str, value: Any = None) -> None:
+        """Tell the others."""
+        if self._store is not None:
+            self._store.set(key, json.dumps(value))
+
+    def hear(self, of: str, keys: Sequence[str], seconds: float = float("inf")) -> list[Any]:
+        """Wait until all `keys` are told, each of which ends with the rank that tells it; return them.
+
+        Args:
+            of: what they belong to; a rank that fails in it says so.
+            keys: what is waited for.
+            seconds: how long.
+
+        Raises:
+            CheckpointError: if a rank failed, or is missing.
+            DroppedError: if nothing waits any more.
+        """
+        store = self._store
+        if store is None or not keys:
+            return []
+        found = await_any(store, [[f"{of}/failed"], keys], seconds, self.check)
+        self.look(of)
+        if found is None:
+            missing = ", ".join(
+                f"rank {k.rpartition('/')[2]}" for k in keys if not store.check([k])
+            )
+            raise CheckpointError(
+                f"{missing} did not come within {seconds:g} s to write a checkpoint together",
+                hint="all ranks have to save at the same step",
+            )
+        return [json.loads(store.get(key)) for key in keys]
+
+    def fail(self, of: str, error: CheckpointError) -> None:
+        """Tell the others why this cannot be done, unless they know."""
+        if self._store is not None and not self._store.check([f"{of}/failed"]):
+            self.say(f"{of}/failed", [self.rank, error.message, error.hint])
+
+    def failure(self, of: str) -> CheckpointError | None:
+        """Return why a rank has failed, if one has."""
+        if self._store is None or not self._store.check([f"{of}/failed"]):
+            return None
+        rank, reason, hint = json.loads(self._store.get(f"{of}/failed"))
+        return CheckpointError(f"rank {rank}: {reason}", hint=hint)
+
+    def look(self, of: str) -> None:
+        """Look whether a rank has failed.
+
+        Raises:
+            CheckpointError: naming it, and why.
+            DroppedError: if nothing waits any more.
+        """
+        self.check()
+        if (failure := self.failure(of)) is not None:
+            raise failure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """Where the ranks write, and who writes.
+class Workplace:
+    """Where the ranks write a checkpoint before it has its name.
 
     Attributes:
         directory: where checkpoints are.
-        token: what drafts of this launch are named after.
+        drafts: a directory there, with another name in each launch.
         writers: ranks that share the main rank's directory; the main rank is the first.
     """
 
     directory: Path
-    token: str
+    drafts: Path
     writers: list[int]
+
+    @staticmethod
+    def open(directory: Path, peers: Peers) -> Workplace:
+        """Agree with the other ranks on it; what earlier launches have left unfinished is removed.
+
+        The launch has the run directory for itself, so that all drafts in it are dead.
+
+        Raises:
+            CheckpointError: if the main rank cannot write there, or a rank does not come.
+        """
+        others = range(1, peers.size)
+        if peers.rank:
+            (name,) = peers.hear("begin", ["begin/name/0"], peers.patience)
+            peers.say(f"begin/sees/{peers.rank}", (directory / name).is_dir())
+            (writers,) = peers.hear("begin", ["begin/writers/0"], peers.patience)
+            return Workplace(directory=directory, drafts=directory / name, writers=writers)
+        try:
+            for left in directory.glob(f"{catalog.DRAFT}*"):
+                shutil.rmtree(left, ignore_errors=True)
+            directory.mkdir(mode=manifest.DIRECTORY_MODE, parents=True, exist_ok=True)
+            drafts = directory / f"{catalog.DRAFT}{secrets.token_hex(8)}"
+            drafts.mkdir(mode=manifest.DIRECTORY_MODE)
+            peers.say("begin/name/0", drafts.name)
+            keys = [f"begin/sees/{rank}" for rank in others]
+            sees = peers.hear("begin", keys, peers.patience)
+        except Exception as error:
+            peers.fail("begin", explained(error))
+            raise
+        writers = [0, *(rank for rank, one in zip(others, sees, strict=False) if one)]
+        peers.say("begin/writers/0", writers)
+        return Workplace(directory=directory, drafts=drafts, writers=writers)
+
+    def close(self) -> None:
+        """Remove what is not finished."""
+        shutil.rmtree(self.drafts, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +199,8 @@ class Saving:
     """Writes one checkpoint.
 
     Args:
-        company: the other ranks.
-        table: where to write, and who writes.
+        peers: the other ranks.
+        place: where to write, and which ranks write.
         serial: which checkpoint of this launch it is, from 1.
         content: what is saved.
 
@@ -80,18 +208,16 @@ class Saving:
         path: on the main rank, where it is.
     """
 
-    def __init__(self, company: Company, table: Table, serial: int, content: Content) -> None:
-        self._company = company
-        self._table = table
-        self._serial = serial
-        self._content = content
-        self._draft = temporary_directory.draft(table.directory, table.token, serial, content.step)
+    def __init__(self, peers: Peers, place: Workplace, serial: int, content: Content) -> None:
+        self._peers, self._place, self._content = peers, place, content
+        self._serial = str(serial)
+        self._draft = place.drafts / self._serial
         self._there = self._of_step()
-        self.path = catalog.place(table.directory, (content.step, 0))
+        self.path = catalog.place(place.directory, (content.step, 0))
 
     def _of_step(self) -> dict[Key, Path]:
         """Return where checkpoints of this step are."""
-        there = catalog.paths(self._table.directory)
+        there = catalog.paths(self._place.directory)
         return {key: path for key, path in there.items() if key[0] == self._content.step}
 
     def run(self) -> None:
@@ -101,14 +227,11 @@ class Saving:
             CheckpointError: if it cannot be written, by whichever rank.
         """
         try:
-            if self._company.rank in self._table.writers:
-                self._write_part(self._table.writers.index(self._company.rank))
-            if self._company.rank == 0:
+            if self._peers.rank in self._place.writers:
+                self._write_part(self._place.writers.index(self._peers.rank))
+            if self._peers.rank == 0:
                 self._commit(self._gather())
-                # Of a checkpoint that failed, a rank may have begun its part after this one had given up.
-                # All of them have left that behind, and don't begin the next one before `done`.
-                temporary_directory.remove_drafts(self._table.directory, self._table.token)
-                self._company.done(self._serial)
+                self._tell()
             else:
                 self._follow()
         except DroppedError:
@@ -121,15 +244,15 @@ class Saving:
         except Exception as error:
             told = explained(error)
             with contextlib.suppress(dist.DistError):
-                # Once somebody has failed the draft is removed, and the rest is a consequence.
-                told = self._company.news(self._serial) or told
-                self._company.fail(self._serial, told)
+                # Once a rank has failed the draft is removed, and the rest is a consequence.
+                told = self._peers.failure(self._serial) or told
+                self._peers.fail(self._serial, told)
             self._give_up()
             raise not_written(self.path, told) from error
 
     def _give_up(self) -> None:
-        if self._company.rank == 0:
-            temporary_directory.remove(self._draft)
+        if self._peers.rank == 0:
+            shutil.rmtree(self._draft, ignore_errors=True)
 
     def _write_part(self, part: int) -> None:
         self._draft.mkdir(mode=manifest.DIRECTORY_MODE, exist_ok=True)
@@ -151,21 +274,21 @@ class Saving:
         Raises:
             CheckpointError: naming the ranks that don't write any more.
         """
-        missing = dict(enumerate(self._table.writers))
+        missing, patience = dict(enumerate(self._place.writers)), self._peers.patience
         seen, since = -1, time.monotonic()
         while missing := {k: rank for k, rank in missing.items() if not self._part(k).exists()}:
-            self._company.look(self._serial)
+            self._peers.look(self._serial)
             written = sum(_sizes(self._draft))
             if written != seen:
                 seen, since = written, time.monotonic()
-            if time.monotonic() - since > self._company.patience:
+            if time.monotonic() - since > patience:
                 ranks = ", ".join(str(rank) for rank in missing.values())
                 raise CheckpointError(
-                    f"rank {ranks} wrote nothing to {self._draft} for {self._company.patience:g} s",
+                    f"rank {ranks} wrote nothing to {self._draft} for {patience:g} s",
                     hint="the output of that rank, and the disk, may say why",
                 )
             time.sleep(_INTERVAL)
-        count = len(self._table.writers)
+        count = len(self._place.writers)
         return [json.loads(self._part(part).read_text(encoding="utf-8")) for part in range(count)]
 
     def _commit(self, parts: list[dict[str, Any]]) -> None:
@@ -183,29 +306,29 @@ class Saving:
             tensors=content.specs,
             files=files,
         )
-        self._company.look(self._serial)
+        self._peers.look(self._serial)
         manifest.write(draft, told)
         self._rename()
-        manifest.sync_directory(self._table.directory)
+        manifest.sync_directory(self._place.directory)
 
     def _rename(self) -> None:
         """Make this state the newest checkpoint of its step; one that is there already moves up."""
-        while True:
-            there = self._of_step()
-            texts = {key: self._text_at(path) for key, path in there.items()}
-            same = [path for key, path in there.items() if texts[key] == self._content.text]
-            self.path = self._following(there, texts)
-            try:
-                (same or [self._draft])[0].rename(self.path)
-                break
-            except OSError as error:  # another launch may write here, too
-                taken = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT)
-                if not taken or not self._draft.exists():
-                    raise
-        if same:
-            temporary_directory.remove(self._draft)
-            if self._content.best is not None:
-                manifest.note_best(self.path, self._content.best)
+        there = self._of_step()
+        texts = {key: self._text_at(path) for key, path in there.items()}
+        last = max(there, default=(self._content.step, -1))
+        if last in there and texts[last] is None:
+            catalog.remove(there[last])
+        # Another state of this step has the next number: weights may change without an update.
+        is_free = last not in there or not there[last].exists()
+        is_next = not is_free and texts[last] != self._content.text
+        self.path = catalog.place(self._place.directory, (last[0], max(last[1], 0) + is_next))
+        same = next((there[key] for key in there if texts[key] == self._content.text), None)
+        if same is None:
+            self._draft.rename(self.path)
+            return
+        same.rename(self.path)
+        if self._content.best is not None:
+            manifest.note_best(self.path, self._content.best)
 
     def _text_at(self, path: Path) -> str | None:
         """Return the text of a checkpoint; `None` for one that is damaged, or another run's."""
@@ -215,31 +338,51 @@ class Saving:
             return None
         return None if there.manifest.differences(self._content.identity) else there.text
 
-    def _following(self, there: Mapping[Key, Path], texts: Mapping[Key, str | None]) -> Path:
-        """Return the place above all that are `there`: their numbers say which is the newest."""
-        last = max(there, default=None)
-        if last is None:
-            return catalog.place(self._table.directory, (self._content.step, 0))
-        if texts[last] is None:
-            retention.remove(there[last])
-        # Another state of this step has the next number: weights may change without an update.
-        is_free = texts[last] == self._content.text or not there[last].exists()
-        return catalog.place(self._table.directory, (last[0], last[1] + (not is_free)))
+    def _tell(self) -> None:
+        """Tell the other ranks that the checkpoint is there; return when they have heard."""
+        # Of a checkpoint that failed, a rank may have begun its part after this one had given up. All
+        # of them have left that behind, and don't begin the next one before they hear.
+        for left in self._place.drafts.glob("*"):
+            shutil.rmtree(left, ignore_errors=True)
+        heard = [f"{self._serial}/heard/{rank}" for rank in range(1, self._peers.size)]
+        # With the store, those who would hear it are gone; and the checkpoint is there.
+        with contextlib.suppress(RuntimeError, CheckpointError):
+            self._peers.say(f"{self._serial}/done/0")
+            self._peers.hear(self._serial, heard, _LINGER_SECONDS)
 
     def _follow(self) -> None:
-        shares_directory = self._company.rank in self._table.writers
-
-        def alive() -> bool:
-            return not shares_directory or temporary_directory.is_held(
-                self._table.directory, self._table.token
-            )
-
         try:
-            self._company.follow(self._serial, alive)
-        except (PeerError, dist.DistError) as error:  # the main rank, or the store, is not there
-            if shares_directory and self._of_step().keys() - self._there.keys():
-                return
-            raise PeerError("rank 0 left while it wrote a checkpoint") from error
+            self._peers.hear(self._serial, [f"{self._serial}/done/0"])
+            self._peers.say(f"{self._serial}/heard/{self._peers.rank}")
+        except dist.DistError as error:  # the store, and the main rank with it, is not there
+            if not self._of_step().keys() - self._there.keys():
+                raise PeerError("rank 0 left while it wrote a checkpoint") from error
+
+
+def explained(error: BaseException) -> CheckpointError:
+    """Return why something cannot be written, and what helps, as far as `error` says it."""
+    if isinstance(error, CheckpointError):
+        return error
+    cause = next((one for one in _chain(error) if isinstance(one, OSError)), None)
+    if cause is None:
+        return CheckpointError(f"{type(error).__name__}: {error}")
+    hint = "--run-dir names another place; earlier checkpoints are as they were"
+    if cause.errno in (errno.ENOSPC, errno.EDQUOT):
+        hint = "make room, or keep fewer (keep=, LOCKSTEP_KEEP); earlier ones are as they were"
+    return CheckpointError(cause.strerror or str(cause), hint=hint)
+
+
+def not_written(path: Path, reason: CheckpointError) -> CheckpointError:
+    """Return the error for a checkpoint that is not on disk."""
+    return CheckpointError(
+        f"the checkpoint {path} cannot be written: {reason.message}", hint=reason.hint
+    )
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _describe(path: Path) -> dict[str, Any]:
@@ -250,7 +393,5 @@ def _describe(path: Path) -> dict[str, Any]:
 
 def _sizes(directory: Path) -> Iterator[int]:
     for path in directory.iterdir():
-        try:
+        with contextlib.suppress(FileNotFoundError):
             yield path.stat().st_size
-        except FileNotFoundError:
-            yield 0

@@ -90,72 +90,41 @@ class Descriptors:
                 os.close(descriptor)
 
 
+class _Word:
+    """A number in shared memory, as an attribute of what owns it."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __get__(self, owner: Slot, kind: object = None) -> int:
+        return owner.words[owner.first + self._number]
+
+    def __set__(self, owner: Slot, value: int) -> None:
+        owner.words[owner.first + self._number] = value
+
+
 class Slot:
     """Where one rank stands. Written by the rank, read by its launcher.
 
     All numbers only grow within a generation, and are the same on all ranks where they stand together,
     except `beat`.
+
+    Attributes:
+        pid: process id of a rank that has opened a run in this generation; 0 before.
+        beat: grows with everything that happens on the rank: a sign of life.
+        entered: how many times the rank has come to a place where all ranks meet.
+        waiting: at which of `MEETINGS` the rank is; 0 while it is at none.
+        step: steps that the run has done.
+        run: number of the run in its process, from 0.
     """
 
-    __slots__ = ("_first", "_words")
+    __slots__ = ("first", "words")
+
+    pid, beat, entered, waiting, step, run = map(_Word, range(6))
 
     def __init__(self, words: memoryview, index: int) -> None:
-        self._words = words
-        self._first = (index + 1) * _SLOT_WORDS
-
-    @property
-    def pid(self) -> int:
-        """Process id of a rank that has opened a run in this generation; 0 before."""
-        return self._words[self._first]
-
-    @pid.setter
-    def pid(self, value: int) -> None:
-        self._words[self._first] = value
-
-    @property
-    def beat(self) -> int:
-        """Grows with everything that happens on the rank: a sign of life."""
-        return self._words[self._first + 1]
-
-    @beat.setter
-    def beat(self, value: int) -> None:
-        self._words[self._first + 1] = value
-
-    @property
-    def entered(self) -> int:
-        """How many times the rank has come to a place where all ranks meet."""
-        return self._words[self._first + 2]
-
-    @entered.setter
-    def entered(self, value: int) -> None:
-        self._words[self._first + 2] = value
-
-    @property
-    def waiting(self) -> int:
-        """At which of `MEETINGS` the rank is; 0 while it is at none."""
-        return self._words[self._first + 3]
-
-    @waiting.setter
-    def waiting(self, value: int) -> None:
-        self._words[self._first + 3] = value
-
-    @property
-    def step(self) -> int:
-        """Steps that the run has done."""
-        return self._words[self._first + 4]
-
-    @step.setter
-    def step(self, value: int) -> None:
-        self._words[self._first + 4] = value
-
-    @property
-    def run(self) -> int:
-        """Number of the run in its process, from 0."""
-        return self._words[self._first + 5]
-
-    @run.setter
-    def run(self, value: int) -> None:
-        self._words[self._first + 5] = value
+        self.words = words
+        self.first = (index + 1) * _SLOT_WORDS
 
 
 class Board:

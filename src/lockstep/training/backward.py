@@ -20,8 +20,11 @@ from lockstep.errors import ModelError, NonFiniteLossError, StepError, UsageErro
 from lockstep.layout.tree import total
 from lockstep.registry import EXCHANGES
 from lockstep.strategies.wrapped_model import WrappedModel
+from lockstep.training.context import Context
+from lockstep.training.faults import Faults
+from lockstep.training.loop import Loop
 from lockstep.training.scaling import gradients_of
-from lockstep.training.session import Session
+from lockstep.training.state import State
 
 #: Weights that are kept as tensors: a run without weights of its own has a few.
 _KEPT = 64
@@ -31,27 +34,33 @@ class Backward:
     """Runs backward passes.
 
     Args:
-        session: the run's session.
+        context: of the run.
+        state: what the run has been told of.
+        loop: where the run stands.
+        faults: those that this rank injects into itself.
+
+    Attributes:
+        has_run: whether there was a backward pass.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, context: Context, state: State, loop: Loop, faults: Faults) -> None:
+        self._context, self._state, self._loop, self._faults = context, state, loop, faults
         self._weights: dict[tuple[float, torch.dtype], torch.Tensor] = {}
-        self._weighting = Weighting(session)
+        self._weighting = Weighting(context)
+        self.has_run = False
 
     def __call__(self, loss: torch.Tensor, weight: torch.Tensor | float | None = None) -> None:
         """Compute the gradients of `loss` and let them meet; see `Run.backward`."""
-        session = self._session
-        microbatch = session.loop.require_microbatch("run.backward")
+        loop, scaler, watchdog = self._loop, self._state.scaler, self._context.watchdog
+        microbatch = loop.require_microbatch("run.backward")
         self._check(loss)
-        if session.settings.stop_on_nan and not session.loop.is_on_the_way:
+        if self._context.settings.stop_on_nan and not loop.is_on_the_way:
             self._check_finite(loss, microbatch)
         models = self._reached(loss)
         part = self._weighting.part(microbatch, models, loss, weight)
         for model in models:
             model.before_backward(microbatch, alone=len(models) == 1)
-        session.before_backward(microbatch, loss, models)
-        scaler = session.state.scaler
+        self._begin(microbatch, loss, models)
         if scaler is not None:
             scaler.before_backward(models)
             part *= scaler.scale
@@ -63,12 +72,25 @@ class Backward:
         if scaler is not None and microbatch.last:
             # Ranks that hold parts agree here, while they are still seen to wait.
             scaler.after_backward(models)
-        session.loop.saw_loss(loss)
-        session.after_backward()
+        loop.saw_loss(loss)
+        if watchdog is not None:
+            watchdog.backward_ends()
+
+    def _begin(
+        self, microbatch: Microbatch, loss: torch.Tensor, models: Sequence[WrappedModel]
+    ) -> None:
+        """Say that gradients are about to meet."""
+        if (watchdog := self._context.watchdog) is not None:
+            places = [self._state.models.index(model) for model in models]
+            watchdog.backward_begins(microbatch, places)
+        self.has_run = True
+        if not self._loop.is_on_the_way:
+            self._context.record.before_backward(microbatch, loss)
+            self._faults.before_backward(self._loop.steps + 1)
 
     def _reached(self, loss: torch.Tensor) -> list[WrappedModel]:
         """Return the models that the loss depends on."""
-        used = [model for model in self._session.models if model.used]
+        used = [model for model in self._state.models if model.used]
         if len(used) > 1:
             owners = {id(p): model for model in used for p in model.leaves}
             reached = _owners_behind(loss, owners, len(used))
@@ -98,7 +120,7 @@ class Backward:
             return
         raise NonFiniteLossError(
             f"the loss is {loss.item()} in epoch {microbatch.epoch}, batch {microbatch.step}, "
-            f"replica {microbatch.replica}, step {self._session.loop.steps + 1}",
+            f"replica {microbatch.replica}, step {self._loop.steps + 1}",
             hint="look at the samples and the learning rate; without --stop-on-nan the run goes on",
         )
 
@@ -116,11 +138,11 @@ class Weighting:
     """Weights the losses of a run.
 
     Args:
-        session: the run's session.
+        context: of the run.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, context: Context) -> None:
+        self._context = context
         self._weights: dict[tuple[int, ...], dict[int, float]] = {}
 
     def part(
@@ -147,18 +169,18 @@ class Weighting:
                 "nothing; expected a finite one, since 0 times it is no number either",
                 hint="divide a sum by tokens.clamp(min=1)",
             )
-        if self._session.replicas == 1:
+        if self._context.replicas == 1:
             return 1.0
         weights = self._weights.setdefault(_key(models), {})
         if microbatch.first:
             weights.clear()
         weights[microbatch.replica] = value if microbatch.size else 0.0
         if microbatch.last:
-            self._check_all(microbatch, models, len(self._session.formation.block))
+            self._check_all(microbatch, models, len(self._context.dims.block))
         return weights[microbatch.replica] / _unit(microbatch)
 
     def _read(self, weight: torch.Tensor | float) -> float:
-        settings, exchange = self._session.settings, self._session.exchange
+        settings, exchange = self._context.settings, self._context.exchange
         by_itself = exchange != "none" and EXCHANGES.find(exchange).hold
         by_servers = settings.strategy == "ps" and settings.staleness is not None
         if by_servers or by_itself:
@@ -194,7 +216,7 @@ class Weighting:
         Raises:
             StepError: if that is zero.
         """
-        if not microbatch.last or self._session.replicas == 1:
+        if not microbatch.last or self._context.replicas == 1:
             return
         everything = self._total(self._weights.pop(_key(models)))
         if not everything:
@@ -209,12 +231,12 @@ class Weighting:
 
     def _total(self, weights: dict[int, float]) -> float:
         """Return the sum over all replicas in tree order; all ranks call this together."""
-        shared = torch.zeros(self._session.replicas, dtype=torch.float64)
+        shared = torch.zeros(self._context.replicas, dtype=torch.float64)
         for replica, weight in weights.items():
             shared[replica] = weight
-        if self._session.groups.data is not None:
+        if self._context.groups.data is not None:
             # Every element is non-zero on one rank at most, so that this adds nothing but zeros.
-            dist.all_reduce(shared, group=self._session.groups.data)
+            dist.all_reduce(shared, group=self._context.groups.data)
         numbers: list[float] = shared.tolist()
         return total(numbers, lambda a, b: a + b)
 

@@ -10,53 +10,55 @@ from torch import nn
 
 from lockstep.errors import ExactnessError, ModelError
 from lockstep.strategies.sync_batchnorm import Ranks, convert
-from lockstep.training.session import Session
+from lockstep.training.context import Context
+from lockstep.training.loop import Loop
+from lockstep.training.state import State
 from lockstep.world.groups import keep
 from lockstep.world.meet import TIMEOUT
 
 
-def synchronise(session: Session, module: nn.Module) -> nn.Module:
+def synchronise(context: Context, state: State, loop: Loop, module: nn.Module) -> nn.Module:
     """Return `module` with statistics over the global batch; see `Run.sync_batchnorm`."""
-    _check(session, module)
-    replicas, ranks = session.replicas, session.formation.mesh.data
+    _check(context, state, module)
+    replicas, ranks = context.replicas, context.dims.mesh.data
     if replicas > ranks:
-        _check_several(replicas, ranks, exact=session.settings.exact)
-    with session.together.meeting("run.sync_batchnorm"):
-        group = _group(session)
+        _check_several(replicas, ranks, exact=context.settings.exact)
+    with context.collectives.meeting("run.sync_batchnorm"):
+        group = _group(context)
     exactness = "exact" if replicas == 1 else "close" if replicas == ranks else "approximate"
-    standing = session.standing.meeting("the statistics of BatchNorm")
+    standing = context.heartbeat.meeting("the statistics of BatchNorm")
 
     @contextlib.contextmanager
     def meeting() -> Iterator[None]:
-        with standing, session.passing():
+        with standing, context.passing():
             yield
 
     def counts() -> bool:
-        microbatch = session.loop.microbatch
+        microbatch = loop.microbatch
         return microbatch is None or microbatch.size > 0
 
     return convert(module, Ranks(group, counts, meeting, exactness))
 
 
-def _check(session: Session, module: nn.Module) -> None:
+def _check(context: Context, state: State, module: nn.Module) -> None:
     if not isinstance(module, nn.Module):
         raise ModelError(
             f"run.sync_batchnorm was given a {type(module).__name__}; expected a Module"
         )
-    if any(module in (held.module, held.wrapped) for held in session.models):
+    if any(module in (held.module, held.wrapped) for held in state.models):
         raise ModelError(
             f"run.sync_batchnorm was given a {type(module).__name__} that belongs to the run already",
             hint="model = run.model(run.sync_batchnorm(model))",
         )
-    if session.settings.strategy == "pipeline":
+    if context.settings.strategy == "pipeline":
         raise ModelError(
             "run.sync_batchnorm with strategy=pipeline, which cuts each replica's share to pieces; "
             "expected a strategy that computes on it at once",
             hint="strategy='ddp' or 'fsdp', or a normalisation without statistics of the batch",
         )
-    if session.settings.strategy == "ps" and session.settings.staleness:
+    if context.settings.strategy == "ps" and context.settings.staleness:
         raise ModelError(
-            f"run.sync_batchnorm with staleness={session.settings.staleness}, under which workers go on "
+            f"run.sync_batchnorm with staleness={context.settings.staleness}, under which workers go on "
             "without each other; expected workers that wait for each other",
             hint="leave staleness out, or use a normalisation without statistics of the batch",
         )
@@ -79,9 +81,9 @@ def _check_several(replicas: int, ranks: int, *, exact: bool) -> None:
         )
 
 
-def _group(session: Session) -> dist.ProcessGroup | None:
+def _group(context: Context) -> dist.ProcessGroup | None:
     """Return a group of its own: gradients are summed in the run's while statistics meet."""
-    data = session.groups.data
+    data = context.groups.data
     if data is None or dist.get_world_size(data) == 1:
         return None
     members = dist.get_process_group_ranks(data)

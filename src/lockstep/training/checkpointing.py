@@ -1,22 +1,25 @@
-"""Keeping the state of a run: snapshots in memory, checkpoints on disk, and an end on request."""
+"""Saving the state of a run: snapshots in memory, checkpoints on disk, and an end on request."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
+import torch.distributed as dist
 
 from lockstep.checkpoint import state_codec
+from lockstep.checkpoint.catalog import DIRECTORY
 from lockstep.checkpoint.disk import Checkpoints
 from lockstep.checkpoint.schedule import Schedule
-from lockstep.training.coordination import Coordination, Wish
-from lockstep.training.final_checkpoint import FinalCheckpoint
+from lockstep.training.context import Context
+from lockstep.training.coordination import Alone, Coordination, OnBoard, ThroughStore, Wish
 from lockstep.training.heartbeat import Heartbeat
 from lockstep.training.loop import Loop
 from lockstep.training.preemption import Preempted
+from lockstep.training.resume import Search
 from lockstep.training.state import ANSWERS, State
 
 #: At which point memory for checkpoints is taken, and what writes them imported: in the background, but
@@ -42,7 +45,6 @@ class Checkpointing:
         agreement: with the other ranks.
         rhythm: of snapshots; `None` without a launcher whose memory outlives this process.
         checkpoints: on disk.
-        ending: of the run, on the main rank; `None` without a launcher's memory.
         standing: where this rank says that it waits for the others.
         aligned: whether all ranks are of one launcher, and take snapshots at the same points.
         apart: whether each launcher has a part of the state only, so that all ranks agree on snapshots.
@@ -58,7 +60,6 @@ class Checkpointing:
         agreement: Coordination,
         rhythm: Schedule | None,
         checkpoints: Checkpoints,
-        ending: FinalCheckpoint | None,
         standing: Heartbeat,
         *,
         aligned: bool,
@@ -69,7 +70,7 @@ class Checkpointing:
     ) -> None:
         self._state, self._loop = state, loop
         self._agreement, self._rhythm, self._checkpoints = agreement, rhythm, checkpoints
-        self._ending, self._standing, self._every, self._warn = ending, standing, every, warn
+        self._standing, self._every, self._warn = standing, every, warn
         self._aligned, self._apart, self._flush = aligned, apart, flush
         self._stop_asked = False
         self._saved = time.monotonic()
@@ -187,11 +188,6 @@ class Checkpointing:
             self._save(*self._capture())
         self._wait()
 
-    def leave_behind(self) -> None:
-        """All ranks have come to the end: leave on disk what a script with other runs may need."""
-        if self._ending is not None:
-            self._ending.save()
-
     def _wait(self) -> None:
         with self._standing.meeting("run.save"):
             self._checkpoints.wait()
@@ -200,3 +196,84 @@ class Checkpointing:
         """Stop; a checkpoint that is being written has so many seconds left."""
         self._agreement.close()
         self._checkpoints.close(patience)
+
+
+def begin(context: Context, state: State, loop: Loop) -> Checkpointing:
+    """Let the run begin, or go on from its newest state; return what saves it from there on.
+
+    Raises:
+        RunDirectoryError: if the directory has a checkpoint of another run.
+        CheckpointError: if the disk cannot be read.
+    """
+    settings, world, record = context.settings, context.world, context.record
+    checkpoints = Checkpoints(
+        record.directory / DIRECTORY,
+        asdict(context.identity),
+        rank=world.rank,
+        size=world.size,
+        store=_store_of(context, "checkpoints"),
+        keep=settings.keep,
+        warn=record.warn,
+        written=record.checkpoint,
+    )
+    memory = context.memory
+    # All ranks are of one launcher, and so take snapshots at the same points.
+    aligned = memory is not None and memory.snapshots.parts == world.size
+    # Of a model whose tensors are cut over all ranks each launcher has parts.
+    apart = settings.strategy == "fsdp" and not aligned
+    _go_on(context, state, loop, checkpoints)
+    # Launchers choose their moments by themselves, where no rank gathers another's part of the state.
+    takes_snapshots = aligned or apart or context.groups.mesh is None
+    has_room = memory is not None and not memory.snapshots.is_spoken_for and takes_snapshots
+    return Checkpointing(
+        state,
+        loop,
+        _coordination(context, aligned=aligned),
+        memory.rhythm if memory is not None and has_room else None,
+        checkpoints,
+        context.heartbeat,
+        aligned=aligned,
+        apart=apart,
+        every=settings.checkpoint_every if world.is_main else 0.0,
+        warn=record.warn,
+        flush=record.flush,
+    )
+
+
+def _go_on(context: Context, state: State, loop: Loop, checkpoints: Checkpoints) -> None:
+    """Let the loop begin, or go on from the newest state that any rank finds."""
+    memory = context.memory
+    snapshots = None if memory is None else memory.snapshots
+    is_new = context.resume_info.is_new and context.world.generation == 0
+    saved = None
+    if not is_new:
+        saved = Search(context.meeting, context.group, snapshots, checkpoints).find()
+    has_memory = snapshots is not None and snapshots.found is not None
+    if snapshots is not None:
+        snapshots.forget()
+    if saved is None:
+        context.record.begin(0, None)
+        return
+    position = saved.position
+    context.record.begin(position.steps, saved.source)
+    if memory is not None and has_memory:
+        memory.rhythm.go_on(position.steps)
+    loop.resume(position, lambda whole: saved.restore(state, whole=whole))
+
+
+def _coordination(context: Context, *, aligned: bool) -> Coordination:
+    memory, world, ahead = context.memory, context.world, context.settings.staleness or 0
+    if memory is not None and aligned:
+        return OnBoard(memory.board, leads=world.is_main, ahead=ahead)
+    store = _store_of(context, "agreement")
+    if store is None:
+        return Alone()
+    return ThroughStore(store, world.rank, world.size, ahead=ahead)
+
+
+def _store_of(context: Context, purpose: str) -> dist.Store | None:
+    """Return a client of the store for another thread; the main one's may be busy waiting."""
+    if context.world.size == 1:
+        return None
+    own: dist.Store = context.meeting.store.clone()  # type: ignore[attr-defined]
+    return dist.PrefixStore(purpose, own)

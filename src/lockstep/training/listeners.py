@@ -12,12 +12,16 @@ class Listener(Protocol):
 
     def step_ends(self, step: int, microbatch: Microbatch) -> None:
         """Step number `step` (counted from 1) has updated the parameters."""
+        return
 
     def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
         """A loop over a loader begins."""
+        return
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
         """A loop's body is about to see a microbatch."""
+        return
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
         """A loop over a loader is over, in its global batch `step`."""
+        return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -12,18 +13,29 @@ from lockstep.data.fetch import Collate
 from lockstep.data.loader import Loader
 from lockstep.data.sources import Workers
 from lockstep.errors import LoaderError
-from lockstep.training.session import Session
+from lockstep.training.context import Context
+from lockstep.training.divergence import SameData
+from lockstep.training.loop import Loop
 
 
 class Loaders:
     """The loaders of a run.
 
     Args:
-        session: the run's session.
+        context: of the run.
+        loop: where the run stands.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, context: Context, loop: Loop) -> None:
+        self._context, self._loop = context, loop
+        self._same_data = SameData(context.meeting, exact=context.settings.exact)
+        # Weak, so that a script may make a loader per epoch and let it go.
+        self._made: weakref.WeakSet[Loader] = weakref.WeakSet()
+
+    def close(self) -> None:
+        """End what the loaders still run."""
+        for loader in self._made:
+            loader.close()
 
     def make(self, data: Any, asked: dict[str, Any]) -> Loader:
         """Return a loader of `data`, a dataset or a DataLoader; `asked` is what `Run.loader` was given.
@@ -49,7 +61,7 @@ class Loaders:
         num_workers: int,
         **workers: Any,
     ) -> LoaderSettings:
-        pinned = workers.pop("pin_memory", self._session.device.type == "cuda")
+        pinned = workers.pop("pin_memory", self._context.device.type == "cuda")
         return LoaderSettings(
             batch_size=batch_size,
             shuffle=shuffle,
@@ -60,20 +72,20 @@ class Loaders:
         )
 
     def _add(self, dataset: Any, settings: LoaderSettings) -> Loader:
-        session = self._session
-        settings = replace(settings, workers=replace(settings.workers, threads=session.threads))
-        source = build(
-            dataset, settings, session.replicas, session.formation.block, session.settings.seed
-        )
-        number = session.loop.new_loader()
+        context = self._context
+        settings = replace(settings, workers=replace(settings.workers, threads=context.threads))
+        seed = context.settings.seed
+        source = build(dataset, settings, context.replicas, context.dims.block, seed)
+        number = self._loop.new_loader()
         loader = Loader(
             source,
-            session.loop,
+            self._loop,
             number=number,
             batch_size=settings.batch_size,
-            device=None if session.device.type == "cpu" else session.device,
-            compare=session.same_data.check_of(number),
-            measure=session.record.pace.data.over,
+            device=None if context.device.type == "cpu" else context.device,
+            compare=self._same_data.check_of(number),
+            measure=context.record.pace.data.over,
         )
-        session.loader_made(loader, dataset, settings)
+        self._made.add(loader)
+        context.record.loader_made(loader, dataset, settings)
         return loader

@@ -47,10 +47,9 @@ class Memory:
             ahead: by how many steps ranks may be ahead of the first one.
         """
         world, run = meeting.world, meeting.number  # of the runs that this process makes
-        descriptors = Descriptors.find(environ) if world.environment == "lockstep" else None
-        index, count = _place(environ.get(SLOT_VARIABLE, ""), world)
-        if descriptors is None or index >= SLOTS:
+        if (place := _place(environ, world)) is None:
             return None
+        descriptors, index, count = place
         board = Board(descriptors.board)
         slot = board.slot(index)
         # An earlier run of this process has left its own numbers here.
@@ -72,15 +71,14 @@ class Memory:
 
 def find_slot(environ: Mapping[str, str], world: World) -> Slot | None:
     """Return where this rank says where it stands; `None` without a launcher's memory."""
+    place = _place(environ, world)
+    return None if place is None else Board(place[0].board).slot(place[1])
+
+
+def _place(environ: Mapping[str, str], world: World) -> tuple[Descriptors, int, int] | None:
+    """Return the launcher's memory, which of its ranks this is, and how many they are."""
     descriptors = Descriptors.find(environ) if world.environment == "lockstep" else None
-    index, _ = _place(environ.get(SLOT_VARIABLE, ""), world)
-    if descriptors is None or index >= SLOTS:
-        return None
-    return Board(descriptors.board).slot(index)
-
-
-def _place(text: str, world: World) -> tuple[int, int]:
-    index, _, count = text.partition("/")
-    if index.isdecimal() and count.isdecimal():
-        return int(index), int(count)
-    return world.local_rank, world.local_size
+    text, _, number = environ.get(SLOT_VARIABLE, "").partition("/")
+    is_told = text.isdecimal() and number.isdecimal()
+    index, count = (int(text), int(number)) if is_told else (world.local_rank, world.local_size)
+    return None if descriptors is None or index >= SLOTS else (descriptors, index, count)

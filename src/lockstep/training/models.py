@@ -14,7 +14,7 @@ from lockstep.data.randomness import undisturbed
 from lockstep.errors import ModelError
 from lockstep.exchange.links import connect
 from lockstep.layout.classes import worst
-from lockstep.registry import STRATEGIES, resolve
+from lockstep.registry import STRATEGIES, StrategyEntry, resolve
 from lockstep.strategies.checks import (
     as_module,
     check_same_models,
@@ -31,119 +31,122 @@ from lockstep.strategies.remote import hold_remotely
 from lockstep.strategies.sync_batchnorm import layers
 from lockstep.strategies.versions import Versions
 from lockstep.strategies.wrapped_model import WrappedModel
+from lockstep.training.context import Context
 from lockstep.training.serving import Serving
-from lockstep.training.session import Session
-from lockstep.training.state import check_savable
+from lockstep.training.state import State, check_savable
 
 
 class Models:
     """The models of a run.
 
     Args:
-        session: the run's session.
+        context: of the run.
+        state: what the run has been told of; models are added to it.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, context: Context, state: State) -> None:
+        self._context, self._state = context, state
         self._tried = 0  # models that were to be held: what failed has left notes for other ranks
         self._is_served = False  # whether a model has connections to servers
         self._serving: Serving | None = None
 
-    def add(self, model: Any, settings: dict[str, Any]) -> nn.Module:
-        """Place and hold `model`, a module or a list of them, and return what the script is to call.
+    def add(self, model: Any, keywords: dict[str, Any]) -> nn.Module:
+        """Check, place and hold `model`, a module or a list of them; return what the script is to call.
 
         Raises:
             ModelError: if it is no module, held already, or differs between ranks.
             ExactnessError: for a setting that breaks the promise.
         """
-        session = self._session
         module = as_module(model)
-        spread, settings = split(settings)
-        asked, is_trained = session.settings, is_trainable(module)
-        settings = taken_by(asked.strategy, settings, exact=asked.exact, is_trained=is_trained)
-        self._check(module, settings)
-        extra = {k: v for k, v in module.state_dict().items() if not isinstance(v, torch.Tensor)}
-        check_savable(type(module).__name__, extra)
-        self._place(module)
-        if session.settings.precision in REDUCED:
-            autocast_forward(module, session.device.type, REDUCED[session.settings.precision])
+        strategy, keywords = self._check(module, keywords)
+        self._place(module, strategy)
         # How a model is held must not change what the next one starts from.
-        with undisturbed(), session.together.meeting("run.model"):
-            held = self._hold(module, settings, spread)
-        held.passes_in(session.passing)
-        meeting = session.standing.meeting("the gathering of parameters")
-        held.gathers_in(meeting, session.gathering)
-        held.meets_in(session.standing.meeting("the exchange of buffers"))
+        with undisturbed(), self._context.collectives.meeting("run.model"):
+            held = self._hold(module, strategy, keywords)
         self._take(held)
-        # DistributedDataParallel's; without effect, as gradients meet once per global batch anyway.
-        held.wrapped.__dict__.setdefault("no_sync", contextlib.nullcontext)
         return held.wrapped
 
+    def _check(
+        self, module: nn.Module, keywords: dict[str, Any]
+    ) -> tuple[StrategyEntry | None, dict[str, Any]]:
+        """Return the strategy for a module, `None` for a frozen one, and the keywords that it takes."""
+        asked = self._context.settings
+        strategy, is_trained = STRATEGIES.find(asked.strategy), is_trainable(module)
+        if any(module in (held.module, held.wrapped) for held in self._state.models):
+            raise ModelError(f"this {type(module).__name__} belongs to the run already")
+        refuse_unconverted(module)
+        if self._context.replicas > 1:
+            refuse_changing(module)
+        spread, others = split(keywords)
+        others = taken_by(strategy.name, others, exact=asked.exact, is_trained=is_trained)
+        check = resolve(strategy.check)
+        check(module, others, exact=asked.exact, device=self._context.device)
+        extra = {k: v for k, v in module.state_dict().items() if not isinstance(v, torch.Tensor)}
+        check_savable(type(module).__name__, extra)
+        if not is_trained:
+            return None, others
+        if strategy.spreads and self._context.dims.mesh.model == 1:
+            return STRATEGIES.find("ddp"), others
+        return strategy, spread if strategy.spreads else others
+
+    def _place(self, module: nn.Module, strategy: StrategyEntry | None) -> None:
+        """Move a module to this rank's device, but for one whose parts are to stay where they are."""
+        device, precision = self._context.device, self._context.settings.precision
+        if not (strategy is not None and strategy.places) and not spans_devices(module):
+            module.to(device)
+        if precision in REDUCED:
+            autocast_forward(module, device.type, REDUCED[precision])
+
+    def _hold(
+        self, module: nn.Module, strategy: StrategyEntry | None, keywords: dict[str, Any]
+    ) -> WrappedModel:
+        context = self._context
+        number, self._tried = self._tried, self._tried + 1
+        holding = context.of_model(number)
+        if context.group is not None:
+            world = context.world
+            check_same_models(module, str(number), context.store, world.rank, world.size)
+        if strategy is None:
+            return FrozenModel(module, holding.block, holding.replicas, holding.group, keywords)
+        if strategy.name == "ps":
+            return self._serve(module, holding, keywords)
+        held: WrappedModel = resolve(strategy.hold)(module, holding, keywords)
+        held.exactness = worst([held.exactness, strategy.exactness])
+        return held
+
     def _take(self, held: WrappedModel) -> None:
-        session = self._session
-        before, asked = session.exactness, session.settings
+        context, asked, before = self._context, self._context.settings, self.exactness
+        held.passes_in(context.passing)
+        gathers = context.heartbeat.meeting("the gathering of parameters")
+        held.gathers_in(gathers, context.gathering)
+        held.meets_in(context.heartbeat.meeting("the exchange of buffers"))
         if asked.staleness and held.versions is None and held.parameters:
             held.versions = Versions(held.module, asked.staleness)
         parts = [layer.ranks.exactness for layer in layers(held.module)]
         held.exactness = worst([held.exactness, *parts])
-        session.models.append(held)
-        if session.exactness != before:  # what was said when the run began does not hold any more
-            session.holding(0).warn(
-                f"lockstep: {asked.name}: {session.exactness}, "
+        # DistributedDataParallel's; without effect, as gradients meet once per global batch anyway.
+        held.wrapped.__dict__.setdefault("no_sync", contextlib.nullcontext)
+        self._state.models.append(held)
+        if self.exactness != before:  # what was said when the run began does not hold any more
+            context.record.warn(
+                f"lockstep: {asked.name}: {self.exactness}, "
                 f"by how {type(held.module).__name__} is held"
             )
 
     @property
-    def _is_spread(self) -> bool:
-        return self._session.formation.mesh.model > 1
-
-    def _place(self, module: nn.Module) -> None:
-        """Move a module to this rank's device, but for one whose parts are to stay where they are."""
-        is_cut = self._is_spread and STRATEGIES.find(self._session.settings.strategy).places
-        if not (is_cut and is_trainable(module)) and not spans_devices(module):
-            module.to(self._session.device)
-
-    def _check(self, module: nn.Module, settings: dict[str, Any]) -> None:
-        if any(module in (held.module, held.wrapped) for held in self._session.models):
-            raise ModelError(f"this {type(module).__name__} belongs to the run already")
-        refuse_unconverted(module)
-        if self._session.replicas > 1:
-            refuse_changing(module)
-        asked = self._session.settings
-        check = resolve(STRATEGIES.find(asked.strategy).check)
-        check(module, settings, exact=asked.exact, device=self._session.device)
-
-    def _hold(
-        self, module: nn.Module, settings: dict[str, Any], spread: dict[str, Any]
-    ) -> WrappedModel:
-        session = self._session
-        number, self._tried = self._tried, self._tried + 1
-        holding = session.holding(number)
-        if session.groups.everyone is not None:
-            world = session.world
-            check_same_models(module, str(number), session.store, world.rank, world.size)
-        if not is_trainable(module):
-            return FrozenModel(module, holding.block, holding.replicas, holding.group, settings)
-        strategy = STRATEGIES.find(session.settings.strategy)
-        if strategy.name == "ps":
-            return self._serve(module, holding, settings)
-        if strategy.spreads and not self._is_spread:
-            strategy = STRATEGIES.find("ddp")
-        held: WrappedModel = resolve(strategy.hold)(
-            module, holding, spread if strategy.spreads else settings
-        )
-        held.exactness = worst([held.exactness, strategy.exactness])
-        return held
+    def exactness(self) -> str:
+        """Class of the run, with the models that it holds."""
+        return self._context.exactness(*(model.exactness for model in self._state.models))
 
     def _serve(
         self, module: nn.Module, holding: ModelContext, settings: dict[str, Any]
     ) -> WrappedModel:
         """Hold a model with the servers of the run."""
-        session, late = self._session, self._session.settings.staleness
-        waiting = session.standing.meeting("optimizer.step")
+        context, late = self._context, self._context.settings.staleness
+        waiting = context.heartbeat.meeting("optimizer.step")
         if self._serving is None:
-            meeting = session.same_data.meeting
-            self._serving = Serving(meeting, session.settings.servers, session.directory)
+            meeting = context.meeting
+            self._serving = Serving(meeting, context.settings.servers, context.record.directory)
         serving = self._serving
         where = serving.find()
         with contextlib.ExitStack() as failed:
@@ -154,7 +157,7 @@ class Models:
                 holding.replicas,
                 holding.store,
                 str(holding.number),
-                session.threads,
+                context.threads,
                 tells=not self._is_served,
                 release=serving.release,
             )
@@ -186,7 +189,7 @@ class Models:
         Raises:
             ModelError: if it is not clear which one is meant.
         """
-        held = self._session.models
+        held = self._state.models
         if model is None and len(held) == 1:
             return held[0]
         for candidate in held:

@@ -19,12 +19,8 @@ from lockstep.data.loader import GlobalBatch, Loader
 from lockstep.errors import UsageError
 from lockstep.settings import OF_SCRIPTS, Settings, from_environment
 from lockstep.training import optimizers
-from lockstep.training.backward import Backward
 from lockstep.training.batchnorm import synchronise
-from lockstep.training.loaders import Loaders
-from lockstep.training.memory_stats import footprint
-from lockstep.training.metrics import Item, Metrics, Value
-from lockstep.training.models import Models
+from lockstep.training.metrics import Item, Value
 from lockstep.training.run_properties import RunProperties
 from lockstep.training.script_errors import explained, show_plainly
 from lockstep.training.session import Session
@@ -112,18 +108,8 @@ class Run(RunProperties):
         settings = Settings(name=name, **{one: asked[one] for one in OF_SCRIPTS})
         world = given(init_method, rank, world_size, has_store=store is not None)
         self._session = Session(from_environment(settings), world, store)
-        self._models = Models(self._session)
-        self._metrics = Metrics(
-            self._loop,
-            self.replicas,
-            self._session.formation.block,
-            self._session.groups.data,
-            self._session.together.meeting,
-        )
-        self._backward = Backward(self._session)
         self._optimizers = 0
         self._end: str | None = None
-        self._loaders = Loaders(self._session)
 
     def __enter__(self) -> Self:
         self._begin_once()
@@ -137,15 +123,13 @@ class Run(RunProperties):
         traceback: TracebackType | None,
     ) -> None:
         if error is not None:
-            told = explained(error, self._session.models)
+            told = explained(error, self._session.state.models)
             self._session.close(told or error)
             if told is not None:
                 raise told.with_traceback(traceback) from error
             return
         try:
-            self._session.script_ends()
-            self._end = own = self._session.digest()
-            self._session.finish(own, footprint(self._session.state, self.device))
+            self._end = self._session.finish()
         except BaseException as late:
             self._session.close(late)
             raise
@@ -182,7 +166,7 @@ class Run(RunProperties):
             ExactnessError: for a setting that breaks the promise.
         """
         self._require_open("run.model")
-        return self._models.add(module, settings)
+        return self._session.models.add(module, settings)
 
     def sync_batchnorm(self, module: ModelT) -> ModelT:
         """Return `module` with BatchNorm over the global batch, on any device; call it before `model`.
@@ -195,7 +179,8 @@ class Run(RunProperties):
             ExactnessError: with more replicas than ranks: their statistics cannot meet.
             ModelError: if it is held already, or has a layer that cannot be converted.
         """
-        return synchronise(self._session, module)  # type: ignore[return-value]
+        session = self._session
+        return synchronise(session.context, session.state, self._loop, module)  # type: ignore[return-value]
 
     def optimizer(self, optimizer: OptimizerT) -> OptimizerT:
         """Let `optimizer.step()` act once per global batch.
@@ -276,7 +261,7 @@ class Run(RunProperties):
         asked = {"batch_size": batch_size, "sampler": sampler, "collate_fn": collate_fn, **workers}
         asked |= {"shuffle": shuffle, "drop_last": drop_last, "num_workers": num_workers}
         self._require_open("run.loader")
-        return self._loaders.make(data, asked)
+        return self._session.loaders.make(data, asked)
 
     def batches(self, loader: Loader) -> Iterator[GlobalBatch]:
         """Yield global batches, each to be iterated over once per update."""
@@ -287,7 +272,7 @@ class Run(RunProperties):
         if count < 0:
             raise UsageError(f"{count} epochs; expected 0 or more")
         self._require_open("run.epochs")
-        return self._loop.run_epochs(count, self._session.epoch_ends)
+        return self._loop.run_epochs(count, self._session.context.record.epoch_ends)
 
     # --- a step ----------------------------------------------------------------------------------
 
@@ -306,7 +291,7 @@ class Run(RunProperties):
             PeerError: if another rank is gone.
         """
         self._require_open("run.backward")
-        self._backward(loss, weight)
+        self._session.backward(loss, weight)
 
     def clip(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale gradients to a total norm of at most `max_norm`, once per global batch.
@@ -323,7 +308,7 @@ class Run(RunProperties):
         if not self._loop.acts_now():
             return torch.tensor(float("nan"))
         own = optimizers.listed(parameters)
-        return optimizers.clip(own, max_norm, norm_type, self._session.models)
+        return optimizers.clip(own, max_norm, norm_type, self._session.state.models)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clamp each element of the gradients to `-clip_value` to `clip_value`, once per global batch.
@@ -334,11 +319,12 @@ class Run(RunProperties):
         """
         if self._loop.acts_now():
             own = optimizers.listed(parameters)
-            optimizers.clip_values(own, float(clip_value), self._session.models)
+            optimizers.clip_values(own, float(clip_value), self._session.state.models)
 
     def log(self, **values: Any) -> None:
         """Record values of this step and show the newest; never waits for other ranks or the device."""
-        self._session.log(values)
+        if not self._loop.is_on_the_way:
+            self._session.context.record.log(values)
 
     # --- metrics ---------------------------------------------------------------------------------
 
@@ -356,7 +342,7 @@ class Run(RunProperties):
         Raises:
             StepError: inside a microbatch, with several replicas; or where there are no samples.
         """
-        return self._metrics.mean(items)
+        return self._session.metrics.mean(items)
 
     def sum(self, items: Iterable[Value | Mapping[str, Value]], *, per_sample: bool = True) -> Any:
         """Return the sum over all samples of all ranks, exact for integers.
@@ -367,7 +353,7 @@ class Run(RunProperties):
                 over with all others. If not, an item is the microbatch's own sum, of any shape, such as a
                 confusion matrix; the result has that shape.
         """
-        return self._metrics.sum(items, per_sample=per_sample)
+        return self._session.metrics.sum(items, per_sample=per_sample)
 
     def gather(self, items: Iterable[torch.Tensor]) -> torch.Tensor:
         """Return one row per sample of the data, in dataset order, on every rank.
@@ -375,7 +361,7 @@ class Run(RunProperties):
         Args:
             items: one tensor of shape `(samples, …)` per microbatch, computed while it iterates.
         """
-        return self._metrics.gather(items)
+        return self._session.metrics.gather(items)
 
     # --- together --------------------------------------------------------------------------------
 
@@ -391,7 +377,8 @@ class Run(RunProperties):
 
     def print(self, *values: object, sep: str = " ") -> None:
         """Print on the main rank, above the progress bar."""
-        self._session.print(sep.join(str(value) for value in values))
+        if not self._loop.is_entered_again:  # else it was printed before
+            self._session.context.record.print(sep.join(map(str, values)))
 
     def digest(self) -> str:
         """Return the SHA-256 of all models and registered objects, as `sha256:…`.
@@ -404,7 +391,7 @@ class Run(RunProperties):
         if self._session.state.is_split:
             self._loop.require_meeting_point("run.digest")
         # On the way back models hold the state that is restored, and not the one that is asked for.
-        return self._metrics.once("run.digest", self._session.digest)
+        return self._session.metrics.once("run.digest", self._session.digest)
 
     def export(self, path: str | Path, model: nn.Module | None = None) -> None:
         """Write a model's plain `state_dict`, without wrappers' prefixes, on the main rank.
@@ -419,7 +406,7 @@ class Run(RunProperties):
             UsageError: if its suffix is another.
             StepError: inside a microbatch, with several replicas and a model that is cut over ranks.
         """
-        held = self._models.find(model)
+        held = self._session.models.find(model)
         if held.is_split or self._loop.microbatch is None:
             self._loop.require_meeting_point("run.export")
         held.check_gathering()
@@ -443,7 +430,7 @@ class Run(RunProperties):
             UsageError: if its suffix is another.
         """
         self._loop.require_meeting_point("run.load")
-        self._models.load(model, weights_only.read_weights(Path(path)))
+        self._session.models.load(model, weights_only.read_weights(Path(path)))
 
 
 __all__: Sequence[str] = ["Run"]

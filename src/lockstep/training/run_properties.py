@@ -22,7 +22,7 @@ class RunProperties:
     def _begin_once(self) -> None:
         if self._is_begun:
             raise StepError(
-                f"the run {self._session.settings.name} was entered before; expected one `with` for a run",
+                f"the run {self._name} was entered before; expected one `with` for a run",
                 hint="make another lockstep.Run(…) for another run",
             )
         self._is_begun = True
@@ -31,25 +31,29 @@ class RunProperties:
         """Refuse a call after the end of the run."""
         if self._session.loop.closed:
             raise StepError(
-                f"{call} was called after the end of the run {self._session.settings.name}; "
+                f"{call} was called after the end of the run {self._name}; "
                 "expected to be inside its `with` block",
                 hint="make another lockstep.Run(…) for another run",
             )
 
     @property
+    def _name(self) -> str:
+        return self._session.context.settings.name
+
+    @property
     def world(self) -> World:
         """Who this process is among all."""
-        return self._session.world
+        return self._session.context.world
 
     @property
     def device(self) -> torch.device:
         """The device that this rank computes on."""
-        return self._session.device
+        return self._session.context.device
 
     @property
     def replicas(self) -> int:
         """Number of logical workers of the run."""
-        return self._session.replicas
+        return self._session.context.replicas
 
     @property
     def main(self) -> bool:
@@ -59,7 +63,7 @@ class RunProperties:
     @property
     def directory(self) -> Path:
         """Where the run keeps its records."""
-        return self._session.directory
+        return self._session.context.record.directory
 
     @property
     def epoch(self) -> int:
@@ -74,7 +78,7 @@ class RunProperties:
     @property
     def exchange(self) -> str:
         """Name of the exchange that is used, or `none` on a single rank."""
-        return self._session.exchange
+        return self._session.context.exchange
 
     @property
     def scale(self) -> float:
@@ -89,12 +93,13 @@ class RunProperties:
         Raises:
             UsageError: on a strategy that gives each rank a whole model.
         """
-        return self._session.mesh
+        context = self._session.context
+        return context.groups.require_mesh(context.settings.strategy)
 
     @property
     def exactness(self) -> str:
         """Class of the run: `exact`; `close` where another layout rounds otherwise; `approximate`."""
-        return self._session.exactness
+        return self._session.models.exactness
 
     @property
     def _loop(self) -> Loop:

@@ -15,13 +15,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 
 import torch.distributed as dist
 
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import EarlyExitError, LockstepError, PeerError
-from lockstep.record import stacks
+from lockstep.record import report, stacks
 from lockstep.training.collective_check import WaitingRank, mismatch
 from lockstep.training.heartbeat import Heartbeat
 from lockstep.training.listeners import Listener
@@ -49,17 +50,15 @@ class Watchdog(Listener):
     Args:
         meeting: the ranks, and the store that they reach.
         standing: where this rank stands.
-        fail: told of the disagreement, and the line of the script, before the process ends.
-        watched: whether a launcher looks for ranks that are gone.
+        fail: told of the disagreement, and the line of the script, before the process ends; by default
+            the launcher is.
     """
 
     def __init__(
         self,
         meeting: Meeting,
         standing: Heartbeat,
-        fail: Callable[[LockstepError, stacks.Frame | None], None],
-        *,
-        watched: bool,
+        fail: Callable[[LockstepError, stacks.Frame | None], None] | None = None,
     ) -> None:
         # A client of its own for the thread: the main thread's may be busy waiting.
         own: dist.Store = meeting.store.clone()  # type: ignore[attr-defined]
@@ -71,8 +70,10 @@ class Watchdog(Listener):
         self._several = meeting.world.launch_file is None
         self._rank, size = meeting.world.rank, meeting.world.size
         self._others = _after(self._rank, range(size))
+        # A launcher of ours looks itself for ranks that are gone.
+        watched = meeting.world.environment == "lockstep"
         self._pulse = None if watched else Liveness(self._thread_store, self._rank, size)
-        self._fail = fail
+        self._fail = fail or self._tell_launcher
         self._loops = 0
         self._step = 0
         self._meetings = 0
@@ -257,6 +258,14 @@ class Watchdog(Listener):
         self._fail(error, frames[0] if frames else None)
         self._meeting.fail(error)
         os._exit(error.exit_code)
+
+    def _tell_launcher(self, error: LockstepError, frame: stacks.Frame | None) -> None:
+        path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if path and self._pulse is None:
+            told = report.describe(error, self._rank, home=None)
+            if frame is not None:
+                told = replace(told, file=frame.file, line=frame.line, function=frame.function)
+            report.write(told, Path(path))
 
     def close(self) -> None:
         """Stop looking; a look that is under way has no effect any more."""

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint import dcp
+from lockstep.checkpoint.dcp import share_out
+from lockstep.checkpoint.disk import Buffers
 from lockstep.checkpoint.manifest import DamagedError, FileSpec, Manifest, TensorSpec
 from lockstep.checkpoint.parts import Cut
-from lockstep.checkpoint.staging import Buffers, share_out
 from lockstep.errors import CheckpointError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool]

@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.checkpoint import dcp, manifest, temporary_directory
+from lockstep.checkpoint import dcp, manifest
 from lockstep.checkpoint.disk import read
 from lockstep.checkpoint.export import choose
+from lockstep.checkpoint.saving import Workplace
 from lockstep.errors import CheckpointError, RunDirectoryError
 from tests.unit.checkpoint.conftest import IDENTITY
 
@@ -44,7 +45,7 @@ def save(checkpoints: Any, *steps: int, best: float | None = None) -> None:
 
 
 def names(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir() if not path.name.startswith(".writer"))
+    return sorted(path.name for path in directory.iterdir() if not path.name.startswith(".draft"))
 
 
 def whole(checkpoints: Any, step: int) -> bool:
@@ -225,14 +226,11 @@ def test_another_runs_checkpoint_is_refused_with_both_values(make) -> None:
     assert "--fresh" in caught.value.hint
 
 
-def test_another_runs_checkpoint_is_not_removed_but_by_a_new_beginning(make, directory) -> None:
+def test_another_runs_checkpoint_is_not_removed(make, directory) -> None:
     other = make(identity={**IDENTITY, "seed": 1}, keep=1)
     save(make(), 5)
     save(other, 1, 2)
     assert names(directory) == ["step-00000002", "step-00000005"]
-    other.clear()
-    assert names(directory) == []
-    other.clear()
 
 
 def test_newer_version_is_skipped_and_left_alone(make, directory, warned) -> None:
@@ -257,42 +255,19 @@ def test_other_files_are_nobodys_business(make, directory) -> None:
     assert (directory / "notes.txt").exists()
 
 
-def test_half_written_drafts_are_ignored_and_removed_by_the_next_save(make, directory) -> None:
+def test_what_a_dead_launch_left_unfinished_is_removed(make, directory) -> None:
     one = make()
     save(one, 1)
     one.close()
-    shutil.copytree(directory / "step-00000001", directory / ".draft-dead-2-2")
-    (directory / ".writer-alsodead").touch()
-    (directory / ".draft-alsodead-1-1").mkdir()
+    assert not list(directory.glob(".*"))
+    shutil.copytree(directory / "step-00000001", directory / ".draft-dead" / "2")
     two = make()
     assert whole(two, 1)
     save(two, 3)
     assert names(directory) == ["step-00000001", "step-00000003"]
-    assert [path.name for path in directory.glob(".writer*")] == [f".writer-{two._token.name}"]
+    assert [list(path.iterdir()) for path in directory.glob(".*")] == [[]], "its own, and empty"
     two.close()
     assert not list(directory.glob(".*"))
-
-
-def test_drafts_of_a_living_process_are_left_alone(make, directory) -> None:
-    other = temporary_directory.Token(directory)
-    try:
-        temporary_directory.draft(directory, other.name, 1, 7).mkdir()
-        save(make(), 1)
-        assert names(directory) == [f".draft-{other.name}-1-7", "step-00000001"]
-        assert temporary_directory.is_held(directory, other.name)
-    finally:
-        other.close()
-    assert not temporary_directory.is_held(directory, other.name)
-    save(make(), 2)
-    assert names(directory) == ["step-00000001", "step-00000002"]
-
-
-def test_two_launches_in_one_directory_spoil_nothing(make, directory) -> None:
-    with ThreadPoolExecutor(2) as pool:
-        for done in [pool.submit(save, make(keep=3), *range(1, 8)) for _ in range(2)]:
-            done.result(timeout=30)
-    assert names(directory) == ["step-00000005", "step-00000006", "step-00000007"]
-    assert whole(make(), 7)
 
 
 WRITER = """
@@ -337,9 +312,9 @@ def test_kill_9_while_a_checkpoint_is_written(make, directory, warned, seconds) 
     assert not warned
     if seconds == "stop":
         assert found.step == 1
-        assert len(list(directory.glob(".draft-*"))) == 1
+        assert len(list(directory.glob(".draft-*/*"))) == 1
     save(checkpoints, found.step + 1)
-    assert not list(directory.glob(".draft-*"))
+    assert not list(directory.glob(".draft-*/*"))
 
 
 def mount(*words: str | Path) -> bool:
@@ -450,7 +425,7 @@ def test_close_drops_what_is_written(make, directory, monkeypatch) -> None:
     other = make(rank=1, size=2, store=store)
     with ThreadPoolExecutor(1) as pool:
         # The other rank's part never comes: it has agreed to write, and no more.
-        met = pool.submit(other._meet)
+        met = pool.submit(Workplace.open, directory, other._peers)
         checkpoints.save(1, state(1), "", best=None)
         met.result(timeout=10)
     begin = time.monotonic()
@@ -507,7 +482,7 @@ def test_a_rank_that_cannot_write_is_named_by_all(make, directory, monkeypatch) 
     write_part = dcp.write_part
 
     def full(place: Path, part: int, *rest: Any) -> Any:
-        if part == 1 and place.name.endswith("-2"):
+        if part == 1 and place.name == "2":
             raise OSError(errno.ENOSPC, "No space left on device")
         return write_part(place, part, *rest)
 
@@ -556,4 +531,4 @@ def test_a_main_rank_that_cannot_write_at_all(make, tmp_path) -> None:
     ranks = Ranks(make, [tmp_path / "file", tmp_path / "there"])
     errors = ranks.do(lambda one: save(one, 1))
     assert "file cannot be written: File exists" in errors[0].message
-    assert "rank 0 cannot write checkpoints: File exists" in errors[1].message
+    assert "rank 0: File exists" in errors[1].message

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lockstep.record.progress import Progress
-from lockstep.training.session import Session
+from lockstep.training import context
 
 
 def train(run: Any, body=lambda *_: None, epochs: int = 2) -> None:
@@ -97,7 +97,7 @@ def test_a_checkpoint_that_is_skipped_is_said_without_progress(make_run, capsys,
     damaged = tmp_path / "one" / "checkpoints" / "step-00000003"
     damaged.mkdir(parents=True)
     (damaged / "manifest.json").write_text("{")
-    Session._directories.clear()
+    context.taken_directories.clear()
     with make_run(run_dir=tmp_path / "one", progress=False):
         said = capsys.readouterr().err
     assert f"lockstep: warning: the checkpoint {damaged} is skipped: " in said

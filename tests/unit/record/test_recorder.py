@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Subset, TensorDataset
 
 from lockstep.errors import RunDirectoryError
-from lockstep.training.session import Session
+from lockstep.training import context
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def again(make_run, tmp_path: Path):
     """Make a run in one directory, each time as if in a process of its own."""
 
     def make(**settings: Any) -> Any:
-        Session._directories.clear()
+        context.taken_directories.clear()
         return make_run(run_dir=tmp_path / "one", **settings)
 
     return make
@@ -74,7 +74,7 @@ def test_a_damaged_record_is_refused_before_anything_is_written(again, tmp_path:
 
 
 def test_a_second_run_of_one_process_goes_below(make_run, tmp_path: Path) -> None:
-    Session._directories.clear()
+    context.taken_directories.clear()
     directories = []
     for _ in range(2):
         with make_run(run_dir=tmp_path / "one") as run:

@@ -229,7 +229,7 @@ def test_gradients_that_wait_are_part_of_the_state(make_run: Callable[..., Any])
         model = run.model(nn.Linear(6, 4))
         for x, y in run.loader(classes(16, (6,)), batch_size=8):
             run.backward(F.cross_entropy(model(x), y))
-        held = run._session.models[0]
+        held = run._session.state.models[0]
         waiting = held.gradients()
         assert isinstance(waiting["weight"], DTensor), "each rank's own part"
         before = waiting["weight"].full_tensor()

@@ -29,6 +29,7 @@ from lockstep.strategies.sync_batchnorm import (
     layers,
 )
 from lockstep.training.batchnorm import synchronise
+from lockstep.training.state import State
 
 ALONE = Ranks(None)
 
@@ -325,9 +326,10 @@ def test_what_belongs_to_the_run_already(make_run) -> None:
     ],
 )
 def test_where_ranks_do_not_compute_together(settings: dict, message: str) -> None:
-    session = SimpleNamespace(models=[], settings=Settings(name="x", exact=False, **settings))
+    context: Any = SimpleNamespace(settings=Settings(name="x", exact=False, **settings))
+    loop: Any = None
     with pytest.raises(ModelError, match=message) as caught:
-        synchronise(session, Net())
+        synchronise(context, State(), loop, Net())
     assert caught.value.hint
 
 

@@ -38,7 +38,7 @@ def gathered_at(
     )
     loop = SimpleNamespace(steps=0, position=position, open_metrics=[])
     agreement = SimpleNamespace(at_point=lambda _: None)
-    made: Any = (state, loop, agreement, rhythm if launched else None, keeps, None, None)
+    made: Any = (state, loop, agreement, rhythm if launched else None, keeps, None)
     keeper = Checkpointing(
         *made, aligned=True, apart=False, every=0, warn=lambda _: None, flush=list
     )

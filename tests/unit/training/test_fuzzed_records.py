@@ -16,7 +16,7 @@ from torch import nn
 
 from lockstep.checkpoint import manifest
 from lockstep.errors import LockstepError
-from lockstep.training.session import Session
+from lockstep.training import context
 
 # A run that is refused leaves its files to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -70,7 +70,7 @@ def interrupted(make_run, tmp_path: Path) -> Callable[[], None]:
     """A run that stopped after its first epoch, with a checkpoint; returns what lets it go on."""
 
     def run(*, stops: bool = False) -> None:
-        Session._directories.clear()
+        context.taken_directories.clear()
         with make_run(run_dir=tmp_path / "d", replicas=2, threads=1) as one:
             model = one.model(nn.Linear(2, 1))
             optimizer = one.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))

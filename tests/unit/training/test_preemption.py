@@ -13,8 +13,8 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import PREEMPTED, UsageError
+from lockstep.training import context
 from lockstep.training.preemption import VARIABLE, Preempted, Signals, chosen_signals
-from lockstep.training.session import Session
 
 
 @pytest.fixture(autouse=True)
@@ -72,15 +72,15 @@ def train(directory, stop_at: int = 0) -> str:
 
 
 def test_a_run_that_is_asked_to_end_saves_and_goes_on(tmp_path, monkeypatch):
-    # As in processes of their own: within one, a second run goes to a directory below.
-    monkeypatch.setattr(Session, "_directories", frozenset())
-    monkeypatch.setattr(Session, "_remember_directory", lambda _: None)
     whole = train(tmp_path / "whole")
     with pytest.raises(Preempted) as caught:
         train(tmp_path / "run", stop_at=3)
     assert (caught.value.code, caught.value.step) == (PREEMPTED, 3)
     recorded = json.loads((tmp_path / "run/run.json").read_text())
     assert (recorded["status"], recorded["step"]) == ("preempted", 3)
+    # As in a process of its own: within one, a second run goes to a directory below.
+    context.taken_directories.clear()
+    monkeypatch.setattr(context, "_before", None)
     assert train(tmp_path / "run") == whole
     recorded = json.loads((tmp_path / "run/run.json").read_text())
     assert recorded["status"] == "finished"

@@ -646,9 +646,9 @@ def test_a_finished_directory_is_not_taken_again(make_run, tmp_path) -> None:
     with make_run(run_dir=tmp_path / "a") as run:
         pass
     assert run.directory == tmp_path / "a"
-    from lockstep.training.session import Session
+    from lockstep.training import context
 
-    Session._directories.discard(tmp_path / "a")  # as in another process
+    context.taken_directories.discard(tmp_path / "a")  # as in another process
     with pytest.raises(RunDirectoryError, match="is finished"):
         make_run(run_dir=tmp_path / "a")
 
@@ -669,12 +669,12 @@ class Redrawing(Sampler[int]):
 
 @pytest.mark.parametrize("kind", ["sampler", "subset"])
 def test_indices_that_each_epoch_draws_anew(make_run, tmp_path, kind) -> None:
-    from lockstep.training.session import Session
+    from lockstep.training import context
 
     seen: list[list[float]] = []
 
     def train(place: str, stop: int) -> None:
-        Session._directories.discard(tmp_path / place)  # as in another process
+        context.taken_directories.discard(tmp_path / place)  # as in another process
         subset = Subset(TensorDataset(torch.arange(12.0)), range(6))
         made = (subset.dataset, Redrawing()) if kind == "sampler" else (subset, None)
         with make_run(run_dir=tmp_path / place, seed=1) as run:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -167,9 +169,12 @@ def test_ranks_agree_on_what_was_found_before_the_backward_pass_is_left(
     """Until then a rank that waits for another one is seen to wait."""
     with make_run(precision="fp16") as run:
         model = run.model(nn.Linear(2, 1))
-        session, scaler = run._session, run._session.state.scaler
+        backward, scaler = run._session.backward, run._session.state.scaler
         seen: list[str] = []
-        monkeypatch.setattr(session, "after_backward", lambda: seen.append("leaves"))
+        watchdog: Any = SimpleNamespace(
+            backward_begins=lambda *_: None, backward_ends=lambda: seen.append("leaves")
+        )
+        monkeypatch.setattr(backward, "_context", replace(backward._context, watchdog=watchdog))
         monkeypatch.setattr(scaler, "after_backward", lambda _models: seen.append("agrees"))
         for (x,) in run.loader(TensorDataset(torch.ones(2, 2)), batch_size=2):
             run.backward(model(x).sum())

@@ -154,5 +154,5 @@ def test_another_identity(make_run) -> None:
     methods = []
     for staleness in (None, 0, 1, 2):
         with make_run(staleness=staleness) as run:
-            methods.append(run._session._identity.method)
+            methods.append(run._session.context.identity.method)
     assert methods == ["exact", "exact", "exact, staleness=1", "exact, staleness=2"]

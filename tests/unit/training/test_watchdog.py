@@ -41,7 +41,7 @@ class Rank:
         self.told: list[LockstepError] = []
         self.place: Frame | None = None
         meeting = Meeting(world=world, store=store, number=0, ours=True)
-        self.watch = Watchdog(meeting, self.standing, self.tell, watched=True)
+        self.watch = Watchdog(meeting, self.standing, self.tell)
 
     def tell(self, error: LockstepError, place: Frame | None) -> None:
         self.place = place

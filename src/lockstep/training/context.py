@@ -1,0 +1,262 @@
+"""What the parts of a run know of it: all that stays as it is from the start of the run to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from lockstep.exchange.choose import exactness_of
+from lockstep.layout.classes import of_servers, worst
+from lockstep.record.recorder import Recorder
+from lockstep.record.run_file import Identity
+from lockstep.record.settings import RecordSettings
+from lockstep.settings import Settings
+from lockstep.strategies.model_context import ModelContext
+from lockstep.strategies.precision import check_precision
+from lockstep.training.collective_check import CollectiveCheck
+from lockstep.training.fingerprint import describe, method_of
+from lockstep.training.heartbeat import Heartbeat
+from lockstep.training.memory import Memory, find_slot
+from lockstep.training.parallel_dims import (
+    Groups,
+    ParallelDims,
+    choose_exchange,
+    choose_mesh,
+    needs_group,
+)
+from lockstep.training.resume import ResumeInfo, launch_of, recall
+from lockstep.training.watchdog import Watchdog
+from lockstep.world import World
+from lockstep.world.connect import Connection, connect
+from lockstep.world.cores import shared_cores
+from lockstep.world.devices import choose_device, default_threads, make_deterministic
+from lockstep.world.devices_asked import CORES
+from lockstep.world.meet import Meeting, meet
+
+#: Directories that earlier runs of this process have taken.
+taken_directories: set[Path] = set()
+#: Directory of the run before this one, and the process that it was in.
+_before: tuple[int, Path] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """A run as all of its parts see it.
+
+    Attributes:
+        settings: what is asked for.
+        meeting: the ranks, and how they tell each other of failures.
+        identity: what the result depends on.
+        resume_info: what the run directory says of the run until now.
+        says_replicas: whether the script, the launch or an earlier launch says how many replicas there are.
+        dims: where this rank stands among the others.
+        groups: the process groups that it is in.
+        device: what this rank computes on.
+        threads: intra-op threads.
+        exchange: name of the exchange; `none` on a single rank.
+        connection: the store in which ranks leave notes for each other, and the process group.
+        heartbeat: where this rank says where it stands.
+        collectives: checks that all ranks are in the same call.
+        memory: of the launcher; `None` without one.
+        record: writes what happens, and measures it.
+        watchdog: names ranks that do not come; `None` on a single rank.
+    """
+
+    settings: Settings
+    meeting: Meeting
+    identity: Identity
+    resume_info: ResumeInfo
+    says_replicas: bool
+    dims: ParallelDims
+    groups: Groups
+    device: torch.device
+    threads: int
+    exchange: str
+    connection: Connection
+    heartbeat: Heartbeat
+    collectives: CollectiveCheck
+    memory: Memory | None
+    record: Recorder
+    watchdog: Watchdog | None
+
+    @property
+    def world(self) -> World:
+        """Who this process is."""
+        return self.meeting.world
+
+    @property
+    def replicas(self) -> int:
+        """Number of replicas in all."""
+        return self.dims.replicas
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group of all ranks; `None` on a single rank."""
+        return self.groups.everyone
+
+    @property
+    def store(self) -> dist.Store:
+        """Where ranks leave notes for each other."""
+        return self.connection.store
+
+    def exactness(self, *of_models: str) -> str:
+        """Return `exact`, `close` where another layout rounds otherwise, or `approximate`."""
+        asked = self.settings
+        servers = of_servers(asked.strategy, asked.staleness, self.device.type)
+        return worst([exactness_of(self.exchange, self.dims.forest), servers, *of_models])
+
+    def of_model(self, number: int) -> ModelContext:
+        """Return what a strategy is to hold model `number` with."""
+        return ModelContext(
+            number=number,
+            device=self.device,
+            block=self.dims.block,
+            replicas=self.replicas,
+            forest=self.dims.forest,
+            group=self.groups.data,
+            mesh=self.groups.mesh,
+            store=self.store,
+            exchange=self.exchange,
+            sync_every=self.settings.sync_every,
+            exchanging=self.record.pace.exchanging(self.device.type),
+            exact=self.settings.exact,
+            say=self.record.say,
+            warn=self.record.warn,
+        )
+
+    def passing(self, ranks: range | None = None) -> contextlib.AbstractContextManager[None]:
+        """Return what is entered while `ranks`, by default those of one model, wait for each other."""
+        if self.watchdog is None:
+            return contextlib.nullcontext()
+        return self.watchdog.passing(self.dims.ranks_of_row if ranks is None else ranks)
+
+    def gathering(self) -> contextlib.AbstractContextManager[None]:
+        """Return what is entered while all ranks wait for each other's parts in a backward pass."""
+        return self.passing(range(self.world.size))
+
+
+def join(settings: Settings, world: World, store: dist.Store | None = None) -> Context:
+    """Meet the other ranks, and return what all of them agree on.
+
+    Args:
+        settings: what is asked for.
+        world: who this process is.
+        store: a store that all ranks have, of the script's own.
+
+    Raises:
+        UsageError: for settings that cannot go together, or not here.
+        WorldError: if the other ranks cannot be met.
+        DeviceError: if there are not enough devices.
+        RunDirectoryError: if the directory cannot be used.
+    """
+    meeting = meet(world, store)
+    world = meeting.world
+    heartbeat = Heartbeat.begin(find_slot(os.environ, world), os.environ)
+    with meeting.telling(), heartbeat.meeting("the start of the run"):
+        run_dir, launch = _run_dir(settings, meeting.number), launch_of(world, os.environ)
+        earlier = recall(meeting, run_dir, launch, fresh=settings.fresh)
+        mesh = choose_mesh(settings, world)
+        said = settings.replicas or earlier.replicas or settings.default_replicas
+        here = ParallelDims.of(mesh, world.rank, said or mesh.data)
+        device = choose_device(settings.devices, world)
+        asked = settings.threads or earlier.threads or settings.default_threads
+        threads = _set_threads(asked, meeting, here.replicas * mesh.model)
+        if settings.exact:
+            make_deterministic(device)
+        check_precision(settings.precision, device)
+        counts = {"replicas": here.replicas, "threads": threads}
+        identity = describe(settings, **counts, device=device.type)
+        memory = Memory.find(os.environ, meeting, identity, settings.staleness or 0)
+        connection = connect(meeting, device, always=needs_group(settings.strategy))
+        groups = Groups.of(connection.group, mesh, settings.strategy, device)
+    exchange = "none"
+    if groups.data is not None:
+        exchange = choose_exchange(settings, here, world, device.type)
+    method = method_of(settings, exchange, alone=groups.everyone is None)
+    record = _open_record(settings, meeting, identity, earlier, here, device, method)
+    return Context(
+        settings=settings,
+        meeting=meeting,
+        identity=identity,
+        resume_info=earlier,
+        says_replicas=said is not None,
+        dims=here,
+        groups=groups,
+        device=device,
+        threads=threads,
+        exchange=exchange,
+        connection=connection,
+        heartbeat=heartbeat,
+        collectives=CollectiveCheck(heartbeat, groups.everyone, meeting),
+        memory=memory,
+        record=record,
+        watchdog=None if groups.everyone is None else Watchdog(meeting, heartbeat),
+    )
+
+
+def _run_dir(settings: Settings, number: int) -> Path | None:
+    run_dir = settings.run_dir
+    if run_dir is not None and number > 0 and run_dir in taken_directories:
+        # The launcher names one directory; further runs of the script go below it.
+        return run_dir / f"{settings.name}-{number + 1}"
+    return run_dir
+
+
+def _set_threads(asked: int | None, meeting: Meeting, replicas: int) -> int:
+    """Let torch use as many threads as the run is to have: its bits depend on their number."""
+    threads = asked or _default_threads(meeting, replicas)
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+    return threads
+
+
+def _default_threads(meeting: Meeting, replicas: int) -> int:
+    """Return one default for all ranks: cores may differ, but a run computes with as many threads."""
+    # A launcher that binds its ranks to cores has told what they share.
+    alone = meeting.world.size == 1 or CORES in os.environ
+    cores = None if alone else shared_cores(meeting)
+    if meeting.world.is_main:
+        meeting.store.set("threads", str(default_threads(replicas, cores)))
+    meeting.wait(["threads"], "begin")
+    return int(meeting.store.get("threads"))
+
+
+def _open_record(
+    settings: Settings,
+    meeting: Meeting,
+    identity: Identity,
+    earlier: ResumeInfo,
+    here: ParallelDims,
+    device: torch.device,
+    method: dict[str, str],
+) -> Recorder:
+    global _before  # noqa: PLW0603 - of this process
+    pid, before = _before or (0, None)
+    asked = RecordSettings(
+        name=settings.name,
+        run_dir=_run_dir(settings, meeting.number),
+        fresh=settings.fresh and not earlier.is_ours,
+        progress=settings.progress,
+        trace=settings.trace,
+        generation=earlier.generations,
+        launch=launch_of(meeting.world, os.environ),
+        restarted=earlier.is_ours,
+        repeats=here.column > 0,
+        before=before if pid == os.getpid() else None,
+        device=device,
+        loggers=settings.loggers,
+        method=method,
+    )
+    with meeting.telling():
+        if not meeting.world.is_main:  # which may refuse the directory
+            meeting.wait(["directory"], "begin")
+        record = Recorder(asked, identity, meeting.world, meeting.store)
+    if settings.run_dir is not None:
+        taken_directories.add(settings.run_dir)
+    _before = (os.getpid(), record.directory)
+    return record
