@@ -147,8 +147,10 @@ class Lockstep:
         """Start a command and return at once."""
         environ = {**os.environ, **self._own, **(env or {})}
         process: subprocess.Popen[str]
-        if self._template is not None and (executable, program) == (sys.executable, LOCKSTEP):
-            process = Forked(self._template, words, self.directory, environ)
+        script = program == () and not words[0].startswith("-")
+        is_python = executable == sys.executable and (script or program == LOCKSTEP)
+        if self._template is not None and is_python:
+            process = Forked(self._template, words, self.directory, environ, script=script)
         else:
             process = subprocess.Popen(
                 [executable, *program, *words],

@@ -1,7 +1,7 @@
 """A process that has imported torch, from which commands are forked: most of a short launch is that import.
 
-A forked command does what `python -m lockstep` would: the same modules, words, streams, directory,
-environment and session. Tests of how a command itself comes to life start an interpreter for it.
+A forked command does what `python -m lockstep` or `python SCRIPT` would: the same modules, words, streams,
+directory, environment and session. Tests of how a command itself comes to life start an interpreter for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, ClassVar, NoReturn
@@ -66,11 +65,12 @@ class Forked(subprocess.Popen[str]):
 
     Args:
         template: is its parent, too.
-        words: after `python -m lockstep`.
+        words: after `python -m lockstep`, or with `script` after `python`.
         cwd: its directory.
         env: its environment.
         stdout: where its output goes.
         stderr: and its errors.
+        script: the first word is a script.
     """
 
     def __init__(
@@ -82,8 +82,9 @@ class Forked(subprocess.Popen[str]):
         *,
         stdout: int | IO[bytes] = subprocess.PIPE,
         stderr: int | IO[bytes] = subprocess.PIPE,
+        script: bool = False,
     ) -> None:
-        self._template, self._ended = template, -1
+        self._template, self._ended, self._script = template, -1, script
         super().__init__(
             list(words),
             cwd=cwd,
@@ -98,7 +99,7 @@ class Forked(subprocess.Popen[str]):
         words, _, _, _, _, cwd, env, *_ = given
         stdin, _, _, stdout, _, stderr = given[10:16]
         self._ended, ended = os.pipe()
-        told = json.dumps([words, str(cwd), dict(env)]).encode()
+        told = json.dumps([self._script, words, str(cwd), dict(env)]).encode()
         socket.send_fds(self._template.socket, [told], [stdin, stdout, stderr, ended])
         pipes = [stdout] * (self.stdout is not None) + [stderr] * (self.stderr is not None)
         for descriptor in (stdin, *pipes, ended):
@@ -161,8 +162,10 @@ def _bury(watched: int, pid: int, ended: int) -> None:
     os.close(watched)
 
 
-def _become(streams: list[int], words: list[str], cwd: str, env: dict[str, str]) -> NoReturn:
-    from lockstep.launch import processes
+def _become(
+    streams: list[int], script: bool, words: list[str], cwd: str, env: dict[str, str]
+) -> NoReturn:
+    from lockstep.launch import processes, target
 
     os.setsid()
     for number, descriptor in enumerate(streams):
@@ -179,11 +182,14 @@ def _become(streams: list[int], words: list[str], cwd: str, env: dict[str, str])
     sys.argv[:] = ["", *words]
     code = 0
     try:
-        runpy.run_module("lockstep", run_name="__main__", alter_sys=True)
+        if script:
+            target.run_script(words[0], words[1:])
+        else:
+            runpy.run_module("lockstep", run_name="__main__", alter_sys=True)
     except SystemExit as leave:
         code = leave.code if isinstance(leave.code, int) else 0 if leave.code is None else 1
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())
         code = 1
     processes.finalize(code)
     os._exit(code)  # not reached

@@ -47,8 +47,9 @@ class Server:
     def __call__(self, *words: str, **environ: str) -> Done:
         path = f"{self._tools}:{os.environ['PATH']}"
         self._lockstep.script(SHOW)
+        self._lockstep.script(BUILT_FOR_GPUS, "tools/launcher.py")
         return self._lockstep.python(
-            "-c", BUILT_FOR_GPUS, "run", *words, "train.py", env={"PATH": path, **environ}
+            "tools/launcher.py", "run", *words, "train.py", env={"PATH": path, **environ}
         )
 
     def seen(self, rank: int) -> list[str | None]:
@@ -66,6 +67,7 @@ def server(lockstep: Lockstep, monkeypatch: pytest.MonkeyPatch) -> Server:
     return found
 
 
+@pytest.mark.forked
 @pytest.mark.parametrize("start", ["fork", "spawn", "exec"])
 @pytest.mark.ranks(2)
 def test_ranks_get_the_gpus_of_the_list(server, start):
@@ -80,6 +82,7 @@ def test_ranks_get_the_gpus_of_the_list(server, start):
     assert server.seen(1) == ["1", shown, "cuda:1", "gpu"]
 
 
+@pytest.mark.forked
 @pytest.mark.ranks(1)
 def test_what_is_hidden_stays_hidden_and_indices_count_the_rest(server):
     done = server("--devices", "1", CUDA_VISIBLE_DEVICES="6,4")
@@ -88,6 +91,7 @@ def test_what_is_hidden_stays_hidden_and_indices_count_the_rest(server):
     assert server.seen(0)[1] == "GPU-b71a1811-5b24-ae65-9a8f-4118c7c1db31"
 
 
+@pytest.mark.forked
 @pytest.mark.ranks(1)
 def test_an_exported_list_counts_and_a_flag_wins_over_it(server):
     assert "= GPU 7, GPU-5534d557" in server(LOCKSTEP_DEVICES="7").err
@@ -96,6 +100,7 @@ def test_an_exported_list_counts_and_a_flag_wins_over_it(server):
     assert server.seen(0) == ["0", None, None, "cpu"]
 
 
+@pytest.mark.forked
 def test_dry_run_shows_the_mapping(server):
     server.has(listings.A100_WITH_MIG)
     name = "MIG-65b79fff-6d3c-5490-a288-b31ec705f310"
@@ -107,6 +112,7 @@ def test_dry_run_shows_the_mapping(server):
     assert not (server.directory / "runs").exists()
 
 
+@pytest.mark.forked
 @pytest.mark.parametrize(
     ("words", "environ", "said"),
     [
@@ -130,6 +136,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(server, words, environ
     assert sorted(path.name for path in server.directory.iterdir()) == ["tools", "train.py"]
 
 
+@pytest.mark.forked
 def test_a_driver_that_does_not_answer_is_named(server):
     server.has("Failed to initialize NVML: Driver/library version mismatch", code=18)
     done = server("--devices", "0")

@@ -5,9 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import Lockstep
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+
+pytestmark = pytest.mark.forked
 
 
 def test_digits_reach_97_percent_on_two_ranks(lockstep: Lockstep) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import Done, Lockstep
 from tests.distributed.small import SCRIPT, digest_of
 
-pytestmark = pytest.mark.ranks(3)
+pytestmark = [pytest.mark.forked, pytest.mark.ranks(3)]
 
 
 def start_all(lockstep: Lockstep, ranks: list[dict[str, str]], *words: str) -> list[Done]:

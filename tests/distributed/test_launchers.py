@@ -9,7 +9,7 @@ from tests.conftest import Lockstep
 from tests.distributed import jobs
 from tests.distributed.small import digest_of
 
-pytestmark = pytest.mark.ranks(4)
+pytestmark = [pytest.mark.forked, pytest.mark.ranks(4)]
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn", "exec"])
