@@ -6,7 +6,10 @@ STAMP := $(VENV)/.installed
 # Each has an mpiexec and a libmpi of its own: neither can go into the virtual environment with the other.
 MPI := .mpi/mpich/.installed .mpi/openmpi/.installed
 
-.PHONY: install mpi demo test test-inside test-outside test-slurm test-nodes test-adversary lint bench test-gpu clean
+# The longest first.
+TESTS := test-cli test-distributed test-nodes test-unit test-adversarial test-slurm
+
+.PHONY: install mpi demo test $(TESTS) test-adversary lint bench test-gpu clean
 
 install: $(STAMP)
 
@@ -26,17 +29,21 @@ mpi: $(MPI)
 demo: install
 	$(BIN)/lockstep run -n 2 examples/digits.py
 
-# Two parts beside each other, since most tests wait for processes that they have started; then those whose processes are on
-# several nodes.
+# Three at a time: most tests wait for processes that they have started.
 test: install mpi
-	$(MAKE) --no-print-directory --output-sync=target -j 2 test-inside test-outside
-	$(MAKE) --no-print-directory --output-sync=target -j 2 test-slurm test-nodes
+	$(MAKE) --no-print-directory --output-sync=target -j 3 $(TESTS)
 
-test-inside:
-	$(BIN)/python -m pytest tests/unit tests/distributed tests/mpi tests/gpu
+test-cli:
+	$(BIN)/python -m pytest tests/cli
 
-test-outside:
-	$(BIN)/python -m pytest tests/cli tests/adversary -m "not wide"
+test-distributed:
+	$(BIN)/python -m pytest tests/distributed tests/mpi tests/gpu
+
+test-unit:
+	$(BIN)/python -m pytest tests/unit
+
+test-adversarial:
+	$(BIN)/python -m pytest tests/adversary -m "not wide"
 
 test-slurm:
 	$(BIN)/python -m pytest tests/slurm

@@ -177,6 +177,8 @@ def _become(
     signal.set_wakeup_fd(-1)
     tempfile.tempdir = None  # the directory of the template's own environment
     processes.renew_streams()
+    if threads := env.get("OMP_NUM_THREADS"):  # an interpreter of its own would have read it
+        sys.modules["torch"].set_num_threads(int(threads))
     places = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
     sys.path[:] = [cwd, *places, *(place for place in sys.path[1:] if place != str(ROOT))]
     sys.argv[:] = ["", *words]

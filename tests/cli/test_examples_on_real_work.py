@@ -127,7 +127,8 @@ def test_small_data_can_be_learnt(lockstep: Lockstep, example: Example) -> None:
 @pytest.mark.parametrize("example", params())
 def test_the_form_for_one_device_runs(lockstep: Lockstep, example: Example) -> None:
     arguments = with_data(example, lockstep.directory / "data")
-    done = lockstep.python(str(EXAMPLES / f"plain_{example.name}.py"), *arguments, timeout=120)
+    script = str(EXAMPLES / f"plain_{example.name}.py")
+    done = lockstep.python(script, *arguments, env={"OMP_NUM_THREADS": "1"}, timeout=120)
     assert done.code == 0, done.err
     assert len(done.out.splitlines()) == 2
 
