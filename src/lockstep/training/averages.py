@@ -27,19 +27,19 @@ class Averages(Listener):
     Args:
         holding: where the run's models live.
         models: those that the run holds.
-        standing: where it is said that ranks wait for each other's buffers.
+        heartbeat: where it is said that ranks wait for each other's buffers.
 
     Attributes:
         followed: the followed modules, which the run's loop tells of its microbatches.
     """
 
     def __init__(
-        self, holding: ModelContext, models: Sequence[WrappedModel], standing: Heartbeat
+        self, holding: ModelContext, models: Sequence[WrappedModel], heartbeat: Heartbeat
     ) -> None:
         self.followed: list[FollowedModule] = []
         self._holding, self._models = holding, models
         self._passing: list[FollowedModule] = []  # for the length of a loop
-        self._meeting = standing.meeting("the exchange of buffers")
+        self._meeting = heartbeat.meeting("the exchange of buffers")
 
     def add(self, value: Any) -> FollowedModule | None:
         """Follow `value` from here on; `None` where it is no module, or is followed already."""

@@ -26,11 +26,11 @@ def synchronise(context: Context, state: State, loop: Loop, module: nn.Module) -
     with context.collectives.meeting("run.sync_batchnorm"):
         group = _group(context)
     exactness = "exact" if replicas == 1 else "close" if replicas == ranks else "approximate"
-    standing = context.heartbeat.meeting("the statistics of BatchNorm")
+    heartbeat = context.heartbeat.meeting("the statistics of BatchNorm")
 
     @contextlib.contextmanager
     def meeting() -> Iterator[None]:
-        with standing, context.passing():
+        with heartbeat, context.passing():
             yield
 
     def counts() -> bool:

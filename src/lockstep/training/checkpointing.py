@@ -42,10 +42,10 @@ class Checkpointing:
     Args:
         state: what the run has been told of.
         loop: where the run stands.
-        agreement: with the other ranks.
-        rhythm: of snapshots; `None` without a launcher whose memory outlives this process.
+        coordination: with the other ranks.
+        schedule: of snapshots; `None` without a launcher whose memory outlives this process.
         checkpoints: on disk.
-        standing: where this rank says that it waits for the others.
+        heartbeat: where this rank says that it waits for the others.
         aligned: whether all ranks are of one launcher, and take snapshots at the same points.
         apart: whether each launcher has a part of the state only, so that all ranks agree on snapshots.
         every: seconds between checkpoints that nobody asks for; 0 for none. The main rank's matter.
@@ -57,10 +57,10 @@ class Checkpointing:
         self,
         state: State,
         loop: Loop,
-        agreement: Coordination,
-        rhythm: Schedule | None,
+        coordination: Coordination,
+        schedule: Schedule | None,
         checkpoints: Checkpoints,
-        standing: Heartbeat,
+        heartbeat: Heartbeat,
         *,
         aligned: bool,
         apart: bool,
@@ -69,8 +69,8 @@ class Checkpointing:
         flush: Callable[[], None],
     ) -> None:
         self._state, self._loop = state, loop
-        self._agreement, self._rhythm, self._checkpoints = agreement, rhythm, checkpoints
-        self._standing, self._every, self._warn = standing, every, warn
+        self._coordination, self._schedule, self._checkpoints = coordination, schedule, checkpoints
+        self._heartbeat, self._every, self._warn = heartbeat, every, warn
         self._aligned, self._apart, self._flush = aligned, apart, flush
         self._stop_asked = False
         self._saved = time.monotonic()
@@ -88,7 +88,7 @@ class Checkpointing:
     def stop(self) -> None:
         """End the run, its state saved, at the next step that all ranks agree on."""
         self._stop_asked = True
-        self._agreement.ask("stop")
+        self._coordination.ask("stop")
 
     @property
     def stop_asked(self) -> bool:
@@ -102,56 +102,56 @@ class Checkpointing:
             Preempted: if the run is asked to end; its state is on disk then.
             CheckpointError: if it cannot be written.
         """
-        loop, rhythm = self._loop, self._rhythm
+        loop, schedule = self._loop, self._schedule
         if self._every and time.monotonic() - self._saved > self._every:
             self._saved = time.monotonic()
-            self._agreement.ask("save")
-        wish = self._agreement.at_point(loop.steps)
-        due = 0 if rhythm is None else self._due(rhythm, wish)
+            self._coordination.ask("save")
+        wish = self._coordination.at_point(loop.steps)
+        due = 0 if schedule is None else self._due(schedule, wish)
         saves = self._asked is not None or wish in ("save", "stop")
         self._points += 1
         if self._points == _PREPARED_AT and not self._state.is_gathered:
             self._checkpoints.prepare(state_codec.flatten(self._state.capture())[1])
-        if saves or due or self._looks(rhythm):
+        if saves or due or self._looks(schedule):
             began = time.monotonic()
             if saves or due:
                 loop.note_partial()
             text, tensors = self._capture()
-            if rhythm is not None and due:
-                rhythm.take(due, text, tensors, began)
-            elif rhythm is not None and rhythm.needs_memory:
-                self._prepare(rhythm, text, tensors)
+            if schedule is not None and due:
+                schedule.take(due, text, tensors, began)
+            elif schedule is not None and schedule.needs_memory:
+                self._prepare(schedule, text, tensors)
             if saves:
                 self._save(text, tensors)
         if wish == "stop":
             self._wait()
             raise Preempted(loop.steps)
 
-    def _due(self, rhythm: Schedule, wish: Wish | None) -> int:
+    def _due(self, schedule: Schedule, wish: Wish | None) -> int:
         """Return the number of the snapshot that is due now; 0 for none."""
-        due = rhythm.due(self._loop.steps)
+        due = schedule.due(self._loop.steps)
         if self._apart:
             if due:
-                self._agreement.ask("snapshot")
-            return rhythm.number if wish is not None else 0
+                self._coordination.ask("snapshot")
+            return schedule.number if wish is not None else 0
         if due and self._loop.open_metrics and not self._aligned:
             # What a metric under way has seen must be had from all ranks: they take no snapshot together.
-            rhythm.postpone()
+            schedule.postpone()
             return 0
         return due
 
-    def _looks(self, rhythm: Schedule | None) -> bool:
+    def _looks(self, schedule: Schedule | None) -> bool:
         """Whether memory for snapshots may be taken now; where ranks gather the state, all say so."""
-        if rhythm is None:
+        if schedule is None:
             return False
         if self._state.is_gathered:
             # At points 1, 2, 4, 8 and so on, until there is a snapshot: all ranks take them at the same.
             is_time = self._points & (self._points - 1) == 0 and self._points <= _LOOKED_UNTIL
-            return is_time and not rhythm.has_begun
-        return rhythm.needs_memory
+            return is_time and not schedule.has_begun
+        return schedule.needs_memory
 
-    def _prepare(self, rhythm: Schedule, text: str, tensors: dict[str, torch.Tensor]) -> None:
-        problem = rhythm.prepare(text, tensors)
+    def _prepare(self, schedule: Schedule, text: str, tensors: dict[str, torch.Tensor]) -> None:
+        problem = schedule.prepare(text, tensors)
         if problem is not None:
             self._warn(
                 f"lockstep: warning: {problem}: a rank that dies costs what was done since the last "
@@ -162,7 +162,7 @@ class Checkpointing:
         asked, self._asked = self._asked, None
         self._saved = time.monotonic()
         best = None if asked is None else asked.best
-        with self._standing.meeting("run.save"):
+        with self._heartbeat.meeting("run.save"):
             self._checkpoints.save(self._loop.steps, tensors, text, best=best)
 
     def _capture(self) -> tuple[str, dict[str, torch.Tensor]]:
@@ -189,12 +189,12 @@ class Checkpointing:
         self._wait()
 
     def _wait(self) -> None:
-        with self._standing.meeting("run.save"):
+        with self._heartbeat.meeting("run.save"):
             self._checkpoints.wait()
 
     def close(self, patience: float) -> None:
         """Stop; a checkpoint that is being written has so many seconds left."""
-        self._agreement.close()
+        self._coordination.close()
         self._checkpoints.close(patience)
 
 
@@ -229,7 +229,7 @@ def begin(context: Context, state: State, loop: Loop) -> Checkpointing:
         state,
         loop,
         _coordination(context, aligned=aligned),
-        memory.rhythm if memory is not None and has_room else None,
+        memory.schedule if memory is not None and has_room else None,
         checkpoints,
         context.heartbeat,
         aligned=aligned,
@@ -257,7 +257,7 @@ def _go_on(context: Context, state: State, loop: Loop, checkpoints: Checkpoints)
     position = saved.position
     context.record.begin(position.steps, saved.source)
     if memory is not None and has_memory:
-        memory.rhythm.go_on(position.steps)
+        memory.schedule.go_on(position.steps)
     loop.resume(position, lambda whole: saved.restore(state, whole=whole))
 
 

@@ -41,15 +41,15 @@ class CollectiveCheck:
     """The calls of this rank that all ranks make together.
 
     Args:
-        standing: where this rank stands.
+        heartbeat: where this rank stands.
         group: the process group, or `None` for a single rank.
         meeting: with the other ranks, which may have told why they are gone.
     """
 
     def __init__(
-        self, standing: Heartbeat, group: dist.ProcessGroup | None, meeting: Meeting
+        self, heartbeat: Heartbeat, group: dist.ProcessGroup | None, meeting: Meeting
     ) -> None:
-        self._standing, self._meeting = standing, meeting
+        self._heartbeat, self._meeting = heartbeat, meeting
         self._group = group if group is not None and _has_cpu(group) else None
 
     @contextlib.contextmanager
@@ -62,7 +62,7 @@ class CollectiveCheck:
         if self._group is None:
             yield
             return
-        with self._standing.meeting(kind):
+        with self._heartbeat.meeting(kind):
             self._compare(kind, self._group)
             yield
 
@@ -88,11 +88,11 @@ class RankOrder:
     Args:
         world: who this process is.
         store: where ranks leave notes for each other.
-        standing: where this rank says that it waits.
+        heartbeat: where this rank says that it waits.
     """
 
-    def __init__(self, world: World, store: dist.Store, standing: Heartbeat) -> None:
-        self._world, self._store, self._standing = world, store, standing
+    def __init__(self, world: World, store: dist.Store, heartbeat: Heartbeat) -> None:
+        self._world, self._store, self._heartbeat = world, store, heartbeat
         self._taken = 0
 
     @contextlib.contextmanager
@@ -104,10 +104,10 @@ class RankOrder:
         mine = f"{prefix}/{world.node_rank}/{world.local_rank}"
         if not world.is_main:
             leader = 0 if world.local_rank == 0 else world.node_rank
-            with self._standing.meeting("run.first"):
+            with self._heartbeat.meeting("run.first"):
                 self._wait(f"{prefix}/{leader}/0", leader)
         else:
-            self._standing.pass_by("run.first")
+            self._heartbeat.pass_by("run.first")
         yield
         self._store.set(mine, "done")
 

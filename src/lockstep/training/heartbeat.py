@@ -60,7 +60,7 @@ class Heartbeat(Listener):
 
     @staticmethod
     def begin(slot: Slot | None, environ: Mapping[str, str]) -> Heartbeat:
-        """Return the standing of a rank that opens a run, and be ready to write stacks for its launcher.
+        """Return the heartbeat of a rank that opens a run, and be ready to write stacks for its launcher.
 
         Args:
             slot: where the launcher looks; `None` without one.
@@ -68,9 +68,9 @@ class Heartbeat(Listener):
         """
         if slot is not None:
             stacks.offer(environ)
-        standing = Heartbeat(slot)
-        standing.leave()
-        return standing
+        heartbeat = Heartbeat(slot)
+        heartbeat.leave()
+        return heartbeat
 
     def closes(self, *, left: bool = False) -> None:
         """The run is over: what comes now is the script's own affair, unless it `left` to end."""
@@ -140,17 +140,17 @@ class Heartbeat(Listener):
 class _Around(AbstractContextManager[None]):
     """See `Heartbeat.meeting`."""
 
-    __slots__ = ("_around", "_kind", "_standing")
+    __slots__ = ("_around", "_heartbeat", "_kind")
 
-    def __init__(self, standing: Heartbeat, kind: str) -> None:
-        self._standing = standing
+    def __init__(self, heartbeat: Heartbeat, kind: str) -> None:
+        self._heartbeat = heartbeat
         self._kind = kind
         self._around: list[Call | None] = []
 
     def __enter__(self) -> None:
-        standing = self._standing
-        self._around.append(standing.recent[-1] if standing.waits else None)
-        standing.enter(self._kind)
+        heartbeat = self._heartbeat
+        self._around.append(heartbeat.recent[-1] if heartbeat.waits else None)
+        heartbeat.enter(self._kind)
 
     def __exit__(
         self,
@@ -158,8 +158,8 @@ class _Around(AbstractContextManager[None]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._standing.leave()
+        self._heartbeat.leave()
         around = self._around.pop()
         if around is not None and error is None:
             # Under a number of its own: other ranks may be in the inner place still.
-            self._standing.enter(around.kind, around.detail)
+            self._heartbeat.enter(around.kind, around.detail)

@@ -30,7 +30,7 @@ class Loop:
         listeners: who is told of steps and loops.
 
     Attributes:
-        track: the way through the script.
+        progress: the way through the script.
         epoch: number of the running epoch.
         epochs: how many epochs were asked for.
         key: where generators were started last, outside of microbatches.
@@ -47,7 +47,7 @@ class Loop:
         self.followed: Sequence[FollowedModule] = ()
         self._listeners = listeners
         self._active: list[Microbatch] = []
-        self.track = Progress()
+        self.progress = Progress()
         self._loops: list[LoopEvent] = []  # those that we are in
         self._losses: list[float] = []  # of the batch that is computed again, those to come
         self._fresh = False  # whether there was an update since the last point
@@ -72,37 +72,37 @@ class Loop:
         """Yield the epochs of the run that are still to be run."""
         self.epochs = count
         self.approach()
-        for epoch in self.track.phase_begins(count):
+        for epoch in self.progress.phase_begins(count):
             self.epoch = epoch
-            self.track.epoch_begins(epoch)
+            self.progress.epoch_begins(epoch)
             self.arrive()
             if not self.is_on_the_way:
                 self.at_epoch()
-            self._set_key(keys.EPOCH, self.track.stretch)
+            self._set_key(keys.EPOCH, self.progress.stretch)
             try:
                 yield epoch
             except GeneratorExit:  # a `break`, or an exception in the script
                 if not self.closed:
-                    self.track.phase_left()
+                    self.progress.phase_left()
                     self._begin_between()
                 raise
             self._end_epoch(epoch, epoch_ends)
-        self.track.phase_ends()
+        self.progress.phase_ends()
         self._begin_between()
 
     def _end_epoch(self, epoch: int, epoch_ends: Callable[[int], None]) -> None:
         if self.is_on_the_way:
-            self.track.epoch_ends()
+            self.progress.epoch_ends()
             self.arrive()
         else:
             epoch_ends(epoch)
-            self.track.epoch_ends()
+            self.progress.epoch_ends()
             self.point()
 
     def _begin_between(self) -> None:
         self.epochs = 0  # the next loop is in another phase, or in none
         self.arrive()
-        self._set_key(keys.EPOCH, self.track.stretch)
+        self._set_key(keys.EPOCH, self.progress.stretch)
 
     def _set_key(self, purpose: str, *numbers: int) -> None:
         self.set_key(keys.derive(self._seed, purpose, *numbers))
@@ -117,17 +117,17 @@ class Loop:
     @property
     def steps(self) -> int:
         """How many steps are done; on the way back as many as were when the script was here."""
-        return self.track.steps
+        return self.progress.steps
 
     @property
     def updates(self) -> int:
         """How many times the parameters have been updated, with the step that is under way."""
-        return self.track.steps + self._updated
+        return self.progress.steps + self._updated
 
     @property
     def position(self) -> Position:
         """Where the run stands at this point."""
-        return self.track.position(self.points)
+        return self.progress.position(self.points)
 
     def resume(self, position: Position, restore: Restore) -> None:
         """Go on at `position`: pass over what was done before it.
@@ -137,7 +137,7 @@ class Loop:
             restore: gives models and all others their state. It is called as soon as the script comes to
                 its first loop, which may only evaluate, and again, for the whole, at `position`.
         """
-        self.track.set_out(position)
+        self.progress.set_out(position)
         self.points, self.resumed = position.points, position.steps
         self._restore = restore
 
@@ -148,17 +148,17 @@ class Loop:
             CheckpointError: if it has not come to where its state was saved.
         """
         self.approach()
-        self.track.check_arrived()
+        self.progress.check_arrived()
 
     @property
     def is_on_the_way(self) -> bool:
         """Whether the script has not come to where its state was saved."""
-        return self.track.is_on_the_way
+        return self.progress.is_on_the_way
 
     @property
     def is_entered_again(self) -> bool:
         """Whether the script does what it has done before, in an epoch, a loop or a metric."""
-        return self.is_on_the_way and self.track.depth > 0
+        return self.is_on_the_way and self.progress.depth > 0
 
     def approach(self) -> None:
         """The script comes to its first loop, epoch or metric: from here on it may use the state."""
@@ -170,17 +170,17 @@ class Loop:
 
     def arrive(self) -> None:
         """Load the state, if the script has come to where that was saved."""
-        if not self.track.is_there:
+        if not self.progress.is_there:
             return
         assert self._restore is not None, "there was a position to come to"
         # Before the run has arrived: an error here may be lost with a loop that was left, and comes again.
         with undisturbed():
             self._restore(True)
-        position, self._restore = self.track.arrive(), None
+        position, self._restore = self.progress.arrive(), None
         self._fresh = self._updated = False
         self.points = position.points
-        if self.track.evaluated_again:
-            loaders = ", ".join(map(str, sorted(set(self.track.evaluated_again))))
+        if self.progress.evaluated_again:
+            loaders = ", ".join(map(str, sorted(set(self.progress.evaluated_again))))
             self.warn(
                 f"lockstep: warning: loops over loader {loaders} that only evaluate have run again, with "
                 f"the parameters of step {self.steps}; run.mean, run.sum and run.gather return what they "
@@ -195,13 +195,13 @@ class Loop:
     def passes_save(self) -> bool:
         """The script calls `run.save` outside of loops; return whether that has been done before."""
         self.approach()
-        done = self.track.passes_save()
+        done = self.progress.passes_save()
         self.arrive()
         return done
 
     def point(self) -> None:
         """The state is whole here."""
-        if self.track.is_on_the_way:
+        if self.progress.is_on_the_way:
             return
         # A loop that was left in the middle of a batch has not let the ranks' buffers meet.
         for model in self._buffered:
@@ -290,7 +290,7 @@ class Loop:
 
     def new_loader(self) -> int:
         """Return the number of a loader that the script makes now."""
-        return self.track.new_loader()
+        return self.progress.new_loader()
 
     def loop_begins(self, loader: int, batching: Callable[[], Batching]) -> Start:
         """Return where a loop over `loader` that begins now starts.
@@ -301,7 +301,7 @@ class Loop:
         """
         self.require_meeting_point("iterating over a loader")
         self.approach()
-        loop, start = self.track.loop_begins(loader, batching())
+        loop, start = self.progress.loop_begins(loader, batching())
         self.arrive()
         if not self._loops:
             self._trains = start.is_over or start.again is not None or start.batch > 0
@@ -373,14 +373,14 @@ class Loop:
         if passed is not None and not self._active:
             self._count_update(passed)
         if self._is_again(start):
-            self.track.repeated(loop)
+            self.progress.repeated(loop)
             self.arrive()
             return start.is_over
         if len(self._loops) != 1 or self._active:
             return False  # inside of another loop: its batch is not done
         loop.batches, loop.steps = loop.batches + 1, self.steps
         if self._fresh:
-            self.track.trained(loop)
+            self.progress.trained(loop)
             self._trains = True
             self.point()
         return False
@@ -389,7 +389,7 @@ class Loop:
         if not self._updated:
             return
         self._updated = False
-        self.track.steps += 1
+        self.progress.steps += 1
         if self.is_on_the_way:
             return
         self._fresh = True
@@ -406,8 +406,8 @@ class Loop:
         if not self._loops:
             self._end_outermost(ended, early=early)
         if self._is_again(start):
-            self.track.repeated(ended)  # it was left in the middle
-        self.track.loop_ends(ended, early=early)
+            self.progress.repeated(ended)  # it was left in the middle
+        self.progress.loop_ends(ended, early=early)
         self.arrive()
         for listener in self._listeners:
             listener.loop_ends(loader, start.epoch, start.round, step, early=early)
@@ -415,7 +415,7 @@ class Loop:
     def _end_outermost(self, ended: LoopEvent, *, early: bool) -> None:
         if not self.is_on_the_way and (self._fresh or self._trains):
             ended.complete, ended.steps = True, self.steps
-            self.track.trained(ended)
+            self.progress.trained(ended)
         self._fresh = self._trains = False
         if not early:
             self.come_together()
@@ -425,7 +425,7 @@ class Loop:
     @property
     def open_metrics(self) -> list[MetricEvent]:
         """The calls of metrics that the script is in, the outermost first."""
-        return self.track.open_metrics
+        return self.progress.open_metrics
 
     def saw_loss(self, loss: torch.Tensor) -> None:
         """Keep a loss whose gradients have been computed, or give it the value that it had.

@@ -26,13 +26,13 @@ class Memory:
         board: what the ranks of the launcher see of each other.
         slot: where this rank says where it stands.
         snapshots: the state of the run.
-        rhythm: when snapshots are taken.
+        schedule: when snapshots are taken.
     """
 
     board: Board
     slot: Slot
     snapshots: Snapshots
-    rhythm: Schedule
+    schedule: Schedule
 
     @staticmethod
     def find(
@@ -61,8 +61,8 @@ class Memory:
         snapshots = Snapshots(
             descriptors, tag=tag, part=index, parts=count, first=first, size=world.size
         )
-        rhythm = Schedule(snapshots, board, leads=index == 0, ahead=ahead)
-        return Memory(board, slot, snapshots, rhythm)
+        schedule = Schedule(snapshots, board, leads=index == 0, ahead=ahead)
+        return Memory(board, slot, snapshots, schedule)
 
     def opened(self) -> None:
         """The run is open: from here on this rank knows what to do when it is asked to end."""

@@ -97,16 +97,18 @@ class Metrics:
         loop = self._loop
         if loop.closed:
             return compute()
-        event = loop.track.metric_begins(call if loop.acts_now() else f"{call}, earlier microbatch")
+        event = loop.progress.metric_begins(
+            call if loop.acts_now() else f"{call}, earlier microbatch"
+        )
         if event.done:
             loop.arrive()
             return str(event.value)
         try:
             value = compute()
         except BaseException:
-            loop.track.metric_left(event)
+            loop.progress.metric_left(event)
             raise
-        loop.track.metric_ends(event, value, None)
+        loop.progress.metric_ends(event, value, None)
         return value
 
     def _columns(self) -> Columns:
@@ -120,14 +122,14 @@ class Metrics:
         if event.value is not None:
             seen.resume(event.value)
         self._under_way.append((event, seen))
-        again = self._loop.track.is_entered_again
+        again = self._loop.progress.is_entered_again
         try:
             for item, microbatch in self._with_microbatches(call, items, again=again):
                 seen.add(item, microbatch)
             with self._meeting(call):
                 value = seen.result()
         except BaseException:
-            self._loop.track.metric_left(event)
+            self._loop.progress.metric_left(event)
             raise
         finally:
             self._under_way.pop()
@@ -137,7 +139,7 @@ class Metrics:
     def _begin(self, call: str) -> MetricEvent:
         """Return a call that begins now; done, if it was before the position that the run goes on from."""
         self._loop.approach()
-        event = self._loop.track.metric_begins(call)
+        event = self._loop.progress.metric_begins(call)
         if not event.done:
             event.key = self._loop.key
             return event
@@ -152,7 +154,7 @@ class Metrics:
             self._loop.set_key(
                 key
             )  # what its items have drawn behind their loops is not drawn again
-        self._loop.track.metric_ends(event, value, key)
+        self._loop.progress.metric_ends(event, value, key)
 
     def _with_microbatches(
         self, call: str, items: Iterable[Any], *, again: bool

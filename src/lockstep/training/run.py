@@ -153,8 +153,8 @@ class Run(RunProperties):
                 for `fsdp`, `wrap`, which modules are gathered by themselves, `gather`, for how long
                 (`unit` or `batch`), and those of torch's `fully_shard` (`reshard_after_forward`,
                 `shard_placement_fn`, `mp_policy`, `offload_policy`); for `pipeline`, `chunks`,
-                `chunk_inputs` and `split`: parts of a batch, arguments with one row per sample, where stages
-                begin; for `tensor`, `plan`, how torch's `parallelize_module` is to cut the model's layers;
+                `chunk_inputs` and `split`: parts of a batch, arguments with one row per sample, where
+                stages begin; for `tensor`, `plan`, how torch's `parallelize_module` is to cut the model;
                 for the exchange `powersgd`, those of torch's `PowerSGDState`. See the manual, "Strategies".
 
         Returns:

@@ -49,7 +49,7 @@ class Watchdog(Listener):
 
     Args:
         meeting: the ranks, and the store that they reach.
-        standing: where this rank stands.
+        heartbeat: where this rank stands.
         fail: told of the disagreement, and the line of the script, before the process ends; by default
             the launcher is.
     """
@@ -57,7 +57,7 @@ class Watchdog(Listener):
     def __init__(
         self,
         meeting: Meeting,
-        standing: Heartbeat,
+        heartbeat: Heartbeat,
         fail: Callable[[LockstepError, stacks.Frame | None], None] | None = None,
     ) -> None:
         # A client of its own for the thread: the main thread's may be busy waiting.
@@ -65,7 +65,7 @@ class Watchdog(Listener):
         self._store = dist.PrefixStore("watch", meeting.store)
         self._thread_store = dist.PrefixStore("watch", own)
         self._meeting = replace(meeting, store=own)
-        self._standing = standing
+        self._heartbeat = heartbeat
         # A launcher that starts all ranks sees whether any of them moves.
         self._several = meeting.world.launch_file is None
         self._rank, size = meeting.world.rank, meeting.world.size
@@ -107,7 +107,7 @@ class Watchdog(Listener):
         """A backward pass through `models` begins; on a rank's last microbatch it needs all ranks."""
         if microbatch.last:
             batch = (microbatch.loader, microbatch.epoch, microbatch.round, microbatch.step)
-            self._standing.enter("run.backward", (*batch, microbatch.turn, *models))
+            self._heartbeat.enter("run.backward", (*batch, microbatch.turn, *models))
             self._in_backward = True
 
     def backward_ends(self) -> None:
@@ -119,7 +119,7 @@ class Watchdog(Listener):
     def _leave_backward(self) -> None:
         """Say that this rank is in no backward pass; one that raised an exception is left, too."""
         if self._in_backward:
-            self._standing.leave()
+            self._heartbeat.leave()
             self._in_backward = False
 
     @contextlib.contextmanager
@@ -146,7 +146,7 @@ class Watchdog(Listener):
     def _watch(self) -> None:
         seen = -1
         while not self._stop.wait(_LOOK_SECONDS):
-            beat = self._standing.beat
+            beat = self._heartbeat.beat
             self._looks = self._looks + 1 if beat == seen else 0
             seen = beat
             try:
@@ -171,7 +171,7 @@ class Watchdog(Listener):
             self._compare_loops(self._others)
         elif row:
             self._compare_loops(_after(self._rank, row))
-        if self._standing.waits:
+        if self._heartbeat.waits:
             self._compare_calls()
 
     def _hear_failure(self) -> None:
@@ -184,7 +184,7 @@ class Watchdog(Listener):
         """This rank stands still: tell its launcher, which sees its own ranks alone, if others move."""
         moves = self._thread_store.add("moves", 0)
         if moves != self._moves:
-            self._standing.others_move()
+            self._heartbeat.others_move()
         self._moves = moves
 
     def _lose_store(self, error: dist.DistError) -> None:
@@ -217,7 +217,7 @@ class Watchdog(Listener):
             rank=self._rank,
             looks=self._looks,
             place=str(stacks.users(stacks.of(_main_frame()))),
-            recent=tuple(self._standing.recent),
+            recent=tuple(self._heartbeat.recent),
         )
         self._thread_store.set(f"at/{self._rank}", own.dump())
         for other in self._others:
@@ -232,7 +232,7 @@ class Watchdog(Listener):
                 self._end(error)
 
     def _still_waits(self, own: WaitingRank) -> bool:
-        return self._standing.waits and self._standing.recent[-1] == own.now
+        return self._heartbeat.waits and self._heartbeat.recent[-1] == own.now
 
     def _read(self, key: str) -> tuple[int, int, int] | None:
         if not self._thread_store.check([key]):

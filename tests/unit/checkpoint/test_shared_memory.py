@@ -175,12 +175,12 @@ def test_snapshots_leave_memory_to_the_script(memory, monkeypatch):
     """They would take more than half of what is free: there are none, and somebody is told."""
     monkeypatch.setattr("lockstep.checkpoint.snapshot.memory_left", lambda: 30_000_000)
     (snapshots,) = ranks(memory, 1)
-    rhythm = Schedule(snapshots, Board(memory.board), leads=True)
-    assert rhythm.due(1) == 0
-    problem = rhythm.prepare("text", state(0, 1_000_000))
+    schedule = Schedule(snapshots, Board(memory.board), leads=True)
+    assert schedule.due(1) == 0
+    problem = schedule.prepare("text", state(0, 1_000_000))
     assert problem == "snapshots would take 0.0 GB of memory, and 0.0 GB are free"
-    assert not rhythm.needs_memory
-    assert not any(rhythm.due(step) for step in range(2, 10))
+    assert not schedule.needs_memory
+    assert not any(schedule.due(step) for step in range(2, 10))
     assert [os.fstat(half).st_size for half in memory.halves] == [0, 0]
 
 
@@ -199,18 +199,18 @@ def test_all_ranks_follow_the_first(memory):
     """The others come to a point before or after the first has planned the next snapshot."""
     team = ranks(memory, 2)
     board = Board(memory.board)
-    rhythms = [Schedule(one, board, leads=part == 0) for part, one in enumerate(team)]
-    for rhythm in rhythms:
-        assert rhythm.due(7) == 0
-    assert [rhythm.needs_memory for rhythm in rhythms] == [True, False]
-    rhythms[0].prepare("text", state(0))
+    schedules = [Schedule(one, board, leads=part == 0) for part, one in enumerate(team)]
+    for schedule in schedules:
+        assert schedule.due(7) == 0
+    assert [schedule.needs_memory for schedule in schedules] == [True, False]
+    schedules[0].prepare("text", state(0))
     taken: list[list[int]] = [[], []]
     for together in visits(60):
         for rank, step in together:
-            number = rhythms[rank].due(step)
+            number = schedules[rank].due(step)
             if number:
                 began = time.monotonic()
-                rhythms[rank].take(number, f"text {step}", state(step), began)
+                schedules[rank].take(number, f"text {step}", state(step), began)
                 taken[rank].append(step)
         assert taken[0] == taken[1]
         assert found(memory) == taken[0][-1]
@@ -223,19 +223,21 @@ def test_all_ranks_follow_the_first_though_some_are_ahead_of_it(memory, seed):
     ahead, dice = 3, random.Random(seed)
     team = ranks(memory, 2)
     board = Board(memory.board)
-    rhythms = [Schedule(one, board, leads=part == 0, ahead=ahead) for part, one in enumerate(team)]
-    rhythms[0].prepare("text", state(0))
+    schedules = [
+        Schedule(one, board, leads=part == 0, ahead=ahead) for part, one in enumerate(team)
+    ]
+    schedules[0].prepare("text", state(0))
     steps, taken = [0, 0], [[], []]  # that are done; after which a snapshot was taken
     while min(steps) < 60:
         rank = dice.choice([r for r in (0, 1) if steps[r] <= steps[1 - r] + ahead])
         step = steps[rank] + 1
-        if number := rhythms[rank].due(step):
+        if number := schedules[rank].due(step):
             taken[rank].append(step)
             if steps[1 - rank] < step - 1:  # it waits: the other comes to this step by itself
                 for other in range(steps[1 - rank] + 1, step):
-                    assert not rhythms[1 - rank].due(other)
+                    assert not schedules[1 - rank].due(other)
                 steps[1 - rank] = step - 1
-            rhythms[rank].take(number, f"text {step}", state(step), time.monotonic())
+            schedules[rank].take(number, f"text {step}", state(step), time.monotonic())
         steps[rank] = step
     shorter = min(map(len, taken))
     assert shorter > 2
@@ -245,15 +247,15 @@ def test_all_ranks_follow_the_first_though_some_are_ahead_of_it(memory, seed):
 def test_a_generation_that_goes_on_has_a_snapshot_of_its_first_step(memory):
     team = ranks(memory, 2)
     board = Board(memory.board)
-    rhythms = [Schedule(one, board, leads=part == 0) for part, one in enumerate(team)]
-    for rhythm in rhythms:
-        rhythm.go_on(7)
-    assert [rhythm.needs_memory for rhythm in rhythms] == [False, False]
+    schedules = [Schedule(one, board, leads=part == 0) for part, one in enumerate(team)]
+    for schedule in schedules:
+        schedule.go_on(7)
+    assert [schedule.needs_memory for schedule in schedules] == [False, False]
     for step in (8, 9):
-        for rhythm in rhythms:
-            number = rhythm.due(step)
+        for schedule in schedules:
+            number = schedule.due(step)
             assert number, f"a snapshot is due after step {step}"
-            rhythm.take(number, f"text {step}", state(step), time.monotonic())
+            schedule.take(number, f"text {step}", state(step), time.monotonic())
         assert found(memory) == step
 
 
@@ -261,20 +263,20 @@ def test_a_snapshot_that_costs_much_is_taken_seldom(memory, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("lockstep.checkpoint.schedule.time.monotonic", lambda: clock[0])
     (snapshots,) = ranks(memory, 1)
-    rhythm = Schedule(snapshots, Board(memory.board), leads=True)
+    schedule = Schedule(snapshots, Board(memory.board), leads=True)
     takes_20_ms = lambda *_: clock.__setitem__(0, clock[0] + 0.02)  # noqa: E731
     monkeypatch.setattr(Snapshots, "write", takes_20_ms)
-    rhythm.due(1)
-    rhythm.prepare("text", state(0))
+    schedule.due(1)
+    schedule.prepare("text", state(0))
     taken = []
     for step in range(2, 200):
         clock[0] += 0.1
-        number = rhythm.due(step)
+        number = schedule.due(step)
         if number:
             taken.append(step)
             began = clock[0]
             clock[0] += 0.01  # to gather the state
-            rhythm.take(number, "text", state(0), began)
+            schedule.take(number, "text", state(0), began)
     assert taken[:3] == [2, 3, 4]
     distances = [b - a for a, b in itertools.pairwise(taken[3:])]
     assert set(distances) <= {30, 31}, "30 ms are 1 % of 30 steps of 100 ms"

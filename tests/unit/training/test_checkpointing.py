@@ -33,18 +33,18 @@ def gathered_at(
     """Return at which points state is gathered, where the first snapshot has been taken at `begins`."""
     state, keeps = Counted(), SimpleNamespace(prepare=lambda _: None)
     position = SimpleNamespace(as_json=lambda: ({}, {}))
-    rhythm = SimpleNamespace(
+    schedule = SimpleNamespace(
         due=lambda _: 0, needs_memory=leads, has_begun=False, prepare=lambda *_: None
     )
     loop = SimpleNamespace(steps=0, position=position, open_metrics=[])
-    agreement = SimpleNamespace(at_point=lambda _: None)
-    made: Any = (state, loop, agreement, rhythm if launched else None, keeps, None)
+    coordination = SimpleNamespace(at_point=lambda _: None)
+    made: Any = (state, loop, coordination, schedule if launched else None, keeps, None)
     keeper = Checkpointing(
         *made, aligned=True, apart=False, every=0, warn=lambda _: None, flush=list
     )
     for point in range(1, points + 1):
         state.now = loop.steps = point
-        rhythm.has_begun = begins is not None and point > begins
+        schedule.has_begun = begins is not None and point > begins
         keeper.at_point()
     return state.gathered
 

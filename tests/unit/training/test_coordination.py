@@ -176,7 +176,7 @@ def test_a_turn_that_ends_while_a_thread_looks_is_not_taken_again():
 def test_a_store_that_does_not_answer_holds_up_no_end(monkeypatch):
     asked, released = threading.Event(), threading.Event()
 
-    def look(_agreement):
+    def look(_coordination):
         asked.set()
         released.wait(60)
 

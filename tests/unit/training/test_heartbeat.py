@@ -14,15 +14,15 @@ def slot() -> Slot:
 
 
 def test_everything_that_happens_is_a_sign_of_life(slot: Slot) -> None:
-    standing = Heartbeat(slot)
+    heartbeat = Heartbeat(slot)
     beats = [slot.beat]
     for event in (
-        standing.moves,
-        standing.others_move,
-        lambda: standing.loop_begins(0, 0, 0),
-        lambda: standing.loop_ends(0, 0, 0, 1, early=False),
-        lambda: standing.enter("run.barrier"),
-        standing.leave,
+        heartbeat.moves,
+        heartbeat.others_move,
+        lambda: heartbeat.loop_begins(0, 0, 0),
+        lambda: heartbeat.loop_ends(0, 0, 0, 1, early=False),
+        lambda: heartbeat.enter("run.barrier"),
+        heartbeat.leave,
     ):
         event()
         beats.append(slot.beat)
@@ -30,54 +30,54 @@ def test_everything_that_happens_is_a_sign_of_life(slot: Slot) -> None:
 
 
 def test_others_that_move_are_no_move_of_this_rank(slot: Slot) -> None:
-    standing = Heartbeat(slot)
-    before = standing.beat
-    standing.others_move()
-    assert standing.beat == before
+    heartbeat = Heartbeat(slot)
+    before = heartbeat.beat
+    heartbeat.others_move()
+    assert heartbeat.beat == before
     assert slot.beat == before + 1
 
 
 def test_a_meeting_is_entered_and_left(slot: Slot) -> None:
-    standing = Heartbeat(slot)
-    with standing.meeting("run.barrier"):
+    heartbeat = Heartbeat(slot)
+    with heartbeat.meeting("run.barrier"):
         assert (slot.entered, MEETINGS[slot.waiting]) == (1, "run.barrier")
-        assert standing.waits
-        assert standing.recent[-1] == (1, "run.barrier", ())
-    assert (slot.entered, slot.waiting, standing.waits) == (1, 0, False)
+        assert heartbeat.waits
+        assert heartbeat.recent[-1] == (1, "run.barrier", ())
+    assert (slot.entered, slot.waiting, heartbeat.waits) == (1, 0, False)
 
 
 def test_a_meeting_that_fails_is_left(slot: Slot) -> None:
-    standing = Heartbeat(slot)
-    with pytest.raises(ValueError, match="x"), standing.meeting("run.mean"):
+    heartbeat = Heartbeat(slot)
+    with pytest.raises(ValueError, match="x"), heartbeat.meeting("run.mean"):
         raise ValueError("x")
     assert slot.waiting == 0
 
 
 def test_a_meeting_inside_of_another_one_comes_back_to_it(slot: Slot) -> None:
     """As where layers meet in a backward pass, in which ranks go on waiting."""
-    standing = Heartbeat(slot)
-    inner = standing.meeting("the statistics of BatchNorm")
-    standing.enter("run.backward", (0, 1))
+    heartbeat = Heartbeat(slot)
+    inner = heartbeat.meeting("the statistics of BatchNorm")
+    heartbeat.enter("run.backward", (0, 1))
     for _ in range(2):
         with inner:
-            assert standing.recent[-1].kind == "the statistics of BatchNorm"
-        assert standing.waits
-        assert standing.recent[-1][1:] == ("run.backward", (0, 1))
+            assert heartbeat.recent[-1].kind == "the statistics of BatchNorm"
+        assert heartbeat.waits
+        assert heartbeat.recent[-1][1:] == ("run.backward", (0, 1))
         assert MEETINGS[slot.waiting] == "run.backward"
-    assert slot.entered == standing.recent[-1].number == 5
-    standing.leave()
-    assert not standing.waits
+    assert slot.entered == heartbeat.recent[-1].number == 5
+    heartbeat.leave()
+    assert not heartbeat.waits
     with inner:
         pass
-    assert (slot.waiting, standing.waits) == (0, False)
+    assert (slot.waiting, heartbeat.waits) == (0, False)
 
 
 def test_an_inner_meeting_that_fails_ends_the_outer_one(slot: Slot) -> None:
-    standing = Heartbeat(slot)
-    standing.enter("run.backward")
-    with pytest.raises(ValueError, match="x"), standing.meeting("run.mean"):
+    heartbeat = Heartbeat(slot)
+    heartbeat.enter("run.backward")
+    with pytest.raises(ValueError, match="x"), heartbeat.meeting("run.mean"):
         raise ValueError("x")
-    assert not standing.waits
+    assert not heartbeat.waits
 
 
 def test_a_call_without_a_number_of_its_own_is_some_meeting(slot: Slot) -> None:
@@ -105,6 +105,6 @@ def test_a_second_run_goes_on_counting(slot: Slot) -> None:
 
 
 def test_without_a_launcher_nobody_reads_it() -> None:
-    standing = Heartbeat.begin(None, {})
-    standing.enter("run.barrier")
-    assert standing.waits
+    heartbeat = Heartbeat.begin(None, {})
+    heartbeat.enter("run.barrier")
+    assert heartbeat.waits

@@ -37,10 +37,10 @@ def loop(*, stretch: int = 0, complete: bool = False, batches: int = 2) -> LoopE
 
 
 def back_to(*events: Event, steps: int = 6, stretch: int = 0) -> Progress:
-    track = Progress()
+    progress = Progress()
     counters = Counters(steps, stretch, 1, ((0, 1),))
-    track.set_out(Position(points=6, counters=counters, events=events))
-    return track
+    progress.set_out(Position(points=6, counters=counters, events=events))
+    return progress
 
 
 def stopped(*, complete: bool = False, batches: int = 2, epoch: int | None = 1) -> Progress:
@@ -49,29 +49,29 @@ def stopped(*, complete: bool = False, batches: int = 2, epoch: int | None = 1) 
     if epoch is None:
         return back_to(one)
     begin = Counters(4, epoch, 1)
-    track = back_to(PhaseEvent(epoch=epoch, begin=begin, events=[one]), stretch=epoch)
-    track.epoch_begins(track.phase_begins(3)[0])
-    return track
+    progress = back_to(PhaseEvent(epoch=epoch, begin=begin, events=[one]), stretch=epoch)
+    progress.epoch_begins(progress.phase_begins(3)[0])
+    return progress
 
 
 def test_a_loop_that_makes_the_same_batches_goes_on() -> None:
-    track = stopped()
-    _, start = track.loop_begins(0, BEFORE)
+    progress = stopped()
+    _, start = progress.loop_begins(0, BEFORE)
     assert (start.batch, start.again, start.is_over) == (2, None, False)
-    assert track.is_there
-    track.arrive()
-    assert track.steps == 6
+    assert progress.is_there
+    progress.arrive()
+    assert progress.steps == 6
 
 
 def test_a_loop_after_its_last_batch_computes_that_again() -> None:
-    track = stopped(batches=4)
-    event, start = track.loop_begins(0, BEFORE)
+    progress = stopped(batches=4)
+    event, start = progress.loop_begins(0, BEFORE)
     assert (start.batch, start.again, start.first, start.is_over) == (4, 3, 3, False)
-    assert track.steps == 7
-    assert not track.is_there
-    track.repeated(event)
-    assert track.is_there
-    track.arrive()
+    assert progress.steps == 7
+    assert not progress.is_there
+    progress.repeated(event)
+    assert progress.is_there
+    progress.arrive()
 
 
 @pytest.mark.parametrize(
@@ -103,14 +103,14 @@ def test_a_loop_that_is_over_may_have_made_other_batches() -> None:
 
 
 def test_a_later_loop_may_make_other_batches() -> None:
-    track = stopped()
-    event, _ = track.loop_begins(0, BEFORE)
-    assert track.is_there
-    track.arrive()
-    track.loop_ends(event, early=False)
-    track.epoch_ends()
-    track.epoch_begins(2)
-    _, start = track.loop_begins(0, replace(BEFORE, samples=80, batch_size=8))
+    progress = stopped()
+    event, _ = progress.loop_begins(0, BEFORE)
+    assert progress.is_there
+    progress.arrive()
+    progress.loop_ends(event, early=False)
+    progress.epoch_ends()
+    progress.epoch_begins(2)
+    _, start = progress.loop_begins(0, replace(BEFORE, samples=80, batch_size=8))
     assert start.batch == 0
 
 
@@ -123,62 +123,62 @@ def test_an_epoch_that_is_over_is_entered_again_where_no_other_follows() -> None
 
 def test_of_thousands_of_loops_a_few_are_computed_again() -> None:
     loops = [replace(loop(complete=True), round=number) for number in range(100)]
-    track = back_to(*loops)
+    progress = back_to(*loops)
     starts = []
     for _ in loops:
-        event, start = track.loop_begins(0, BEFORE)
+        event, start = progress.loop_begins(0, BEFORE)
         starts.append(start)
         if start.again is not None:
-            track.repeated(event)
-        track.loop_ends(event, early=True)
+            progress.repeated(event)
+        progress.loop_ends(event, early=True)
     assert all(start.is_over for start in starts)
     assert sum(start.again is not None for start in starts) == 32
     assert starts[0].again is not None
     assert starts[-1].again is not None
-    assert track.is_there
-    track.arrive()
+    assert progress.is_there
+    progress.arrive()
 
 
 @pytest.mark.parametrize(
     "act",
     [
-        lambda track: track.phase_begins(1),
-        lambda track: track.check_arrived(),
+        lambda progress: progress.phase_begins(1),
+        lambda progress: progress.check_arrived(),
     ],
 )
 def test_another_script_than_before_is_refused(act) -> None:
-    track = back_to(MetricEvent(call="run.mean", done=True, value=1.0))
+    progress = back_to(MetricEvent(call="run.mean", done=True, value=1.0))
     with pytest.raises(CheckpointError, match="does not come to where its state was saved"):
-        act(track)
+        act(progress)
 
 
 def test_saves_and_metrics_may_be_others_than_before() -> None:
     """A script may decide about them by what it does not have on the way back."""
     one, two = (MetricEvent(call="run.mean", done=True, value=value) for value in (1.0, 2.0))
-    track = back_to(one, SaveEvent(), loop(complete=True), SaveEvent(), two, SaveEvent())
-    assert not track.metric_begins("run.sum").done
-    track = back_to(one, SaveEvent(), loop(complete=True), SaveEvent(), two, SaveEvent())
-    assert track.passes_save(), "the metric before it is missing"
-    assert track.passes_save(), "one more than there were: nothing happens"
-    event, start = track.loop_begins(0, BEFORE)
+    progress = back_to(one, SaveEvent(), loop(complete=True), SaveEvent(), two, SaveEvent())
+    assert not progress.metric_begins("run.sum").done
+    progress = back_to(one, SaveEvent(), loop(complete=True), SaveEvent(), two, SaveEvent())
+    assert progress.passes_save(), "the metric before it is missing"
+    assert progress.passes_save(), "one more than there were: nothing happens"
+    event, start = progress.loop_begins(0, BEFORE)
     assert start.is_over
-    track.repeated(event)
-    track.loop_ends(event, early=True)
-    assert track.metric_begins("run.mean").value == 2.0
-    assert not track.is_there, "the save at which the run was may not be missing"
-    assert track.passes_save()
-    assert track.is_there
+    progress.repeated(event)
+    progress.loop_ends(event, early=True)
+    assert progress.metric_begins("run.mean").value == 2.0
+    assert not progress.is_there, "the save at which the run was may not be missing"
+    assert progress.passes_save()
+    assert progress.is_there
 
 
 def test_what_is_in_a_loop_that_only_evaluates_is_computed_again() -> None:
-    track = back_to(SaveEvent())
-    event, _ = track.loop_begins(3, BEFORE)
-    metric = track.metric_begins("run.mean")
+    progress = back_to(SaveEvent())
+    event, _ = progress.loop_begins(3, BEFORE)
+    metric = progress.metric_begins("run.mean")
     assert not metric.done
-    track.metric_ends(metric, 1.0, None)
-    assert not track.is_there
-    track.loop_ends(event, early=False)
-    assert track.evaluated_again == [3]
-    assert track.passes_save()
-    assert track.is_there
-    track.arrive()
+    progress.metric_ends(metric, 1.0, None)
+    assert not progress.is_there
+    progress.loop_ends(event, early=False)
+    assert progress.evaluated_again == [3]
+    assert progress.passes_save()
+    assert progress.is_there
+    progress.arrive()

@@ -37,11 +37,11 @@ class Rank:
             reason="a test",
         )
         self.slot = Slot(memoryview(bytearray(1 << 10)).cast("Q"), 0)
-        self.standing = Heartbeat(self.slot)
+        self.heartbeat = Heartbeat(self.slot)
         self.told: list[LockstepError] = []
         self.place: Frame | None = None
         meeting = Meeting(world=world, store=store, number=0, ours=True)
-        self.watch = Watchdog(meeting, self.standing, self.tell)
+        self.watch = Watchdog(meeting, self.heartbeat, self.tell)
 
     def tell(self, error: LockstepError, place: Frame | None) -> None:
         self.place = place
@@ -71,14 +71,14 @@ def until(condition: Callable[[], object]) -> bool:
 
 def test_ranks_that_wait_in_one_call_wait(ranks: list[Rank]) -> None:
     for rank in ranks:
-        rank.standing.enter("run.barrier")
+        rank.heartbeat.enter("run.barrier")
     time.sleep(0.3)
     assert [rank.told for rank in ranks] == [[], []]
 
 
 def test_ranks_that_wait_in_two_calls_are_told(ranks: list[Rank], capfd) -> None:
-    ranks[0].standing.enter("run.barrier")
-    ranks[1].standing.enter("run.mean")
+    ranks[0].heartbeat.enter("run.barrier")
+    ranks[1].heartbeat.enter("run.mean")
     assert until(lambda: ranks[0].told or ranks[1].told)
     error = (ranks[0].told or ranks[1].told)[0]
     assert "run.barrier" in error.message
@@ -94,21 +94,21 @@ def test_ranks_that_wait_in_two_calls_are_told(ranks: list[Rank], capfd) -> None
 
 
 def test_a_rank_that_went_on_is_not_compared(ranks: list[Rank]) -> None:
-    ranks[0].standing.enter("run.barrier")
+    ranks[0].heartbeat.enter("run.barrier")
     time.sleep(0.1)
-    ranks[0].standing.leave()
-    ranks[0].standing.moves()
-    ranks[1].standing.enter("run.mean")
+    ranks[0].heartbeat.leave()
+    ranks[0].heartbeat.moves()
+    ranks[1].heartbeat.enter("run.mean")
     time.sleep(0.3)
     assert [rank.told for rank in ranks] == [[], []]
 
 
 def test_a_rank_that_waits_gives_a_sign_while_another_moves(ranks: list[Rank]) -> None:
-    ranks[0].standing.enter("run.barrier")
+    ranks[0].heartbeat.enter("run.barrier")
     beat = ranks[0].slot.beat
 
     def moved() -> bool:
-        ranks[1].standing.moves()
+        ranks[1].heartbeat.moves()
         return ranks[0].slot.beat > beat + 3
 
     assert until(moved)
@@ -161,17 +161,17 @@ def test_each_rank_looks_at_the_next_ones(rank: int, ranks: range, compared: lis
 
 
 def test_a_backward_pass_that_failed_is_left_with_its_batch(ranks: list[Rank]) -> None:
-    first, standing = ranks[0].watch, ranks[0].standing
+    first, heartbeat = ranks[0].watch, ranks[0].heartbeat
     microbatch: Any = SimpleNamespace(last=True, loader=0, epoch=0, round=0, step=0, turn=0)
     first.loop_begins(0, 0, 0)
     first.microbatch_begins(microbatch)
     first.backward_begins(microbatch, [0])
-    assert standing.waits
+    assert heartbeat.waits
     first.microbatch_begins(microbatch)
-    assert not standing.waits
+    assert not heartbeat.waits
     first.backward_begins(microbatch, [0])
     first.loop_ends(0, 0, 0, 1, early=True)
-    assert not standing.waits
+    assert not heartbeat.waits
 
 
 def test_a_store_that_does_not_answer_holds_up_no_end(
