@@ -68,6 +68,12 @@ class StrategyEntry:
         meshed: whether it needs torch's mesh of the ranks.
         spreads: whether it holds one model over several ranks.
         places: whether it puts the parts of a model that it spreads onto devices itself.
+        has_servers: whether parameter servers beside the ranks are part of it.
+        scatters: whether one rank computes on several devices.
+        shards: whether each rank has, and saves, its own part of every parameter.
+        cuts_batches: whether it may compute on a replica's samples in parts.
+        keywords: of `run.model` that are its own; they have no effect with other strategies.
+        ddp_keywords: keywords of DistributedDataParallel that it takes; `None` for all.
         slow_import: whether its module takes so long to import that a launcher does it beforehand.
     """
 
@@ -82,6 +88,12 @@ class StrategyEntry:
     meshed: bool = False
     spreads: bool = False
     places: bool = False
+    has_servers: bool = False
+    scatters: bool = False
+    shards: bool = False
+    cuts_batches: bool = False
+    keywords: tuple[str, ...] = ()
+    ddp_keywords: tuple[str, ...] | None = None
     slow_import: bool = False
 
 
@@ -175,6 +187,8 @@ def resolve(function: Function) -> Callable[..., Any]:
     return found
 
 
+#: What `fsdp` passes on to torch's `fully_shard`.
+OF_FULLY_SHARD = ("reshard_after_forward", "shard_placement_fn", "mp_policy", "offload_policy")
 #: What gradients of one part of a model go over, apart from those of other parts.
 _OF_ROWS = ("shared-memory", "tree", "native")
 _ALONE = "ranks that train by themselves do not agree on the steps that a loss scale leaves out"
@@ -191,12 +205,16 @@ STRATEGIES = Registry(
             hold="lockstep.strategies.dp:scatter",
             check="lockstep.strategies.dp:check_settings",
             one_rank=True,
+            scatters=True,
+            ddp_keywords=("device_ids", "output_device", "dim"),
         ),
         StrategyEntry(
             name="ps",
+            hold="lockstep.parameter_server.strategy:hold",
             exchanges=("server",),
             why="whose gradients meet in the servers",
             needs_group=True,
+            has_servers=True,
         ),
         StrategyEntry(
             name="fsdp",
@@ -206,6 +224,9 @@ STRATEGIES = Registry(
             why="where each rank takes its own part of the sums",
             needs_group=True,
             meshed=True,
+            shards=True,
+            keywords=("wrap", "gather", *OF_FULLY_SHARD),
+            ddp_keywords=(),
             slow_import=True,
         ),
         StrategyEntry(
@@ -217,6 +238,8 @@ STRATEGIES = Registry(
             meshed=True,
             spreads=True,
             places=True,
+            cuts_batches=True,
+            keywords=("chunks", "chunk_inputs", "split"),
             slow_import=True,
         ),
         StrategyEntry(
@@ -228,10 +251,13 @@ STRATEGIES = Registry(
             needs_group=True,
             meshed=True,
             spreads=True,
+            keywords=("plan",),
             slow_import=True,
         ),
     ],
 )
+#: The strategy that has parameter servers, by which their flags and messages name it.
+(WITH_SERVERS,) = STRATEGIES.where(lambda one: one.has_servers)
 
 EXCHANGES = Registry(
     "exchange",

@@ -18,7 +18,7 @@ from typing import Any
 from lockstep.errors import UsageError
 from lockstep.layout.classes import PRECISIONS
 from lockstep.layout.mesh import parse as parse_mesh
-from lockstep.registry import EXCHANGES, STRATEGIES, resolve
+from lockstep.registry import EXCHANGES, STRATEGIES, WITH_SERVERS, resolve
 
 #: Reads the text of a variable or a flag; raises `ValueError`.
 Parse = Callable[[str], Any]
@@ -256,7 +256,7 @@ class Settings:
         of_script=False,
         check=_at_least(0),
         flag=("training", "--servers S"),
-        strategy="ps",
+        strategy=WITH_SERVERS,
     )
     staleness: int | None = _setting(
         None,

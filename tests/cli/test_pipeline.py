@@ -31,6 +31,8 @@ class Failing(nn.Linear):
         if run.step == 3 and sys.argv[1] == "dies":
             os._exit(3)
         x = super().forward(x)
+        if run.step == 3 and sys.argv[1] == "unsent":
+            return {x}
         return Spoil.apply(x) if run.step == 3 and sys.argv[1] == "backward" else x
 
 with lockstep.Run("fails", replicas=1, strategy="pipeline", progress=False) as run:
@@ -49,6 +51,7 @@ with lockstep.Run("fails", replicas=1, strategy="pipeline", progress=False) as r
     [
         ("forward", r"rank 1 of 3 failed on .*ValueError: no output today"),
         ("backward", r"rank 1 of 3 failed on .*ValueError: no gradient today"),
+        ("unsent", r"rank 1 of 3 failed on .*a set would have to go from one stage"),
         ("dies", r"rank 1 of 3 failed on .*exit code 3"),
     ],
 )

@@ -39,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
         "record",
         "checkpoint",
     },
-    "server": {"errors", "layout", "world", "exchange"},
+    "parameter_server": {"errors", "layout", "data", "world", "exchange", "strategies"},
     "training": {
         "errors",
         "version",
@@ -50,6 +50,7 @@ ALLOWED: dict[str, set[str]] = {
         "data",
         "exchange",
         "strategies",
+        "parameter_server",
         "record",
         "checkpoint",
     },

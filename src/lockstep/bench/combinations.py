@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from lockstep.errors import UsageError
 from lockstep.launch.command import parse_names
 from lockstep.launch.gpus import Gpu, list_gpus, visible
-from lockstep.registry import EXCHANGES
+from lockstep.registry import EXCHANGES, STRATEGIES
 
 #: The strategy of one rank with several GPUs.
-DATA_PARALLEL = "dp"
+(DATA_PARALLEL,) = STRATEGIES.where(lambda one: one.scatters)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lockstep.registry import STRATEGIES
+
 #: Bytes that are shared, of a byte of gradients, where traffic is not counted.
 _OF_GRADIENTS = {
     "shared-memory": 1.0,
@@ -18,6 +20,7 @@ _OF_GRADIENTS = {
 }
 #: The same with FSDP2: one half of an exchange of gradients, and parameters gathered twice.
 _OF_SHARDED = 1.5
+SHARDED = STRATEGIES.where(lambda one: one.shards)
 #: How DistributedDataParallel cuts gradients: a small bucket first, then large ones.
 _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20
 
@@ -84,7 +87,7 @@ def _volume(
     # Of shared memory is counted what is written, each rank's nodes whole.
     if sent is not None and exchange != "shared-memory":
         return sent[1] * sent[0] / (2 * (sent[0] - 1))
-    factor = _OF_SHARDED if strategy == "fsdp" else _OF_GRADIENTS.get(exchange)
+    factor = _OF_SHARDED if strategy in SHARDED else _OF_GRADIENTS.get(exchange)
     return None if factor is None or gradients is None else factor * gradients
 
 

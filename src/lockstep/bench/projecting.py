@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from lockstep.bench.cost import Cost, cost_of
+from lockstep.bench.cost import SHARDED, Cost, cost_of
 from lockstep.bench.projection import Batches, Link, Model, Point, fit_model
 from lockstep.bench.results import BY_STEPS, Row, belongs, group
 from lockstep.registry import STRATEGIES
 
 #: Strategies whose ranks do other work than a share of the samples each.
-_NOT_SHARED = ("dp", *STRATEGIES.where(lambda one: one.spreads))
+_NOT_SHARED = STRATEGIES.where(lambda one: one.scatters or one.spreads)
 _COMPETES = "more threads than cores: ranks wait for each other's cores"
 
 
@@ -113,7 +113,7 @@ def _cost(usable: Sequence[Row], strategy: str | None) -> Cost | None:
     last = max(usable, key=lambda one: one["ranks"])
     several = last["ranks"] > 1
     sent, gradients = last.get("sent_bytes_per_step"), last.get("gradient_bytes")
-    if strategy == "fsdp" and gradients is not None:
+    if strategy in SHARDED and gradients is not None:
         gradients *= last["ranks"]  # a rank has its share of them
     return cost_of(
         last.get("exchange_used") or "none" if several else "tree",

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterable
 from typing import Any
 
+from lockstep.registry import WITH_SERVERS
 from lockstep.settings import TABLE, Setting, boolean, names, of_strategy
 
 
@@ -17,7 +18,7 @@ def of_group(group: str) -> tuple[str, ...]:
 #: The settings that every such verb has flags for, and those of them that only servers use.
 OF_TRAINING = of_group("training")
 SHARED = ("replicas", "threads", "devices", *OF_TRAINING)
-OF_SERVERS = of_strategy("ps")
+OF_SERVERS = of_strategy(WITH_SERVERS)
 
 
 def add(group: argparse._ActionsContainer, *chosen: str, **changed: Any) -> None:

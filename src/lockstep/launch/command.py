@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.errors import UsageError
-from lockstep.registry import STRATEGIES
+from lockstep.registry import STRATEGIES, WITH_SERVERS
 from lockstep.settings import TABLE, of_strategy
 
-#: The strategy whose ranks have servers beside them.
-WITH_SERVERS = "ps"
 #: Variables that would change what a launch is.
 _OURS = ("LOCKSTEP_FAULTS", *(one.variable for one in TABLE.values() if one.of_one_launch))
 #: Variables that a strategy without servers would refuse.

@@ -11,7 +11,7 @@ from lockstep.layout.servers import check
 from lockstep.world.environments.lockstep import SERVER, SERVER_ROOT
 
 #: What a server runs: never the user's script.
-MODULE = "lockstep.server"
+MODULE = "lockstep.parameter_server"
 
 
 def count(spec: LaunchSpec, environ: Mapping[str, str]) -> int:

@@ -13,7 +13,7 @@ from lockstep.launch.forkserver import Exit, ForkServer, Request
 from lockstep.launch.interrupts import Interrupts
 from lockstep.launch.output import Output, say
 from lockstep.launch.plan import Plan, WorkerPlan
-from lockstep.world.servers import END
+from lockstep.world.environments.lockstep import END_SERVER
 
 _INTERVAL = 0.01
 #: Seconds that the kernel may take to end a process: one may be in the middle of a long write.
@@ -88,7 +88,7 @@ class Workers:
         """Send `signum`; return whether all have ended within `seconds`."""
         if living := self.living:
             self._server.signal(signum)
-            self._server.signal(END, only=[pid for rank, pid in living.items() if rank < 0])
+            self._server.signal(END_SERVER, only=[pid for rank, pid in living.items() if rank < 0])
         deadline = time.monotonic() + seconds
         while self.living:
             hurry = self._interrupts.impatient and signum != signal.SIGKILL

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from lockstep.registry import STRATEGIES
+
 EXACTNESS = ("exact", "close", "approximate")
 PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 def of_servers(strategy: str, staleness: int | None, device: str) -> str:
-    """Return the class of a run by where it updates: servers do, on the CPU, with `ps` and a staleness."""
-    updates = strategy == "ps" and staleness is not None
-    return "close" if updates and device != "cpu" else "exact"
+    """Return the class of a run by where it updates: with a staleness servers do, on the CPU."""
+    return "close" if updates_in_servers(strategy, staleness) and device != "cpu" else "exact"
+
+
+def updates_in_servers(strategy: str, staleness: int | None) -> bool:
+    """Whether servers hold the parameters, and no rank ever has a whole gradient."""
+    return STRATEGIES.find(strategy).has_servers and staleness is not None
 
 
 def worst(classes: Iterable[str]) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,9 @@ class ModelContext:
         exact: whether what makes the result depend on the layout is refused.
         say: tells the user how the model is held, on the main rank; not where progress is off.
         warn: tells the user there what must not be missed.
+        staleness: how many updates gradients lack; `None` where that is not asked for.
+        stepping: entered while an optimizer's step waits for other ranks.
+        servers: the run's parameter servers (`lockstep.parameter_server.servers.Servers`).
     """
 
     number: int
@@ -49,3 +52,6 @@ class ModelContext:
     exact: bool
     say: Callable[[str], None]
     warn: Callable[[str], None]
+    staleness: int | None = None
+    stepping: AbstractContextManager[None] = field(default_factory=nullcontext)
+    servers: object = None

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lockstep.errors import ExactnessError, ModelError
-from lockstep.registry import STRATEGIES
+from lockstep.registry import STRATEGIES, StrategyEntry
 from lockstep.strategies.checks import is_harmless, named_buffers_of_own
-
-#: What is passed on to torch's `fully_shard`.
-SHARDING = ("reshard_after_forward", "shard_placement_fn", "mp_policy", "offload_policy")
-#: What says how a model is sharded, besides.
-OWN_SHARDING = ("wrap", "gather")
-
-#: What strategies that hold one model over several ranks take besides the model.
-_OF_SPREADING = ("chunks", "chunk_inputs", "split", "plan")
-#: What DataParallel takes as DistributedDataParallel does.
-_SCATTERING = ("device_ids", "output_device", "dim")
 
 
 def split(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what strategies take that spread a model, and the rest; one script serves all."""
-    own = {name: value for name, value in settings.items() if name in _OF_SPREADING}
+    entries = map(STRATEGIES.find, STRATEGIES.where(lambda one: one.spreads))
+    known = {name for entry in entries for name in entry.keywords}
+    own = {name: value for name, value in settings.items() if name in known}
     return own, {name: value for name, value in settings.items() if name not in own}
 
 
@@ -43,27 +35,30 @@ def taken_by(
         ExactnessError: with `exact`, for one that lets its strategy compute in other numbers than this one.
         ModelError: for buffers of each rank's own, where ranks hold parts of a model.
     """
-    if (
-        STRATEGIES.find(strategy).spreads and is_trained and not exact
-    ):  # with it, no strategy takes this
+    entry = STRATEGIES.find(strategy)
+    if entry.spreads and is_trained and not exact:  # with it, no strategy takes this
         _refuse_own_buffers(strategy, settings)
-    if strategy != "fsdp":
-        if exact and settings.get("mp_policy") is not None:
-            raise ExactnessError(
-                f"mp_policy with strategy={strategy}, which does not know it; with strategy=fsdp the bits "
-                "would be others",
-                hint="precision='bf16' computes in reduced precision with every strategy",
-            )
-        others = (*OWN_SHARDING, *SHARDING)
-        settings = {name: value for name, value in settings.items() if name not in others}
-    if strategy not in ("fsdp", "dp"):
-        return settings
-    kept = _SCATTERING if strategy == "dp" else ()
+    others = set(_of_others(entry))
+    if exact and "mp_policy" in others and settings.get("mp_policy") is not None:
+        raise ExactnessError(
+            f"mp_policy with strategy={strategy}, which does not know it; with strategy=fsdp the bits "
+            "would be others",
+            hint="precision='bf16' computes in reduced precision with every strategy",
+        )
+    own = {name: value for name, value in settings.items() if name not in others}
+    if entry.ddp_keywords is None:
+        return own
     return {
         name: value
-        for name, value in settings.items()
-        if name in kept or not is_harmless(name, settings)
+        for name, value in own.items()
+        if name in entry.ddp_keywords or not is_harmless(name, own)
     }
+
+
+def _of_others(entry: StrategyEntry) -> Iterator[str]:
+    """Yield the keywords that are other strategies' own."""
+    for other in map(STRATEGIES.find, STRATEGIES.own):
+        yield from (name for name in other.keywords if name not in entry.keywords)
 
 
 def _refuse_own_buffers(strategy: str, settings: dict[str, Any]) -> None:

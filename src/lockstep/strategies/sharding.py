@@ -18,13 +18,14 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from lockstep.errors import ModelError
+from lockstep.registry import OF_FULLY_SHARD, STRATEGIES
 from lockstep.strategies.checks import refuse_sparse
-from lockstep.strategies.options import OWN_SHARDING, SHARDING
 
 #: Parts with fewer parameters stay in the unit of the model itself: a message each would cost more.
 MIN_PARAMETERS = 65_536
 #: When whole parameters are gathered: before each unit computes, or once for a global batch.
 GATHERS = ("unit", "batch")
+_KEYWORDS = STRATEGIES.find("fsdp").keywords
 _KINDS = {"mp_policy": MixedPrecisionPolicy, "offload_policy": OffloadPolicy}
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _WHY = {
@@ -44,12 +45,12 @@ def check_sharding(
             parameters without dimensions, complex ones, or ones that are not contiguous.
     """
     for name in settings:
-        if name not in (*SHARDING, *OWN_SHARDING):
+        if name not in _KEYWORDS:
             known = inspect.signature(fully_shard).parameters
             why = _WHY.get(name, "fully_shard does not have it" if name not in known else "")
             raise ModelError(
                 f"run.model was given {name}, which strategy=fsdp does not take: {why}",
-                hint=f"its settings are {', '.join((*OWN_SHARDING, *SHARDING))}",
+                hint=f"its settings are {', '.join(_KEYWORDS)}",
             )
     if settings.get("gather", "unit") not in GATHERS:
         raise ModelError(
@@ -104,7 +105,7 @@ def shard(module: nn.Module, mesh: DeviceMesh, settings: dict[str, Any]) -> list
     # The model's own unit lets go of its parameters after a forward pass, too: otherwise the tensors
     # registered in the model would be other ones after an evaluation.
     passed: dict[str, Any] = {"reshard_after_forward": True}
-    passed |= {name: settings[name] for name in SHARDING if name in settings}
+    passed |= {name: settings[name] for name in OF_FULLY_SHARD if name in settings}
     parts = [module.get_submodule(name) for name in names]
     units = []
     for part in [*dict.fromkeys(parts), module]:

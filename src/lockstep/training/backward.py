@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import ModelError, NonFiniteLossError, StepError, UsageError
+from lockstep.layout.classes import updates_in_servers
 from lockstep.layout.tree import total
 from lockstep.registry import EXCHANGES
 from lockstep.strategies.wrapped_model import WrappedModel
@@ -182,7 +183,7 @@ class Weighting:
     def _read(self, weight: torch.Tensor | float) -> float:
         settings, exchange = self._context.settings, self._context.exchange
         by_itself = exchange != "none" and EXCHANGES.find(exchange).hold
-        by_servers = settings.strategy == "ps" and settings.staleness is not None
+        by_servers = updates_in_servers(settings.strategy, settings.staleness)
         if by_servers or by_itself:
             raise UsageError(
                 f"run.backward(…, weight=…) with exchange={exchange}, staleness="

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.errors import ExactnessError, ModelError
+from lockstep.registry import STRATEGIES
 from lockstep.strategies.sync_batchnorm import Ranks, convert
 from lockstep.training.context import Context
 from lockstep.training.loop import Loop
@@ -50,13 +51,14 @@ def _check(context: Context, state: State, module: nn.Module) -> None:
             f"run.sync_batchnorm was given a {type(module).__name__} that belongs to the run already",
             hint="model = run.model(run.sync_batchnorm(model))",
         )
-    if context.settings.strategy == "pipeline":
+    strategy = STRATEGIES.find(context.settings.strategy)
+    if strategy.cuts_batches:
         raise ModelError(
-            "run.sync_batchnorm with strategy=pipeline, which cuts each replica's share to pieces; "
-            "expected a strategy that computes on it at once",
+            f"run.sync_batchnorm with strategy={strategy.name}, which cuts each replica's share to "
+            "pieces; expected a strategy that computes on it at once",
             hint="strategy='ddp' or 'fsdp', or a normalisation without statistics of the batch",
         )
-    if context.settings.strategy == "ps" and context.settings.staleness:
+    if strategy.has_servers and context.settings.staleness:
         raise ModelError(
             f"run.sync_batchnorm with staleness={context.settings.staleness}, under which workers go on "
             "without each other; expected workers that wait for each other",

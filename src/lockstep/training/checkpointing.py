@@ -14,6 +14,7 @@ from lockstep.checkpoint import state_codec
 from lockstep.checkpoint.catalog import DIRECTORY
 from lockstep.checkpoint.disk import Checkpoints
 from lockstep.checkpoint.schedule import Schedule
+from lockstep.registry import STRATEGIES
 from lockstep.training.context import Context
 from lockstep.training.coordination import Alone, Coordination, OnBoard, ThroughStore, Wish
 from lockstep.training.heartbeat import Heartbeat
@@ -220,7 +221,7 @@ def begin(context: Context, state: State, loop: Loop) -> Checkpointing:
     # All ranks are of one launcher, and so take snapshots at the same points.
     aligned = memory is not None and memory.snapshots.parts == world.size
     # Of a model whose tensors are cut over all ranks each launcher has parts.
-    apart = settings.strategy == "fsdp" and not aligned
+    apart = STRATEGIES.find(settings.strategy).shards and not aligned
     _go_on(context, state, loop, checkpoints)
     # Launchers choose their moments by themselves, where no rank gathers another's part of the state.
     takes_snapshots = aligned or apart or context.groups.mesh is None

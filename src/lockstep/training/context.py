@@ -127,6 +127,8 @@ class Context:
             exact=self.settings.exact,
             say=self.record.say,
             warn=self.record.warn,
+            staleness=self.settings.staleness,
+            stepping=self.heartbeat.meeting("optimizer.step"),
         )
 
     def passing(self, ranks: range | None = None) -> contextlib.AbstractContextManager[None]:

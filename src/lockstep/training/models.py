@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from torch import nn
 from lockstep.checkpoint.weights_only import check_fit
 from lockstep.data.randomness import undisturbed
 from lockstep.errors import ModelError
-from lockstep.exchange.links import connect
 from lockstep.layout.classes import worst
+from lockstep.parameter_server.servers import Servers
 from lockstep.registry import STRATEGIES, StrategyEntry, resolve
 from lockstep.strategies.checks import (
     as_module,
@@ -22,17 +23,13 @@ from lockstep.strategies.checks import (
 )
 from lockstep.strategies.ddp import spans_devices
 from lockstep.strategies.frozen import FrozenModel, is_trainable
-from lockstep.strategies.model_context import ModelContext
 from lockstep.strategies.options import split, taken_by
 from lockstep.strategies.passes import refuse_changing
 from lockstep.strategies.precision import REDUCED, autocast_forward
-from lockstep.strategies.ps import hold_served
-from lockstep.strategies.remote import hold_remotely
 from lockstep.strategies.sync_batchnorm import layers
 from lockstep.strategies.versions import Versions
 from lockstep.strategies.wrapped_model import WrappedModel
 from lockstep.training.context import Context
-from lockstep.training.serving import Serving
 from lockstep.training.state import State, check_savable
 
 
@@ -47,8 +44,8 @@ class Models:
     def __init__(self, context: Context, state: State) -> None:
         self._context, self._state = context, state
         self._tried = 0  # models that were to be held: what failed has left notes for other ranks
-        self._is_served = False  # whether a model has connections to servers
-        self._serving: Serving | None = None
+        asked, directory = context.settings, context.record.directory
+        self._servers = Servers(context.meeting, asked.servers, directory, context.threads)
 
     def add(self, model: Any, keywords: dict[str, Any]) -> nn.Module:
         """Check, place and hold `model`, a module or a list of them; return what the script is to call.
@@ -102,14 +99,12 @@ class Models:
     ) -> WrappedModel:
         context = self._context
         number, self._tried = self._tried, self._tried + 1
-        holding = context.of_model(number)
+        holding = replace(context.of_model(number), servers=self._servers)
         if context.group is not None:
             world = context.world
             check_same_models(module, str(number), context.store, world.rank, world.size)
         if strategy is None:
             return FrozenModel(module, holding.block, holding.replicas, holding.group, keywords)
-        if strategy.name == "ps":
-            return self._serve(module, holding, keywords)
         held: WrappedModel = resolve(strategy.hold)(module, holding, keywords)
         held.exactness = worst([held.exactness, strategy.exactness])
         return held
@@ -137,40 +132,6 @@ class Models:
     def exactness(self) -> str:
         """Class of the run, with the models that it holds."""
         return self._context.exactness(*(model.exactness for model in self._state.models))
-
-    def _serve(
-        self, module: nn.Module, holding: ModelContext, settings: dict[str, Any]
-    ) -> WrappedModel:
-        """Hold a model with the servers of the run."""
-        context, late = self._context, self._context.settings.staleness
-        waiting = context.heartbeat.meeting("optimizer.step")
-        if self._serving is None:
-            meeting = context.meeting
-            self._serving = Serving(meeting, context.settings.servers, context.record.directory)
-        serving = self._serving
-        where = serving.find()
-        with contextlib.ExitStack() as failed:
-            failed.callback(serving.release)
-            links = connect(
-                where,
-                holding.forest,
-                holding.replicas,
-                holding.store,
-                str(holding.number),
-                context.threads,
-                tells=not self._is_served,
-                release=serving.release,
-            )
-            failed.pop_all()
-            failed.callback(links.close)
-            held: WrappedModel = (
-                hold_served(module, holding, settings, links)
-                if late is None
-                else hold_remotely(module, holding, settings, links, late, waiting)
-            )
-            failed.pop_all()
-        self._is_served = True
-        return held
 
     def load(self, model: nn.Module | None, weights: Mapping[str, torch.Tensor]) -> None:
         """Give a model of the run other weights.

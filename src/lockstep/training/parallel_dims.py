@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lockstep.errors import ExactnessError, UsageError
 from lockstep.exchange.base import Forest
 from lockstep.exchange.choose import choose_name
+from lockstep.layout.classes import updates_in_servers
 from lockstep.layout.mesh import Mesh, choose
 from lockstep.layout.replicas import block
 from lockstep.layout.servers import check as check_servers
@@ -145,7 +146,7 @@ def choose_mesh(settings: Settings, world: World) -> Mesh:
 def _check_servers(settings: Settings, world: World) -> None:
     """Refuse a parameter server's settings where there is none, or none could be."""
     strategy, late = settings.strategy, settings.staleness
-    if strategy == "ps" or world.environment == "lockstep":
+    if STRATEGIES.find(strategy).has_servers or world.environment == "lockstep":
         check_servers(strategy, settings.servers)
     is_meshed = STRATEGIES.find(strategy).meshed
     if late and (is_meshed or EXCHANGES.find(settings.exchange).hold):
@@ -155,7 +156,7 @@ def _check_servers(settings: Settings, world: World) -> None:
             "expected strategy ps, ddp, dp or single",
             hint="--servers S --strategy ps, or leave out the staleness",
         )
-    if late is not None and strategy == "ps" and settings.precision == "fp16":
+    if updates_in_servers(strategy, late) and settings.precision == "fp16":
         raise UsageError(
             f"precision=fp16 with staleness={late}: only the servers have the whole gradient, whose "
             "overflows decide on the loss scale",

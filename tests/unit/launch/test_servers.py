@@ -42,7 +42,7 @@ def test_servers_are_none_of_the_ranks() -> None:
     assert [server.rank for server in made.servers] == [-1, -2, -3]
     for server in made.servers:
         assert "RANK" not in server.env, "nobody shall take it for a rank"
-        assert server.command[-2:] == ("-m", "lockstep.server"), "never the user's script"
+        assert server.command[-2:] == ("-m", "lockstep.parameter_server"), "never the user's script"
     logs = {one.log for one in (*made.workers, *made.servers)}
     files = {one.error_file for one in (*made.workers, *made.servers)}
     assert (len(logs), len(files)) == (5, 5)

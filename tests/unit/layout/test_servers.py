@@ -1,11 +1,11 @@
-"""Which strategies have servers, and how parameters are dealt out (A3)."""
+"""Which strategies have servers (A3)."""
 
 from __future__ import annotations
 
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.layout.servers import check, deal
+from lockstep.layout.servers import check
 
 
 @pytest.mark.parametrize(
@@ -28,18 +28,3 @@ def test_what_goes_together(strategy: str | None, servers: int) -> None:
 def test_what_does_not(strategy: str | None, servers: int, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         check(strategy, servers, "--servers")
-
-
-def test_the_largest_first_and_each_to_who_has_the_least() -> None:
-    assert deal([1, 8, 4, 4, 1], 2) == [0, 0, 1, 1, 1]
-    assert deal([5, 5, 5], 1) == [0, 0, 0]
-    assert deal([3, 2], 4) == [0, 1]
-    assert deal([], 2) == []
-
-
-def test_loads_differ_by_less_than_the_largest() -> None:
-    sizes = [(7 * i * i) % 101 for i in range(40)]
-    owners = deal(sizes, 3)
-    loads = [sum(s for s, o in zip(sizes, owners, strict=True) if o == k) for k in range(3)]
-    assert sum(loads) == sum(sizes)
-    assert max(loads) - min(loads) < max(sizes)

@@ -206,10 +206,7 @@ class _Passing:
         """Return the last rank's `output`, and take its generators' states; or raise what a stage has."""
         row = self._flow.row
         row.flush()
-        message = self._tell(
-            lambda: row.share([output, states, self._told, self._has_drawn], row.size - 1),
-            lambda: row.share([None, states, self._told, self._has_drawn], row.size - 1),
-        )
+        message = row.share([output, states, self._told, self._has_drawn], row.size - 1)
         _, states, told, has_drawn = message.value
         if has_drawn:
             self._flow.drawn()
@@ -247,10 +244,7 @@ class _Passing:
             states = None
         if flow.is_last:
             return kept, states
-        self._tell(
-            lambda: flow.row.send([kept, states, self._told, self._has_drawn], flow.row.rank + 1),
-            lambda: flow.row.send([None, states, self._told, self._has_drawn], flow.row.rank + 1),
-        )
+        flow.row.send([kept, states, self._told, self._has_drawn], flow.row.rank + 1)
         return None, states
 
     def _compute(self, chunk: int, message: Message | None) -> Any:
@@ -268,7 +262,7 @@ class _Passing:
         given = stage.module(*(values[name] for name in stage.takes))
         values |= dict(zip(stage.gives, given, strict=True))
         kept = given[0] if flow.is_last else [values[name] for name in stage.keeps]
-        self._left.append(_needy(kept))
+        self._left.append(_needy(kept))  # refuses what cannot be sent
         return kept
 
     # --- what goes wrong ---------------------------------------------------------------------------
@@ -279,20 +273,9 @@ class _Passing:
         try:
             yield
         except Exception as error:
-            self._keep(error)
-
-    def _keep(self, error: Exception) -> None:
-        row = self._flow.row
-        self._error = error
-        self._told = describe(error, row.of_run(row.rank), str(self._flow.stage))
-
-    def _tell(self, act: Callable[[], Any], instead: Callable[[], Any]) -> Any:
-        """Send by `act`; where the value cannot be sent, say so by `instead`: nothing has gone by then."""
-        try:
-            return act()
-        except ModelError as error:
-            self._keep(error)
-        return instead()
+            row = self._flow.row
+            self._error = error
+            self._told = describe(error, row.of_run(row.rank), str(self._flow.stage))
 
     def _raise(self) -> NoReturn:
         """Raise what a stage has, on every rank; nothing goes back through this call."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -16,6 +17,10 @@ SERVER = "LOCKSTEP_SERVER"
 SERVER_ROOT = "LOCKSTEP_SERVER_ROOT"
 #: Set by the launcher where there are servers: the secret that workers and servers share.
 TOKEN = "LOCKSTEP_TOKEN"  # noqa: S105 - the name of a variable
+
+#: What ends a server, sent by its launcher. It ignores what is sent to all processes of a job: as long as
+#: workers may come, it serves. Nothing else uses this signal; it ends a server that is not ready for it.
+END_SERVER = signal.SIGRTMIN + 6
 
 
 def detect(environ: Mapping[str, str]) -> World | None:

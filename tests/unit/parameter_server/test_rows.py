@@ -11,9 +11,10 @@ import torch
 from torch.optim import Optimizer
 
 from lockstep.errors import ModelError
-from lockstep.exchange import optimizers
-from lockstep.exchange.frames import HEADER, Header, Kind, frame, parse, view
-from lockstep.exchange.rows import Rows, Spec
+from lockstep.parameter_server import optimizer_codec
+from lockstep.parameter_server.messages import HEADER, Header, Kind, parse, pieces, view
+from lockstep.parameter_server.optimizer import deal
+from lockstep.parameter_server.rows import Rows, Spec
 
 
 def tensors() -> list[torch.Tensor]:
@@ -82,9 +83,9 @@ def test_specs_of_nothing(words: list[Any]) -> None:
         Spec.parse(words)
 
 
-def test_a_frame_says_how_long_it_is() -> None:
+def test_a_message_says_how_long_it_is() -> None:
     data = b"".join(
-        frame(
+        pieces(
             Kind.PUSH,
             [torch.ones(3), torch.empty(0)],
             tag=2,
@@ -95,7 +96,7 @@ def test_a_frame_says_how_long_it_is() -> None:
     )
     header = Header.unpack(data[: HEADER.size])
     assert (header.kind, header.tag, header.number, header.place) == (Kind.PUSH, 2, 5, 1 << 60)
-    assert header.size == len(data)
+    assert HEADER.size + header.meta + header.payload == len(data)
     text = data[HEADER.size : HEADER.size + header.meta]
     assert parse(text) == {"a": 1}
     assert data[HEADER.size + header.meta :] == bytes(view(torch.ones(3)))
@@ -119,23 +120,25 @@ EVERY = sorted(
 def test_every_optimizer_of_torch_can_be_made_anew(name: str) -> None:
     parameter = torch.nn.Parameter(torch.ones(2, 2))
     optimizer = getattr(torch.optim, name)([parameter])
-    words = json.loads(json.dumps([optimizers.describe(optimizer), optimizers.numbers(optimizer)]))
-    made = optimizers.build(words[0], [[torch.nn.Parameter(torch.ones(2, 2))]])
-    optimizers.set_numbers(made, words[1])
+    words = json.loads(
+        json.dumps([optimizer_codec.describe(optimizer), optimizer_codec.numbers(optimizer)])
+    )
+    made = optimizer_codec.build(words[0], [[torch.nn.Parameter(torch.ones(2, 2))]])
+    optimizer_codec.set_numbers(made, words[1])
     assert type(made) is type(optimizer)
     assert made.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
 
 
 def test_numbers_that_json_has_no_word_for() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=math.inf)
-    words = json.loads(json.dumps(optimizers.numbers(optimizer)))
+    words = json.loads(json.dumps(optimizer_codec.numbers(optimizer)))
     assert words[0]["lr"] == math.inf
 
 
 def test_a_rate_that_is_a_tensor() -> None:
     optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(1))], lr=torch.tensor(0.1))
     with pytest.raises(ModelError, match="lr of the optimizer is a Tensor; expected a number"):
-        optimizers.describe(optimizer)
+        optimizer_codec.describe(optimizer)
 
 
 def test_a_class_of_the_script() -> None:
@@ -143,7 +146,7 @@ def test_a_class_of_the_script() -> None:
     with pytest.raises(
         ModelError, match="class Mine is defined in the script; expected one in a module"
     ):
-        optimizers.describe(kind([torch.nn.Parameter(torch.ones(1))]))
+        optimizer_codec.describe(kind([torch.nn.Parameter(torch.ones(1))]))
 
 
 def test_a_class_in_a_function() -> None:
@@ -151,7 +154,7 @@ def test_a_class_in_a_function() -> None:
         pass
 
     with pytest.raises(ModelError, match="is defined in the script"):
-        optimizers.describe(Local([torch.nn.Parameter(torch.ones(1))]))
+        optimizer_codec.describe(Local([torch.nn.Parameter(torch.ones(1))]))
 
 
 @pytest.mark.parametrize(
@@ -166,17 +169,35 @@ def test_a_class_in_a_function() -> None:
 def test_what_is_no_optimizer(module: str, name: str, message: str) -> None:
     words = {"module": module, "name": name, "root": None, "defaults": {}}
     with pytest.raises(ModelError, match=message):
-        optimizers.build(words, [])
+        optimizer_codec.build(words, [])
 
 
 def test_state_that_is_no_tensor_and_no_number() -> None:
     parameter = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter])
     optimizer.state[parameter] = {"step": 3, "buffer": torch.ones(2)}
-    entries, found = optimizers.pack(optimizer, [parameter])
-    (state,) = optimizers.unpack(entries, found).values()
+    entries, found = optimizer_codec.pack(optimizer, [parameter])
+    (state,) = optimizer_codec.unpack(entries, found).values()
     assert state["step"] == 3
     assert torch.equal(state["buffer"], torch.ones(2))
     optimizer.state[parameter]["odd"] = {"a": 1}
     with pytest.raises(ModelError, match="odd of the optimizer is a dict"):
-        optimizers.pack(optimizer, [parameter])
+        optimizer_codec.pack(optimizer, [parameter])
+
+
+# --- which server has which parameters ----------------------------------------------------------------
+
+
+def test_the_largest_first_and_each_to_who_has_the_least() -> None:
+    assert deal([1, 8, 4, 4, 1], 2) == [0, 0, 1, 1, 1]
+    assert deal([5, 5, 5], 1) == [0, 0, 0]
+    assert deal([3, 2], 4) == [0, 1]
+    assert deal([], 2) == []
+
+
+def test_loads_differ_by_less_than_the_largest() -> None:
+    sizes = [(7 * i * i) % 101 for i in range(40)]
+    owners = deal(sizes, 3)
+    loads = [sum(s for s, o in zip(sizes, owners, strict=True) if o == k) for k in range(3)]
+    assert sum(loads) == sum(sizes)
+    assert max(loads) - min(loads) < max(sizes)

@@ -1,14 +1,16 @@
-"""The asynchronous parameter server: servers hold the parameters and the optimizer, workers compute.
+"""The strategy `ps`: every worker holds a copy of the model, and gradients meet in servers.
 
-In passes with gradients a worker's own copy lacks exactly the latest K updates (`versions.py`): it waits
-for the servers only where those before them have not happened yet.
+Without a staleness servers sum gradients, and every worker updates its own copy. With a staleness K,
+servers hold the parameters and the optimizer, and workers compute: in passes with gradients a worker's own
+copy lacks exactly the latest K updates (`versions.py`); it waits only where those before them have not
+happened yet.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from types import MethodType
 from typing import Any
 
@@ -19,16 +21,80 @@ from torch.optim import Optimizer
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import ExactnessError, ModelError, StepError
 from lockstep.exchange.choose import POWERSGD_KEYWORDS
-from lockstep.exchange.links import Links
-from lockstep.exchange.remote import RemoteOptimizer
 from lockstep.layout.classes import of_servers
+from lockstep.parameter_server.client import Clients
+from lockstep.parameter_server.exchange import ServerExchange
+from lockstep.parameter_server.optimizer import RemoteOptimizer
+from lockstep.parameter_server.servers import Servers
+from lockstep.registry import WITH_SERVERS
 from lockstep.strategies.buffers import broadcast
 from lockstep.strategies.checks import shares_buffers
+from lockstep.strategies.ddp import ReplicatedModel, spans_devices
 from lockstep.strategies.gradient_accumulation import NOTHING, Gradients, take_gradients
 from lockstep.strategies.model_context import ModelContext
-from lockstep.strategies.ps import tell
 from lockstep.strategies.versions import Versions
 from lockstep.strategies.wrapped_model import WrappedModel
+
+
+def hold(
+    module: nn.Module, context: ModelContext, settings: Mapping[str, Any]
+) -> ServedModel | RemoteModel:
+    """Hold a copy of `module`, with the servers of the run.
+
+    Raises:
+        PeerError: if a server is gone, cannot be found, or not be started.
+        ExactnessError: where servers update, on a GPU, with `exact`.
+        ModelError: for keywords that would make the result another.
+    """
+    assert isinstance(context.servers, Servers)
+    clients = context.servers.connect(context)
+    try:
+        if context.staleness is None:
+            return _hold_served(module, context, settings, clients)
+        return _hold_remotely(module, context, settings, clients, context.staleness)
+    except BaseException:
+        clients.close()
+        raise
+
+
+def _end(clients: Clients, context: ModelContext) -> dict[str, int]:
+    """Let the main rank's first model say what the servers have moved; return what this rank has."""
+    if clients.leads and clients.is_first:
+        for line in clients.traffic():
+            context.say(line)
+    return clients.moved
+
+
+# --- servers sum -------------------------------------------------------------------------------------
+
+
+class ServedModel(ReplicatedModel):
+    """A replicated model whose gradients are summed by servers; every worker updates its own copy."""
+
+    def __init__(
+        self, module: nn.Module, context: ModelContext, clients: Clients, settings: dict[str, Any]
+    ) -> None:
+        assert context.group is not None
+        exchange = ServerExchange(clients, context.forest)
+        of_all = context.block, context.replicas, context.group, exchange, settings
+        super().__init__(module, *of_all, context.exchanging)
+        self._clients, self._context = clients, context
+
+    def ends(self) -> dict[str, int]:
+        """Say what the servers have moved; return what this rank has."""
+        return _end(self._clients, self._context)
+
+
+def _hold_served(
+    module: nn.Module, context: ModelContext, settings: Mapping[str, Any], clients: Clients
+) -> ServedModel:
+    own = {k: v for k, v in settings.items() if k not in POWERSGD_KEYWORDS}
+    if context.device.type == "cuda" and not spans_devices(module):
+        own = {"device_ids": [context.device.index], **own}
+    return ServedModel(module, context, clients, own)
+
+
+# --- servers update ----------------------------------------------------------------------------------
 
 
 class RemoteModel(WrappedModel):
@@ -36,10 +102,9 @@ class RemoteModel(WrappedModel):
 
     Args:
         module: the user's model, already on its device.
-        holding: where it is to live.
-        links: to the servers.
+        context: where it is to live.
+        clients: this worker's connections to the servers.
         staleness: how many updates a pass with gradients lacks.
-        waiting: entered while this rank waits for the servers.
     """
 
     is_split = True  # so that its optimizer's state is asked for here, and it has one of its own
@@ -47,21 +112,20 @@ class RemoteModel(WrappedModel):
     def __init__(
         self,
         module: nn.Module,
-        holding: ModelContext,
-        links: Links,
+        context: ModelContext,
+        clients: Clients,
         staleness: int,
-        waiting: AbstractContextManager[None],
     ) -> None:
-        assert holding.group is not None
-        super().__init__(module, holding.block, holding.replicas, holding.group)
-        self._holding, self._links, self._staleness = holding, links, staleness
-        self._waiting = waiting
+        assert context.group is not None
+        super().__init__(module, context.block, context.replicas, context.group)
+        self._context, self._clients, self._staleness = context, clients, staleness
+        self._waiting = context.stepping
         self.versions: Versions = Versions(module, staleness, made_here=False)
         self._remotes: list[RemoteOptimizer] = []
         self._nodes: list[Gradients] = []
         self._shown: list[tuple[torch.Tensor | None, int]] = []
         self._place = 0
-        self.exactness = of_servers("ps", staleness, holding.device.type)
+        self.exactness = of_servers(WITH_SERVERS, staleness, context.device.type)
 
     @property
     def wrapped(self) -> nn.Module:
@@ -98,9 +162,8 @@ class RemoteModel(WrappedModel):
                 f"{type(self.module).__name__}; expected trainable ones, which servers update",
                 hint="pass it the parameters with requires_grad=True alone",
             )
-        holding = self._holding
         number = len(self._remotes)
-        remote = RemoteOptimizer(optimizer, number, self._links, holding.forest, NOTHING)
+        remote = RemoteOptimizer(optimizer, number, self._clients, self._context.forest, NOTHING)
         self._remotes.append(remote)
 
         def step(_self: Optimizer) -> None:
@@ -216,43 +279,36 @@ class RemoteModel(WrappedModel):
     def ends(self) -> dict[str, int]:
         """Say what the servers have moved; return what this rank has."""
         self._wait()
-        return tell(self._links, self._holding.say)
+        return _end(self._clients, self._context)
 
     def close(self) -> None:
         """Leave the servers."""
-        self._links.close()
+        self._clients.close()
 
 
-def hold_remotely(
+def _hold_remotely(
     module: nn.Module,
-    holding: ModelContext,
+    context: ModelContext,
     settings: Mapping[str, Any],
-    links: Links,
+    clients: Clients,
     staleness: int,
-    waiting: AbstractContextManager[None],
 ) -> RemoteModel:
-    """Let servers hold the parameters of `module`.
-
-    Raises:
-        ExactnessError: on a GPU, with `exact`.
-        ModelError: for keywords that would make the result another.
-    """
-    assert holding.group is not None
-    _check_settings(settings, staleness, holding)
-    if holding.exact and holding.device.type != "cpu":
+    assert context.group is not None
+    _check_settings(settings, staleness, context)
+    if context.exact and context.device.type != "cpu":
         raise ExactnessError(
-            f"staleness={staleness} on {holding.device}: servers update on the CPU, whose kernels round "
+            f"staleness={staleness} on {context.device}: servers update on the CPU, whose kernels round "
             "otherwise than a single GPU's",
             hint="leave out the staleness, or say exact=False to the run (lockstep run --no-exact)",
         )
     # As DistributedDataParallel does: all begin with what rank 0 has.
     with torch.no_grad():
         both = [*module.parameters(), *module.buffers()]
-        broadcast([tensor.detach() for tensor in both], holding.group)
-    return RemoteModel(module, holding, links, staleness, waiting)
+        broadcast([tensor.detach() for tensor in both], context.group)
+    return RemoteModel(module, context, clients, staleness)
 
 
-def _check_settings(settings: Mapping[str, Any], staleness: int, holding: ModelContext) -> None:
+def _check_settings(settings: Mapping[str, Any], staleness: int, context: ModelContext) -> None:
     """Refuse keywords that would make the result another, and say that the others have no effect."""
     if not shares_buffers(dict(settings)):
         raise ModelError(
@@ -262,7 +318,7 @@ def _check_settings(settings: Mapping[str, Any], staleness: int, holding: ModelC
         )
     idle = sorted(name for name in settings if name not in POWERSGD_KEYWORDS)
     if idle:
-        holding.warn(
+        context.warn(
             f"lockstep: {', '.join(idle)} of run.model: without effect with staleness={staleness}, where "
             "DistributedDataParallel has no part"
         )

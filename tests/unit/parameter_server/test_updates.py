@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 
 from lockstep.errors import ModelError, PeerError, StepError
 from lockstep.exchange.base import Forest
-from lockstep.exchange.frames import Kind
-from lockstep.exchange.links import Links
-from lockstep.strategies.remote import RemoteModel
-from tests.unit.server.conftest import Service, workers
+from lockstep.parameter_server.client import Clients
+from lockstep.parameter_server.messages import Kind
+from lockstep.parameter_server.strategy import RemoteModel
+from tests.unit.parameter_server.conftest import Service, workers
 
 _LOCK = threading.Lock()
 Make = Callable[[list[nn.Parameter]], Optimizer]
@@ -52,7 +52,7 @@ def gradients(module: nn.Module, step: int, replica: int = 0) -> list[torch.Tens
 class Worker:
     """A worker with a model of its own."""
 
-    def __init__(self, links: Links, forest: Forest, make: Make, staleness: int = 0) -> None:
+    def __init__(self, clients: Clients, forest: Forest, make: Make, staleness: int = 0) -> None:
         self.module = net()
         self.optimizer = make(list(self.module.parameters()))
         where: Any = SimpleNamespace(
@@ -61,8 +61,9 @@ class Worker:
             group=object(),  # which no model without buffers uses
             forest=forest,
             device=torch.device("cpu"),
+            stepping=contextlib.nullcontext(),
         )
-        self.model = RemoteModel(self.module, where, links, staleness, contextlib.nullcontext())
+        self.model = RemoteModel(self.module, where, clients, staleness)
         self.model.optimized_by(self.optimizer)
         (self.remote,) = self.model._remotes
         self.rank = forest.rank
@@ -181,15 +182,15 @@ def test_a_worker_may_be_so_many_updates_ahead_and_no_more(
     for step in range(1, staleness + 1):
         fast.step(step)
         assert all(torch.equal(a, b) for a, b in zip(start, fast.values, strict=True))
-    for link in (shard.link for shard in fast.remote._shards):
-        link._socket.settimeout(0.3)
+    for client in (shard.client for shard in fast.remote._shards):
+        client._socket.settimeout(0.3)
     with pytest.raises(PeerError) as waited:
         fast.step(staleness + 1)
     assert isinstance(waited.value.__cause__, TimeoutError), "it waits for the other worker"
     slow.step(1)
     module, _ = alone(sgd, 1, replicas=2)
     for shard in fast.remote._shards:
-        shard.link._socket.settimeout(20)
+        shard.client._socket.settimeout(20)
     fast.model._receive(fast.remote)  # what it waited for comes with the other worker's gradients
     fast.model.show_late()
     assert same(fast.values, module)
@@ -312,8 +313,8 @@ def test_a_script_that_loads_a_state_reaches_the_servers(serve: Callable[[int], 
     _, saved = alone(sgd, 1, replicas=2)
 
     def train(rank: int) -> list[torch.Tensor]:
-        links = service.join(rank, 2, 2)
-        worker = Worker(links, Forest.of(2, 2, rank), sgd, staleness=3 * rank)
+        clients = service.join(rank, 2, 2)
+        worker = Worker(clients, Forest.of(2, 2, rank), sgd, staleness=3 * rank)
         for step in (1, 2):
             worker.step(step)
         worker.optimizer.load_state_dict(copy.deepcopy(saved.state_dict()))
@@ -396,31 +397,12 @@ def test_what_a_script_does_to_an_optimizer(
     assert refused.value.hint
 
 
-def test_hooks_are_refused_before_anything_is_trained(serve: Callable[[int], Service]) -> None:
-    def hooked(parameters: list[nn.Parameter]) -> Optimizer:
-        made = sgd(parameters)
-        made.register_step_post_hook(lambda *_: None)
-        return made
-
-    with pytest.raises(StepError, match="hooks around its steps"):
-        Worker(serve(1).join(0, 1, 1), Forest.of(1, 1, 0), hooked)
-
-
 class Counting(torch.optim.SGD):
     """An optimizer that keeps a number in its parameter groups."""
 
     def step(self, closure: Any = None) -> None:
         super().step(closure)
         self.param_groups[0]["count"] = self.param_groups[0].get("count", 0) + 1
-
-
-def test_an_optimizer_that_counts_in_its_groups(serve: Callable[[int], Service]) -> None:
-    def counting(parameters: list[nn.Parameter]) -> Optimizer:
-        return Counting([{"params": parameters, "count": 0}], lr=0.1)
-
-    worker = Worker(serve(1).join(0, 1, 1), Forest.of(1, 1, 0), counting)
-    with pytest.raises(ModelError, match="a step of Counting changes count of its parameter"):
-        worker.step(1)
 
 
 # --- gradients that are missing, and what cannot be ---------------------------------------------------
@@ -450,13 +432,6 @@ def test_parameters_that_one_worker_used(serve: Callable[[int], Service]) -> Non
         parameter.grad = gradient + gradient
     sgd(list(module.parameters())).step()
     assert all(same(values, module) for values in workers(2, train))
-
-
-def test_a_step_without_gradients(serve: Callable[[int], Service]) -> None:
-    worker = Worker(serve(1).join(0, 1, 1), Forest.of(1, 1, 0), sgd)
-    worker.model._gradients_of = lambda _: []  # type: ignore[method-assign]
-    with pytest.raises(StepError, match="stepped without gradients"):
-        worker.optimizer.step()
 
 
 @pytest.mark.parametrize(
@@ -495,49 +470,78 @@ class Needy(Optimizer):
         super().__init__(params, {})
 
 
-def test_an_optimizer_that_fails_in_the_server(serve: Callable[[int], Service]) -> None:
-    links = serve(1).join(0, 1, 1)
-    worker = Worker(links, Forest.of(1, 1, 0), lambda p: Failing(p, lr=0.1))
-    with pytest.raises(ModelError, match="failed in a server: ZeroDivisionError: no luck"):
-        worker.step(1)
-
-
-def test_an_optimizer_that_a_server_cannot_make(serve: Callable[[int], Service]) -> None:
-    worker = Worker(serve(1).join(0, 1, 1), Forest.of(1, 1, 0), lambda p: Needy(p, 3))
-    with pytest.raises(ModelError, match="cannot make the optimizer Needy from its defaults"):
-        worker.step(1)
+def hooked(parameters: list[nn.Parameter]) -> Optimizer:
+    made = sgd(parameters)
+    made.register_step_post_hook(lambda *_: None)
+    return made
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "message"),
+    ("make", "words", "kind", "message"),
     [
-        ("no.such.module", "Mine", "a server cannot import the optimizer Mine from no.such.module"),
-        ("torch.optim", "NoSuch", "a server cannot import the optimizer NoSuch"),
-        ("os", "system", "os.system is no torch.optim.Optimizer"),
+        (hooked, {}, StepError, "hooks around its steps"),
+        (
+            lambda p: Counting([{"params": p, "count": 0}], lr=0.1),
+            {},
+            ModelError,
+            "a step of Counting changes count of its parameter",
+        ),
+        (lambda p: Failing(p, lr=0.1), {}, ModelError, "in a server: ZeroDivisionError: no luck"),
+        (
+            lambda p: Needy(p, 3),
+            {},
+            ModelError,
+            "cannot make the optimizer Needy from its defaults",
+        ),
+        (
+            sgd,
+            {"module": "no.such.module", "name": "Mine"},
+            ModelError,
+            "a server cannot import the optimizer Mine from no.such.module",
+        ),
+        (sgd, {"name": "NoSuch"}, ModelError, "a server cannot import the optimizer NoSuch"),
+        (
+            sgd,
+            {"module": "os", "name": "system", "root": "/"},
+            ModelError,
+            "os.system is no torch.optim.Optimizer",
+        ),
     ],
 )
-def test_an_optimizer_that_is_not_there(
-    serve: Callable[[int], Service], module: str, name: str, message: str
+def test_an_optimizer_that_servers_cannot_have(
+    serve: Callable[[int], Service],
+    make: Make,
+    words: dict[str, str],
+    kind: type[Exception],
+    message: str,
 ) -> None:
-    worker = Worker(serve(1).join(0, 1, 1), Forest.of(1, 1, 0), sgd)
-    worker.remote._words |= {"module": module, "name": name, "root": "/"}
-    with pytest.raises(ModelError, match=message):
+    clients = serve(1).join(0, 1, 1)
+    with pytest.raises(kind, match=message):  # noqa: PT012 - where the worker sees it, or the server
+        worker = Worker(clients, Forest.of(1, 1, 0), make)
+        worker.remote._words |= words
         worker.step(1)
     assert "/" not in sys.path, "nothing that a worker says is searched for modules"
+
+
+def test_a_step_without_gradients(serve: Callable[[int], Service]) -> None:
+    worker = Worker(serve(1).join(0, 1, 1), Forest.of(1, 1, 0), sgd)
+    worker.model._gradients_of = lambda _: []  # type: ignore[method-assign]
+    with pytest.raises(StepError, match="stepped without gradients"):
+        worker.optimizer.step()
 
 
 def test_a_worker_that_dies_ends_the_others_update(serve: Callable[[int], Service]) -> None:
     service = serve(2)
     stays, dies = pair(service, 0)
     for shard in dies.remote._shards:
-        shard.link._socket.close()
+        shard.client._socket.close()
     with pytest.raises(PeerError, match="rank 1 is gone"):
         stays.step(1)
 
 
 def test_what_no_worker_asks_for(serve: Callable[[int], Service]) -> None:
     service = serve(1)
-    link = service.join(0, 1, 1).links[0]
-    link.send(Kind.WELCOME)
+    client = service.join(0, 1, 1).all[0]
+    client.send(Kind.WELCOME)
     with pytest.raises(PeerError, match="server 0 is gone"):
-        link.receive(Kind.SUM)
+        client.receive(Kind.SUM)

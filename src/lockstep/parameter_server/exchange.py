@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 
 from lockstep.exchange.base import Forest, Sum
-from lockstep.exchange.frames import DTYPES, Kind
-from lockstep.exchange.links import Link, Links
 from lockstep.exchange.memory import Memory
 from lockstep.layout.replicas import share
+from lockstep.parameter_server.client import Client, Clients
+from lockstep.parameter_server.messages import DTYPES, Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +37,15 @@ class ServerExchange:
     The last bucket waits for all sums.
 
     Args:
-        links: this worker's connections to the servers.
+        clients: this worker's connections to the servers.
         forest: the workers' nodes.
     """
 
     name = "server"
     exact = True
 
-    def __init__(self, links: Links, forest: Forest) -> None:
-        self._links = links
+    def __init__(self, clients: Clients, forest: Forest) -> None:
+        self._clients = clients
         self._forest = forest
         self._memory = Memory()
         self._pending: deque[_Pending] = deque()
@@ -54,7 +54,7 @@ class ServerExchange:
     @property
     def sent(self) -> int:
         """Bytes that went to the servers."""
-        return self._links.sent
+        return self._clients.moved["sent"]
 
     def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
         """Return memory for this rank's nodes."""
@@ -71,19 +71,19 @@ class ServerExchange:
         future: Sum = torch.futures.Future(devices=None if device.type == "cpu" else [device])
         nodes = [slot.cpu() for slot in slots]
         tag = DTYPES.index(slots[0].dtype)
-        for link, part in self._shares(slots[0].numel()):
+        for client, part in self._shares(slots[0].numel()):
             parts = [node[part.start : part.stop] for node in nodes]
-            link.send(Kind.PUSH, parts, tag=tag, number=self._number, place=place)
+            client.send(Kind.PUSH, parts, tag=tag, number=self._number, place=place)
         self._pending.append(_Pending(self._number, slots[0], future))
         if last:
             self._finish()
         return future
 
-    def _shares(self, numel: int) -> list[tuple[Link, range]]:
+    def _shares(self, numel: int) -> list[tuple[Client, range]]:
         """Return the servers that have a share of a bucket, and which: small ones don't reach all."""
-        links = self._links.links
-        shares = [share(numel, len(links), index) for index in range(len(links))]
-        return [(link, part) for link, part in zip(links, shares, strict=True) if part]
+        clients = self._clients.all
+        shares = [share(numel, len(clients), index) for index in range(len(clients))]
+        return [(client, part) for client, part in zip(clients, shares, strict=True) if part]
 
     def _finish(self) -> None:
         while self._pending:
@@ -91,11 +91,11 @@ class ServerExchange:
             numel = pending.like.numel()
             host = torch.empty(0, dtype=pending.like.dtype)
             total = self._memory.take(host, numel)
-            for link, part in self._shares(numel):
-                answer = link.receive(Kind.SUM, [total[part.start : part.stop]])
+            for client, part in self._shares(numel):
+                answer = client.receive(Kind.SUM, total[part.start : part.stop])
                 if answer.header.number != pending.number:
                     seen, expected = answer.header.number, pending.number
-                    raise link.strange(
+                    raise client.strange(
                         f"sends the sum of bucket {seen}; expected bucket {expected}"
                     )
             pending.future.set_result(total.to(pending.like.device))
@@ -103,4 +103,4 @@ class ServerExchange:
 
     def close(self) -> None:
         """Leave the servers."""
-        self._links.close()
+        self._clients.close()

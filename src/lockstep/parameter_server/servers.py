@@ -12,73 +12,99 @@ import os
 import secrets
 import subprocess
 import sys
+import uuid
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from lockstep.errors import PeerError
-from lockstep.world import servers
+from lockstep.parameter_server import discovery
+from lockstep.parameter_server.client import Client, Clients
+from lockstep.parameter_server.discovery import Place
+from lockstep.strategies.model_context import ModelContext
 from lockstep.world.environments.lockstep import SERVER, SERVER_ROOT, TOKEN
 from lockstep.world.meet import LOOPBACK, Meeting
-from lockstep.world.servers import Place
 
 _KEY = "servers/own"
 #: How long a server may take to end when all workers have left.
 _END_SECONDS = 5.0
 
 
-class Serving:
-    """Where the servers of a run are; rank 0 may start them.
+class Servers:
+    """The servers of a run; rank 0 may start them.
 
     Args:
         meeting: with the other ranks.
         count: number of servers.
         directory: of the run.
+        threads: intra-op threads of each rank.
     """
 
-    def __init__(self, meeting: Meeting, count: int, directory: Path) -> None:
-        self._meeting, self._count, self._directory = meeting, count, directory
+    def __init__(self, meeting: Meeting, count: int, directory: Path, threads: int) -> None:
+        self._meeting, self._count, self._threads = meeting, count, threads
+        self._logs = directory / "logs"
         self._processes: list[subprocess.Popen[str]] = []
-        self._users = 0
+        self._users, self._is_first = 0, True
         self._found: tuple[Sequence[Place], str] | None = None
 
-    def find(self) -> tuple[Sequence[Place], str]:
-        """Return where the servers are, and the secret that they know; `release` follows on each call.
+    def connect(self, context: ModelContext) -> Clients:
+        """Return new connections to all servers, for one model; all ranks connect.
 
         Raises:
-            PeerError: if they cannot be found, or not be started.
+            PeerError: if a server is gone, cannot be found, or not be started.
         """
-        if self._found is None:
-            world = self._meeting.world
-            if world.environment == "lockstep":
-                self._found = servers.find(world, self._count), servers.token_of(os.environ)
-            else:
-                self._found = self._own()
+        places, token = self._find()
         self._users += 1
-        return self._found
+        forest, key = context.forest, f"servers/{context.number}"
+        if forest.rank == 0:
+            context.store.set(key, uuid.uuid4().hex)
+        worker = {
+            "session": context.store.get(key).decode(),
+            "rank": forest.rank,
+            "size": forest.size,
+            "replicas": context.replicas,
+            "threads": self._threads,
+        }
+        clients: list[Client] = []
+        leads, is_first = forest.rank == 0, self._is_first
+        made = Clients(clients, leads=leads, is_first=is_first, release=self._release)
+        try:
+            for index, place in enumerate(places):
+                clients.append(Client(discovery.connect(place, f"server {index}"), index))
+                clients[-1].authenticate(token, worker)
+        except BaseException:
+            made.close()
+            raise
+        self._is_first = False
+        return made
 
-    def _own(self) -> tuple[Sequence[Place], str]:
-        meeting = self._meeting
-        if meeting.world.is_main:
-            token = secrets.token_hex(16)
-            places = [asdict(place) for place in self._start(token)]
-            meeting.store.set(_KEY, json.dumps([places, token]))
-        meeting.wait([_KEY], "start the parameter servers")
-        found, token = json.loads(meeting.store.get(_KEY))
-        return [Place(**place) for place in found], token
+    def _find(self) -> tuple[Sequence[Place], str]:
+        """Return where the servers are, and the secret that they know."""
+        meeting, world = self._meeting, self._meeting.world
+        if self._found is None and world.environment == "lockstep":
+            places = discovery.find(world, self._count)
+            self._found = places, discovery.token_of(os.environ)
+        elif self._found is None:
+            if world.is_main:
+                token = secrets.token_hex(16)
+                started = [asdict(place) for place in self._start(token)]
+                meeting.store.set(_KEY, json.dumps([started, token]))
+            meeting.wait([_KEY], "start the parameter servers")
+            told, token = json.loads(meeting.store.get(_KEY))
+            self._found = [Place(**place) for place in told], token
+        return self._found
 
     def _start(self, token: str) -> list[Place]:
         world = self._meeting.world
         is_local = world.address is None or world.local_size == world.size
         address = LOOPBACK if is_local else str(world.address)
-        logs = self._directory / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
+        self._logs.mkdir(parents=True, exist_ok=True)
         environ = {**os.environ, TOKEN: token, SERVER_ROOT: sys.path[0], "CUDA_VISIBLE_DEVICES": ""}
         for index in range(self._count):
-            with (logs / f"server-{index}.log").open("a") as log:
+            with (self._logs / f"server-{index}.log").open("a") as log:
                 self._processes.append(
                     subprocess.Popen(
-                        [sys.executable, "-m", "lockstep.server", address],
+                        [sys.executable, "-m", "lockstep.parameter_server", address],
                         env={**environ, SERVER: str(index)},
                         stdin=subprocess.PIPE,  # closed when this process dies, whatever kills it
                         stdout=subprocess.PIPE,
@@ -99,10 +125,10 @@ class Serving:
         self._end()
         raise PeerError(
             f"server {index} ended with exit code {code} before it listened",
-            hint=f"see {self._directory / 'logs' / f'server-{index}.log'}",
+            hint=f"see {self._logs / f'server-{index}.log'}",
         )
 
-    def release(self) -> None:
+    def _release(self) -> None:
         """A model has left the servers; after the last one those of rank 0 end."""
         self._users -= 1
         if not self._users:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.exchange.links import Link, Links, greet
-from lockstep.server.serve import Server
+from lockstep.parameter_server.client import Client, Clients
+from lockstep.parameter_server.server import Server
 from tests.unit.threads import together
 
 TOKEN = "0123456789abcdef"  # noqa: S105 - of servers that live as long as a test
@@ -43,15 +43,15 @@ class Service:
         self._stack.callback(connection.close)
         return connection
 
-    def join(self, rank: int, size: int, replicas: int, room: str = "room") -> Links:
+    def join(self, rank: int, size: int, replicas: int, session: str = "session") -> Clients:
         """Connect a worker to all servers."""
-        links = []
+        clients = []
         for index in range(len(self.ports)):
-            link = Link(self.connect(index), index)
-            me = {"room": room, "rank": rank, "size": size, "replicas": replicas, "threads": 1}
-            greet(link, TOKEN, me)
-            links.append(link)
-        return Links(links, leads=rank == 0)
+            client = Client(self.connect(index), index)
+            numbers = {"rank": rank, "size": size, "replicas": replicas, "threads": 1}
+            client.authenticate(TOKEN, {"session": session, **numbers})
+            clients.append(client)
+        return Clients(clients, leads=rank == 0)
 
     def close(self) -> None:
         """Leave and end them."""

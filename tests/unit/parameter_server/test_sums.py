@@ -11,13 +11,13 @@ import torch
 
 from lockstep.errors import PeerError
 from lockstep.exchange.base import Forest
-from lockstep.exchange.frames import Kind
-from lockstep.exchange.links import Link, Links
-from lockstep.exchange.server import ServerExchange
 from lockstep.layout.replicas import block
 from lockstep.layout.tree import fold, merges
 from lockstep.layout.tree import leaves as intervals
-from tests.unit.server.conftest import SECONDS, Service, workers
+from lockstep.parameter_server.client import Client, Clients
+from lockstep.parameter_server.exchange import ServerExchange
+from lockstep.parameter_server.messages import Kind
+from tests.unit.parameter_server.conftest import SECONDS, Service, workers
 
 
 def leaves(replicas: int, numel: int, seed: int = 0) -> torch.Tensor:
@@ -37,9 +37,9 @@ def reduced(values: torch.Tensor, size: int, rank: int) -> list[torch.Tensor]:
     return fold([values[i] for i in own], counts, torch.add)
 
 
-def train(links: Links, forest: Forest, buckets: list[torch.Tensor]) -> list[torch.Tensor]:
+def train(clients: Clients, forest: Forest, buckets: list[torch.Tensor]) -> list[torch.Tensor]:
     """Sum several buckets, as one backward pass does."""
-    exchange = ServerExchange(links, forest)
+    exchange = ServerExchange(clients, forest)
     sums = []
     for number, values in enumerate(buckets):
         nodes = reduced(values, forest.size, forest.rank)
@@ -64,8 +64,8 @@ def test_sums_have_the_bits_of_one_process(
     ]
 
     def worker(rank: int) -> list[torch.Tensor]:
-        links = service.join(rank, size, replicas)
-        return train(links, Forest.of(replicas, size, rank), buckets)
+        clients = service.join(rank, size, replicas)
+        return train(clients, Forest.of(replicas, size, rank), buckets)
 
     for sums in workers(size, worker):
         for total, values in zip(sums, buckets, strict=True):
@@ -84,19 +84,18 @@ def test_other_types(serve: Callable[[int], Service], dtype: torch.dtype) -> Non
 
 def test_bytes_are_counted_on_both_ends(serve: Callable[[int], Service]) -> None:
     service, values = serve(1), leaves(2, 1000)
-    all_links = [service.join(rank, 2, 2) for rank in range(2)]
+    all_clients = [service.join(rank, 2, 2) for rank in range(2)]
 
     def worker(rank: int) -> int:
-        train(all_links[rank], Forest.of(2, 2, rank), [values])
-        return all_links[rank].sent
+        train(all_clients[rank], Forest.of(2, 2, rank), [values])
+        return all_clients[rank].moved["sent"]
 
     workers(2, worker)
-    moved = all_links[0]
-    assert 4000 < moved.sent < 4400
-    assert 4000 < moved.received < 4400
-    assert moved.counts() == ["server 0: 0.0 MB in, 0.0 MB out"]
+    first = all_clients[0]
+    assert all(4000 < count < 4400 for count in first.moved.values())
+    assert first.traffic() == ["lockstep: server 0: 0.0 MB in, 0.0 MB out"]
     # A server counts what it has sent when the system has taken it: maybe a moment after the worker has.
-    both = (sum(one.sent for one in all_links), sum(one.received for one in all_links))
+    both = tuple(sum(one.moved[way] for one in all_clients) for way in ("sent", "received"))
     deadline = time.monotonic() + SECONDS
     while service.servers[0]._count() != both and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -108,7 +107,7 @@ def test_two_models_do_not_meet(serve: Callable[[int], Service]) -> None:
 
     def worker(rank: int) -> list[torch.Tensor]:
         forest = Forest.of(2, 2, rank)
-        first, second = (service.join(rank, 2, 2, room) for room in ("first", "second"))
+        first, second = (service.join(rank, 2, 2, name) for name in ("first", "second"))
         both = [train(first, forest, [leaves(2, 10)]), train(second, forest, [leaves(2, 10, 5)])]
         return [one[0] for one in both]
 
@@ -122,9 +121,9 @@ def test_two_models_do_not_meet(serve: Callable[[int], Service]) -> None:
 
 def test_a_worker_that_dies_ends_the_others_wait(serve: Callable[[int], Service]) -> None:
     service = serve(1)
-    links, other = service.join(0, 2, 2), service.join(1, 2, 2)
-    exchange = ServerExchange(links, Forest.of(2, 2, 0))
-    other.links[0]._socket.close()
+    clients, other = service.join(0, 2, 2), service.join(1, 2, 2)
+    exchange = ServerExchange(clients, Forest.of(2, 2, 0))
+    other.all[0]._socket.close()
     with pytest.raises(PeerError, match="rank 1 is gone: it closed its connection before"):
         exchange.start([torch.ones(4)], last=True)
 
@@ -133,8 +132,8 @@ def test_a_worker_that_leaves_ends_the_wait_of_those_who_need_it(
     serve: Callable[[int], Service],
 ) -> None:
     service = serve(1)
-    links, other = service.join(0, 2, 2), service.join(1, 2, 2)
-    exchange = ServerExchange(links, Forest.of(2, 2, 0))
+    clients, other = service.join(0, 2, 2), service.join(1, 2, 2)
+    exchange = ServerExchange(clients, Forest.of(2, 2, 0))
     exchange.start([torch.ones(4)], last=False)
     other.close()
     with pytest.raises(PeerError, match="rank 1 left the run before the others were done"):
@@ -144,24 +143,24 @@ def test_a_worker_that_leaves_ends_the_wait_of_those_who_need_it(
 def test_who_comes_after_a_failure_hears_of_it(serve: Callable[[int], Service]) -> None:
     service = serve(1)
     stays, other = service.join(0, 3, 3), service.join(1, 3, 3)
-    other.links[0]._socket.close()
+    other.all[0]._socket.close()
     late = service.join(2, 3, 3)
-    for links in (stays, late):
+    for clients in (stays, late):
         with pytest.raises(PeerError, match="rank 1 is gone"):
-            links.links[0].receive(Kind.SUM)
+            clients.all[0].receive(Kind.SUM)
 
 
 def test_a_server_that_is_gone(serve: Callable[[int], Service]) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
-    link = Link(socket.create_connection(listener.getsockname()), 3)
+    client = Client(socket.create_connection(listener.getsockname()), 3)
     accepted, _ = listener.accept()
     accepted.close()
     listener.close()
     with pytest.raises(PeerError, match="server 3 is gone: it closed its connection"):
-        link.receive(Kind.SUM)
+        client.receive(Kind.SUM)
     with pytest.raises(PeerError, match="server 3 is gone"):
-        link.send(Kind.PUSH, [torch.ones(10_000_000)])
-    link.leave()
+        client.send(Kind.PUSH, [torch.ones(10_000_000)])
+    client.close()
 
 
 def test_workers_in_different_batches(serve: Callable[[int], Service]) -> None:

@@ -20,13 +20,12 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from lockstep.errors import StepError
-from lockstep.exchange import optimizers
 from lockstep.exchange.base import Forest
 from lockstep.exchange.flat import as_real
-from lockstep.exchange.frames import Kind
-from lockstep.exchange.links import Link, Links
-from lockstep.exchange.rows import Rows, Spec
-from lockstep.layout.servers import deal
+from lockstep.parameter_server import optimizer_codec
+from lockstep.parameter_server.client import Client, Clients
+from lockstep.parameter_server.messages import Kind
+from lockstep.parameter_server.rows import Rows, Spec
 
 #: One tensor per parameter; `None` where no replica of this rank has used it.
 Node = Sequence[torch.Tensor | None]
@@ -37,7 +36,7 @@ class _Shard:
     """The parameters that one server holds.
 
     Attributes:
-        link: to the server.
+        client: this worker's connection to the server.
         places: which of the optimizer's parameters they are.
         rows: how they lie in memory.
         outgoing: memory for this rank's tree nodes, a row each.
@@ -45,7 +44,7 @@ class _Shard:
         taken: rows of versions that the worker keeps, the oldest first.
     """
 
-    link: Link
+    client: Client
     places: list[int]
     rows: Rows
     outgoing: torch.Tensor
@@ -71,7 +70,7 @@ class RemoteOptimizer:
     Args:
         optimizer: the script's own; its settings are sent in every step, and it never steps itself.
         number: which optimizer of its model it is.
-        links: to the servers.
+        clients: this worker's connections to the servers.
         forest: the workers' tree nodes.
         nothing: what a missing gradient is.
 
@@ -85,18 +84,18 @@ class RemoteOptimizer:
         self,
         optimizer: Optimizer,
         number: int,
-        links: Links,
+        clients: Clients,
         forest: Forest,
         nothing: float,
     ) -> None:
         self._optimizer, self._number = optimizer, number
-        self._words = optimizers.describe(optimizer)
-        optimizers.numbers(optimizer)  # refuses what no server could be told of
+        self._words = optimizer_codec.describe(optimizer)
+        optimizer_codec.numbers(optimizer)  # refuses what no server could be told of
         self.parameters: list[torch.nn.Parameter] = [
             p for group in optimizer.param_groups for p in group["params"]
         ]
-        self._leads, self._nothing = links.leads, nothing
-        self._shards = self._deal(links, forest)
+        self._leads, self._nothing = clients.leads, nothing
+        self._shards = self._deal(clients, forest)
         self.has_begun = False
         self.coming = self._steps = 0
         self._elsewhere: _Elsewhere | None = None
@@ -104,17 +103,17 @@ class RemoteOptimizer:
         # A script may load a state at any time: the servers get it with the next step.
         optimizer.register_load_state_dict_post_hook(lambda *_: self.begins_anew())
 
-    def _deal(self, links: Links, forest: Forest) -> list[_Shard]:
-        owners = deal([p.numel() for p in self.parameters], len(links.links))
+    def _deal(self, clients: Clients, forest: Forest) -> list[_Shard]:
+        owners = deal([p.numel() for p in self.parameters], len(clients.all))
         shards = []
-        for index, link in enumerate(links.links):
+        for index, client in enumerate(clients.all):
             places = [place for place, owner in enumerate(owners) if owner == index]
             if not places:
                 continue  # fewer parameters than servers
             rows = Rows([Spec.of(self.parameters[place]) for place in places])
             outgoing = torch.zeros(forest.own, rows.bytes, dtype=torch.uint8)
-            shards.append(_Shard(link, places, rows, outgoing, [], deque()))
-            link.expect(self._number, shards[-1].row)
+            shards.append(_Shard(client, places, rows, outgoing, [], deque()))
+            client.expect(self._number, shards[-1].row)
         return shards
 
     def belongs_to(self, optimizer: Optimizer) -> bool:
@@ -151,7 +150,7 @@ class RemoteOptimizer:
 
     def _send(self, shard: _Shard, values: Sequence[torch.Tensor]) -> None:
         own = [self.parameters[place] for place in shard.places]
-        state, tensors = optimizers.pack(self._optimizer, own)
+        state, tensors = optimizer_codec.pack(self._optimizer, own)
         memory = Rows([Spec.of(tensor) for tensor in tensors])
         place = {id(p): number for number, p in enumerate(own)}
         groups = [
@@ -166,7 +165,7 @@ class RemoteOptimizer:
             "optimizer": self._words,
         }
         rows = [shard.rows.row(values), memory.row(tensors)]
-        shard.link.send(Kind.BEGIN, rows, tag=self._number, number=self._steps, meta=meta)
+        shard.client.send(Kind.BEGIN, rows, tag=self._number, number=self._steps, meta=meta)
 
     # --- steps -----------------------------------------------------------------------------------
 
@@ -185,10 +184,10 @@ class RemoteOptimizer:
         if self._optimizer.state is not self._elsewhere or any(self._optimizer.state.values()):
             raise _state_changed()
         number = self._steps + 1
-        groups = optimizers.numbers(self._optimizer)
+        groups = optimizer_codec.numbers(self._optimizer)
         for shard in self._shards:
             unused = self._fill(shard, nodes)
-            shard.link.send(
+            shard.client.send(
                 Kind.UPDATE,
                 [shard.outgoing],
                 tag=self._number,
@@ -260,7 +259,7 @@ class RemoteOptimizer:
         """
         values: list[Any] = [None] * len(self.parameters)
         for shard in self._shards:
-            row = shard.link.version(self._number)
+            row = shard.client.version(self._number)
             shard.taken.append(row)
             for place, view in zip(shard.places, shard.rows.views(row), strict=True):
                 values[place] = view
@@ -286,12 +285,27 @@ class RemoteOptimizer:
         """Return the state that the servers have after all updates, by the places of parameters."""
         state: dict[int, dict[str, Any]] = {}
         for shard in self._shards:
-            shard.link.send(Kind.MEMORY, tag=self._number, number=self._steps)
-            answer = shard.link.receive(Kind.MEMORY)
+            shard.client.send(Kind.STATE, tag=self._number, number=self._steps)
+            answer = shard.client.receive(Kind.STATE)
             rows = Rows([Spec.parse(words) for words in answer.meta["tensors"]])
-            found = optimizers.unpack(answer.meta["state"], rows.views(answer.payload))
+            found = optimizer_codec.unpack(answer.meta["state"], rows.views(answer.payload))
             state |= {shard.places[place]: one for place, one in found.items()}
         return state
+
+
+def deal(sizes: Sequence[int], servers: int) -> list[int]:
+    """Return the server of each parameter: the largest first, each to the one that has the least so far.
+
+    Args:
+        sizes: of the parameters.
+        servers: how many servers there are.
+    """
+    loads, owners = [0] * servers, [0] * len(sizes)
+    for place in sorted(range(len(sizes)), key=lambda place: (-sizes[place], place)):
+        owner = min(range(servers), key=lambda server: (loads[server], server))
+        owners[place] = owner
+        loads[owner] += sizes[place]
+    return owners
 
 
 def _state_changed() -> StepError:

@@ -1,7 +1,7 @@
 """What workers and servers send each other: a fixed header, a little JSON, raw bytes of tensors.
 
 Nothing is pickled: a header says how many bytes follow, and what they are is known from the kind of the
-frame or said in its JSON.
+message or said in its JSON.
 
     kind | tag | bytes of JSON | number | place | bytes of tensors     then the JSON, then the tensors
 """
@@ -18,43 +18,43 @@ from typing import Any
 import torch
 
 HEADER = struct.Struct("<BxHIQQQ")
-#: The most JSON that a frame may carry: descriptions of some 100,000 tensors.
-LONGEST_META = 1 << 25
-#: The most that may come before a worker has shown that it belongs to the launch.
+#: Bytes of JSON that a process may send before it has shown that it belongs to the launch.
 LONGEST_HELLO = 1 << 12
+#: The most pieces that one call of the system takes (IOV_MAX is 1024).
+PIECES = 512
 
 
 class Kind(IntEnum):
-    """What a frame is."""
+    """What a message is."""
 
-    HELLO = 1  # a worker says who it is
-    WELCOME = 2  # and is let in
-    PUSH = 3  # a worker's tree nodes of a bucket
-    SUM = 4  # the sum of all workers' nodes
-    BYE = 5  # a worker leaves in good order
-    ERROR = 6  # what a server has against going on
-    COUNT = 7  # how many bytes a server has moved
-    BEGIN = 8  # parameters and an optimizer, for a server to hold
-    UPDATE = 9  # a worker's tree nodes of all gradients that a server has the parameters of
-    VERSION = 10  # the parameters after an update
-    MEMORY = 11  # an optimizer's state after an update, or the question for it
-    CHALLENGE = 12  # what a worker is to prove itself with
+    CHALLENGE = 1  # what a worker is to authenticate itself with
+    HELLO = 2  # a worker authenticates itself, and says which session it joins
+    WELCOME = 3  # the server authenticates itself
+    PUSH = 4  # a worker's tree nodes of a bucket
+    SUM = 5  # the sum of all workers' nodes
+    BEGIN = 6  # parameters and an optimizer, for a server to hold
+    UPDATE = 7  # a worker's tree nodes of all gradients that a server has the parameters of
+    VERSION = 8  # the parameters after an update
+    STATE = 9  # an optimizer's state after an update, or the request for it
+    TRAFFIC = 10  # how many bytes a server has moved, or the request for it
+    ERROR = 11  # why a session cannot go on
+    BYE = 12  # a worker leaves in good order
 
 
-#: Types of elements, by the number that a frame gives as its tag.
+#: Types of elements, by the number that a message gives as its tag.
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The fixed part of a frame.
+    """The fixed part of a message.
 
     Attributes:
-        kind: what the frame is.
+        kind: what the message is.
         tag: a small number whose meaning depends on the kind.
         meta: bytes of JSON that follow.
         number: which bucket or update of its kind.
-        place: where the sender stands in the run.
+        place: the batch that the sender is in.
         payload: bytes of tensors that follow the JSON.
     """
 
@@ -70,13 +70,23 @@ class Header:
         """Read a header."""
         return Header(*HEADER.unpack(data))
 
-    @property
-    def size(self) -> int:
-        """Bytes of the whole frame."""
-        return HEADER.size + self.meta + self.payload
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message that has come in whole.
+
+    Attributes:
+        header: its fixed part.
+        meta: its JSON.
+        payload: its bytes, but for tensors that the receiver had other memory for.
+    """
+
+    header: Header
+    meta: dict[str, Any]
+    payload: torch.Tensor
 
 
-def frame(
+def pieces(
     kind: Kind,
     tensors: Sequence[torch.Tensor] = (),
     *,
@@ -85,7 +95,7 @@ def frame(
     place: int = 0,
     meta: Mapping[str, Any] | None = None,
 ) -> list[memoryview]:
-    """Return the pieces of a frame, whose tensors are not copied; they are contiguous and on the CPU."""
+    """Return the pieces of a message, whose tensors are not copied; they are contiguous and on the CPU."""
     text = b"" if meta is None else json.dumps(meta).encode()
     views = [view(tensor) for tensor in tensors]
     payload = sum(one.nbytes for one in views)
@@ -100,7 +110,7 @@ def view(tensor: torch.Tensor) -> memoryview:
 
 
 def parse(text: bytes | bytearray) -> dict[str, Any]:
-    """Return the JSON of a frame.
+    """Return the JSON of a message.
 
     Raises:
         ValueError: if it is none, or no object.
@@ -109,3 +119,8 @@ def parse(text: bytes | bytearray) -> dict[str, Any]:
     if not isinstance(meta, dict):
         raise ValueError("expected a JSON object")  # noqa: TRY004 - for callers it is a bad value
     return meta
+
+
+def megabytes(count: int) -> str:
+    """Return a number of bytes as people read it."""
+    return f"{count / 1e6:.1f} MB"

@@ -1,7 +1,7 @@
-"""Where the servers of a launch are: each leaves its address in the launch's store.
+"""Where the servers of a launch are, and how workers and servers know each other.
 
-Servers are no ranks. They know the launch from the variables that its workers have, and nothing else. One
-of these is a secret by which workers and servers know each other: it is in no store, and in no message.
+Servers are no ranks. They know the launch from the variables that its workers have, and leave their address
+in its store. One of these variables is a secret, which is in no store and in no message.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import hmac
 import json
-import signal
 import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -26,9 +25,6 @@ from lockstep.world.meet import LOOPBACK, connect_store, join_timeout, launch_st
 from lockstep.world.model import World
 from lockstep.world.waiting import await_any
 
-#: What ends a server, sent by its launcher. It ignores what is sent to all processes of a job: as long as
-#: workers may come, it serves. Nobody else uses this signal, and it ends a server that is not ready for it.
-END = signal.SIGRTMIN + 6
 _PREFIX = "lockstep/servers"
 _CONNECT_SECONDS = 30.0
 
@@ -57,20 +53,19 @@ def token_of(environ: Mapping[str, str]) -> str:
     return environ[TOKEN]
 
 
-def proof(token: str, who: str, nonces: tuple[str, str]) -> str:
+def proof(token: str, role: str, nonces: tuple[str, str]) -> str:
     """Return what shows that a `worker` or a `server` knows the secret, for this connection alone.
 
     Args:
         token: the secret.
-        who: which of the two shows it.
+        role: which of the two shows it.
         nonces: a random text of the server's and one of the worker's.
     """
-    return hmac.new(
-        token.encode(), "/".join((who, *nonces)).encode(errors="replace"), hashlib.sha256
-    ).hexdigest()
+    text = "/".join((role, *nonces)).encode(errors="replace")
+    return hmac.new(token.encode(), text, hashlib.sha256).hexdigest()
 
 
-def open_place(address: str) -> tuple[socket.socket, Place]:
+def listen(address: str) -> tuple[socket.socket, Place]:
     """Return a socket that listens at `address`, where workers reach it, and its place."""
     if port_discovery.listens_locally(address):
         listener = port_discovery.listen(0, loopback=True)
@@ -91,14 +86,12 @@ def address_of(environ: Mapping[str, str]) -> str:
     Raises:
         WorldError: if the environment names no launch.
     """
-    address, _ = _launch(environ)
-    return address
+    return _launch(environ)[0]
 
 
 def publish(environ: Mapping[str, str], index: int, place: Place) -> None:
     """Tell the workers of the launch where server `index` is."""
-    address, port = _launch(environ)
-    store = _store(environ.get(STORE), address, port)
+    store = _store(environ.get(STORE), *_launch(environ))
     store.set(str(index), json.dumps(asdict(place)))
 
 
