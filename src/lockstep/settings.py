@@ -440,8 +440,5 @@ TABLE: dict[str, Setting] = {
 OF_RUNS = tuple(TABLE)
 OF_SCRIPTS = tuple(name for name, one in TABLE.items() if one.of_script)
 TABLE |= {one.name: one for one in _OF_LAUNCHERS}
-
-
-def of_strategy(strategy: str) -> tuple[str, ...]:
-    """Return the settings that no strategy but this one takes."""
-    return tuple(name for name, one in TABLE.items() if one.strategy == strategy)
+#: Settings that no strategy without servers takes.
+OF_SERVERS = tuple(name for name, one in TABLE.items() if one.strategy == WITH_SERVERS)

@@ -39,7 +39,15 @@ ALLOWED: dict[str, set[str]] = {
         "record",
         "checkpoint",
     },
-    "parameter_server": {"errors", "layout", "data", "world", "exchange", "strategies"},
+    "parameter_server": {
+        "errors",
+        "layout",
+        "data",
+        "world",
+        "registry",
+        "exchange",
+        "strategies",
+    },
     "training": {
         "errors",
         "version",

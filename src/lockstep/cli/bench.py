@@ -12,6 +12,7 @@ from lockstep.cli import flags
 from lockstep.cli.directory import kept_directory
 from lockstep.cli.parser import Parser
 from lockstep.errors import OutputError, UsageError
+from lockstep.settings import OF_SERVERS
 
 if TYPE_CHECKING:
     from lockstep.bench.benchmark import Benchmark
@@ -98,7 +99,7 @@ def _benchmark(options: argparse.Namespace) -> Benchmark:
     from lockstep.launch.target import check_script
 
     Given(**flags.given(options, flags.SHARED))  # what cannot work is refused before anything runs
-    of_servers = flags.words(options, flags.OF_SERVERS)
+    of_servers = flags.words(options, OF_SERVERS)
     strategies = choose_strategies(options.strategy, options.strategies, of_servers)
     exchanges = choose_exchanges(options.exchange, options.exchanges)
     check_script(options.target)
@@ -143,7 +144,7 @@ def _check_outputs(options: argparse.Namespace) -> None:
 
 
 def _run_options(options: argparse.Namespace) -> list[str]:
-    ours = ("strategy", "exchange", *flags.OF_SERVERS)
+    ours = ("strategy", "exchange", *OF_SERVERS)
     return flags.words(options, [name for name in flags.SHARED if name not in ours])
 
 

@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Iterable
 from typing import Any
 
-from lockstep.registry import WITH_SERVERS
-from lockstep.settings import TABLE, Setting, boolean, names, of_strategy
+from lockstep.settings import TABLE, Setting, boolean, names
 
 
 def of_group(group: str) -> tuple[str, ...]:
@@ -15,10 +14,9 @@ def of_group(group: str) -> tuple[str, ...]:
     return tuple(name for name, one in TABLE.items() if one.flag and one.flag[0] == group)
 
 
-#: The settings that every such verb has flags for, and those of them that only servers use.
+#: The settings that every such verb has flags for.
 OF_TRAINING = of_group("training")
 SHARED = ("replicas", "threads", "devices", *OF_TRAINING)
-OF_SERVERS = of_strategy(WITH_SERVERS)
 
 
 def add(group: argparse._ActionsContainer, *chosen: str, **changed: Any) -> None:

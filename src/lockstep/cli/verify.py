@@ -14,6 +14,7 @@ from lockstep.cli import flags
 from lockstep.cli.directory import kept_directory
 from lockstep.cli.parser import Parser
 from lockstep.errors import UsageError
+from lockstep.settings import OF_SERVERS
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -99,7 +100,7 @@ def handle(options: argparse.Namespace) -> int:
     from lockstep.verify.verdict import judge, outcomes
 
     Given(**flags.given(options, flags.SHARED))  # what cannot work is refused before anything runs
-    of_servers = flags.words(options, flags.OF_SERVERS)
+    of_servers = flags.words(options, OF_SERVERS)
     strategies = choose_strategies(options.strategy, options.strategies, of_servers)
     layouts = parse(options.layouts or ["1,2"], _storm(options), strategies)
     check_script(options.target)
@@ -136,7 +137,7 @@ def _storm(options: argparse.Namespace) -> Storm | None:
 
 
 def _run_options(options: argparse.Namespace) -> list[str]:
-    ours = ("strategy", *flags.OF_SERVERS)
+    ours = ("strategy", *OF_SERVERS)
     return flags.words(options, [name for name in flags.SHARED if name not in ours])
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from lockstep.errors import UsageError
 from lockstep.registry import STRATEGIES, WITH_SERVERS
-from lockstep.settings import TABLE, of_strategy
+from lockstep.settings import OF_SERVERS, TABLE
 
 #: Variables that would change what a launch is.
 _OURS = ("LOCKSTEP_FAULTS", *(one.variable for one in TABLE.values() if one.of_one_launch))
 #: Variables that a strategy without servers would refuse.
-_OF_SERVERS = tuple(TABLE[name].variable for name in of_strategy(WITH_SERVERS))
+_OF_SERVERS = tuple(TABLE[name].variable for name in OF_SERVERS)
 
 
 @dataclass(frozen=True, slots=True)
