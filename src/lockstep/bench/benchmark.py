@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from lockstep.bench.combinations import Combination, check_gpus, visible_gpus
 from lockstep.bench.comparing import FORMAT, RESULT, check_scripts, compare, load
 from lockstep.bench.launches import Launches, Listener
 from lockstep.bench.projecting import project
 from lockstep.bench.projection import Link
-from lockstep.bench.provenance import describe_machine, describe_script
 from lockstep.bench.trials import Work, choose_threads
 from lockstep.errors import UsageError
 from lockstep.launch.command import RunCommand
+from lockstep.version import __version__
+from lockstep.world.cores import usable_cores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,3 +94,33 @@ class Benchmark:
             return error
         content["comparison"] = found.as_json()
         return None
+
+
+def describe_script(path: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """Return the identity of a script and its arguments."""
+    return {
+        "name": Path(path).name,
+        "arguments": list(arguments),
+        "sha256": hashlib.sha256(Path(path).read_bytes()).hexdigest(),
+    }
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return the identity of this machine, and the versions that are installed."""
+    return {
+        "processor": _processor(),
+        "cores": usable_cores(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": metadata.version("torch"),
+            "lockstep": __version__,
+        },
+    }
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from lockstep.data.microbatch import Microbatch, Observer, Start
-from lockstep.data.move import to_device
 from lockstep.data.sources import Batch, MapSource, Source, Tell
 from lockstep.errors import LoaderError
 
@@ -155,3 +155,25 @@ class Loader:
             return iter(())
         compare, self._compare = self._compare, None  # in the first loop alone
         return self._source.batches(self.number, start.epoch, start.round, start.first, compare)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Return `batch` with every tensor inside lists, tuples and mappings moved to `device`.
+
+    What has a `to` of its own moves itself.
+
+    From pinned memory the copies don't block the host.
+    """
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if callable(getattr(batch, "to", None)):
+        return batch.to(device)
+    if isinstance(batch, MutableMapping):
+        moved = copy.copy(batch)  # keeps what the mapping is besides its items
+        moved.update({key: to_device(value, device) for key, value in batch.items()})
+        return moved
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lockstep.bench.fitting import fit
+from lockstep.bench.projection import fit
 
 
 def test_parameters_that_made_the_rows_come_back() -> None:

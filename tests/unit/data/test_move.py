@@ -9,9 +9,8 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from lockstep.data.build import LoaderSettings, build
-from lockstep.data.loader import Loader
+from lockstep.data.loader import Loader, to_device
 from lockstep.data.microbatch import Start
-from lockstep.data.move import to_device
 
 META = torch.device("meta")
 
