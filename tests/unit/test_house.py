@@ -68,6 +68,7 @@ ALLOWED: dict[str, set[str]] = {
     "report": {"errors", "record"},
     "bench": {"errors", "version", "registry", "layout", "world", "record", "launch", "report"},
     "watch": {"errors", "record"},
+    "check": {"errors", "version"},
     "cli": {
         "errors",
         "version",
@@ -76,6 +77,7 @@ ALLOWED: dict[str, set[str]] = {
         "launch",
         "verify",
         "bench",
+        "check",
         "submit",
         "report",
         "watch",

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
-from lockstep.cli import bench, export, report, run, submit, torchrun, verify, watch
+from lockstep.cli import bench, check, export, report, run, submit, torchrun, verify, watch
 from lockstep.cli.parser import Parser, split
 from lockstep.errors import LockstepError, UsageError
 from lockstep.version import __version__
@@ -65,6 +65,7 @@ def _parser() -> Parser:
     run.add_parser(subparsers)
     submit.add_parser(subparsers)
     verify.add_parser(subparsers)
+    check.add_parser(subparsers)
     bench.add_parser(subparsers)
     export.add_parser(subparsers)
     report.add_parser(subparsers)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.cli import flags, torchrun
+from lockstep.cli import check, flags, torchrun
 from lockstep.cli.parser import Parser
 from lockstep.settings import TABLE
 
@@ -57,6 +57,9 @@ def handle(options: argparse.Namespace) -> int:
     spec, notes = read(options, asked)
     for note in (*asked.notes, *notes):
         say(f"lockstep: {note}")
+    if options.check:
+        for line in check.of_target(spec.target, spec.kind):
+            say(line)
     return api.show_plan(spec) if options.dry_run else api.run(spec)
 
 
@@ -222,6 +225,11 @@ def _add_start(parser: argparse.ArgumentParser) -> None:
         help="give no rank such an option, even where the script declares it",
     )
     group.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
+    group.add_argument(
+        "--check",
+        action="store_true",
+        help="before the launch, show what in SCRIPT would hang or corrupt (see lockstep check)",
+    )
 
 
 def _add_records(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,136 @@
+"""`lockstep check`: finds what breaks, hangs or slows a distributed script, without running it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.cli.parser import Parser
+from lockstep.errors import OutputError, UsageError
+
+if TYPE_CHECKING:
+    from lockstep.check.config import Selection
+    from lockstep.check.engine import Outcome
+
+_EPILOG = """\
+Rules are for scripts of torch.distributed, Accelerate, Fabric and Lockstep; other files are passed over.
+`# lockstep: ignore[LS201]` on its line silences a finding; [tool.lockstep.check] in pyproject.toml has
+select and ignore. Exit codes: 0 no findings, or all fixed; 1 findings, or with --diff something to fix;
+2 usage.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """Add this verb to the command line."""
+    parser = subparsers.add_parser(
+        "check",
+        help="find what breaks, hangs or slows a distributed script",
+        usage="lockstep check [options] PATH [PATH ...]",
+        epilog=_EPILOG,
+    )
+    add = parser.add_argument
+    add("paths", nargs="*", type=Path, metavar="PATH", help="scripts, notebooks, directories")
+    add("--fix", action="store_true", help="mend what can be mended safely")
+    add("--diff", action="store_true", help="show what --fix would change, and change nothing")
+    add("--select", metavar="CODE,…", help="run these rules only: codes, their beginnings, or ALL")
+    add("--ignore", metavar="CODE,…", help="leave these rules out")
+    add(
+        "--output-format",
+        choices=("text", "json", "sarif", "github"),
+        default="text",
+        help="how findings are written (default: text)",
+    )
+    add("--exit-zero", action="store_true", help="exit with 0 also where there are findings")
+    add("--list", action="store_true", help="list all rules, and check nothing")
+    add("--explain", metavar="CODE", help="explain a rule, and check nothing")
+    parser.set_defaults(handler=handle)
+
+
+def handle(options: argparse.Namespace) -> int:
+    """Check what `options` name; return the exit code."""
+    if options.list or options.explain:
+        return _tell_rules(options.explain)
+    from lockstep.check import engine, fix
+    from lockstep.check.output import FORMS
+
+    if not options.paths:
+        raise UsageError("no PATH; expected at least one script, notebook or directory")
+    if options.fix and options.diff:
+        raise UsageError("--fix and --diff: expected one of them")
+    if options.fix or options.diff:
+        fix.available()
+    flags = _selection(options)
+    paths = engine.files(options.paths)
+    outcome = engine.check(paths, flags)
+    if options.diff:
+        return _diff(outcome) and not options.exit_zero
+    if options.fix and outcome.edits:
+        for path, (module, edits) in outcome.edits.items():
+            _write(path, fix.apply(module, edits), module.encoding)
+        mended = sum(one.fixable for one in outcome.findings)
+        outcome = engine.check(paths, flags)
+        print(f"{mended} fixed", file=sys.stderr)
+    if written := FORMS[options.output_format](outcome):
+        print(written)
+    return int(bool(outcome.findings) and not options.exit_zero)
+
+
+def of_target(target: str, kind: str) -> list[str]:
+    """Return what is to be said of a script or a module before it is launched: what hangs or corrupts."""
+    from lockstep.check import engine
+    from lockstep.check.output import line
+
+    path = Path(*target.split(".")).with_suffix(".py") if kind == "module" else Path(target)
+    if not path.is_file() or path.suffix != ".py":
+        return [f"lockstep: --check: {path} is no Python file; expected one"]
+    findings = engine.check([path]).findings
+    lines = [line(one) for one in findings if one.harm in ("hangs", "corrupts")]
+    return [*lines, f"lockstep: check: {len(lines)} found that hang or corrupt in {path}"]
+
+
+def _selection(options: argparse.Namespace) -> Selection:
+    from lockstep.check.config import Selection
+
+    select, ignore = (
+        None if words is None else tuple(words.replace(",", " ").split())
+        for words in (options.select, options.ignore)
+    )
+    return Selection(select, ignore or ())
+
+
+def _diff(outcome: Outcome) -> int:
+    """Print what fixes would change; return 1 if that is anything."""
+    import difflib
+
+    from lockstep.check import fix
+
+    for path, (module, edits) in outcome.edits.items():
+        before, after = module.text.splitlines(True), fix.apply(module, edits).splitlines(True)
+        sys.stdout.writelines(difflib.unified_diff(before, after, str(path), str(path)))
+    return int(bool(outcome.edits))
+
+
+def _write(path: Path, text: str, encoding: str) -> None:
+    try:
+        path.write_bytes(text.encode(encoding))
+    except OSError as error:
+        raise OutputError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def _tell_rules(code: str | None) -> int:
+    from lockstep.check.rules import RULES
+
+    if code is None:
+        for rule in RULES.values():
+            print(
+                f"{rule.code} {rule.name}{'' if rule.default else ' (if selected)'}: {rule.message}"
+            )
+        return 0
+    if code not in RULES:
+        raise UsageError(f"--explain {code}: no rule", hint="lockstep check --list shows all rules")
+    rule = RULES[code]
+    print(f"{rule.code} {rule.name}: {rule.message}\n\n{rule.why}\n")
+    print(f"Example:\n\n{rule.bad}\nUse instead:\n\n{rule.good}", end="")
+    return 0

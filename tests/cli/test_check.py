@@ -1,0 +1,58 @@
+"""`lockstep check` and `lockstep run --check`: exit codes, fixes, what is said before a launch."""
+
+from __future__ import annotations
+
+import pytest
+
+from lockstep.check.rules import RULES
+
+pytestmark = pytest.mark.forked
+
+BAD, HANGS = RULES["LS202"].bad, RULES["LS401"].bad
+
+
+def test_exit_codes(lockstep):
+    bad, good = lockstep.script(BAD, "bad.py"), lockstep.script("x = 1\n", "good.py")
+    done = lockstep("check", good)
+    assert (done.code, done.out) == (0, "No findings.\n")
+    done = lockstep("check", good, bad)
+    assert done.code == 1
+    assert "LS202 [*]" in done.out
+    assert lockstep("check", "--exit-zero", bad).code == 0
+    assert lockstep("check", "--ignore", "LS2", bad).code == 0
+    for words in (["none.py"], [], ["--fix", "--diff", bad], ["--select", "LS9", bad]):
+        done = lockstep("check", *words)
+        assert done.code == 2, words
+        assert "lockstep: error: " in done.err
+
+
+def test_a_fix_is_shown_and_made(lockstep):
+    bad = lockstep.script(BAD, "bad.py")
+    done = lockstep("check", "--diff", bad)
+    assert done.code == 1
+    assert (
+        "\n-    return DataLoader(dataset, batch_size=32, sampler=sampler, shuffle=True)"
+        in done.out
+    )
+    assert "\n+    return DataLoader(dataset, batch_size=32, sampler=sampler)" in done.out
+    done = lockstep("check", "--fix", bad)
+    assert (done.code, done.out, done.err) == (0, "No findings.\n", "1 fixed\n")
+    assert lockstep("check", "--diff", bad).code == 0
+
+
+def test_rules_are_listed_and_explained(lockstep):
+    done = lockstep("check", "--list")
+    assert done.code == 0
+    assert all(code in done.out for code in RULES)
+    done = lockstep("check", "--explain", "LS202")
+    assert RULES["LS202"].good in done.out
+    assert lockstep("check", "--explain", "LS9").code == 2
+
+
+def test_run_check_shows_what_would_hang_and_starts(lockstep):
+    script = lockstep.script(f"{HANGS}\nprint('started')\n")
+    done = lockstep("run", "--check", script)
+    assert done.code == 0, done.err
+    assert "LS401" in done.err
+    assert "started" in done.out
+    assert "LS401" not in lockstep("run", script).err
