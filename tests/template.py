@@ -32,7 +32,7 @@ _MODULES = (
     "torch.utils.data",
     "lockstep.cli",
     "lockstep.launch.api",
-    "lockstep.strategies.fsdp",
+    "lockstep.strategies.sharded.model",
     "lockstep.training.run",
 )
 _MOST = 1 << 20

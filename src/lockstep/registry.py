@@ -218,8 +218,8 @@ STRATEGIES = Registry(
         ),
         StrategyEntry(
             name="fsdp",
-            hold="lockstep.strategies.fsdp:hold_sharded",
-            check="lockstep.strategies.sharding:check_sharding",
+            hold="lockstep.strategies.sharded.model:hold_sharded",
+            check="lockstep.strategies.sharded.wrap_policy:check_sharding",
             exchanges=("tree",),
             why="where each rank takes its own part of the sums",
             needs_group=True,
@@ -295,13 +295,13 @@ EXCHANGES = Registry(
         ),
         ExchangeEntry(
             name="local-sgd",
-            hold="lockstep.strategies.local:hold_local",
+            hold="lockstep.strategies.local_sgd.model:hold_local",
             exactness="approximate",
             no_loss_scale=_ALONE,
         ),
         ExchangeEntry(
             name="diloco",
-            hold="lockstep.strategies.local:hold_local",
+            hold="lockstep.strategies.local_sgd.model:hold_local",
             exactness="approximate",
             no_loss_scale=_ALONE,
         ),

@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import ModelError, StepError
 from lockstep.strategies.buffers import Buffers
+from lockstep.strategies.dtensor import bytes_here
 from lockstep.strategies.gradient_accumulation import GradientAccumulation
 from lockstep.strategies.norms import each_norm, total_norm
 from lockstep.strategies.passes import Parameters, watch_forward
-from lockstep.strategies.shards import bytes_here
 from lockstep.strategies.versions import Versions
 
 #: What to do in the place of stepping in some microbatches only.

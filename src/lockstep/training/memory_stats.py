@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lockstep.strategies.shards import bytes_here
+from lockstep.strategies.dtensor import bytes_here
 from lockstep.training.state import State
 
 

@@ -46,7 +46,7 @@ def test_a_script_of_lockstep(tmp_path: Path) -> None:
 
 def test_a_strategy_with_imports_of_its_own() -> None:
     spec = LaunchSpec(target="no_such_script.py", settings=Given(strategy="fsdp"))
-    assert likely(spec, {}) == (*RUN, DYNAMO, "lockstep.strategies.fsdp")
+    assert likely(spec, {}) == (*RUN, DYNAMO, "lockstep.strategies.sharded.model")
 
 
 def test_a_strategy_that_the_environment_names() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lockstep.errors import ModelError
-from lockstep.strategies.averaging import average_memory, describe_memory, shares_of
+from lockstep.strategies.local_sgd.averaging import average_memory, describe_memory, shares_of
 
 
 class TwoRanks:

@@ -6,7 +6,7 @@ import copy
 
 import torch
 
-from lockstep.strategies.outer import Mean, Nesterov
+from lockstep.strategies.local_sgd.outer import Mean, Nesterov
 
 
 def test_local_sgd_takes_the_mean() -> None:

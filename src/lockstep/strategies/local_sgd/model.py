@@ -18,12 +18,17 @@ from torch.optim import Optimizer
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import ModelError, PeerError
 from lockstep.exchange.choose import POWERSGD_KEYWORDS
-from lockstep.strategies.averaging import Averaging, average_memory, describe_memory, shares_of
 from lockstep.strategies.buffers import Buffers, broadcast
 from lockstep.strategies.checks import shares_buffers
 from lockstep.strategies.gradient_accumulation import GradientAccumulation, take_gradients
+from lockstep.strategies.local_sgd.averaging import (
+    Averaging,
+    average_memory,
+    describe_memory,
+    shares_of,
+)
+from lockstep.strategies.local_sgd.outer import Mean, Nesterov, Outer
 from lockstep.strategies.model_context import ModelContext
-from lockstep.strategies.outer import Mean, Nesterov, Outer
 from lockstep.strategies.wrapped_model import WrappedModel
 
 #: Steps between two meetings where the user says no number. Local SGD: Lin et al., "Don't Use Large

@@ -15,12 +15,11 @@ from lockstep.checkpoint.parts import local, whole
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import ModelError, PeerError, StepError
 from lockstep.exchange.scatter import Scattering, TreeScatter, group_of_its_own
+from lockstep.strategies.dtensor import CutState, check_updates
 from lockstep.strategies.gradient_accumulation import Gradients
 from lockstep.strategies.model_context import ModelContext
 from lockstep.strategies.norms import each_norm, total_norm
-from lockstep.strategies.sharding import shard
-from lockstep.strategies.shards import CutState
-from lockstep.strategies.units import (
+from lockstep.strategies.sharded.units import (
     Gather,
     Gathers,
     Unit,
@@ -28,7 +27,7 @@ from lockstep.strategies.units import (
     names_of,
     refuse_graphs_of_gradients,
 )
-from lockstep.strategies.updates import check_updates
+from lockstep.strategies.sharded.wrap_policy import shard
 from lockstep.strategies.wrapped_model import WrappedModel
 
 #: Notes that go with each message: the place (8 bytes) and the unit.

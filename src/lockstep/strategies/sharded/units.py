@@ -21,8 +21,8 @@ from lockstep.checkpoint.parts import local
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import MismatchError, ModelError, StepError
 from lockstep.exchange.scatter import Outgoing, TreeScatter, agree, all_gather
+from lockstep.strategies.dtensor import assembled, cut_dimension
 from lockstep.strategies.gradient_accumulation import NOTHING, Gradients, add
-from lockstep.strategies.shards import assembled, cut_dimension
 
 
 class Unit:

@@ -1,0 +1,1 @@
+"""Models whose parameters are cut over the ranks: units, the wrap policy, and how they are held."""
