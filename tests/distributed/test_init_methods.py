@@ -167,7 +167,7 @@ def test_a_stale_file(lockstep: Lockstep, expected: str) -> None:
     killed = lockstep.start(
         "train.py", env={"LOCKSTEP_INIT_METHOD": f"{url}?rank=0&world_size=2"}, program=()
     )
-    while b"card" not in (file.read_bytes() if file.exists() else b""):
+    while b"members/0" not in (file.read_bytes() if file.exists() else b""):
         assert killed.poll() is None
         time.sleep(0.05)
     killed.kill()

@@ -1,6 +1,6 @@
-"""Members of surveys, forked from one process that has imported torch: `python -m tests.nodes.members`.
+"""Members of checks, forked from a process that has imported torch: `python -m tests.nodes.members`.
 
-It reads a survey per line of its input, starts its members, each on its host, and writes what they
+It reads a check per line of its input, starts its members, each on its host, and writes what they
 found as a line.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 from torch.distributed import PrefixStore, TCPStore
 
 from lockstep.errors import LockstepError
-from lockstep.world.connectivity_check import survey
+from lockstep.world.rendezvous.connectivity_check import check_connectivity
 
 _PORT = 20077
 _SECONDS = 30
@@ -42,7 +42,7 @@ def _check(result: int) -> None:
 
 
 def take_part(member: dict[str, Any], index: int, labels: list[str]) -> dict[str, Any]:
-    """Survey as one member; the store is that of member 0."""
+    """Try the others as one member; the store is that of member 0."""
     patience = timedelta(seconds=_SECONDS)
     master = index == 0
     store = TCPStore(
@@ -51,8 +51,8 @@ def take_part(member: dict[str, Any], index: int, labels: list[str]) -> dict[str
     arrive(store, "here", index, len(labels))  # as after a rendezvous
     began = time.monotonic()
     try:
-        found = survey(
-            PrefixStore("survey", store), index=index, labels=labels, interface=member["interface"]
+        found = check_connectivity(
+            PrefixStore("network", store), index=index, labels=labels, interface=member["interface"]
         )
         told = {"found": [[one.interface, one.address] for one in found]}
     except LockstepError as error:
@@ -85,7 +85,7 @@ def start(member: dict[str, Any], index: int, labels: list[str]) -> tuple[int, i
 
 
 def main() -> None:
-    """Run the surveys that are asked for."""
+    """Run the checks that are asked for."""
     for line in sys.stdin:
         members = json.loads(line)
         labels = [f"node {number} ({one['name']})" for number, one in enumerate(members)]

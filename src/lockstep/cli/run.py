@@ -102,7 +102,7 @@ def _settings(options: argparse.Namespace, asked: Asked) -> dict[str, object]:
 
 def _nodes(options: argparse.Namespace) -> dict[str, object]:
     """Return what the flags say of nodes, by the names of `Nodes`."""
-    from lockstep.launch.nodes import parse_count
+    from lockstep.launch.nodes.config import parse_count
 
     least, count = (None, None) if options.nnodes is None else parse_count(options.nnodes)
     return {

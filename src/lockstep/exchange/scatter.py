@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lockstep.exchange.base import Forest
 from lockstep.exchange.tree import GroupWire, Work
 from lockstep.world.groups import keep
-from lockstep.world.meet import TIMEOUT
+from lockstep.world.rendezvous.store import TIMEOUT
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,13 @@ from typing import Any
 
 from lockstep.errors import PREEMPTED, LockstepError, RunDirectoryError
 from lockstep.launch import failure
-from lockstep.launch.coordinator import Decision
-from lockstep.launch.coordinator_client import CoordinatorClient, RoundOverError, Told
 from lockstep.launch.failure import Failure, Verdict, preempted
 from lockstep.launch.fault_tolerance import FaultTolerance
 from lockstep.launch.forkserver import Exit, ForkServer
 from lockstep.launch.hang import HangWatch
 from lockstep.launch.interrupts import Interrupted, Interrupts
+from lockstep.launch.nodes.client import CoordinatorClient, RoundOverError
+from lockstep.launch.nodes.messages import Decision, Told
 from lockstep.launch.output import Output, say
 from lockstep.launch.plan import Meeting, Plan, WorkerPlan
 from lockstep.launch.rank_progress import RankProgress
@@ -111,7 +111,7 @@ class Agent:
         except RoundOverError as over:
             self.verdict = over.decision.verdict
         except Interrupted:
-            if self._neighbours is not None:
+            if self._coordinator is not None:
                 self._await_decision()
             raise
         except LockstepError as error:
@@ -147,8 +147,8 @@ class Agent:
             self._processes.start(self.plan, worker, self._standing.variables(index))
 
     @property
-    def _neighbours(self) -> CoordinatorClient | None:
-        return self._rendezvous.neighbours
+    def _coordinator(self) -> CoordinatorClient | None:
+        return self._rendezvous.coordinator
 
     @property
     def _workers(self) -> tuple[WorkerPlan, ...]:
@@ -183,14 +183,14 @@ class Agent:
             state = self._report(hang)
             self._processes.kill()  # who hangs has nothing left to say
             return state
-        if self._neighbours is not None and self._neighbours.decision is not None:
-            return self._follow(self._neighbours.decision)
+        if self._coordinator is not None and self._coordinator.decision is not None:
+            return self._follow(self._coordinator.decision)
         return _State.RUNNING if self._training() else self._finish()
 
     def _finish(self) -> _State:
         """Wait until all launchers are done: one of them hosts the store that the others' workers use."""
-        if self._neighbours is not None:
-            self._neighbours.done()
+        if self._coordinator is not None:
+            self._coordinator.done()
             return _State.RUNNING
         return self._succeed()
 
@@ -223,11 +223,11 @@ class Agent:
         """Do what is decided on a failure of this launcher's workers, or of all that it knows."""
         verdict = told.verdict
         self._record("failure", generation=self._generation, name=verdict.name, text=verdict.brief)
-        if self._neighbours is None:
+        if self._coordinator is None:
             line = self._again(told.verdict)
             own = Decision(kind="end", verdict=told.verdict)
             return self._follow(own if line is None else Decision(kind="restart", text=line))
-        self._neighbours.fail(told)
+        self._coordinator.fail(told)
         found = self._await_decision()
         return self._follow(found or Decision(kind="end", verdict=told.verdict))
 
@@ -280,8 +280,8 @@ class Agent:
         return Told(verdict=hang.verdict, consequence=True, time=hang.progress)
 
     def _await_decision(self) -> Decision | None:
-        assert self._neighbours is not None
-        while (decision := self._neighbours.decision) is None:
+        assert self._coordinator is not None
+        while (decision := self._coordinator.decision) is None:
             if self._interrupts.impatient:
                 return None
             time.sleep(_INTERVAL)
@@ -313,11 +313,11 @@ class Agent:
 
         A run that is asked for room gets the time to save itself, or the ranks that have opened it do.
         """
-        if self._neighbours is not None and self._neighbours.saves:
+        if self._coordinator is not None and self._coordinator.saves:
             self._ask_for_room()
         if self._interrupts.asks_for_room and self._standing.opened:
-            if self._neighbours is not None and self._rendezvous.may_leave:
-                self._neighbours.leave(f"stopped on {self._name}", saves=True)
+            if self._coordinator is not None and self._rendezvous.may_leave:
+                self._coordinator.leave(f"stopped on {self._name}", saves=True)
             else:
                 self._ask_for_room()
             return
@@ -347,16 +347,16 @@ class Agent:
 
     def _part(self, text: str, exit_code: int) -> None:
         """Tell the other launchers, if there are any, what ends this one; some can go on without it."""
-        if self._neighbours is None:
+        if self._coordinator is None:
             return
         if self._rendezvous.may_leave:
             self._leaving = True
-            self._neighbours.leave(text.removeprefix("lockstep: "))
+            self._coordinator.leave(text.removeprefix("lockstep: "))
             return
         verdict = Verdict(
             text=text, exit_code=exit_code, name=None, traceback=None, kind=Kind.REFUSED
         )
-        self._neighbours.fail(Told(verdict=verdict, consequence=False, time=time.time()))
+        self._coordinator.fail(Told(verdict=verdict, consequence=False, time=time.time()))
 
     def _training(self) -> bool:
         """Whether any worker runs: servers end when they are told that all workers have."""

@@ -8,10 +8,11 @@ import tempfile
 from pathlib import Path
 
 from lockstep.errors import PREEMPTED
-from lockstep.launch import dry_run, finished, machine, nodes, old_scripts, openmp, worker
+from lockstep.launch import dry_run, finished, machine, old_scripts, openmp, worker
 from lockstep.launch.functions import launch
 from lockstep.launch.interrupts import Interrupted, listening
-from lockstep.launch.membership import NotNeeded
+from lockstep.launch.nodes.config import rendezvous_config
+from lockstep.launch.nodes.membership import NotNeeded
 from lockstep.launch.output import say
 from lockstep.launch.placement import asked
 from lockstep.launch.plan import Meeting, count_ranks, make_plan, threads_of_workers
@@ -86,16 +87,16 @@ def show_plan(spec: LaunchSpec) -> int:
 
 def _expected(spec: LaunchSpec, here: machine.Machine) -> Meeting:
     """Return the meeting that is to be expected if all nodes start as many ranks as this one."""
-    party = nodes.party(spec.nodes, (spec.target, *spec.args), os.environ)
-    if party is None:
+    config = rendezvous_config(spec.nodes, (spec.target, *spec.args), os.environ)
+    if config is None:
         return Meeting(port=spec.nodes.main_port or 0)
-    n, index = count_ranks(spec, here, os.environ), party.index or 0
+    n, index = count_ranks(spec, here, os.environ), config.index or 0
     return Meeting(
-        address=party.address or "(found when the nodes meet)",
+        address=config.address or "(found when the nodes meet)",
         node_rank=index,
-        node_count=party.count,
+        node_count=config.count,
         first_rank=index * n,
-        size=party.count * n,
+        size=config.count * n,
     )
 
 

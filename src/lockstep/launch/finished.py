@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lockstep.errors import RunDirectoryError
-from lockstep.launch import nodes, source
+from lockstep.launch import source
+from lockstep.launch.nodes.config import rendezvous_config
 from lockstep.launch.spec import LaunchSpec
 from lockstep.record import run_file
 
@@ -57,7 +58,7 @@ def mark(spec: LaunchSpec, directory: Path) -> None:
 
 def _is_only(spec: LaunchSpec) -> bool:
     """Return whether `spec` is a script's, and this launcher is the only one."""
-    alone = nodes.party(spec.nodes, (spec.target,), os.environ) is None
+    alone = rendezvous_config(spec.nodes, (spec.target,), os.environ) is None
     return alone and spec.kind == "script"
 
 

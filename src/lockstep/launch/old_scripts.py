@@ -16,9 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from lockstep.launch import source
-from lockstep.launch.nodes import port_taken
+from lockstep.launch.nodes.config import port_taken
 from lockstep.launch.spec import LaunchSpec, LocalRankOption
-from lockstep.world import port_discovery
+from lockstep.world import network
 
 #: The two spellings of the option.
 SPELLINGS: tuple[LocalRankOption, ...] = ("--local_rank", "--local-rank")
@@ -75,7 +75,7 @@ def kept_port(port: int = 0) -> Iterator[int]:
         try:
             keeper.bind(("127.0.0.1", port))
         except OSError as error:
-            raise port_taken(port, port_discovery.reason(error)) from None
+            raise port_taken(port, network.reason(error)) from None
         yield keeper.getsockname()[1]
 
 

@@ -13,7 +13,7 @@ from lockstep.errors import DeviceError, UsageError
 from lockstep.launch import binding, servers
 from lockstep.launch.gpus import Gpu
 from lockstep.launch.machine import Machine
-from lockstep.launch.membership import Membership
+from lockstep.launch.nodes.membership import Membership
 from lockstep.launch.placement import asked, choose, no_gpus, ranks_without_looking, seats
 from lockstep.launch.spec import LaunchSpec
 from lockstep.layout import mesh as meshes

@@ -16,15 +16,14 @@ import time
 from torch.distributed import HashStore, TCPStore
 
 from lockstep.errors import WorldError
-from lockstep.launch.coordinator import Policy
-from lockstep.launch.coordinator_client import CoordinatorClient, RoundOverError
-from lockstep.launch.coordinator_server import CoordinatorServer
-from lockstep.launch.elastic_rendezvous import ElasticRendezvous
-from lockstep.launch.fixed_rendezvous import FixedRendezvous
-from lockstep.launch.membership import Membership
-from lockstep.launch.nodes import port_taken
-from lockstep.world import port_discovery
-from lockstep.world.meet import LOOPBACK, connect_store, host_store
+from lockstep.launch.nodes.client import CoordinatorClient, RoundOverError
+from lockstep.launch.nodes.config import port_taken
+from lockstep.launch.nodes.coordinator import Policy
+from lockstep.launch.nodes.membership import Membership
+from lockstep.launch.nodes.rounds import Rounds
+from lockstep.launch.nodes.server import CoordinatorServer
+from lockstep.world import network
+from lockstep.world.rendezvous.store import LOOPBACK, connect_store, host_store
 from lockstep.world.waiting import Check, go_on
 
 _LOOK_SECONDS = 0.5
@@ -42,7 +41,7 @@ class Rendezvous:
     Args:
         run_id: name of the launch.
         ranks: number of ranks of this launcher.
-        meeting: the launchers that have met, once or in rounds; `None` for one that is alone.
+        rounds: where the launchers meet; `None` for one that is alone.
         port: where this launcher hosts each generation's store; 0 for a port that the system chooses.
         listens: whether workers find a store at a port; those of several launchers always do.
         policy: which failures are followed by new workers, where this launcher decides for all.
@@ -53,7 +52,7 @@ class Rendezvous:
         self,
         run_id: str,
         ranks: int,
-        meeting: FixedRendezvous | ElasticRendezvous | None = None,
+        rounds: Rounds | None = None,
         *,
         port: int = 0,
         listens: bool = True,
@@ -62,32 +61,32 @@ class Rendezvous:
     ) -> None:
         self.run_id = run_id
         self._port = port
-        self._meeting = meeting
+        self._rounds = rounds
         self._alone = Membership.alone(ranks)
-        self._listens = listens or meeting is not None
+        self._listens = listens or rounds is not None
         self._store: TCPStore | HashStore | None = None
         self._watch: _Watch | None = None
         #: See the arguments; whoever starts the workers knows better.
         self.policy, self.check = policy, check
         #: The other launchers, while a round goes on; `None` for a launcher that is alone.
-        self.neighbours: CoordinatorClient | None = None
+        self.coordinator: CoordinatorClient | None = None
         #: Number of this generation; -1 before the first.
         self.generation = -1
 
     @property
     def roster(self) -> Membership:
         """The launchers of this round."""
-        return self._alone if self._meeting is None else self._meeting.roster
+        return self._alone if self._rounds is None else self._rounds.roster
 
     @property
     def replicas(self) -> int | None:
         """How many replicas a run has that names no number; `None` leaves its number of ranks."""
-        return self._meeting.replicas if isinstance(self._meeting, ElasticRendezvous) else None
+        return None if self._rounds is None else self._rounds.replicas
 
     @property
     def may_leave(self) -> bool:
         """Whether the others go on without this launcher."""
-        return isinstance(self._meeting, ElasticRendezvous) and self.roster.count > 1
+        return self._rounds is not None and not self._rounds.fixed and self.roster.count > 1
 
     @property
     def store(self) -> TCPStore | HashStore:
@@ -105,11 +104,11 @@ class Rendezvous:
             WorldError: if the launchers cannot meet again.
         """
         self._store = None
-        return self._open() if self._meeting is None else self._enter()
+        return self._open() if self._rounds is None else self._enter()
 
     def _open(self) -> int:
         """Open a store; return its port, 0 for one that is this launcher's alone."""
-        if self._meeting is None:
+        if self._rounds is None:
             self.generation += 1
         if not self._listens:
             self._store = HashStore()
@@ -117,30 +116,35 @@ class Rendezvous:
         try:
             store = host_store(self._port, loopback=self.roster.address == LOOPBACK)
         except OSError as error:
-            raise port_taken(self._port, port_discovery.reason(error)) from error
+            raise port_taken(self._port, network.reason(error)) from error
         self._store = store
         return int(store.port)
 
     def _enter(self) -> int:
         """Begin a generation with the others; return the port of its store."""
         while True:
-            if self.neighbours is not None:
-                self._meet_again(self.neighbours)
-            if self.neighbours is None and not self._watch_each_other():
+            if self.coordinator is not None:
+                self._meet_again(self.coordinator)
+            if self.coordinator is None and not self._watch_each_other():
                 continue
-            assert self.neighbours is not None
+            assert self.coordinator is not None
             self.generation = self._next
             try:
-                port = self.neighbours.enter(self.generation, self._open, self.check)
+                port = self.coordinator.enter(self.generation, self._open, self._check_all)
             except RoundOverError as over:
                 if over.decision.kind != "round":
                     raise
                 continue
-            if self._store is None and not self._connect(self.neighbours, port):
+            if self._store is None and not self._connect(self.coordinator, port):
                 continue
             return port
 
-    def _connect(self, neighbours: CoordinatorClient, port: int) -> bool:
+    def _check_all(self) -> None:
+        self.check()
+        if self._rounds is not None:
+            self._rounds.check_failed()
+
+    def _connect(self, client: CoordinatorClient, port: int) -> bool:
         """Connect to the store that launcher 0 has opened; return whether it is still there.
 
         Raises:
@@ -150,7 +154,7 @@ class Rendezvous:
             self._store = connect_store(self.roster.address, port)
         except WorldError:
             deadline = time.monotonic() + _LOSS_SECONDS
-            while neighbours.decision is None:
+            while client.decision is None:
                 self.check()
                 if time.monotonic() > deadline:
                     raise
@@ -161,62 +165,57 @@ class Rendezvous:
     @property
     def _next(self) -> int:
         """Number of the next generation."""
-        first = self._meeting.generation if isinstance(self._meeting, ElasticRendezvous) else 0
+        first = 0 if self._rounds is None else self._rounds.generation
         return max(first, self.generation + 1)
 
-    def _meet_again(self, neighbours: CoordinatorClient) -> None:
+    def _meet_again(self, client: CoordinatorClient) -> None:
         """Begin another round, if this one is over."""
-        decision = neighbours.decision
+        decision = client.decision
         if decision is None or decision.kind != "round":
             return
-        assert isinstance(self._meeting, ElasticRendezvous)
-        lost_chair = neighbours.has_lost_chair
+        assert self._rounds is not None
+        lost_coordinator = client.has_lost_coordinator
         self._close_round()
-        self._meeting.next(decision.staying, self.generation + 1, lost_chair=lost_chair)
+        self._rounds.next(decision.staying, self.generation + 1, lost_coordinator=lost_coordinator)
 
     def _watch_each_other(self) -> bool:
         """Reach the others of this round; return whether launcher 0 has opened it."""
-        meeting, roster = self._meeting, self.roster
-        assert meeting is not None
-        place, hint, least, first = None, None, None, 0
-        if roster.index > 0:
-            place = meeting.hear_place()
-        if isinstance(meeting, ElasticRendezvous):
-            if roster.index > 0 and place is None:
-                meeting.give_up()
-                return False
-            hint = None if meeting.survives_host else _HOST_HINT
-            least, first = meeting.least, meeting.generation
-        self.neighbours = CoordinatorClient(
+        rounds, roster = self._rounds, self.roster
+        assert rounds is not None
+        place = rounds.hear_place() if roster.index > 0 else None
+        if roster.index > 0 and place is None:
+            rounds.give_up()
+            return False
+        self.coordinator = CoordinatorClient(
             roster,
             place,
-            generation=max(first, self.generation),
+            generation=max(rounds.generation, self.generation),
             policy=self.policy,
-            least=least,
-            hint=hint,
+            least=rounds.least,
+            hint=None if rounds.fixed or rounds.survives_host else _HOST_HINT,
         )
         if roster.index == 0:
-            meeting.tell_place(self.neighbours.place)
-            if isinstance(meeting, ElasticRendezvous) and self.neighbours.hall is not None:
-                self._watch = _Watch(meeting, self.neighbours.hall)
+            rounds.tell_place(self.coordinator.place)
+            if not rounds.fixed and self.coordinator.server is not None:
+                self._watch = _Watch(rounds, self.coordinator.server)
         return True
 
     def _close_round(self) -> None:
         if self._watch is not None:
             self._watch.close()
             self._watch = None
-        if self.neighbours is not None:
-            self.neighbours.close()
-            self.neighbours = None
+        if self.coordinator is not None:
+            self.coordinator.close()
+            self.coordinator = None
 
     def finish(self) -> None:
         """Leave the others in good order, and end the launch if it is over for all."""
-        decision = None if self.neighbours is None else self.neighbours.decision
+        decision = None if self.coordinator is None else self.coordinator.decision
         self._close_round()
         self._store = None
         over = decision is not None and decision.kind in ("end", "done")
-        if over and isinstance(self._meeting, ElasticRendezvous) and self.roster.index == 0:
-            self._meeting.end()
+        if over and self._rounds is not None and self.roster.index == 0:
+            self._rounds.end()
 
 
 class _Watch:
@@ -224,11 +223,11 @@ class _Watch:
 
     Args:
         rounds: the rounds of the launch.
-        hall: where the launchers of this round are heard.
+        server: where the launchers of this round are heard.
     """
 
-    def __init__(self, rounds: ElasticRendezvous, hall: CoordinatorServer) -> None:
-        self._rounds, self._hall = rounds, hall
+    def __init__(self, rounds: Rounds, server: CoordinatorServer) -> None:
+        self._rounds, self._server = rounds, server
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lockstep-watch", daemon=True)
         self._thread.start()
@@ -238,13 +237,16 @@ class _Watch:
         while not self._stop.wait(_LOOK_SECONDS):
             # A shared directory may be out of reach for a while: the round goes on meanwhile.
             with contextlib.suppress(RuntimeError, OSError, ValueError):
-                for index in self._rounds.answer_doubts(doubts):
-                    doubts += 1
-                    if index > 0:
-                        self._hall.lose(index)
-                if self._rounds.is_superseded():
-                    self._hall.supersede()
-                self._hall.welcome(self._rounds.newcomers())
+                lost = self._rounds.answer_doubts(doubts)
+                doubts += len(lost)
+                superseded, newcomers = self._rounds.is_superseded(), self._rounds.newcomers()
+                with self._server.locked() as coordinator:
+                    for index in lost:
+                        if index > 0:
+                            coordinator.lose(index, time.monotonic())
+                    if superseded:
+                        coordinator.supersede()
+                    coordinator.welcome(newcomers)
 
     def close(self) -> None:
         """Look no more."""

@@ -9,7 +9,7 @@ from typing import Literal, cast, get_args
 from lockstep.errors import UsageError
 from lockstep.launch.fault_tolerance import FaultTolerance
 from lockstep.launch.given import Given
-from lockstep.launch.nodes import Nodes
+from lockstep.launch.nodes.config import Nodes
 from lockstep.launch.streams import Streams
 
 StartMethod = Literal["fork", "spawn", "exec"]

@@ -28,9 +28,8 @@ from lockstep.launch.gpus import visible
 from lockstep.launch.hang import HangWatch
 from lockstep.launch.interrupts import Interrupts
 from lockstep.launch.machine import Machine
-from lockstep.launch.membership import Launcher
-from lockstep.launch.nodes import Nodes, RendezvousConfig
-from lockstep.launch.nodes import party as find_party
+from lockstep.launch.nodes.config import Nodes, RendezvousConfig, rendezvous_config
+from lockstep.launch.nodes.membership import Launcher
 from lockstep.launch.old_scripts import kept_port
 from lockstep.launch.output import Output, say
 from lockstep.launch.plan import (
@@ -54,8 +53,7 @@ _SILENCE_SECONDS = 3.0
 _PREFIX, _LOCK = "lockstep-", "launcher.lock"
 
 if TYPE_CHECKING:
-    from lockstep.launch.elastic_rendezvous import ElasticRendezvous
-    from lockstep.launch.fixed_rendezvous import FixedRendezvous
+    from lockstep.launch.nodes.rounds import Rounds
     from lockstep.launch.rendezvous import Rendezvous
 
 
@@ -96,17 +94,17 @@ def supervise(
         _memory() as memory,  # before the server is forked, so that workers inherit it
         _serving(job, interrupts, _preload(spec, environ, is_run=is_run)) as server,
         _showing() as output,
-        _gathered(spec, here, environ, interrupts) as gathering,
+        _gathered(spec, here, environ, interrupts) as rounds,
         kept_port(only_port) as port,  # after the fork, so that no worker inherits what keeps it
     ):
         from lockstep.launch.agent import Agent
         from lockstep.launch.rendezvous import Rendezvous
 
-        name, token = _agree(gathering, place, private)
-        rendezvous = Rendezvous(name, ranks, gathering, port=store_port, listens=listens)
+        name, token = _agree(rounds, place, private)
+        rendezvous = Rendezvous(name, ranks, rounds, port=store_port, listens=listens)
         alone = _alone(private if has_locks else None, port, token, listens=listens)
         several = _among_several(None if servers.count(spec, environ) else port, token)
-        meets = alone if gathering is None else several
+        meets = alone if rounds is None else several
         standing = RankProgress(memory, ranks)
         agent = Agent(
             _planner(spec, here, environ, place, private, meets),
@@ -221,44 +219,40 @@ def _among_several(port: int | None, token: str) -> Callable[[Meeting], Meeting]
 @contextlib.contextmanager
 def _gathered(
     spec: LaunchSpec, here: Machine, environ: Mapping[str, str], interrupts: Interrupts
-) -> Iterator[FixedRendezvous | ElasticRendezvous | None]:
+) -> Iterator[Rounds | None]:
     """Meet the launchers of the other nodes, if there are any."""
     nodes = spec.nodes
     # A function is launched for its values, which other launchers would not get.
     work = (spec.target, *spec.args)
-    party = None if spec.kind == "function" else find_party(nodes, work, environ)
-    if party is None:
+    config = None if spec.kind == "function" else rendezvous_config(nodes, work, environ)
+    if config is None:
         _check_port(nodes.main_port or 0)
         yield None
         return
+    from lockstep.launch.nodes.join import LAST_CALL_SECONDS, Terms
+    from lockstep.launch.nodes.rounds import Rounds
     from lockstep.world.meet import chosen_interface, join_timeout
 
-    seconds = nodes.join_timeout or join_timeout().total_seconds()
-    check = _patience(party, seconds, interrupts)
-    own, interface = _describe(spec, here, environ), nodes.interface or chosen_interface()
-    if party.least is None:
-        from lockstep.launch.fixed_rendezvous import gather
-
-        meeting: FixedRendezvous | ElasticRendezvous = gather(
-            party, own, seconds=seconds, interface=interface, check=check
-        )
-    else:
-        from lockstep.launch.elastic_rendezvous import ElasticRendezvous
-        from lockstep.launch.join import LAST_CALL_SECONDS, Terms
-
-        terms = Terms(
-            least=party.least,
-            most=party.count,
-            seconds=seconds,
-            last_call=nodes.last_call or LAST_CALL_SECONDS,
-        )
-        # Now, and not when a node comes that is one too many.
+    own = _describe(spec, here, environ)
+    terms = Terms(
+        least=config.least or config.count,
+        most=config.count,
+        fixed=config.least is None,
+        seconds=nodes.join_timeout or join_timeout().total_seconds(),
+        last_call=nodes.last_call or LAST_CALL_SECONDS,
+    )
+    if not terms.fixed:  # now, and not when a node comes that is one too many
         check_replicas(spec, environ, terms.most * own.ranks)
-        meeting = ElasticRendezvous(party, own, terms, interface=interface, check=check, say=say)
-    with contextlib.closing(meeting):
-        if party.least is None and meeting.roster.index == 0:
-            say(f"lockstep: {meeting.roster}")
-        yield meeting
+    rounds = Rounds(
+        config,
+        own,
+        terms,
+        interface=nodes.interface or chosen_interface(),
+        check=_patience(config, terms.seconds, interrupts),
+        say=say,
+    )
+    with contextlib.closing(rounds):
+        yield rounds
 
 
 def _describe(spec: LaunchSpec, here: Machine, environ: Mapping[str, str]) -> Launcher:
@@ -273,7 +267,7 @@ def _describe(spec: LaunchSpec, here: Machine, environ: Mapping[str, str]) -> La
 
 
 def _patience(
-    party: RendezvousConfig, seconds: float, interrupts: Interrupts
+    config: RendezvousConfig, seconds: float, interrupts: Interrupts
 ) -> Callable[[], None]:
     """Return what is called while other launchers are waited for: says so, after a moment."""
     began = last = time.monotonic()
@@ -288,8 +282,7 @@ def _patience(
         last = now
         if not told and now - began > _SILENCE_SECONDS:
             told = True
-            where = party.directory or party.address
-            say(f"lockstep: waiting for the other nodes at {where}, {seconds:g} s at most")
+            say(f"lockstep: waiting for the other nodes at {config.place}, {seconds:g} s at most")
 
     return check
 
@@ -305,27 +298,22 @@ def _judge(rendezvous: Rendezvous) -> Callable[[list[Failure]], Verdict]:
     return judge
 
 
-def _agree(
-    gathering: FixedRendezvous | ElasticRendezvous | None, place: RunDirectory, private: Path
-) -> tuple[str, str]:
+def _agree(rounds: Rounds | None, place: RunDirectory, private: Path) -> tuple[str, str]:
     """Return the name of this launch, which no other has, and its secret; make its run's directories."""
     run_id, token = uuid.uuid4().hex, secrets.token_hex(16)
-    if gathering is None:
+    if rounds is None:
         place.make(None, private)
         return run_id, token
     try:
-        if gathering.leads:
+        if rounds.leads:
             run_dir = place.make(None, private)
-            gathering.tell("launch", run_id)
-            gathering.tell("token", token)
-            gathering.tell("directory", run_dir.name)
+            rounds.tell([run_id, token, run_dir.name])
         else:
-            place.make(gathering.hear("directory"), private)
-            run_id, token = gathering.hear("launch"), gathering.hear("token")
+            run_id, token, directory = rounds.hear()
+            place.make(directory, private)
     except LockstepError as error:
-        gathering.fail(error)
+        rounds.fail(error)
         raise
-    gathering.ready()
     return run_id, token
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import cast
 
 from lockstep.errors import UnreachableError, UsageError
-from lockstep.launch.nodes import Nodes, endpoint_place
+from lockstep.launch.nodes.config import Nodes, endpoint_place
 from lockstep.launch.spec import StartMethod, TargetKind
-from lockstep.world import network, port_discovery
+from lockstep.world import network
 
 _MEETING_HINT = (
     "--rdzv-endpoint HOST or --rdzv-endpoint file:///SHARED/DIRECTORY needs no other service"
@@ -204,14 +204,14 @@ def _count(given: dict[str, object]) -> None:
 
 def _is_here(address: str) -> bool:
     """Return whether an address or a host's name means this machine."""
-    if port_discovery.is_loopback(address) or address == socket.gethostname():
+    if network.is_loopback(address) or address == socket.gethostname():
         return True
     try:
         found = network.addresses_of(address)
     except UnreachableError:
         return False
     own = {one.address for one in network.interfaces()}
-    return any(one in own or port_discovery.is_loopback(one) for one in found)
+    return any(one in own or network.is_loopback(one) for one in found)
 
 
 def _interface_of(address: str) -> str:

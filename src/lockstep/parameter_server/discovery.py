@@ -17,12 +17,14 @@ from dataclasses import asdict, dataclass
 import torch.distributed as dist
 
 from lockstep.errors import PeerError, WorldError
-from lockstep.world import network, port_discovery
+from lockstep.world import network
 from lockstep.world.environments.init_method import STORE
 from lockstep.world.environments.lockstep import TOKEN
 from lockstep.world.environments.variables import meeting_place
-from lockstep.world.meet import LOOPBACK, connect_store, join_timeout, launch_store
+from lockstep.world.meet import join_timeout
 from lockstep.world.model import World
+from lockstep.world.rendezvous.port_discovery import await_port
+from lockstep.world.rendezvous.store import LOOPBACK, connect_store, launch_store
 from lockstep.world.waiting import await_any
 
 _PREFIX = "lockstep/servers"
@@ -67,8 +69,8 @@ def proof(token: str, role: str, nonces: tuple[str, str]) -> str:
 
 def listen(address: str) -> tuple[socket.socket, Place]:
     """Return a socket that listens at `address`, where workers reach it, and its place."""
-    if port_discovery.listens_locally(address):
-        listener = port_discovery.listen(0, loopback=True)
+    if network.listens_locally(address):
+        listener = network.listen(0, loopback=True)
         return listener, Place(address=LOOPBACK, port=listener.getsockname()[1])
     for candidate in network.addresses_of(address):
         family = socket.AF_INET6 if ":" in candidate else socket.AF_INET
@@ -76,7 +78,7 @@ def listen(address: str) -> tuple[socket.socket, Place]:
         with contextlib.suppress(OSError):
             listener = socket.create_server((candidate, 0), family=family, backlog=1024)
             return listener, Place(address=candidate, port=listener.getsockname()[1])
-    listener = port_discovery.listen(0, loopback=False)
+    listener = network.listen(0, loopback=False)
     return listener, Place(address=address, port=listener.getsockname()[1])
 
 
@@ -146,7 +148,5 @@ def _launch(environ: Mapping[str, str]) -> tuple[str, int]:
 def _store(file: str | None, address: str, port: int) -> dist.Store:
     if file:
         return dist.PrefixStore(_PREFIX, launch_store(file))
-    found = port_discovery.await_port(
-        network.addresses_of(address), port, "the launch's store", _CONNECT_SECONDS
-    )
+    found = await_port(network.addresses_of(address), port, "the launch's store", _CONNECT_SECONDS)
     return dist.PrefixStore(_PREFIX, connect_store(found, port))

@@ -23,7 +23,8 @@ from lockstep.parameter_server.client import Client, Clients
 from lockstep.parameter_server.discovery import Place
 from lockstep.strategies.model_context import ModelContext
 from lockstep.world.environments.lockstep import SERVER, SERVER_ROOT, TOKEN
-from lockstep.world.meet import LOOPBACK, Meeting
+from lockstep.world.meet import Meeting
+from lockstep.world.rendezvous.store import LOOPBACK
 
 _KEY = "servers/own"
 #: How long a server may take to end when all workers have left.

@@ -15,7 +15,7 @@ from lockstep.training.context import Context
 from lockstep.training.loop import Loop
 from lockstep.training.state import State
 from lockstep.world.groups import keep
-from lockstep.world.meet import TIMEOUT
+from lockstep.world.rendezvous.store import TIMEOUT
 
 
 def synchronise(context: Context, state: State, loop: Loop, module: nn.Module) -> nn.Module:

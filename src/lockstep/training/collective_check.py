@@ -18,8 +18,9 @@ import torch.distributed as dist
 from lockstep.errors import MismatchError, PeerError
 from lockstep.record import stacks
 from lockstep.training.heartbeat import Call, Heartbeat
-from lockstep.world.meet import TIMEOUT, Meeting
+from lockstep.world.meet import Meeting
 from lockstep.world.model import World
+from lockstep.world.rendezvous.store import TIMEOUT
 
 #: Bytes in which a rank says what it is in.
 _LENGTH = 256

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from lockstep.errors import DeviceError
 from lockstep.world.devices import device_identity
 from lockstep.world.groups import keep
-from lockstep.world.meet import TIMEOUT, Meeting
+from lockstep.world.meet import Meeting
+from lockstep.world.rendezvous.store import TIMEOUT
 
 
 @dataclass(frozen=True, slots=True)

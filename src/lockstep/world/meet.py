@@ -1,6 +1,6 @@
 """From a world to the store where its ranks meet: made here, never guessed.
 
-environment ── World ── store ── roll call ── survey of the nodes ── World, complete
+environment ── World ── store ── membership check ── connectivity check ── World, complete
 """
 
 from __future__ import annotations
@@ -9,9 +9,6 @@ import contextlib
 import errno
 import itertools
 import os
-import secrets
-import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,27 +17,24 @@ from pathlib import Path
 import torch.distributed as dist
 
 from lockstep.errors import LockstepError, PeerError, UnreachableError, UsageError, WorldError
-from lockstep.world import clocks, host, membership_check, mpi, network, port_discovery
-from lockstep.world.connectivity_check import survey
+from lockstep.world import mpi, network
 from lockstep.world.environments.lockstep import MARK
 from lockstep.world.model import World
-from lockstep.world.port_discovery import PortDiscovery
+from lockstep.world.rendezvous import membership_check, port_discovery
+from lockstep.world.rendezvous.connectivity_check import check_connectivity
+from lockstep.world.rendezvous.store import (
+    TIMEOUT,
+    connect_store,
+    host_store,
+    launch_store,
+    open_file,
+)
 from lockstep.world.waiting import await_any
 
-#: How long collectives and notes of other ranks are waited for: torch.distributed's own default.
-TIMEOUT = timedelta(minutes=30)
 _JOIN_VARIABLE = "LOCKSTEP_JOIN_TIMEOUT"
 _JOIN_SECONDS = 300.0
-#: How far apart nodes may come to the survey, and how long ranks wait for the one of their node that takes
-#: part in it.
-_NAMES_SECONDS, _SURVEY_SECONDS = 30.0, 120.0
-#: How long a store may take to answer a new client, once something listens at its port. Both ask the
-#: resolver for each other's names (torch 2.13), which takes half a minute where it does not answer.
-_STORE_TIMEOUT = timedelta(seconds=60)
-#: A file in which ranks meet begins with the length of a short key.
-_LONGEST_KEY = 1 << 16
-#: Where a store is that serves one host alone.
-LOOPBACK = "127.0.0.1"
+#: How long ranks wait for the one of their node that takes part in the connectivity check.
+_SURVEY_SECONDS = 120.0
 
 #: Runs of this process so far. All ranks make the same runs in the same order, so that the number keeps
 #: the notes of one run from being taken for another's.
@@ -160,12 +154,14 @@ def meet(world: World, store: dist.Store | None = None) -> Meeting:
     if given is None and dist.is_initialized():
         given = dist.distributed_c10d._get_default_store()
     wait = join_timeout()
-    base = _reach_store(world, number, wait) if given is None else given
-    fresh = dist.PrefixStore(f"lockstep/{world.generation}/{number}", base)
-    # What `lockstep run` started, its agents have called and surveyed; but a file may be a stale one.
-    if world.environment != "lockstep" or world.file is not None:
-        world = _complete(world, dist.PrefixStore("meet", fresh), number, wait)
-    elif port_discovery.is_loopback(world.address):
+    with contextlib.ExitStack() as meeting:  # closes what tells the others where the store is
+        base = _reach_store(world, number, wait, meeting) if given is None else given
+        fresh = dist.PrefixStore(f"lockstep/{world.generation}/{number}", base)
+        # What `lockstep run` started, its launchers have checked; but a file may be a stale one.
+        unchecked = world.environment != "lockstep" or world.file is not None
+        if unchecked:
+            world = _complete(world, dist.PrefixStore("meet", fresh), number, wait)
+    if not unchecked and network.is_loopback(world.address):
         _use_interface("lo")
     return Meeting(world=world, store=fresh, number=number, ours=given is None)
 
@@ -217,27 +213,37 @@ def _as_in_group(world: World) -> World:
 
 
 def _complete(world: World, store: dist.Store, number: int, wait: timedelta) -> World:
-    card = membership_check.Card.of(world, os.getpid())
-    roll = dist.PrefixStore("roll", store)
+    own = membership_check.RankInfo.of(world, os.getpid())
+    notes = dist.PrefixStore("members", store)
     try:
-        place = membership_check.call(roll, world.rank, card, wait)
+        world, names = membership_check.check_members(notes, world, own, wait.total_seconds())
     except WorldError:
-        if world.file is not None and world.is_main and membership_check.came_once(roll, 0):
+        if world.file is not None and world.is_main and membership_check.came_once(notes, 0):
             _file_of(world, number).unlink(missing_ok=True)  # a meeting of nobody else's
         raise
-    world = membership_check.placed(world, place)
     if world.node_count == 1:
         _use_interface("lo")
     else:
-        _survey(world, store)
+        _check_connectivity(world, names, store)
     return world
 
 
-def _survey(world: World, store: dist.Store) -> None:
-    """Let one rank of each node find out where the others reach it, and tell its neighbours."""
+def _check_connectivity(world: World, names: Sequence[str], store: dist.Store) -> None:
+    """Let one rank of each node find out where the others reach it, and tell the others there."""
     mine = f"interface/{world.node_rank}"
     if world.local_rank == 0:
-        _survey_nodes(world, dist.PrefixStore("survey", store), store, mine)
+        labels = [f"node {number} ({name})" for number, name in enumerate(names)]
+        try:
+            found = check_connectivity(
+                dist.PrefixStore("connectivity", store),
+                index=world.node_rank,
+                labels=labels,
+                interface=chosen_interface(),
+            )
+        except LockstepError as error:
+            store.set(mine, f"\n{error}")
+            raise
+        store.set(mine, found[world.node_rank].interface)
     if await_any(store, [[mine]], _SURVEY_SECONDS) is None:
         raise UnreachableError(
             f"the first rank of node {world.node_rank} has not tried the network"
@@ -246,23 +252,6 @@ def _survey(world: World, store: dist.Store) -> None:
     if problem:
         raise UnreachableError(problem)
     _use_interface(interface)
-
-
-def _survey_nodes(world: World, store: dist.Store, notes: dist.Store, mine: str) -> None:
-    notes.set(f"name/{world.node_rank}", host.name())
-    names = [f"name/{number}" for number in range(world.node_count)]
-    await_any(notes, [names], _NAMES_SECONDS)
-    labels = [
-        f"node {number} ({notes.get(name).decode() if notes.check([name]) else 'not here'})"
-        for number, name in enumerate(names)
-    ]
-    try:
-        found = survey(store, index=world.node_rank, labels=labels, interface=chosen_interface())
-    except LockstepError as error:
-        notes.set(mine, f"\n{error}")
-        raise
-    notes.set(mine, found[world.node_rank].interface)
-    clocks.compare(dist.PrefixStore("clocks", store), world.node_rank, labels)
 
 
 def chosen_interface() -> str | None:
@@ -281,19 +270,21 @@ def _use_interface(name: str) -> None:
             os.environ[variable] = name
 
 
-def _reach_store(world: World, number: int, wait: timedelta) -> dist.Store:
+def _reach_store(
+    world: World, number: int, wait: timedelta, meeting: contextlib.ExitStack
+) -> dist.Store:
     if world.file is not None:
-        return _open_file(_file_of(world, number))
+        return open_file(_file_of(world, number))
     if world.launch_file is not None:
         return launch_store(world.launch_file)
     if world.by_mpi:
         name, addresses = mpi.agree(world)
-        return _through_door(world, name, addresses, wait)
+        return _by_name(world, name, addresses, wait, meeting)
     assert world.address is not None, "World checks it"
     if world.key is not None and world.port is None:
         name = f"{world.key}/{world.generation}/{number}"
         addresses = () if world.is_main else network.addresses_of(world.address)
-        return _through_door(world, name, addresses, wait)
+        return _by_name(world, name, addresses, wait, meeting)
     if world.rank == 0 and not world.agent_store:
         return _host(world)
     address = _first_reachable(world, wait)
@@ -306,111 +297,30 @@ def _file_of(world: World, number: int) -> Path:
     return Path(world.file if number == 0 else f"{world.file}.{number}")
 
 
-def _open_file(path: Path) -> dist.Store:
-    if not path.parent.is_dir():
-        raise WorldError(
-            f"the directory of the meeting file {path} does not exist",
-            hint="it must be a directory that all nodes share",
-        )
-    # torch would wait for minutes for a file that cannot be opened, and for ever in one that is no store.
-    try:
-        path.touch()
-        with path.open("r+b") as file:
-            head = file.read(4)
-    except OSError as error:
-        raise WorldError(
-            f"the meeting file {path} cannot be opened: {port_discovery.reason(error)}"
-        ) from error
-    if int.from_bytes(head, sys.byteorder) > _LONGEST_KEY:
-        raise WorldError(
-            f"{path} is there, and no file in which ranks have met; expected none",
-            hint="give file:// the path of a file that is not there yet",
-        )
-    return dist.FileStore(str(path), -1)
-
-
-def launch_store(file: str) -> dist.Store:
-    """Return a client of the store of a launch whose launcher starts all ranks.
-
-    It is a file and no port: the system keeps other users from it.
-    """
-    return dist.FileStore(file, -1)
-
-
-def _through_door(world: World, name: str, addresses: Sequence[str], wait: timedelta) -> dist.Store:
-    loopback = port_discovery.listens_locally(world.address)
+def _by_name(
+    world: World,
+    name: str,
+    addresses: Sequence[str],
+    wait: timedelta,
+    meeting: contextlib.ExitStack,
+) -> dist.Store:
+    loopback = network.listens_locally(world.address)
     if world.rank == 0:
         store = host_store(0, loopback=loopback)
-        guests = [f"rank {rank}" for rank in range(1, world.size)]
-        PortDiscovery(name=name, store_port=store.port, guests=guests, loopback=loopback).serve(
-            wait.total_seconds()
-        )
+        meeting.enter_context(port_discovery.announce(name, store.port, loopback=loopback))
         return store
-    answer = port_discovery.knock(
-        addresses,
-        name,
-        f"rank {world.rank}",
-        token=secrets.token_hex(8),
-        seconds=wait.total_seconds(),
-    )
-    return connect_store(answer.address, answer.port)
-
-
-def connect_store(address: str, port: int) -> dist.TCPStore:
-    """Return a client of the store at an address and a port.
-
-    Raises:
-        WorldError: if what listens there is no store.
-    """
-    made: list[dist.TCPStore | dist.DistError] = []
-
-    def make() -> None:
-        try:
-            made.append(dist.TCPStore(address, port, is_master=False, timeout=_STORE_TIMEOUT))
-        except dist.DistError as error:
-            made.append(error)
-
-    # torch never gives up on a program that listens and says nothing, whatever the timeout.
-    thread = threading.Thread(target=make, name="lockstep-connect", daemon=True)
-    thread.start()
-    thread.join(1.5 * _STORE_TIMEOUT.total_seconds())
-    store = made[0] if made else None
-    if not isinstance(store, dist.TCPStore):
-        why = "it says nothing" if store is None else str(store).partition("\n")[0]
-        raise WorldError(
-            f"what listens at {address} on port {port} is no store: {why}",
-            hint="another program has the port: choose another MASTER_PORT",
-        )
-    store.set_timeout(TIMEOUT)
-    return store
-
-
-def host_store(port: int, *, loopback: bool) -> dist.TCPStore:
-    """Host a store at `port`, 0 for one that the system chooses.
-
-    Raises:
-        OSError: if the port is taken.
-    """
-    listener = port_discovery.listen(port, loopback=loopback)
-    port = listener.getsockname()[1]
-    return dist.TCPStore(
-        LOOPBACK,
-        port,
-        is_master=True,
-        timeout=TIMEOUT,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    who = f"rank {world.rank}"
+    return connect_store(*port_discovery.find(addresses, name, who, seconds=wait.total_seconds()))
 
 
 def _host(world: World) -> dist.Store:
     assert world.port is not None
     try:
-        return host_store(world.port, loopback=port_discovery.listens_locally(world.address))
+        return host_store(world.port, loopback=network.listens_locally(world.address))
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise WorldError(
-                f"port {world.port} cannot be opened: {port_discovery.reason(error)}"
+                f"port {world.port} cannot be opened: {network.reason(error)}"
             ) from error
         raise WorldError(
             f"port {world.port} on {world.address} is taken",

@@ -7,7 +7,9 @@ name (`SH-IDC1-10-5-36-65` is 10.5.36.65), or Slurm knows it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
+import os
 import re
 import socket
 import threading
@@ -21,6 +23,13 @@ _RESOLVER_SECONDS = 3.0
 _CARRIED = re.compile(r"(?:^|\D)(\d{1,3})[-_](\d{1,3})[-_](\d{1,3})[-_](\d{1,3})$")
 #: Any port will do where a socket only asks the routing table.
 _NO_PORT = 9
+_UNREACHED = {
+    errno.EINVAL: "no route",  # what a blackhole in the routing table gives
+    errno.ENETUNREACH: "no route (network is unreachable)",
+    errno.EHOSTUNREACH: "no answer from the host, or no route to it",
+    errno.EACCES: "forbidden by a route or a firewall here",
+    errno.EPERM: "forbidden by a firewall here",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,3 +176,42 @@ def _ask_resolver(host: str) -> tuple[str, ...] | str:
         return f"said {(why or str(error))!r}"
     addresses = dict.fromkeys(str(entry[4][0]) for entry in found)
     return tuple(one for one in addresses if "%" not in one) or "knows no address of it"
+
+
+def listen(port: int, *, loopback: bool) -> socket.socket:
+    """Return a socket that listens at `port`, of this host alone or of all its interfaces."""
+    if loopback:
+        return socket.create_server(("127.0.0.1", port), backlog=1024)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(
+            ("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True
+        )
+    return socket.create_server(("", port), backlog=1024)
+
+
+def listens_locally(address: str | None) -> bool:
+    """Return whether clients of `address` find what listens on this host's 127.0.0.1 alone."""
+    return address in ("localhost", "127.0.0.1")
+
+
+def is_loopback(address: str | None) -> bool:
+    """Return whether an address or a host's name means this host alone."""
+    if address == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(address or "").is_loopback
+    except ValueError:
+        return False
+
+
+def reason(error: OSError) -> str:
+    """Return why a call of the system failed, in its words."""
+    if isinstance(error, TimeoutError):
+        return "timed out"
+    return (error.strerror or str(error)).lower()
+
+
+def why_unreached(error: OSError) -> str:
+    """Return why a host was not reached, in words."""
+    code = error.errno or 0
+    return _UNREACHED.get(code) or (os.strerror(code).lower() if code else reason(error))

@@ -10,7 +10,7 @@ import pytest
 from lockstep.errors import DeviceError, UsageError
 from lockstep.launch.given import Given
 from lockstep.launch.machine import Machine
-from lockstep.launch.membership import Membership
+from lockstep.launch.nodes.membership import Membership
 from lockstep.launch.plan import Meeting, arguments, command, count_ranks, make_plan
 from lockstep.launch.spec import LaunchSpec
 from lockstep.world import World, detect

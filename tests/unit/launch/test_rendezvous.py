@@ -1,33 +1,11 @@
-"""How agents meet: one alone, and several that have gathered."""
+"""How agents meet: one alone, each generation with a store of its own."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
 
-from lockstep.launch.fixed_rendezvous import FixedRendezvous
-from lockstep.launch.membership import Membership
 from lockstep.launch.rendezvous import Rendezvous
-from tests.unit.threads import together
-
-
-def go_on() -> None:
-    pass
-
-
-def gatherings(count: int) -> list[FixedRendezvous]:
-    store = dist.HashStore()
-    first = Membership(
-        index=0,
-        ranks=(2,) * count,
-        nodes=(0,) * count,
-        names=tuple(f"node {k}" for k in range(count)),
-        address="127.0.0.1",
-        interface=None,
-    )
-    return [FixedRendezvous(store, replace(first, index=k), go_on) for k in range(count)]
 
 
 def test_alone() -> None:
@@ -67,16 +45,6 @@ def test_a_store_on_this_host_is_for_this_host() -> None:
         if link.laddr.port == port and link.status == psutil.CONN_LISTEN
     ]
     assert listening == ["127.0.0.1"]
-
-
-def test_launchers_that_have_gathered_share_a_store() -> None:
-    all_of_them = [Rendezvous("id", 2, one) for one in gatherings(3)]
-    for generation in range(2):
-        ports = together(*(one.next_generation for one in all_of_them))
-        assert len(set(ports)) == 1
-        assert not all_of_them[0].store.check(["note"])
-        all_of_them[0].store.set("note", f"{generation}")
-        assert all_of_them[2].store.get("note").decode() == f"{generation}"
 
 
 def test_the_end() -> None:

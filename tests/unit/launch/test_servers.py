@@ -150,8 +150,8 @@ def test_the_traceback_of_a_server_is_said_to_be_its_own() -> None:
 
 
 def test_a_verdict_over_nobody_names_nobody() -> None:
-    from lockstep.launch.coordinator import lost_verdict
     from lockstep.launch.functions import failed
+    from lockstep.launch.nodes.coordinator import lost_verdict
 
     verdict = lost_verdict("node 1", "its launcher has ended")
     assert verdict.name is None

@@ -12,7 +12,7 @@ import pytest
 from lockstep.cli import _parser, run, torchrun
 from lockstep.errors import UsageError
 from lockstep.launch.given import Given
-from lockstep.launch.nodes import Nodes
+from lockstep.launch.nodes.config import Nodes
 from lockstep.launch.spec import LaunchSpec
 from lockstep.launch.streams import Streams, parse_bits
 from lockstep.launch.torchrun import asked_of

@@ -106,3 +106,55 @@ def test_a_resolver_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.M
     monkeypatch.setattr("lockstep.world.slurm_nodes.address", {}.get)
     with pytest.raises(UnreachableError, match=r"the resolver did not answer within 0\.1 s"):
         network.addresses_of("far-away")
+
+
+# Listening.
+
+
+@pytest.mark.parametrize(
+    ("address", "is_loopback", "listens_locally"),
+    [
+        ("localhost", True, True),
+        ("127.0.0.1", True, True),
+        ("127.0.1.1", True, False),
+        ("::1", True, False),
+        ("10.0.0.1", False, False),
+        ("127.example.org", False, False),
+        ("", False, False),
+        (None, False, False),
+    ],
+)
+def test_loopback_addresses(address: str | None, is_loopback: bool, listens_locally: bool) -> None:
+    assert network.is_loopback(address) == is_loopback
+    assert network.listens_locally(address) == listens_locally
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "127.0.1.1", "::1"])
+def test_a_listener_is_found_at_its_address(address: str) -> None:
+    if ":" in address and not socket.has_dualstack_ipv6():
+        pytest.skip("needs IPv6")
+    with network.listen(0, loopback=network.listens_locally(address)) as listener:
+        port = listener.getsockname()[1]
+        socket.create_connection((address, port), timeout=2).close()
+        for loopback in (True, False):
+            with pytest.raises(OSError, match="in use"):
+                network.listen(port, loopback=loopback)
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "unreached"),
+    [
+        (TimeoutError(), "timed out", "timed out"),
+        (
+            OSError(113, "No route to host"),
+            "no route to host",
+            "no answer from the host, or no route",
+        ),
+        (OSError(101, "Network is unreachable"), "network is unreachable", "no route"),
+        (OSError(111, "Connection refused"), "connection refused", "connection refused"),
+        (OSError("odd"), "odd", "odd"),
+    ],
+)
+def test_reasons(error: OSError, words: str, unreached: str) -> None:
+    assert network.reason(error) == words
+    assert network.why_unreached(error).startswith(unreached)

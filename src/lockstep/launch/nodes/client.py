@@ -1,0 +1,349 @@
+"""The other launchers while the workers run: who failed, who is lost, and one decision for all.
+
+    launcher k: how it is ──> launcher 0: coordinator ──> what is decided
+
+Threads talk, since a network that is cut answers late; the launcher only looks at what they have found.
+A connection that is silent is given up after a moment for a new one: TCP by itself would wait longer
+and longer between two attempts, and take a cable that was out for ten seconds for a dead host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from lockstep.launch.nodes import coordinator
+from lockstep.launch.nodes.coordinator import Coordinator, Policy
+from lockstep.launch.nodes.membership import Membership
+from lockstep.launch.nodes.messages import Answer, Decision, Said, Told, lost_verdict
+from lockstep.launch.nodes.server import LINE, CoordinatorServer, Place
+from lockstep.world import network
+from lockstep.world.waiting import Check
+
+_BEAT_SECONDS = 0.25
+_INTERVAL = 0.02
+#: How long an answer may take before another connection is tried.
+_ANSWER_SECONDS = 2.0
+_CONNECT_SECONDS = 1.0
+#: A launcher whose thread stands still for as long, in a call of the system, says nothing any more. Longer
+#: than any call that it makes on purpose; where it waits for workers to end, it looks again and again.
+_STUCK_SECONDS = 120.0
+#: Seconds between two looks at it, and the longest time between two that counts: a launcher that was
+#: stopped as a whole has not looked.
+_LOOK_SECONDS = 1.0
+_LONGEST_LOOK = 5.0
+#: A host that refuses for as long is there, and its launcher 0 is not.
+_REFUSED_SECONDS = 1.5
+
+
+class RoundOverError(Exception):
+    """The round is over: what is waited for will not come.
+
+    Args:
+        decision: why.
+    """
+
+    def __init__(self, decision: Decision) -> None:
+        super().__init__(decision)
+        self.decision = decision
+
+
+class CoordinatorClient:
+    """What this launcher knows of the others, and they of it, in one round.
+
+    Args:
+        roster: who they are.
+        place: where launcher 0 listens; `None` on launcher 0.
+        generation: number of the round's first generation.
+        policy: launcher 0's: which failures are followed by new workers.
+        least: how many launchers a launch needs that goes on without those that are lost; `None` for one
+            that does not.
+        hint: what could have been done about the loss of launcher 0, where it ends the launch.
+    """
+
+    def __init__(
+        self,
+        roster: Membership,
+        place: Place | None = None,
+        *,
+        generation: int = 0,
+        policy: Policy = lambda _: None,
+        least: int | None = None,
+        hint: str | None = None,
+    ) -> None:
+        self._roster = roster
+        self._least = least
+        self._hint = hint
+        self._lock = threading.Lock()
+        self._said = Said(index=roster.index, generation=generation)
+        self._answer = Answer()
+        self._wake, self._stop = threading.Event(), threading.Event()
+        self._owner = Owner()
+        if place is None:
+            now = time.monotonic()
+            own = Coordinator(roster, now, policy=policy, least=least, generation=generation)
+            # Others may come, from other hosts.
+            loopback = least is None and network.listens_locally(roster.address)
+            self.server: CoordinatorServer | None = CoordinatorServer(
+                roster, own, loopback=loopback
+            )
+            self.place = self.server.place
+            self._connection = None
+        else:
+            self.server = None
+            self.place = place
+            self._connection = _Connection(roster.address, place)
+        self._thread = threading.Thread(
+            target=self._talk, name="lockstep-coordinator-client", daemon=True
+        )
+        self._thread.start()
+
+    def fail(self, told: Told) -> None:
+        """Tell the others that this launcher's workers failed."""
+        self._say(failure=told)
+
+    def done(self) -> None:
+        """Tell the others that this launcher's workers ended well."""
+        self._say(done=True)
+
+    def leave(self, why: str, *, saves: bool = False) -> None:
+        """Tell the others that this launcher leaves: they are to go on without it.
+
+        Args:
+            why: what they are told.
+            saves: whether it can wait until all have saved the run's state, if too few would stay.
+        """
+        if (self._said.leaves, self._said.saves) != (why, saves):
+            self._say(leaves=why, saves=saves)
+
+    @property
+    def saves(self) -> bool:
+        """Whether all launchers are to let their ranks save the run's state and leave."""
+        return self._answer.saves
+
+    def enter(self, generation: int, open_store: Callable[[], int], check: Check) -> int:
+        """Begin a generation, when all have ended their workers of the one before; return its port.
+
+        Args:
+            generation: its number.
+            open_store: opens the store of the generation and returns its port; launcher 0 calls it.
+            check: called again and again meanwhile; may raise to end it.
+
+        Raises:
+            RoundOverError: if the round is over instead.
+        """
+        with self._lock:
+            self._said = Said(index=self._roster.index, generation=generation)
+            self._answer = Answer()
+        if self.server is not None:
+            with self.server.locked() as own:
+                own.enter(generation)
+        self._wake.set()
+        opened = False
+        while True:
+            check()
+            decision, port = self.decision, self._answer.port
+            if decision is not None and decision.is_last:
+                raise RoundOverError(decision)
+            if port:
+                return port
+            if self.server is not None and not opened:
+                opened = self._open(self.server, open_store)
+            time.sleep(_INTERVAL)
+
+    @staticmethod
+    def _open(server: CoordinatorServer, open_store: Callable[[], int]) -> bool:
+        """Open the store of the generation, if all launchers are in it; return whether they are."""
+        with server.locked() as own:
+            entered = own.all_entered
+        if entered:
+            port = open_store()
+            with server.locked() as own:
+                own.open(port)
+        return entered
+
+    @property
+    def decision(self) -> Decision | None:
+        """What is decided, where something is; or what follows from the loss of launcher 0."""
+        decision = self._answer.decision
+        if decision is None and self._connection is not None and self._connection.lost is not None:
+            decision = self._without_coordinator(self._connection.lost)
+        if decision is None or decision.verdict is None or self._roster.speaks:
+            return decision
+        return replace(decision, verdict=replace(decision.verdict, text=""))
+
+    def _without_coordinator(self, why: str) -> Decision:
+        verdict = lost_verdict(self._roster.names[0], why, hint=self._hint)
+        if self._least is not None and self._hint is None:
+            staying = tuple(range(1, self._roster.count))
+            text = verdict.text.removeprefix("lockstep: ")
+            return Decision(kind="round", text=text, verdict=verdict, staying=staying)
+        return Decision(kind="end", verdict=verdict)
+
+    @property
+    def has_lost_coordinator(self) -> bool:
+        """Whether this launcher has heard no decision, and launcher 0 is lost."""
+        return (
+            self._answer.decision is None
+            and self._connection is not None
+            and self._connection.is_lost
+        )
+
+    def close(self) -> None:
+        """Stop talking; launcher 0 after the others have heard the last decision."""
+        self._stop.set()
+        self._wake.set()
+        self._thread.join(_ANSWER_SECONDS + _CONNECT_SECONDS + 0.5)
+        if self.server is not None:
+            self.server.close()
+
+    def _say(self, **news: Any) -> None:
+        with self._lock:
+            self._said = replace(self._said, **news)
+        self._wake.set()
+
+    def _talk(self) -> None:
+        while True:
+            stopping = self._stop.is_set()
+            if self._owner.is_stuck():
+                self._fall_silent()
+            else:
+                self._exchange()
+            decision = self._answer.decision
+            is_last = decision is not None and decision.is_last
+            if stopping or is_last:
+                break
+            self._wake.wait(self._pause)
+            self._wake.clear()
+        if is_last:
+            self._say(heard=True)
+            self._exchange()
+        if self._connection is not None:
+            self._connection.close()
+
+    @property
+    def _pause(self) -> float:
+        """Seconds until the next sign of life: few while this launcher waits for a decision."""
+        said, waiting = self._said, self._answer.port == 0
+        told = said.done or bool(said.leaves) or said.failure is not None
+        hurry = waiting or told or self.server is not None
+        return _INTERVAL if hurry else _BEAT_SECONDS
+
+    def _fall_silent(self) -> None:
+        """Let the others take this launcher for lost: its thread does nothing that is decided."""
+        if self.server is not None:
+            self.server.close()
+
+    def _exchange(self) -> None:
+        with self._lock:
+            said = self._said
+        answer = self.server.hear(said) if self.server is not None else self._ask(said)
+        with self._lock:
+            # What was asked of an earlier generation says nothing of this one.
+            if answer is not None and said.generation == self._said.generation:
+                self._answer = answer
+
+    def _ask(self, said: Said) -> Answer | None:
+        assert self._connection is not None
+        told = self._connection.ask(asdict(said))
+        return None if told is None else Answer.parse(told)
+
+
+class Owner:
+    """The thread of a launcher that starts and ends workers: whether it moves.
+
+    It is seen by its switches of context, of which each of its short waits is one; a call to a file server
+    that does not answer has none.
+    """
+
+    def __init__(self) -> None:
+        self._status = Path(f"/proc/self/task/{threading.get_native_id()}/status")
+        self._switches = ""
+        self._looked = time.monotonic()
+        self._still = 0.0
+
+    def is_stuck(self) -> bool:
+        """Return whether it has not moved for too long; often called."""
+        passed = time.monotonic() - self._looked
+        if passed >= _LOOK_SECONDS:
+            self._looked += passed
+            before, self._switches = self._switches, self._read()
+            moves = self._switches != before
+            self._still = 0.0 if moves else self._still + min(passed, _LONGEST_LOOK)
+        return self._still > _STUCK_SECONDS
+
+    def _read(self) -> str:
+        try:
+            return self._status.read_text().partition("\nvoluntary_ctxt_switches:")[2]
+        except OSError:
+            return ""  # the thread has ended: that is nothing that moves
+
+
+class _Connection:
+    """A launcher's connection to launcher 0, made anew where it is silent."""
+
+    def __init__(self, address: str, place: Place) -> None:
+        self._address, self._place = address, place
+        self._socket: socket.socket | None = None
+        self._reader: Any = None
+        self._heard = time.monotonic()
+        self._refused: float | None = None
+
+    def ask(self, message: dict[str, Any]) -> dict[str, Any] | None:
+        """Say something; return the answer, or `None` where there is none now."""
+        try:
+            if self._socket is None:
+                self._connect()
+            assert self._socket is not None
+            text = json.dumps({"token": self._place.token, "said": message})
+            self._socket.sendall(text.encode() + b"\n")
+            line = self._reader.readline(LINE)
+            if not line.endswith(b"\n"):
+                raise ConnectionAbortedError
+            told: dict[str, Any] = json.loads(line)
+        except ConnectionRefusedError:
+            self._refused = self._refused or time.monotonic()
+            self.close()
+        except (OSError, ValueError):
+            self.close()
+        else:
+            self._heard, self._refused = time.monotonic(), None
+            return told
+        return None
+
+    def _connect(self) -> None:
+        place = (self._address, self._place.port)
+        self._socket = socket.create_connection(place, timeout=_CONNECT_SECONDS)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket.settimeout(_ANSWER_SECONDS)
+        self._reader = self._socket.makefile("rb")
+
+    @property
+    def lost(self) -> str | None:
+        """Why launcher 0 is lost, if it is."""
+        now, refused = time.monotonic(), self._refused
+        if refused is not None and now - refused > _REFUSED_SECONDS:
+            return "its launcher has ended"
+        if now - self._heard > coordinator.LOST_SECONDS:
+            return f"no sign of its launcher for {coordinator.LOST_SECONDS:.0f} s"
+        return None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether launcher 0 is lost."""
+        return self.lost is not None
+
+    def close(self) -> None:
+        """Hang up."""
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._reader.close()
+                self._socket.close()
+            self._socket = None

@@ -1,0 +1,295 @@
+"""Several launchers, one launch: how many there are, which one this is, and where they meet. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from lockstep.errors import UsageError
+from lockstep.world.environments import mpich, openmpi, slurm
+from lockstep.world.environments.lockstep import MARK
+from lockstep.world.model import World
+
+#: Environments whose tasks may each be a launcher, in order of precedence.
+_TASKS = {"openmpi": openmpi.detect, "mpich": mpich.detect, "slurm": slurm.detect}
+_LONGEST = 86_400 * 365  # seconds
+_MEETING_HINT = (
+    "--node-rank K --master-addr HOST on each node, or --rdzv-endpoint HOST "
+    "or --rdzv-endpoint file:///SHARED/DIRECTORY"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nodes:
+    """What the user says of several nodes.
+
+    Attributes:
+        count: number of launchers, one on each node as a rule; `None` where nobody says. Where they may
+            come and go, the most that there may be.
+        least: how many there must be, where they may come and go; `None` where they may not.
+        rank: number of this one.
+        main_address: host of launcher 0.
+        main_port: the port at which launcher 0 listens; by default one they agree on.
+        endpoint: `HOST`, `HOST:PORT` or `file:///DIRECTORY`: where launchers meet that have no numbers.
+        id: name of the launch, which keeps two launches that meet at one place apart.
+        interface: network interface to use; by default one at which all others reach this node.
+        join_timeout: seconds that launchers may take to come; `None` leaves `LOCKSTEP_JOIN_TIMEOUT`.
+        last_call: seconds that a launch waits for more nodes, once there are as many as it needs.
+        alone: whether this launcher is the only one, whatever the environment says.
+
+    Raises:
+        UsageError: if the values cannot work together.
+    """
+
+    count: int | None = None
+    least: int | None = None
+    rank: int | None = None
+    main_address: str | None = None
+    main_port: int | None = None
+    endpoint: str | None = None
+    id: str | None = None
+    interface: str | None = None
+    join_timeout: float | None = None
+    last_call: float | None = None
+    alone: bool = False
+
+    def __post_init__(self) -> None:
+        if self.count is not None and self.count < 1:
+            raise UsageError(f"--nnodes is {self.count}; expected at least 1")
+        if self.least is not None and not 1 <= self.least <= (self.count or 0):
+            raise UsageError(
+                f"--nnodes is {self.least}:{self.count}; expected MIN:MAX with 1 <= MIN <= MAX"
+            )
+        if self.rank is not None and not 0 <= self.rank < (self.count or 1):
+            raise UsageError(
+                f"--node-rank is {self.rank} with --nnodes {self.count or 1}; "
+                f"expected 0 to {(self.count or 1) - 1}"
+            )
+        if self.main_port is not None and not 0 < self.main_port < 1 << 16:
+            raise UsageError(f"--master-port is {self.main_port}; expected a port from 1 to 65535")
+        for flag, seconds in (("join-timeout", self.join_timeout), ("last-call", self.last_call)):
+            if seconds is not None and not 0 < seconds <= _LONGEST:
+                raise UsageError(
+                    f"--{flag} is {seconds}; expected more than 0 seconds, and at most {_LONGEST}"
+                )
+        if self.main_address is not None and not self.main_address.strip():
+            raise UsageError("--master-addr is empty; expected a host or an address")
+        fixed = (self.rank, self.main_address, self.main_port)
+        if self.endpoint is not None and fixed != (None, None, None):
+            raise UsageError(
+                "--rdzv-endpoint and --node-rank, --master-addr or --master-port contradict each other",
+                hint="launchers that meet at an endpoint are numbered as they come",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RendezvousConfig:
+    """How the launchers of one launch find each other.
+
+    Attributes:
+        name: what all of them call the launch, and nobody else does.
+        count: how many they are, or may be.
+        least: how many they must be, where they may come and go; `None` where they may not.
+        index: which one this is; `None` where they are numbered as they come.
+        address: host of the one that keeps the store.
+        port: the port at which it listens, where somebody chose one.
+        directory: a directory that all nodes share, where no host is special.
+        source: who said so, in words.
+    """
+
+    name: str
+    count: int
+    least: int | None = None
+    index: int | None = None
+    address: str | None = None
+    port: int | None = None
+    directory: Path | None = None
+    source: str
+
+    @property
+    def place(self) -> str:
+        """Where the launchers meet: a directory or a host."""
+        return str(self.directory or self.address)
+
+    @property
+    def shares_output(self) -> bool:
+        """Whether what all launchers print comes to one place, as a scheduler's does."""
+        return not self.source.startswith("--")
+
+
+def port_taken(port: int, why: str) -> UsageError:
+    """Return the error of a port that was asked for and cannot be had: scripts would be told another."""
+    return UsageError(
+        f"--master-port {port} cannot be opened on this machine: {why}; expected a free port",
+        hint="without --master-port, a free one is found",
+    )
+
+
+def parse_count(text: str) -> tuple[int | None, int]:
+    """Return what `--nnodes` means that `text` spells: how many must come, where that is said, and may.
+
+    Raises:
+        UsageError: if it is neither a number nor two of them.
+    """
+    least, colon, most = text.rpartition(":")
+    if most.isdecimal() and (least.isdecimal() if colon else not least):
+        return (int(least) if colon else None), int(most)
+    raise UsageError(
+        f"--nnodes is {text!r}; expected a number of nodes, or MIN:MAX where they may come and go"
+    )
+
+
+def rendezvous_config(
+    nodes: Nodes, work: Sequence[str], environ: Mapping[str, str]
+) -> RendezvousConfig | None:
+    """Return the launchers that this one belongs to; `None` if it is alone.
+
+    Flags win over the environment: a step of Slurm with several tasks, or `mpiexec`, starts as many
+    launchers, which need no flags.
+
+    Args:
+        nodes: what the user says.
+        work: what is launched; names the launch where the user doesn't.
+        environ: the launcher's environment.
+
+    Raises:
+        UsageError: if nobody says where they meet, or the flags contradict the environment.
+        WorldError: if the environment contradicts itself.
+    """
+    if nodes.alone:
+        return None
+    if nodes.endpoint is not None or nodes.main_address is not None:
+        return _by_flags(nodes, work)
+    world = _tasks(environ)
+    if world is not None and world.size > 1:
+        return _by_environment(nodes, world, work)
+    if (nodes.count or 1) == 1:
+        return None
+    raise UsageError(
+        f"--nnodes is {_shown(nodes)}, but nothing says where the nodes meet", hint=_MEETING_HINT
+    )
+
+
+def _by_flags(nodes: Nodes, work: Sequence[str]) -> RendezvousConfig | None:
+    if nodes.count is None:
+        raise UsageError(
+            "--rdzv-endpoint or --master-addr without --nnodes; expected the number of nodes",
+            hint="for example --nnodes 2",
+        )
+    name = f"nodes/{nodes.id or _named_after(work)}/{_shown(nodes)}"
+    if nodes.count == 1:
+        return None
+    if nodes.endpoint is not None:
+        return replace(_at_endpoint(nodes.endpoint, name, nodes.count), least=nodes.least)
+    if nodes.rank is None:
+        raise UsageError(
+            "--master-addr without --node-rank; expected the number of this node",
+            hint=_MEETING_HINT,
+        )
+    return RendezvousConfig(
+        name=name,
+        count=nodes.count,
+        least=nodes.least,
+        index=nodes.rank,
+        address=nodes.main_address,
+        port=nodes.main_port,
+        source="--node-rank and --master-addr",
+    )
+
+
+def _shown(nodes: Nodes) -> str:
+    """Return the number of nodes as `--nnodes` spells it."""
+    return f"{nodes.count}" if nodes.least is None else f"{nodes.least}:{nodes.count}"
+
+
+def _at_endpoint(endpoint: str, name: str, count: int) -> RendezvousConfig:
+    source = "--rdzv-endpoint"
+    is_file = endpoint.startswith(("file:", "/"))
+    try:
+        place = urlsplit(endpoint if is_file else f"//{endpoint}", allow_fragments=False)
+        port = place.port
+    except ValueError:
+        raise _bad_endpoint(endpoint) from None
+    if is_file:
+        path = place.path if place.scheme == "file" else endpoint
+        if not path.startswith("/") or place.netloc or (place.scheme == "file" and place.query):
+            raise _bad_endpoint(endpoint)
+        return RendezvousConfig(name=name, count=count, directory=Path(path), source=source)
+    if not place.hostname or place.path or port == 0:
+        raise _bad_endpoint(endpoint)
+    return RendezvousConfig(
+        name=name, count=count, address=place.hostname, port=port, source=source
+    )
+
+
+def endpoint_place(endpoint: str) -> tuple[str | None, int | None]:
+    """Return host and port of an endpoint; no host for a directory, no port where it is 0 or left out.
+
+    Raises:
+        UsageError: if it is none.
+    """
+    host, colon, port = endpoint.rpartition(":")
+    place = _at_endpoint(host if colon and port == "0" else endpoint, "", 2)
+    return place.address, place.port
+
+
+def _bad_endpoint(endpoint: str) -> UsageError:
+    return UsageError(
+        f"--rdzv-endpoint is {endpoint!r}; expected HOST, HOST:PORT or file:///DIRECTORY",
+        hint="an IPv6 address is written in brackets, as in [fd00::1]:29500",
+    )
+
+
+def _by_environment(nodes: Nodes, world: World, work: Sequence[str]) -> RendezvousConfig:
+    if nodes.least is not None:
+        raise UsageError(
+            f"--nnodes is {_shown(nodes)}, but {world.environment} started {world.size} launchers, "
+            "and ends all of them when one is lost; expected a number",
+            hint="leave --nnodes out, or say where nodes that come and go meet: --rdzv-endpoint",
+        )
+    if nodes.count not in (None, world.size):
+        raise UsageError(
+            f"--nnodes is {nodes.count}, but {world.environment} started {world.size} launchers; "
+            "expected the same",
+            hint="leave --nnodes out: the launchers find each other",
+        )
+    if nodes.rank not in (None, world.rank):
+        raise UsageError(
+            f"--node-rank is {nodes.rank}, but {world.environment} started this launcher as number "
+            f"{world.rank}; expected the same",
+            hint="leave --node-rank out, or say where the nodes meet: --master-addr HOST",
+        )
+    if world.address is None:
+        raise UsageError(
+            f"{world.environment} started {world.size} launchers on several nodes, and doesn't say "
+            "where the first one is",
+            hint="add --nnodes and --rdzv-endpoint HOST or --rdzv-endpoint file:///SHARED/DIRECTORY",
+        )
+    return RendezvousConfig(
+        name=f"{world.key or world.environment}/{nodes.id or _named_after(work)}",
+        count=world.size,
+        index=world.rank,
+        address=world.address,
+        port=nodes.main_port or world.port,
+        source=world.environment,
+    )
+
+
+def _tasks(environ: Mapping[str, str]) -> World | None:
+    # A launcher inside a worker starts a launch of its own.
+    if MARK in environ or {"RANK", "WORLD_SIZE"} <= environ.keys():
+        return None
+    wanted = environ.get("LOCKSTEP_ENVIRONMENT")
+    for name, detect in _TASKS.items():
+        world = detect(environ) if wanted in (None, name) else None
+        if world is not None:
+            return world
+    return None
+
+
+def _named_after(work: Sequence[str]) -> str:
+    return hashlib.sha256(json.dumps(list(work)).encode()).hexdigest()[:16]

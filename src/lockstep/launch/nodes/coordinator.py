@@ -1,0 +1,212 @@
+"""What launcher 0 makes of what all launchers say: one decision for all of them. Pure.
+
+said:     a sign of life, done, a failure, leaving
+decided:  restart   the same launchers start their workers again
+          round     another round begins, without those who are lost or leave, or with newcomers
+          end       the launch is over, with a verdict
+          done      the launch is over, and all went well
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lockstep.launch.failure import Verdict
+from lockstep.launch.nodes.membership import Membership
+from lockstep.launch.nodes.messages import Answer, Decision, Said, Told, lost_verdict
+
+#: A launcher of which nothing was heard for as long is lost.
+LOST_SECONDS = 15.0
+#: One that hung up without a word has ended, unless it calls again within this time.
+_GONE_SECONDS = 2.5
+#: One that is silent for as long may be the cause of what the others fail of.
+_SILENT_SECONDS = 1.5
+#: How long the cause is waited for, once a consequence is known.
+_SETTLE_SECONDS = 2.0
+#: How long others have to leave too, once one does that can save the run's state.
+_LEAVE_SECONDS = 0.7
+
+#: Gives what is told to the user if workers are to start again after a failure; `None` if they are not.
+Policy = Callable[[Verdict], str | None]
+
+
+class Coordinator:
+    """Launcher 0 of a round.
+
+    Args:
+        roster: the launchers of the round.
+        now: the time, in seconds of any clock, as in all calls.
+        policy: says which failures are followed by new workers.
+        least: how many launchers a launch needs that goes on without those that are lost; `None` for one
+            that does not.
+        generation: number of the round's first generation.
+    """
+
+    def __init__(
+        self, roster: Membership, now: float, *, policy: Policy, least: int | None, generation: int
+    ) -> None:
+        self._roster = roster
+        self._policy = policy
+        self._least = least
+        self._first_leaves: float | None = None
+        self._saves = False
+        self._generation = generation
+        self._said = {index: Said(index=index, generation=-1) for index in range(roster.count)}
+        self._heard = dict.fromkeys(range(roster.count), now)
+        self._gone: dict[int, float] = {}
+        self._first_told: float | None = None
+        self._newcomers: tuple[str, ...] = ()
+        self._restart = Decision(kind="restart")
+        self._port = 0
+        #: What is decided of this generation.
+        self.decision: Decision | None = None
+        #: Who has heard the last decision.
+        self.readers: set[int] = set()
+
+    def hear(self, said: Said, now: float) -> Answer:
+        """Take what a launcher says, and answer it."""
+        self._said[said.index] = said
+        self._heard[said.index] = now
+        self._gone.pop(said.index, None)
+        if said.heard:
+            self.readers.add(said.index)
+        self.look(now)
+        return self._answer(said)
+
+    def _answer(self, said: Said) -> Answer:
+        decision = self.decision
+        if decision is not None and (decision.is_last or said.generation == self._generation):
+            return Answer(decision=decision)
+        if said.generation < self._generation:
+            return Answer(decision=self._restart)
+        if said.generation > self._generation:
+            return Answer()
+        return Answer(port=self._port, saves=self._saves)
+
+    def hang_up(self, index: int, now: float) -> None:
+        """Note that the connection of a launcher has ended without a word."""
+        self._gone.setdefault(index, now)
+
+    def lose(self, index: int, now: float) -> None:
+        """Note that a launcher cannot reach this one any more."""
+        self._gone[index] = now - _GONE_SECONDS - 1
+        self.look(now)
+
+    def welcome(self, names: tuple[str, ...]) -> None:
+        """Note who wants to take part."""
+        self._newcomers = names
+
+    def supersede(self) -> None:
+        """Note that others have begun another round without this one."""
+        self._decide(Decision(kind="round", text="a newer round has begun without this node"))
+
+    def enter(self, generation: int) -> None:
+        """Begin another generation: what was decided of the one before does not hold for it."""
+        if self.decision is not None and self.decision.is_last:
+            return
+        self._restart = self.decision or self._restart
+        self._generation, self.decision, self._port = generation, None, 0
+        self._first_told = self._first_leaves = None
+        self._saves = False
+
+    @property
+    def all_entered(self) -> bool:
+        """Whether all launchers are in this generation, which their earlier workers are not any more."""
+        return all(one.generation == self._generation for one in self._said.values())
+
+    def open(self, port: int) -> None:
+        """Tell all launchers the port of this generation's store."""
+        self._port = port
+
+    def look(self, now: float) -> None:
+        """Decide what can be decided."""
+        if self.decision is not None and self.decision.is_last:
+            return
+        here = [one for one in self._said.values() if one.generation == self._generation]
+        told = [one.failure for one in here if one.failure is not None]
+        lost = self._lost(now)
+        restarting = self.decision is not None
+        if told and not restarting and not all(one.consequence for one in told):
+            self._judge(told)
+        elif lost:
+            self._lose(lost, now)
+        elif restarting:
+            return
+        elif told:
+            self._judge_consequences(told, now)
+        elif leaving := [one for one in self._said.values() if one.leaves]:
+            self._let_go(leaving, now)
+        elif len(here) == self._roster.count and all(one.done for one in here):
+            self._decide(Decision(kind="done"))
+        elif self._newcomers and not any(one.done for one in here):
+            names = " and ".join(self._newcomers)
+            self._without(set(), f"{names} {'come' if len(self._newcomers) > 1 else 'comes'}")
+
+    def _decide(self, decision: Decision) -> None:
+        if self.decision is None or not self.decision.is_last:
+            self.decision = decision
+
+    def _judge(self, told: list[Told]) -> None:
+        verdict = min(told, key=lambda one: one.order).verdict
+        line = self._policy(verdict)
+        if line is None:
+            self._decide(Decision(kind="end", verdict=verdict))
+        else:
+            self._decide(Decision(kind="restart", text=line))
+
+    def _judge_consequences(self, told: list[Told], now: float) -> None:
+        """Wait for the cause, or for the end of a launcher that is silent: it may be the cause."""
+        if self._first_told is None:
+            self._first_told = now
+        is_early = now - self._first_told <= _SETTLE_SECONDS
+        everybody = len(told) == self._roster.count
+        if everybody or not (is_early or self._is_anybody_silent(now)):
+            self._judge(told)
+
+    def _is_anybody_silent(self, now: float) -> bool:
+        return any(self._silence(index, now) > _SILENT_SECONDS for index in self._said)
+
+    def _silence(self, index: int, now: float) -> float:
+        # What launcher 0 says of itself needs no connection.
+        return 0.0 if index == 0 else now - self._heard[index]
+
+    def _let_go(self, leaving: list[Said], now: float) -> None:
+        """Go on without those who leave; if too few stay, let all save the run's state and leave."""
+        if self._first_leaves is None:
+            self._first_leaves = now
+        staying = self._roster.count - len(leaving)
+        if not all(one.saves for one in leaving):
+            self._without(set(), "; ".join(one.leaves for one in leaving))
+        elif now - self._first_leaves <= _LEAVE_SECONDS:
+            return  # a scheduler that ends one may be about to end all
+        elif staying >= (self._least or 0):
+            self._without(set(), "; ".join(one.leaves for one in leaving))
+        else:
+            self._saves = True
+            if all(one.done for one in self._said.values()):
+                self._decide(Decision(kind="done"))
+
+    def _lost(self, now: float) -> dict[int, str]:
+        """Return the launchers that are lost, and why."""
+        found = {}
+        for index in self._said:
+            if index in self._gone and now - self._gone[index] > _GONE_SECONDS:
+                found[index] = "its launcher has ended, or cannot be reached"
+            elif self._silence(index, now) > LOST_SECONDS:
+                found[index] = f"no sign of its launcher for {LOST_SECONDS:.0f} s"
+        return found
+
+    def _lose(self, lost: dict[int, str], now: float) -> None:
+        index, why = min(lost.items())
+        verdict = lost_verdict(self._roster.names[index], why)
+        if self._least is not None:
+            # Whoever is silent by now is not waited for.
+            silent = {one for one in self._said if self._silence(one, now) > 2 * _SILENT_SECONDS}
+            self._without({*lost, *silent}, verdict.text.removeprefix("lockstep: "))
+        else:
+            self._decide(Decision(kind="end", verdict=verdict))
+
+    def _without(self, leaving: set[int], text: str) -> None:
+        leaving |= {one.index for one in self._said.values() if one.leaves}
+        staying = tuple(index for index in self._said if index not in leaving)
+        self._decide(Decision(kind="round", text=text, staying=staying))

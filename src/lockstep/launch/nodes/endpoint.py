@@ -1,0 +1,232 @@
+"""How launchers get to the store where they meet: at a host, or in a file of a shared directory."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch.distributed as dist
+
+from lockstep.errors import UsageError, WorldError
+from lockstep.launch.nodes.config import RendezvousConfig
+from lockstep.world import host, network
+from lockstep.world.rendezvous import port_discovery
+from lockstep.world.rendezvous.store import connect_store, host_store
+from lockstep.world.waiting import Check
+
+_AGAIN_SECONDS = 0.25
+
+
+class Endpoint:
+    """How launchers get to the store where they meet.
+
+    Args:
+        store: where they meet.
+        closing: called at the end.
+        announcer: tells others where the store is; on its host only.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        closing: contextlib.ExitStack,
+        announcer: port_discovery.Announcer | None = None,
+    ) -> None:
+        self.store = store
+        self._announcer = announcer
+        self._closing = closing
+
+    @property
+    def hosts(self) -> bool:
+        """Whether this launcher hosts the store."""
+        return self._announcer is not None
+
+    def admit_no_more(self) -> None:
+        """Tell no others where the store is, and leave the port to what follows."""
+        if self._announcer is not None:
+            self._announcer.close()
+
+    def close(self) -> None:
+        """Admit no more; leave no file behind."""
+        self._closing.close()
+
+
+def enter(config: RendezvousConfig, seconds: float, check: Check) -> Endpoint:
+    """Find the store of a launch, or begin one.
+
+    Args:
+        config: how launchers find each other.
+        seconds: how long the host of the store may take to come.
+        check: called again and again meanwhile.
+
+    Raises:
+        UnreachableError: if no packet reaches the host of the store.
+        WorldError: if it does not come.
+    """
+    with contextlib.ExitStack() as stack:
+        if config.directory is not None:
+            file = _open_file(config.directory, config.name, seconds, check)
+            stack.callback(file.close)
+            return Endpoint(file.store, stack.pop_all())
+        if config.index is None:
+            hosts = stack.enter_context(host_lock(config.name)) and is_here(config)
+        else:
+            hosts = config.index == 0
+        if not hosts:
+            return Endpoint(_find(config, seconds, check), stack.pop_all())
+        loopback = network.listens_locally(config.address)
+        store = host_store(0, loopback=loopback)
+        announcer = port_discovery.announce(
+            config.name, store.port, loopback=loopback, port=config.port
+        )
+        stack.enter_context(announcer)
+        return Endpoint(store, stack.pop_all(), announcer)
+
+
+def _find(config: RendezvousConfig, seconds: float, check: Check) -> dist.Store:
+    assert config.address is not None
+    place = port_discovery.find(
+        network.addresses_of(config.address),
+        config.name,
+        "this node" if config.index is None else f"node {config.index}",
+        seconds=seconds,
+        port=config.port,
+        check=check,
+    )
+    return connect_store(*place)
+
+
+def elsewhere(config: RendezvousConfig) -> str | None:
+    """Return a hint, where the host of the store is to be one that this launcher is not on."""
+    with contextlib.suppress(
+        WorldError
+    ):  # a name that this host doesn't know may be right elsewhere
+        if is_here(config):
+            return None
+    own = ", ".join(f"{one.name} {one.address}" for one in network.interfaces())
+    return f"{config.address} is no address of {host.name()} ({own}): is this node 0?"
+
+
+def is_here(config: RendezvousConfig) -> bool:
+    """Return whether the endpoint's host is this one."""
+    assert config.address is not None
+    own = {one.address for one in network.interfaces()} | {host.name()}
+    found = {config.address, *network.addresses_of(config.address)}
+    # Some systems let a host's own name mean an address of the loopback interface.
+    return bool(own & found) or any(network.is_loopback(address) for address in found)
+
+
+@contextlib.contextmanager
+def host_lock(name: str) -> Iterator[bool]:
+    """Hold a lock among the launchers of this host that meet under `name`; give whether it was free."""
+    digest = hashlib.sha256(os.fsencode(name)).hexdigest()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as lock:
+        try:
+            # An abstract address: it goes with its process, however that ends.
+            lock.bind(f"\0lockstep/{os.getuid()}/{digest}")
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            is_free = False
+        else:
+            is_free = True
+        yield is_free
+
+
+def _open_file(directory: Path, name: str, seconds: float, check: Check) -> RendezvousFile:
+    """Open the file of a launch; one that is over is given the time to go."""
+    deadline = time.monotonic() + seconds
+    while True:
+        file = RendezvousFile(directory, name)
+        if not file.store.check(["over"]):
+            return file
+        file.close()
+        check()
+        if time.monotonic() > deadline:
+            raise WorldError(
+                f"a launch that has ended still keeps its file in {directory}",
+                hint="give this launch an --rdzv-id of its own",
+            )
+        time.sleep(_AGAIN_SECONDS)
+
+
+class RendezvousFile:
+    """The store of one launch in a file of a shared directory, and a lock that tells if it is in use.
+
+    Each launcher holds a shared lock for as long as it lives, however it ends. One that comes and gets
+    the lock alone knows that no other is there, and that the file is a stale one.
+
+    Args:
+        directory: the shared directory.
+        name: name of the launch.
+
+    Raises:
+        UsageError: if the directory is not there, or cannot be used for this.
+    """
+
+    def __init__(self, directory: Path, name: str) -> None:
+        if not directory.is_dir():
+            raise UsageError(
+                f"the directory {directory} does not exist on {host.name()}",
+                hint="--rdzv-endpoint file:///DIRECTORY needs one that all nodes share",
+            )
+        self._path = directory / f"lockstep-{name.replace('/', '-')}"
+        self._lock_path = self._path.with_name(f"{self._path.name}.lock")
+        self._lock = self._take_lock()
+        # torch would let all users read it, and with it the secret of the launch.
+        os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        self.store: dist.Store = dist.FileStore(str(self._path), -1)
+
+    def close(self) -> None:
+        """Give up the lock; the last launcher that leaves removes the files."""
+        with contextlib.suppress(OSError):  # another launcher holds it
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if self._is_in_place(
+                self._lock
+            ):  # the files may have been removed by hand, and made anew
+                self._path.unlink(missing_ok=True)
+                self._lock_path.unlink(missing_ok=True)
+        os.close(self._lock)
+
+    def _take_lock(self) -> int:
+        while True:
+            try:
+                lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            except OSError as error:
+                raise UsageError(
+                    f"{self._path.parent} cannot be written: {network.reason(error)}"
+                ) from None
+            self._share(lock)
+            # The launch before may have removed the file of the lock since it was opened here.
+            if self._is_in_place(lock):
+                return lock
+            os.close(lock)
+
+    def _is_in_place(self, lock: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(lock), self._lock_path.stat())
+        except FileNotFoundError:
+            return False
+
+    def _share(self, lock: int) -> None:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pass  # another launcher is there: the file is in use, and fresh
+        except OSError as error:
+            os.close(lock)
+            raise UsageError(
+                f"{self._path.parent} has no locks: {network.reason(error)}",
+                hint="mount it with locks (flock), or let a host keep the store: --rdzv-endpoint HOST",
+            ) from None
+        else:
+            if self._is_in_place(lock):
+                self._path.unlink(missing_ok=True)
+        fcntl.flock(lock, fcntl.LOCK_SH)

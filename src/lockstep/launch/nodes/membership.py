@@ -1,0 +1,136 @@
+"""Who starts which ranks: pure numbers, the same on all launchers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launcher:
+    """What a launcher tells the others of itself.
+
+    Attributes:
+        ranks: how many ranks it starts.
+        name: name of its host.
+        cpus: processors that it may use.
+        gpus: names of the GPUs that it sees.
+    """
+
+    ranks: int
+    name: str
+    cpus: tuple[int, ...] = ()
+    gpus: tuple[str, ...] = ()
+
+    @staticmethod
+    def parse(told: Mapping[str, Any]) -> Launcher:
+        """Read what `asdict` and JSON have made of one."""
+        return Launcher(
+            ranks=int(told["ranks"]),
+            name=str(told["name"]),
+            cpus=tuple(map(int, told["cpus"])),
+            gpus=tuple(map(str, told["gpus"])),
+        )
+
+
+class NotNeeded(Exception):  # noqa: N818 - an end, and no error
+    """The launch has ended while this launcher waited for a place in it."""
+
+
+def owns(index: int, nodes: Sequence[int], things: Sequence[Sequence[object]]) -> bool:
+    """Return whether a launcher shares its node, but none of its `things`, with another.
+
+    A scheduler that starts several launchers on a node may give each its own processors and GPUs.
+    """
+    same = [k for k, node in enumerate(nodes) if node == nodes[index] and k != index]
+    mine = set(things[index])
+    return bool(same and mine) and not any(mine & set(things[other]) for other in same)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Membership:
+    """The launchers of a launch, as one of them sees them.
+
+    Attributes:
+        index: number of this launcher.
+        ranks: how many ranks each launcher starts.
+        nodes: the node that each launcher is on, numbered as they first appear.
+        names: what to call each launcher.
+        address: where all of them reach launcher 0.
+        interface: network interface of this launcher's workers; `None` leaves it to the plan.
+        own_cores: whether the processors of this launcher are none of its neighbours'.
+        own_gpus: the same of its GPUs.
+        overrules_interface: whether the user chose it for Lockstep, over variables of Gloo and NCCL.
+        reached_at: interface and address at which all others reach each launcher; empty on one node.
+        speaks: whether this launcher tells the user of the verdict that all of them share.
+    """
+
+    index: int
+    ranks: tuple[int, ...]
+    nodes: tuple[int, ...]
+    names: tuple[str, ...]
+    address: str
+    interface: str | None
+    own_cores: bool = False
+    own_gpus: bool = False
+    overrules_interface: bool = False
+    reached_at: tuple[str, ...] = ()
+    speaks: bool = True
+
+    @staticmethod
+    def alone(ranks: int) -> Membership:
+        """Return the roster of the only launcher."""
+        return Membership(
+            index=0, ranks=(ranks,), nodes=(0,), names=("",), address="127.0.0.1", interface=None
+        )
+
+    @property
+    def count(self) -> int:
+        """Number of launchers."""
+        return len(self.ranks)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in all."""
+        return sum(self.ranks)
+
+    @property
+    def first_rank(self) -> int:
+        """The first rank that this launcher starts."""
+        return sum(self.ranks[: self.index])
+
+    @property
+    def node(self) -> int:
+        """Number of this launcher's node."""
+        return self.nodes[self.index]
+
+    @property
+    def node_count(self) -> int:
+        """Number of nodes; several launchers may be on one."""
+        return len(set(self.nodes))
+
+    @property
+    def first_local_rank(self) -> int:
+        """How many ranks of earlier launchers are on this node."""
+        return self._on_node(self.ranks[: self.index])
+
+    @property
+    def local_size(self) -> int:
+        """Number of ranks on this node."""
+        return self._on_node(self.ranks)
+
+    def _on_node(self, ranks: Sequence[int]) -> int:
+        pairs = zip(ranks, self.nodes, strict=False)
+        return sum(count for count, node in pairs if node == self.node)
+
+    def __str__(self) -> str:
+        """Return who they are and where, in one line."""
+        places = self.reached_at or ("",) * self.count
+        each = [
+            f"{name}{place and f' at {place}'}"
+            for name, place in zip(self.names, places, strict=True)
+        ]
+        ranks = "1 rank" if self.size == 1 else f"{self.size} ranks"
+        launchers = "1 launcher" if self.count == 1 else f"{self.count} launchers"
+        return f"{ranks} by {launchers}: {', '.join(each)}"

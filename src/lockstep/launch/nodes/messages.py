@@ -1,0 +1,117 @@
+"""What launchers tell launcher 0, and what it answers, in forms that JSON has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lockstep.launch.failure import Verdict
+from lockstep.launch.restarts import Kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What a launcher says of its own failure.
+
+    Attributes:
+        verdict: its verdict.
+        consequence: whether another rank's failure explains it.
+        time: when it happened, seconds since the epoch.
+    """
+
+    verdict: Verdict
+    consequence: bool
+    time: float
+
+    @property
+    def order(self) -> tuple[bool, float]:
+        """What sorts causes before consequences, and early before late."""
+        return self.consequence, self.time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """What a launcher says with every sign of life.
+
+    Attributes:
+        index: its number.
+        generation: the generation that it is in.
+        done: whether its workers have ended well.
+        failure: how they have failed.
+        leaves: why it leaves, if it does.
+        saves: whether it could save the run's state first, with all others.
+        heard: whether it has heard the last decision.
+    """
+
+    index: int
+    generation: int
+    done: bool = False
+    failure: Told | None = None
+    leaves: str = ""
+    saves: bool = False
+    heard: bool = False
+
+    @staticmethod
+    def parse(said: Mapping[str, Any]) -> Said:
+        """Read what `asdict` and JSON have made of one."""
+        failure = said["failure"]
+        if failure is not None:
+            failure = Told(**{**failure, "verdict": _verdict(failure["verdict"])})
+        return Said(**{**said, "failure": failure})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What all launchers are to do.
+
+    Attributes:
+        kind: what.
+        text: what the user is told of it.
+        verdict: the verdict over a launch that is over.
+        staying: launchers that are expected in the next round.
+    """
+
+    kind: Literal["restart", "round", "end", "done"]
+    text: str = ""
+    verdict: Verdict | None = None
+    staying: tuple[int, ...] = ()
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the round is over."""
+        return self.kind != "restart"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What launcher 0 answers.
+
+    Attributes:
+        decision: what it has decided, if anything.
+        port: port of the store of the generation that the asking launcher is in; 0 while there is none.
+        saves: whether all are to let their ranks save the run's state and leave.
+    """
+
+    decision: Decision | None = None
+    port: int = 0
+    saves: bool = False
+
+    @staticmethod
+    def parse(told: Mapping[str, Any]) -> Answer:
+        """Read what `asdict` and JSON have made of one."""
+        one = told["decision"]
+        if one is not None:
+            staying = tuple(one["staying"])
+            one = Decision(**{**one, "verdict": _verdict(one["verdict"]), "staying": staying})
+        return Answer(**{**told, "decision": one})
+
+
+def _verdict(told: Mapping[str, Any] | None) -> Verdict | None:
+    return None if told is None else Verdict(**{**told, "kind": Kind(told["kind"])})
+
+
+def lost_verdict(name: str, why: str, *, hint: str | None = None) -> Verdict:
+    """Return the verdict over a launch that has lost a launcher."""
+    lines = [f"lockstep: {name} was lost: {why}", *([f"  hint: {hint}"] if hint else [])]
+    return Verdict(text="\n".join(lines), exit_code=1, name=None, traceback=None, kind=Kind.LOST)

@@ -1,0 +1,374 @@
+"""The connectivity check: every node connects to every other one, before anything waits for it.
+
+The members meet at a store already; that says nothing of the ways between them, which collectives take.
+Each listens, and tells a token: 172.17.0.1 exists on every host with Docker, and would answer for the
+wrong one. All try the interfaces of member 0. The interface by which a member reaches it is the
+member's, unless the user chose one; then all pairs are tried at these. The answer is the same for all:
+an interface and an address for each member, or which pairs cannot reach each other, and how that failed.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import UnreachableError, UsageError
+from lockstep.world.network import (
+    Interface,
+    interface_towards,
+    interfaces,
+    is_loopback,
+    listen,
+    named,
+    why_unreached,
+)
+from lockstep.world.rendezvous.members import Members
+from lockstep.world.rendezvous.port_discovery import Announcer, hear
+from lockstep.world.waiting import Check, go_on
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+#: Seconds of a first look at member 0, which is enough unless a way fails: an interface that leads nowhere
+#: would otherwise cost every launch the time until it is given up.
+_QUICK = 0.5
+#: Connections that are tried at the same time.
+_AT_ONCE = 64
+#: Interfaces that member 0 offers, at most; hosts with many have them for containers.
+_MOST_OFFERS = 8
+_MOST_PAIRS = 6
+#: A difference of clocks that makes the order of events in records misleading, in seconds.
+_CLOCK_TOLERANCE = 2.0
+#: Beginnings of the names that bridges and tunnels of containers and virtual machines have.
+_VIRTUAL = (
+    *("docker", "br-", "virbr", "veth", "cni", "cali", "flannel", "vxlan", "weave", "cilium"),
+    *("kube", "nodelocal", "lxc", "lxdbr", "podman", "vmnet", "vboxnet", "tun", "tap", "dummy"),
+)
+_HINT = (
+    "--interface NAME (or LOCKSTEP_INTERFACE) chooses another interface on a node; look for a firewall "
+    "between the two; containers on several hosts need an overlay network or the host's: "
+    "docs/manual/several-machines.md"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Where a member is reached by all others."""
+
+    interface: str
+    address: str
+
+    def __str__(self) -> str:
+        """Return it in words."""
+        return f"{self.interface} {self.address}"
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What a member says of itself.
+
+    Attributes:
+        token: what its listener tells.
+        port: where it listens.
+        offers: its interfaces, the better ones first; the one that the user chose.
+    """
+
+    token: str
+    port: int
+    offers: tuple[Reach, ...]
+
+    @staticmethod
+    def parse(told: Mapping[str, Any]) -> Card:
+        """Read what `asdict` and JSON have made of one."""
+        return Card(told["token"], told["port"], tuple(Reach(**one) for one in told["offers"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What came of a member's attempt to reach another.
+
+    Attributes:
+        member: the other.
+        place: where it was tried.
+        source: the own interface that the way there begins at; `None` without a way.
+        failure: why it was not reached; empty if it was.
+    """
+
+    member: int
+    place: Reach
+    source: Reach | None
+    failure: str
+
+    @staticmethod
+    def parse(told: Mapping[str, Any]) -> Attempt:
+        """Read what `asdict` and JSON have made of one."""
+        place, source = (one and Reach(**one) for one in (told["place"], told["source"]))
+        return Attempt(told["member"], place, source, told["failure"])
+
+
+Report = Sequence[Attempt]
+
+
+def offers(own: Iterable[Interface]) -> tuple[Reach, ...]:
+    """Return where a member with these interfaces may be: each one's first address, which Gloo takes."""
+    first: dict[str, Interface] = {}
+    for one in own:
+        first.setdefault(one.name, one)
+    ranked = sorted(first.values(), key=lambda one: (one.loopback, one.name.startswith(_VIRTUAL)))
+    return tuple(Reach(one.name, one.address) for one in ranked[:_MOST_OFFERS])
+
+
+def check_connectivity(
+    store: dist.Store,
+    *,
+    index: int,
+    labels: Sequence[str],
+    interface: str | None = None,
+    seconds: float = 3.0,
+    patience: float = 30.0,
+    check: Check = go_on,
+) -> tuple[Reach, ...]:
+    """Return for each member the interface and address at which all others reach it.
+
+    Member 0 also warns where another member's clock differs: records are read by them.
+
+    Args:
+        store: a store that all members reach, used for this alone.
+        index: which member this is.
+        labels: what to call each member in messages, the same everywhere.
+        interface: the one that the user chose for this member.
+        seconds: how long an attempt may take.
+        patience: how long a member may keep the others waiting, in seconds.
+        check: called again and again meanwhile; may raise to end it.
+
+    Raises:
+        UnreachableError: on every member the same, if two cannot reach each other, or one did not come.
+        UsageError: if this member has no such interface; the others are told.
+    """
+    members = Members(store, index, labels, kind=UnreachableError, hint=_HINT, check=check)
+    listener = listen(0, loopback=False)
+    token = secrets.token_hex(16)
+    with Announcer(listener, {"token": token}):
+        member = _Member(members, seconds, patience)
+        cards = member.introduce(token, listener.getsockname()[1], interface)
+        return member.connect(cards, time.time())
+
+
+class _Member:
+    """One member's part."""
+
+    def __init__(self, members: Members, seconds: float, patience: float) -> None:
+        self._members, self._index, self._labels = members, members.index, members.labels
+        self._seconds, self._patience = seconds, patience
+        self._own = interfaces()
+
+    def introduce(self, token: str, port: int, interface: str | None) -> list[Card]:
+        """Exchange cards; a wrong interface is told to all."""
+        wrong: UsageError | None = None
+        try:
+            offered = offers(self._own if interface is None else (named(interface),))
+            own: dict[str, Any] = asdict(Card(token, port, offered))
+        except UsageError as error:
+            wrong, own = error, {"error": error.message}
+
+        def answer(told: list[Any]) -> Any:
+            self._check_here(told, "met the others, but did not come to try the network")
+            for label, card in zip(self._labels, told, strict=True):
+                if "error" in card:
+                    raise UnreachableError(f"{label}: {card['error']}", hint=_HINT)
+                Card.parse(card)
+            return told
+
+        try:
+            told = self._members.ask("cards", own, answer, self._patience)
+        except UnreachableError:
+            if wrong is not None:
+                raise wrong from None
+            raise
+        return [Card.parse(card) for card in told]
+
+    def connect(self, cards: Sequence[Card], now: float) -> tuple[Reach, ...]:
+        """Try member 0, then all others; `now` is when this member's clock heard of the cards."""
+        first = [] if self._index == 0 else [(0, place) for place in cards[0].offers]
+        for look, seconds in enumerate((min(_QUICK, self._seconds), self._seconds)):
+            report = self._try(cards, first, seconds)
+            told = [now, [asdict(one) for one in report]]
+            places = self._places(cards, f"first/{look}", told, seconds, last=look == 1)
+            if places:
+                break
+        others = [
+            (member, place)
+            for member, there in enumerate(places)
+            for place in there
+            if member not in (0, self._index)
+        ]
+        report += self._try(cards, others, self._seconds)
+        found = self._members.ask(
+            "pairs",
+            [asdict(one) for one in report],
+            lambda told: self._result(cards, places, told),
+            self._seconds + self._patience,
+        )
+        return tuple(Reach(*place) for place in found)
+
+    def _places(
+        self, cards: Sequence[Card], question: str, own: Any, seconds: float, *, last: bool
+    ) -> list[list[Reach]]:
+        """Ask where each member is to be tried; nothing, if another look at member 0 is to come."""
+
+        def answer(told: list[Any]) -> Any:
+            self._check_here(told, "left while the network was tried,")
+            reports = [[Attempt.parse(one) for one in report] for _, report in told]
+            places = choose(cards, reports)
+            if len(places[0]) != 1 and not last:
+                return []
+            _compare_clocks(self._labels, [clock for clock, _ in told])
+            return [[(one.interface, one.address) for one in there] for there in places]
+
+        told = self._members.ask(question, own, answer, seconds + self._patience)
+        return [[Reach(*one) for one in there] for there in told]
+
+    def _result(
+        self, cards: Sequence[Card], places: Sequence[Sequence[Reach]], told: Sequence[Any]
+    ) -> list[tuple[str, str]]:
+        self._check_here(told, "left while the network was tried,")
+        reports = [[Attempt.parse(one) for one in report] for report in told]
+        found = problem(cards, reports, self._labels)
+        if found:
+            raise UnreachableError(found, hint=_HINT)
+        if len(places[0]) != 1:
+            raise UnreachableError(_no_common(reports, self._labels), hint=_HINT)
+        return [(there[0].interface, there[0].address) for there in places]
+
+    def _check_here(self, told: Sequence[Any], what: str) -> None:
+        missing = [label for label, one in zip(self._labels, told, strict=True) if one is None]
+        if missing:
+            raise UnreachableError(
+                f"{', '.join(missing)} {what} within {self._patience:g} s; "
+                f"expected all {len(told)} nodes",
+                hint=_HINT,
+            )
+
+    def _try(
+        self, cards: Sequence[Card], targets: Sequence[tuple[int, Reach]], seconds: float
+    ) -> list[Attempt]:
+        """Try all targets at once, for `seconds` at the most."""
+        deadline = time.monotonic() + seconds
+
+        def attempt(target: tuple[int, Reach]) -> Attempt:
+            member, place = target
+            leaving = interface_towards(place.address, self._own)
+            return Attempt(
+                member,
+                place,
+                None if leaving is None else Reach(leaving.name, leaving.address),
+                self._failure(cards, member, place, deadline),
+            )
+
+        with ThreadPoolExecutor(max(1, min(_AT_ONCE, len(targets)))) as pool:
+            return list(pool.map(attempt, targets))
+
+    def _failure(self, cards: Sequence[Card], member: int, place: Reach, deadline: float) -> str:
+        """Connect to a member; return why in vain, in words."""
+        found = _connect(cards[member], place, deadline)
+        if found and any(one.address == place.address for one in self._own):
+            return f"{self._labels[self._index]} has that address itself"
+        return found
+
+
+def _connect(card: Card, place: Reach, deadline: float) -> str:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        return "not tried in time"
+    try:
+        with socket.create_connection((place.address, card.port), timeout=left) as connection:
+            told = hear(connection, deadline)
+    except OSError as error:
+        return why_unreached(error)
+    except ValueError:
+        return "answered by something else than Lockstep"
+    return "" if told.get("token") == card.token else "answered by another launch"
+
+
+def choose(cards: Sequence[Card], reports: Sequence[Report]) -> list[list[Reach]]:
+    """Return where each member is to be tried, from the attempts of all others at member 0.
+
+    Member 0 at its first interface that all reach; at all of them, if there is none. The others at the
+    interface that leads there, or the only one that they offer.
+    """
+    reached = [{one.place: one.source for one in report if not one.failure} for report in reports]
+    common = [place for place in cards[0].offers if all(place in ways for ways in reached[1:])]
+    places = [common[:1] or list(cards[0].offers)]
+    for card, ways in zip(cards[1:], reached[1:], strict=True):
+        source = next((ways[place] for place in places[0] if place in ways), None)
+        if len(card.offers) > 1 and source is not None:
+            places.append([source])
+        else:
+            places.append(list(card.offers[:1]))
+    return places
+
+
+def problem(cards: Sequence[Card], reports: Sequence[Report], labels: Sequence[str]) -> str:
+    """Say which members cannot reach which, and how each way failed; nothing if all do."""
+    unreached = {(by, to) for by, report in enumerate(reports) for to in _unreached(report)}
+    pairs = sorted({tuple(sorted(pair)) for pair in unreached})
+    lines: list[str] = []
+    for low, high in pairs[:_MOST_PAIRS]:
+        both = [pair for pair in ((low, high), (high, low)) if pair in unreached]
+        by, to = (labels[one] for one in both[0])
+        each = f"{by} and {to} cannot reach each other:"
+        lines.append(
+            each if len(both) == 2 else f"{by} cannot reach {to}, though {to} reaches {by}:"
+        )
+        lines += [line for pair in both for line in _ways(*pair, cards, reports, labels)]
+    if len(pairs) > _MOST_PAIRS:
+        lines.append(f"and {len(pairs) - _MOST_PAIRS} more pairs")
+    everywhere = set.intersection(*map(set, pairs)) if len(pairs) > 1 else set()
+    if everywhere:
+        lines.append(f"all of these pairs have {labels[everywhere.pop()]} in common")
+    return "\n".join(lines)
+
+
+def _unreached(report: Report) -> set[int]:
+    reached = {attempt.member for attempt in report if not attempt.failure}
+    return {attempt.member for attempt in report} - reached
+
+
+def _ways(
+    by: int, to: int, cards: Sequence[Card], reports: Sequence[Report], labels: Sequence[str]
+) -> Iterator[str]:
+    """Yield a line for each way that one member tried to another; loopback only if there is no other."""
+    tried = [attempt for attempt in reports[by] if attempt.member == to]
+    telling = [attempt for attempt in tried if not is_loopback(attempt.place.address)]
+    for one in telling or tried:
+        yield (
+            f"  {labels[by]} from {one.source or 'no interface'} to {one.place} "
+            f"port {cards[to].port}: {one.failure}"
+        )
+
+
+def _no_common(reports: Sequence[Report], labels: Sequence[str]) -> str:
+    lines = [f"no interface of {labels[0]} is reached by all others; expected one that is:"]
+    for label, report in zip(labels[1:], reports[1:], strict=True):
+        at = [str(one.place) for one in report if one.member == 0 and not one.failure]
+        lines.append(f"  {label} reaches {', '.join(at)}")
+    return "\n".join(lines)
+
+
+def _compare_clocks(labels: Sequence[str], clocks: Sequence[float]) -> None:
+    for label, clock in zip(labels[1:], clocks[1:], strict=True):
+        ahead = clock - clocks[0]
+        if abs(ahead) > _CLOCK_TOLERANCE:
+            print(  # noqa: T201 - a warning for whoever reads the records
+                f"lockstep: warning: the clock of {label} is {abs(ahead):.0f} s "
+                f"{'ahead of' if ahead > 0 else 'behind'} that of {labels[0]}: "
+                "times in records don't compare",
+                file=sys.stderr,
+                flush=True,
+            )

@@ -1,0 +1,131 @@
+"""One question to all members of a rendezvous: each gives a value, all get one answer or one error."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import WorldError
+from lockstep.world.waiting import Check, await_any, go_on
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+#: How much longer the others wait for the answer of member 0 than member 0 waits for them.
+_SLACK = 15.0
+#: How long member 0, with whom the store may go, stays for the others to read an error.
+_LINGER_SECONDS = 3.0
+_PAUSE = 0.005
+
+
+class Members:
+    """The members of a rendezvous that meet at a store, as one of them sees them.
+
+    Args:
+        store: one that all members reach, used for these questions alone.
+        index: number of this member; member 0 answers for all.
+        labels: what to call each member in messages, the same everywhere.
+        kind: the class of errors.
+        hint: what to do about members that are missing.
+        check: called again and again while others are waited for; may raise to end it.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        index: int,
+        labels: Sequence[str],
+        *,
+        kind: type[WorldError] = WorldError,
+        hint: str,
+        check: Check = go_on,
+    ) -> None:
+        self._store, self._check = store, check
+        self.index, self.labels = index, labels
+        self._kind, self._hint = kind, hint
+
+    def ask(
+        self, question: str, own: Any, answer: Callable[[list[Any]], Any], seconds: float
+    ) -> Any:
+        """Give this member's value; return what member 0 concludes from the values of all.
+
+        Args:
+            question: names it; asked once.
+            own: this member's value, in JSON's types.
+            answer: makes the answer, in JSON's types, from the values of all, `None` for members that are
+                missing; may raise a `LockstepError`, which all members get. Member 0 calls it.
+            seconds: how long the members may take to give their values.
+
+        Raises:
+            WorldError: of this `kind`; the same on all members.
+        """
+        try:
+            self._store.set(f"{question}/{self.index}", json.dumps(own))
+            if self.index == 0:
+                self._answer(question, answer, seconds)
+            patience = seconds + _SLACK
+            if await_any(self._store, [[f"{question}/answer"]], patience, self._check) is None:
+                raise self._kind(
+                    f"{self.labels[0]} did not answer within {patience:g} s", hint=self._hint
+                )
+            told = json.loads(self._store.get(f"{question}/answer"))
+            if "error" in told:
+                self._linger(question)
+        except RuntimeError as error:
+            why = str(error).partition("\n")[0]
+            raise self._kind(
+                f"{self.labels[0]} is gone, or the store is: {why}", hint=self._hint
+            ) from error
+        if "error" in told:
+            raise self._kind(told["error"], hint=told["hint"])
+        return told["answer"]
+
+    def refuse(self, question: str, error: WorldError) -> None:
+        """Give an error as the answer, unless there is an answer."""
+        self._post(question, {"error": error.message, "hint": error.hint})
+
+    def read(self, question: str, index: int) -> Any:
+        """Return the value of a member; `None` if it has not given it.
+
+        Raises:
+            WorldError: if it cannot be read.
+        """
+        if not self._store.check([f"{question}/{index}"]):
+            return None
+        try:
+            return json.loads(self._store.get(f"{question}/{index}"))
+        except (ValueError, RecursionError):
+            raise self._unreadable(self.labels[index]) from None
+
+    def _answer(self, question: str, answer: Callable[[list[Any]], Any], seconds: float) -> None:
+        everybody = range(len(self.labels))
+        keys = [f"{question}/{index}" for index in everybody]
+        if await_any(self._store, [[f"{question}/answer"], keys], seconds, self._check) == 0:
+            return  # an error
+        try:
+            told = {"answer": answer([self.read(question, index) for index in everybody])}
+        except WorldError as error:
+            self.refuse(question, error)
+        except (KeyError, IndexError, TypeError, ValueError):
+            self.refuse(question, self._unreadable("a member"))
+        else:
+            self._post(question, told)
+
+    def _post(self, question: str, told: dict[str, Any]) -> None:
+        if self._store.add(f"{question}/answers", 1) == 1:
+            self._store.set(f"{question}/answer", json.dumps(told))
+
+    def _unreadable(self, label: str) -> WorldError:
+        return self._kind(f"what {label} told cannot be read; expected one launch here")
+
+    def _linger(self, question: str) -> None:
+        self._store.add(f"{question}/heard", 1)
+        if self.index > 0:
+            return
+        keys = (f"{question}/{index}" for index in range(len(self.labels)))
+        came = sum(self._store.check([key]) for key in keys)
+        deadline = time.monotonic() + _LINGER_SECONDS
+        while self._store.add(f"{question}/heard", 0) < came and time.monotonic() < deadline:
+            time.sleep(_PAUSE)

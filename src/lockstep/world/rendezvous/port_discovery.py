@@ -1,0 +1,284 @@
+"""Port discovery: the answer to "which port has the store of this job?".
+
+The host of the store listens at the first free port of a sequence that follows from the job's name. It
+tells whoever connects a hash of the name and the port of the store, which the system chose, and forgets
+the connection. The others go through the same sequence until the hash is theirs, so that two jobs on one
+node, or anything else that listens there, are never taken for each other. Who has come is not known here:
+that is the membership check's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from types import TracebackType
+from typing import Any, Self
+
+from lockstep.errors import UnreachableError, WorldError
+from lockstep.world.network import interface_towards, listen, why_unreached
+from lockstep.world.waiting import Check, go_on
+
+#: Ports of the sequences: above those of well-known services, below those that Linux gives to clients. A
+#: prime number of them, so that no stride meets a port twice.
+_FIRST_PORT, _LAST_PORT = 18_000, 31_998
+_CANDIDATES = 16
+_CONNECT_SECONDS = 2.0
+_LINE = 300  # bytes of an answer
+#: As long without any sign of the host, not even a refusal, means that no packet gets there.
+_UNREACHABLE_SECONDS = 6.0
+_PAUSE = (0.02, 0.25)
+#: What `accept` fails of while the system has no room for another connection: that passes.
+NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+#: An address and a port.
+Place = tuple[str, int]
+
+
+def sequence(name: str) -> tuple[int, ...]:
+    """Return the ports at which the host of `name` may answer, in the order in which they are tried."""
+    span = _LAST_PORT - _FIRST_PORT + 1
+    digest = hashlib.sha256(os.fsencode(name)).digest()
+    start, stride = int.from_bytes(digest[:8]), int.from_bytes(digest[8:16]) % (span - 1) + 1
+    ports = dict.fromkeys(_FIRST_PORT + (start + k * stride) % span for k in range(4 * _CANDIDATES))
+    return tuple(ports)[:_CANDIDATES]
+
+
+class Announcer:
+    """Tells one line to whoever connects, from a thread, until it is closed.
+
+    Args:
+        listener: where it listens; closed with it.
+        told: what it tells.
+    """
+
+    def __init__(self, listener: socket.socket, told: Mapping[str, Any]) -> None:
+        self._listener, self._line = listener, json.dumps(told).encode() + b"\n"
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lockstep-announce", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:
+                if error.errno in NO_ROOM:
+                    self._closed.wait(
+                        _PAUSE[1]
+                    )  # who connects waits in the system's queue meanwhile
+                continue
+            with connection, contextlib.suppress(OSError):
+                connection.setblocking(False)  # a line has room in what the system keeps
+                connection.send(self._line)
+
+    def close(self) -> None:
+        """Answer no more."""
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._thread.join(1.0)
+        self._listener.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def announce(
+    name: str, store_port: int, *, loopback: bool = False, port: int | None = None
+) -> Announcer:
+    """Answer which port has the store of `name`, until what is returned is closed.
+
+    Args:
+        name: what all processes of the job call it.
+        store_port: the port of the store.
+        loopback: listen on the loopback interface only.
+        port: the one port to listen at, where the user chose it.
+
+    Raises:
+        WorldError: if no port of the sequence is free.
+    """
+    ports = sequence(name) if port is None else (port,)
+    for candidate in ports:
+        with contextlib.suppress(OSError):
+            listener = listen(candidate, loopback=loopback)
+            return Announcer(listener, {"name": _hash(name), "port": store_port})
+    raise WorldError(
+        f"no port is free for the ranks to meet at: {', '.join(map(str, ports))}",
+        hint="set MASTER_PORT or --master-port to one that is",
+    )
+
+
+def find(
+    addresses: Sequence[str],
+    name: str,
+    who: str,
+    *,
+    seconds: float,
+    port: int | None = None,
+    check: Check = go_on,
+) -> Place:
+    """Return the address at which the host of `name` answers, and the port of its store.
+
+    Args:
+        addresses: where the host may be.
+        name: what all processes of the job call it.
+        who: what to call this process in messages.
+        seconds: how long the host may take to answer.
+        port: the one port to ask at, where the user chose it.
+        check: called again and again meanwhile; may raise to end it.
+
+    Raises:
+        UnreachableError: if no packet reaches the host.
+        WorldError: if it does not answer within `seconds`.
+    """
+    ports = sequence(name) if port is None else (port,)
+    wanted = _hash(name)
+
+    def ask(place: Place) -> Place | None:
+        told = _hear(place)
+        known = told.get("name") == wanted and isinstance(told.get("port"), int)
+        return (place[0], told["port"]) if known else None
+
+    return _Search(addresses, ports, who, ask).run(seconds, check)
+
+
+def await_port(addresses: Sequence[str], port: int, who: str, seconds: float) -> str:
+    """Wait until something listens at `port` of a host; return the address at which it does.
+
+    Raises:
+        UnreachableError: if no packet reaches the host.
+        WorldError: if nothing listens within `seconds`.
+    """
+
+    def look(place: Place) -> Place:
+        socket.create_connection(place, timeout=_CONNECT_SECONDS).close()
+        return place
+
+    return _Search(addresses, (port,), who, look).run(seconds, go_on)[0]
+
+
+class _Search:
+    """Looks at all ports of a host, again and again, until what is looked for is at one of them."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        ports: Sequence[int],
+        who: str,
+        look: Callable[[Place], Place | None],
+    ) -> None:
+        self._addresses, self._ports, self._who, self._look = addresses, ports, who, look
+        #: whether anything has come back from the host, be it a refusal
+        self._signs = False
+        self._failures: dict[str, str] = {}
+
+    def run(self, seconds: float, check: Check) -> Place:
+        places = [(address, port) for address in self._addresses for port in self._ports]
+        began = time.monotonic()
+        pool = ThreadPoolExecutor(max(1, len(places)))
+        try:
+            for _ in _again(seconds):
+                check()
+                for trial in as_completed([pool.submit(self._try, place) for place in places]):
+                    if (found := trial.result()) is not None:
+                        return found
+                if not self._signs and time.monotonic() - began > _UNREACHABLE_SECONDS:
+                    raise self._unreachable()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+        raise WorldError(
+            f"{self._who} found nobody to meet at {' or '.join(self._addresses)} within {seconds:g} s",
+            hint="is the first one started, there, and with the same settings?",
+        )
+
+    def _try(self, place: Place) -> Place | None:
+        try:
+            found = self._look(place)
+        except ConnectionRefusedError:
+            self._signs = True
+        except OSError as error:
+            self._failures[place[0]] = why_unreached(error)
+        except ValueError:
+            self._signs = True  # something listens there that says other things
+        else:
+            self._signs = True
+            return found
+        return None
+
+    def _unreachable(self) -> UnreachableError:
+        tried = "; ".join(
+            f"{address}{_way(address)}: {self._failures.get(address)}"
+            for address in self._addresses
+        )
+        return UnreachableError(
+            f"{self._who} cannot reach {' or '.join(self._addresses) or 'a host without an address'} "
+            f"on port {self._ports[0]}{' and others' if len(self._ports) > 1 else ''}: {tried}",
+            hint="check the address, the interface, and firewalls between the two",
+        )
+
+
+def _hear(place: Place) -> dict[str, Any]:
+    with socket.create_connection(place, timeout=_CONNECT_SECONDS) as connection:
+        return hear(connection, time.monotonic() + _CONNECT_SECONDS)
+
+
+def hear(connection: socket.socket, deadline: float) -> dict[str, Any]:
+    """Return what an announcer tells at the other end of a connection.
+
+    Raises:
+        ValueError: if what comes until `deadline`, of `time.monotonic`, is no line with an object.
+    """
+    line = b""
+    while not line.endswith(b"\n") and len(line) < _LINE:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise ValueError("no line")
+        connection.settimeout(left)
+        try:
+            part = connection.recv(_LINE - len(line))
+        except OSError as error:
+            raise ValueError("no line") from error
+        if not part:
+            raise ValueError("no line")
+        line += part
+    told = json.loads(line)
+    if not isinstance(told, dict):
+        raise ValueError("no object")  # noqa: TRY004 - a wrong value from the network
+    return told
+
+
+def _way(address: str) -> str:
+    """Return in words by which interface packets leave for `address`."""
+    leaving = interface_towards(address)
+    return f" from {leaving.name} {leaving.address}" if leaving else " (no route from here)"
+
+
+def _again(seconds: float) -> Iterator[None]:
+    """Go on until `seconds` are over, with a pause between that gets longer."""
+    deadline, pause = time.monotonic() + seconds, _PAUSE[0]
+    while True:
+        yield
+        if time.monotonic() + pause > deadline:
+            return
+        time.sleep(pause)
+        pause = min(2 * pause, _PAUSE[1])
+
+
+def _hash(name: str) -> str:
+    return hashlib.sha256(os.fsencode(name)).hexdigest()

@@ -1,0 +1,392 @@
+"""Launchers that watch each other over the network: one decision for all of them."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+from lockstep.launch.failure import Verdict
+from lockstep.launch.nodes import client, coordinator, server
+from lockstep.launch.nodes.client import CoordinatorClient, RoundOverError
+from lockstep.launch.nodes.membership import Membership
+from lockstep.launch.nodes.messages import Decision, Told
+from lockstep.launch.nodes.server import Place
+from tests.unit.threads import Party, together
+
+Maker = Callable[..., CoordinatorClient]
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(client, "_ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(client, "_REFUSED_SECONDS", 0.2)
+    monkeypatch.setattr(server, "_LINGER_SECONDS", 0.3)
+
+
+@pytest.fixture
+def make() -> Iterator[Maker]:
+    """Make launchers of a launch, launcher 0 first; they have ended when the test has."""
+    made: list[CoordinatorClient] = []
+
+    def one(
+        index: int, count: int = 3, *, speaks: bool = True, **settings: Any
+    ) -> CoordinatorClient:
+        place = made[0].place if index else None
+        made.append(CoordinatorClient(roster(index, count, speaks=speaks), place, **settings))
+        return made[-1]
+
+    yield one
+    for launcher in reversed(made):
+        launcher.close()
+        launcher._thread.join(5)
+        assert not launcher._thread.is_alive()
+
+
+def roster(index: int, count: int, *, speaks: bool = True) -> Membership:
+    return Membership(
+        index=index,
+        ranks=(1,) * count,
+        nodes=tuple(range(count)),
+        names=tuple(f"node {k} (host{k})" for k in range(count)),
+        address="127.0.0.1",
+        interface=None,
+        speaks=speaks,
+    )
+
+
+def verdict(rank: int) -> Verdict:
+    return Verdict(
+        text=f"rank {rank} failed", exit_code=1, name=f"rank {rank}", traceback="Traceback …"
+    )
+
+
+def cause(rank: int) -> Told:
+    return Told(verdict=verdict(rank), consequence=False, time=1.0)
+
+
+def decision_of(launcher: CoordinatorClient, seconds: float = 5) -> Decision | None:
+    deadline = time.monotonic() + seconds
+    while launcher.decision is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return launcher.decision
+
+
+def problem_of(launcher: CoordinatorClient) -> Verdict | None:
+    decision = decision_of(launcher)
+    return None if decision is None else decision.verdict
+
+
+def go_on() -> None:
+    pass
+
+
+def enter_all(
+    launchers: list[CoordinatorClient], generation: int, ports: Iterator[int]
+) -> list[Any]:
+    """Let all launchers enter a generation at once; the store's port is the next of `ports`."""
+    return together(
+        *(partial(one.enter, generation, lambda: next(ports), go_on) for one in launchers)
+    )
+
+
+def test_strangers_take_a_bounded_number_of_threads(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_UNKNOWN", 3)
+    monkeypatch.setattr(server, "_GREETING_SECONDS", 0.5)
+    first = make(0, 2)
+    strangers = [socket.create_connection(("127.0.0.1", first.place.port)) for _ in range(12)]
+    try:
+        for one in strangers[3:]:  # those that came first may say who they are
+            one.settimeout(5)
+            assert one.recv(1) == b""
+        lines = [one for one in threading.enumerate() if one.name == "lockstep-coordinator-line"]
+        assert len(lines) <= 3
+        second = make(1, 2)
+        second.fail(cause(1))
+        assert problem_of(second) is not None, "there is room again for a launcher"
+    finally:
+        for one in strangers:
+            one.close()
+
+
+class Launcher:
+    """A launcher's thread, which makes one call and then stands still, or looks again and again."""
+
+    def __init__(self, make: Callable[[], CoordinatorClient], *, moves: bool) -> None:
+        self._release, self._made = threading.Event(), threading.Event()
+        self._make, self._moves = make, moves
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        assert self._made.wait(10)
+
+    def _run(self) -> None:
+        self.own = self._make()
+        self._made.set()
+        while not self._release.wait(0.02 if self._moves else 60):
+            pass
+
+    def end(self) -> None:
+        self._release.set()
+        self._thread.join(10)
+
+
+@pytest.mark.parametrize("stuck", [0, 1, None])
+def test_a_launcher_whose_thread_is_stuck_is_lost(
+    stuck: int | None, make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_STUCK_SECONDS", 0.5)
+    monkeypatch.setattr(client, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(coordinator, "LOST_SECONDS", 1.0)
+    both = [Launcher(partial(make, index, 2), moves=index != stuck) for index in range(2)]
+    try:
+        told = decision_of(both[0 if stuck else 1].own, 10 if stuck is not None else 3)
+    finally:
+        for one in both:
+            one.end()
+    if stuck is None:
+        assert told is None
+    else:
+        assert told is not None, "its heartbeat came from a thread that proves nothing"
+        assert told.verdict is not None
+        assert f"node {stuck} (host{stuck}) was lost" in told.verdict.text
+
+
+# All goes well.
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_generations_and_a_good_end(count: int, make: Maker) -> None:
+    launchers = [make(index, count) for index in range(count)]
+    ports = iter(range(1000, 2000))
+    assert enter_all(launchers, 0, ports) == [1000] * count, "one opens, once"
+    for one in launchers[:-1]:
+        one.done()
+    time.sleep(0.1)
+    assert not any(one.decision for one in launchers[:-1]) or count == 1
+    launchers[-1].done()
+    assert [decision_of(one) for one in launchers] == [Decision(kind="done")] * count
+
+
+def test_who_comes_late_is_waited_for(make: Maker) -> None:
+    first, second = make(0), make(1)
+    entering = [Party(partial(one.enter, 0, lambda: 7, go_on)) for one in (first, second)]
+    assert isinstance(entering[0].end(0.1), TimeoutError)
+    third = make(2)
+    assert third.enter(0, lambda: 8, go_on) == 7
+    assert [one.end() for one in entering] == [7, 7]
+
+
+def test_who_waits_can_be_stopped(make: Maker) -> None:
+    def check() -> None:
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        make(0).enter(0, lambda: 7, check)
+
+
+# One fails.
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_a_cause_is_everybodys_verdict(index: int, make: Maker) -> None:
+    launchers = [make(k) for k in range(3)]
+    launchers[index].fail(cause(7))
+    assert [problem_of(one) for one in launchers] == [verdict(7)] * 3
+
+
+def test_a_failure_that_may_pass_starts_all_again(make: Maker) -> None:
+    lines = iter(["rank 1 was killed; restart 1", None])
+    launchers = [make(k, policy=lambda _: next(lines)) for k in range(3)]
+    ports = iter(range(1000, 2000))
+    assert enter_all(launchers, 0, ports) == [1000] * 3
+    launchers[1].fail(cause(1))
+    restart = Decision(kind="restart", text="rank 1 was killed; restart 1")
+    assert [decision_of(one) for one in launchers] == [restart] * 3
+    assert enter_all(launchers, 1, ports) == [1001] * 3
+    assert [one.decision for one in launchers] == [None] * 3
+    launchers[2].fail(cause(2))
+    assert [problem_of(one) for one in launchers] == [verdict(2)] * 3
+
+
+def test_an_end_while_others_are_waited_for(make: Maker) -> None:
+    first, second = make(0), make(1)
+    entering = Party(lambda: first.enter(0, lambda: 7, go_on))
+    second.fail(cause(1))
+    over = entering.end()
+    assert isinstance(over, RoundOverError)
+    assert over.decision.verdict == verdict(1)
+
+
+def test_only_one_launcher_speaks_where_they_share_their_output(make: Maker) -> None:
+    first, second = make(0, 2), make(1, 2, speaks=False)
+    second.fail(cause(1))
+    assert problem_of(first) == verdict(1)
+    assert problem_of(second) == replace(verdict(1), text="")
+
+
+def test_one_that_leaves(make: Maker) -> None:
+    first, second = (make(k, 2, least=1) for k in range(2))
+    second.leave("stopped by SIGTERM")
+    expected = Decision(kind="round", text="stopped by SIGTERM", staying=(0,))
+    assert decision_of(first) == decision_of(second) == expected
+    assert not first.has_lost_coordinator
+
+
+# One is lost.
+
+
+@pytest.fixture
+def lost_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator, "LOST_SECONDS", 0.6)
+
+
+def test_a_launcher_that_never_came_is_lost(make: Maker, lost_soon: None) -> None:
+    first, third = make(0), make(2)
+    for one in (first, third):
+        found = problem_of(one)
+        assert found is not None
+        assert found.text.startswith("lockstep: node 1 (host1) was lost: no sign of its launcher")
+        assert (found.exit_code, found.name) == (1, None)
+
+
+def test_a_launcher_that_has_ended_is_lost(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator, "_GONE_SECONDS", 0.3)
+    first, _, third = (make(k) for k in range(3))
+    time.sleep(0.1)
+    third._stop.set()  # as if its process were gone
+    found = problem_of(first)
+    assert found is not None
+    assert "node 2 (host2) was lost: its launcher has ended" in found.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [({}, "end"), ({"least": 1}, "round"), ({"least": 1, "hint": "file://"}, "end")],
+)
+def test_launcher_0_that_has_ended_is_lost(
+    settings: dict[str, Any], kind: str, make: Maker
+) -> None:
+    first, second = make(0, 3), make(1, 3, **settings)
+    time.sleep(0.1)
+    first.close()
+    decision = decision_of(second)
+    assert decision is not None
+    assert decision.kind == kind
+    assert decision.verdict is not None
+    assert "node 0 (host0) was lost: its launcher has ended" in decision.verdict.text
+    assert ("hint: file://" in decision.verdict.text) == ("hint" in settings)
+    assert second.has_lost_coordinator
+    if kind == "round":
+        assert decision.staying == (1, 2)
+
+
+def test_launcher_0_that_says_nothing_is_lost(lost_soon: None) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        place = Place(port=listener.getsockname()[1], token="")
+        one = CoordinatorClient(roster(1, 2), place)
+        found = problem_of(one)
+        one.close()
+    assert found is not None
+    assert "node 0 (host0) was lost: no sign" in found.text
+
+
+def test_a_cut_of_a_moment_loses_nobody(make: Maker, lost_soon: None) -> None:
+    """What is on its way is lost, and another connection goes through."""
+    first, second = make(0, 2), make(1, 2)
+    assert enter_all([first, second], 0, iter([7])) == [7, 7]
+    assert first.server is not None
+    first.server._lock.acquire()  # as if nothing came back
+    time.sleep(0.4)
+    first.server._lock.release()
+    time.sleep(0.8)
+    assert first.decision is second.decision is None
+
+
+# Strangers.
+
+
+def test_strangers_change_nothing(make: Maker) -> None:
+    first, second = make(0, 2), make(1, 2)
+    token = first.place.token
+    for line in (
+        b"GET / HTTP/1.0\r\n\r\n",
+        b'{"token": "wrong", "said": {}}\n',
+        f'{{"token": "{token}", "said": {{"index": 5}}}}\n'.encode(),
+        f'{{"token": "{token}"}}\n'.encode(),
+        b"[" * 100_000 + b"\n",
+        b"\xff\0\n",
+        b"",
+    ):
+        with socket.create_connection(("127.0.0.1", first.place.port)) as stranger:
+            stranger.sendall(line)
+            stranger.shutdown(socket.SHUT_WR)
+            stranger.settimeout(2)
+            assert stranger.recv(100) == b""
+    assert enter_all([first, second], 0, iter([7])) == [7, 7]
+
+
+def test_a_ping_is_answered(make: Maker) -> None:
+    first = make(0, 2)
+    assert first.place.answers("127.0.0.1", 1)
+    assert not replace(first.place, token="wrong").answers("127.0.0.1", 1)
+    first.close()
+    assert not first.place.answers("127.0.0.1", 1)
+
+
+# The end.
+
+
+def test_launcher_0_stays_until_the_others_have_heard(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_LINGER_SECONDS", 5.0)
+    first, second = make(0, 2), make(1, 2)
+    assert enter_all([first, second], 0, iter([7])) == [7, 7]
+    hearing = threading.Event()
+    ask = second._ask
+    second._ask = lambda said: ask(said) if hearing.is_set() else None  # type: ignore[method-assign]
+    first.fail(cause(0))
+    assert problem_of(first) == verdict(0)
+    closing = Party(first.close)
+    assert isinstance(closing.end(0.1), TimeoutError), "it waits"
+    hearing.set()
+    assert closing.end() is None
+    assert problem_of(second) == verdict(0)
+
+
+def test_launcher_0_does_not_wait_for_ever(make: Maker) -> None:
+    first = make(0, 2)
+    first.fail(cause(0))
+    assert problem_of(first) == verdict(0)
+    began = time.monotonic()
+    first.close()
+    assert 0.2 < time.monotonic() - began < 3
+
+
+def test_launcher_0_that_goes_on_waits_for_nobody(make: Maker) -> None:
+    first, second = make(0, 2, least=1), make(1, 2, least=1)
+    assert first.server is not None
+    with first.server.locked() as own:
+        own.welcome(("c",))
+    assert decision_of(first) == Decision(kind="round", text="c comes", staying=(0, 1))
+    began = time.monotonic()
+    first.close()
+    assert time.monotonic() - began < 0.3
+    assert decision_of(second) == first.decision, "it is told after that"
+    first.server._closed.set()
+
+
+def test_nothing_said_means_nothing_to_wait_for(make: Maker) -> None:
+    launchers = [make(k) for k in range(3)]
+    began = time.monotonic()
+    assert together(*(one.close for one in launchers)) == [None] * 3
+    assert time.monotonic() - began < 3

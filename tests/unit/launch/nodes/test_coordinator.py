@@ -1,0 +1,295 @@
+"""What launcher 0 decides: no threads, no clocks, no network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.launch.failure import Verdict
+from lockstep.launch.nodes.coordinator import Coordinator
+from lockstep.launch.nodes.membership import Membership
+from lockstep.launch.nodes.messages import Answer, Decision, Said, Told, lost_verdict
+from lockstep.launch.restarts import Kind
+
+Maker = Callable[..., Coordinator]
+
+
+def roster(count: int) -> Membership:
+    return Membership(
+        index=0,
+        ranks=(1,) * count,
+        nodes=tuple(range(count)),
+        names=tuple(f"node {k} (host{k})" for k in range(count)),
+        address="127.0.0.1",
+        interface=None,
+    )
+
+
+def make(
+    count: int = 3, *, least: int | None = None, again: str | None = None, generation: int = 0
+) -> Coordinator:
+    """Make a coordinator that has heard all launchers at time 0."""
+    coordinator = Coordinator(
+        roster(count), 0.0, policy=lambda _: again, least=least, generation=generation
+    )
+    for index in range(count):
+        say(coordinator, index, generation=generation)
+    return coordinator
+
+
+def say(coordinator: Coordinator, index: int, now: float = 0.0, **news: Any) -> Answer:
+    return coordinator.hear(Said(**{"index": index, "generation": 0, **news}), now)
+
+
+def verdict(rank: int) -> Verdict:
+    return Verdict(
+        text=f"rank {rank} failed", exit_code=1, name=f"rank {rank}", traceback="Traceback …"
+    )
+
+
+def told(rank: int, *, when: float = 1.0, consequence: bool = False) -> Told:
+    return Told(verdict=verdict(rank), consequence=consequence, time=when)
+
+
+def kind(coordinator: Coordinator) -> str | None:
+    return None if coordinator.decision is None else coordinator.decision.kind
+
+
+def end(rank: int) -> Decision:
+    return Decision(kind="end", verdict=verdict(rank))
+
+
+@given(st.lists(st.tuples(st.booleans(), st.floats(0, 9)), min_size=1))
+def test_causes_come_before_consequences_and_early_before_late(
+    given_told: list[tuple[bool, float]],
+) -> None:
+    all_told = [told(0, when=when, consequence=one) for one, when in given_told]
+    first = min(all_told, key=lambda one: one.order)
+    assert not first.consequence or all(one.consequence for one in all_told)
+    assert all(one.time >= first.time for one in all_told if one.consequence == first.consequence)
+
+
+def test_what_is_said_survives_json() -> None:
+    odd = Verdict(
+        text="é\n\udcff\0 '\"", exit_code=137, name="rank 3", traceback=None, kind=Kind.HANG
+    )
+    said = Said(index=2, generation=5, failure=Told(verdict=odd, consequence=True, time=1.5))
+    assert Said.parse(json.loads(json.dumps(asdict(said)))) == said
+    answer = Answer(decision=Decision(kind="round", text="x", verdict=odd, staying=(0, 2)), port=7)
+    assert Answer.parse(json.loads(json.dumps(asdict(answer)))) == answer
+
+
+# The end.
+
+
+def test_all_are_done_when_each_is() -> None:
+    coordinator = make()
+    assert say(coordinator, 0, done=True).decision is None
+    assert say(coordinator, 2, done=True).decision is None
+    assert say(coordinator, 1, done=True).decision == Decision(kind="done")
+    assert say(coordinator, 0, done=True).decision == Decision(kind="done")
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_a_cause_ends_a_launch_at_once(index: int) -> None:
+    coordinator = make()
+    assert say(coordinator, index, failure=told(7)).decision == end(7)
+    assert say(coordinator, 1 - index % 2).decision == end(7)
+
+
+def test_a_failure_wins_over_others_that_are_done() -> None:
+    coordinator = make()
+    say(coordinator, 0, done=True)
+    say(coordinator, 1, done=True)
+    assert say(coordinator, 2, failure=told(2)).decision == end(2)
+
+
+def test_the_cause_of_consequences_is_waited_for() -> None:
+    coordinator = make()
+    assert say(coordinator, 0, 1.0, failure=told(0, consequence=True)).decision is None
+    assert say(coordinator, 2, 1.5, failure=told(2, consequence=True, when=0.5)).decision is None
+    assert say(coordinator, 1, 2.0, failure=told(1, when=9.0)).decision == end(1)
+
+
+def test_consequences_of_all_need_no_wait() -> None:
+    coordinator = make()
+    for index in range(3):
+        say(coordinator, index, failure=told(index, consequence=True, when=9.0 - index))
+    assert coordinator.decision == end(2)
+
+
+def test_a_cause_that_never_comes_is_not_waited_for() -> None:
+    coordinator = make()
+    say(coordinator, 1, 1.0, failure=told(1, consequence=True))
+    for now in (1.5, 2.5, 3.5):
+        say(coordinator, 2, now)
+        say(coordinator, 1, now, failure=told(1, consequence=True))
+    assert coordinator.decision == end(1)
+
+
+def test_a_launcher_that_is_silent_may_be_the_cause() -> None:
+    coordinator = make(2)
+    for now in range(1, 15):
+        say(coordinator, 0, float(now), failure=told(0, consequence=True))
+        assert coordinator.decision is None
+    say(coordinator, 0, 15.5, failure=told(0, consequence=True))
+    assert coordinator.decision is not None
+    assert coordinator.decision.verdict == lost_verdict(
+        "node 1 (host1)", "no sign of its launcher for 15 s"
+    )
+    assert coordinator.decision.verdict.kind is Kind.LOST
+
+
+# Lost launchers.
+
+
+def test_one_that_falls_silent_is_lost() -> None:
+    coordinator = make()
+    for now in (5.0, 10.0, 15.5):
+        say(coordinator, 1, now)
+        coordinator.look(now)
+    assert coordinator.decision is not None
+    assert coordinator.decision.kind == "end"
+    assert coordinator.decision.verdict is not None
+    assert "node 2 (host2) was lost: no sign" in coordinator.decision.verdict.text
+
+
+def test_one_that_hangs_up_has_a_moment_to_call_again() -> None:
+    coordinator = make()
+    coordinator.hang_up(1, 1.0)
+    coordinator.look(3.0)
+    say(coordinator, 1, 3.1)
+    coordinator.look(6.0)
+    assert kind(coordinator) is None
+    coordinator.hang_up(1, 7.0)
+    coordinator.look(9.6)
+    assert coordinator.decision is not None
+    assert "its launcher has ended" in str(coordinator.decision.verdict)
+
+
+def test_launcher_0_is_never_silent_to_itself() -> None:
+    coordinator = make(1, least=1)
+    coordinator.look(1000.0)
+    assert coordinator.decision is None
+
+
+def test_an_elastic_launch_goes_on_without_the_lost() -> None:
+    coordinator = make(4, least=1)
+    for index in (0, 1, 3):
+        say(coordinator, index, 14.0)
+    coordinator.hang_up(3, 14.0)
+    for index in (0, 1):
+        say(coordinator, index, 15.5)
+    assert coordinator.decision is not None
+    assert (coordinator.decision.kind, coordinator.decision.staying) == ("round", (0, 1, 3))
+    coordinator = make(4, least=1)
+    coordinator.hang_up(3, 1.0)
+    say(coordinator, 1, 2.0)
+    say(coordinator, 2, 2.0)
+    coordinator.look(4.0)
+    assert coordinator.decision is not None
+    assert coordinator.decision.staying == (0, 1, 2), "the others were silent for a moment only"
+    assert coordinator.decision.text.startswith("node 3 (host3) was lost")
+
+
+def test_one_that_cannot_reach_launcher_0_is_lost_at_once() -> None:
+    coordinator = make(least=1)
+    coordinator.lose(1, 2.0)
+    assert coordinator.decision is not None
+    assert (coordinator.decision.kind, coordinator.decision.staying) == ("round", (0, 2))
+
+
+# Restarts.
+
+
+def test_a_failure_that_may_pass_starts_all_again() -> None:
+    coordinator = make(again="rank 1 was killed; restart 1")
+    restart = Decision(kind="restart", text="rank 1 was killed; restart 1")
+    assert say(coordinator, 1, failure=told(1)).decision == restart
+    assert say(coordinator, 1, generation=1).decision is None, "it is ahead of launcher 0"
+    assert say(coordinator, 0).decision == restart
+    coordinator.enter(1)
+    say(coordinator, 0, generation=1)
+    assert say(coordinator, 2).decision == restart, "it is late"
+    assert not coordinator.all_entered
+    assert say(coordinator, 2, generation=1) == Answer()
+    assert coordinator.all_entered, "now all are"
+    coordinator.open(77)
+    assert say(coordinator, 1, generation=1) == Answer(port=77)
+    assert say(coordinator, 2, done=True) == Answer(decision=restart), (
+        "what is of an earlier generation"
+    )
+
+
+def test_a_launcher_that_is_lost_on_the_way_to_the_next_generation() -> None:
+    coordinator = make(2, again="again")
+    say(coordinator, 0, failure=told(0))
+    coordinator.enter(1)
+    say(coordinator, 0, generation=1)
+    coordinator.look(15.5)
+    assert kind(coordinator) == "end"
+    coordinator.enter(2)
+    assert kind(coordinator) == "end", "the last decision stays"
+
+
+# Rounds.
+
+
+def test_one_that_leaves_is_not_waited_for() -> None:
+    coordinator = make(least=1)
+    decision = say(coordinator, 0, leaves="stopped by SIGTERM on node 0").decision
+    expected = Decision(kind="round", text="stopped by SIGTERM on node 0", staying=(1, 2))
+    assert decision == say(coordinator, 2).decision == expected
+    assert coordinator.readers == set()
+    say(coordinator, 2, heard=True)
+    assert coordinator.readers == {2}
+
+
+def test_one_that_leaves_and_could_save() -> None:
+    coordinator = make(3, least=2)
+    assert say(coordinator, 1, 1.0, leaves="b", saves=True).decision is None, "others may leave too"
+    assert say(coordinator, 2, 2.0).decision == Decision(kind="round", text="b", staying=(0, 2))
+
+
+def test_all_leave_and_save_first() -> None:
+    coordinator = make(3, least=2)
+    for index, now in ((1, 1.0), (2, 1.2)):
+        assert say(coordinator, index, now, leaves="x", saves=True) == Answer()
+    assert say(coordinator, 0, 2.0) == Answer(saves=True), "ranks of all save together"
+    for index in (0, 1):
+        assert say(coordinator, index, 2.1, leaves="x", saves=True, done=True) == Answer(saves=True)
+    done = Decision(kind="done")
+    assert say(coordinator, 2, 2.2, leaves="x", saves=True, done=True).decision == done
+
+
+def test_one_that_comes_begins_a_round() -> None:
+    coordinator = make(least=1)
+    coordinator.welcome(())
+    coordinator.look(0.1)
+    assert kind(coordinator) is None
+    coordinator.welcome(("c",))
+    coordinator.look(0.2)
+    assert coordinator.decision == Decision(kind="round", text="c comes", staying=(0, 1, 2))
+
+
+def test_nobody_is_let_in_at_the_end() -> None:
+    coordinator = make(2, least=1)
+    say(coordinator, 1, done=True)
+    coordinator.welcome(("c", "d"))
+    coordinator.look(0.2)
+    assert coordinator.decision is None
+    assert say(coordinator, 0, done=True).decision == Decision(kind="done")
+
+
+def test_a_round_that_was_overtaken_is_over() -> None:
+    coordinator = make(least=1)
+    coordinator.supersede()
+    assert say(coordinator, 1).decision == Decision(
+        kind="round", text="a newer round has begun without this node"
+    )

@@ -1,0 +1,673 @@
+"""Launchers that come and go, as threads: who meets in which round, and who goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.errors import LockstepError, UnreachableError, UsageError, WorldError
+from lockstep.launch import rendezvous
+from lockstep.launch.nodes import client, coordinator, join, keys, rounds, server
+from lockstep.launch.nodes.client import RoundOverError
+from lockstep.launch.nodes.config import Nodes, RendezvousConfig, rendezvous_config
+from lockstep.launch.nodes.join import Terms, order
+from lockstep.launch.nodes.keys import Card, RendezvousKeys
+from lockstep.launch.nodes.membership import Launcher, Membership, NotNeeded
+from lockstep.launch.nodes.rounds import Rounds
+from lockstep.launch.rendezvous import Rendezvous
+from lockstep.world import host
+from lockstep.world.rendezvous.membership_check import NodeInfo
+from tests.unit import threads
+from tests.unit.threads import together
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name, seconds in (
+        (join, "_SETTLE_SECONDS", 0.4),
+        (join, "_CAUTIOUS_SECONDS", 0.8),
+        (join, "_LOOK_SECONDS", 0.3),
+        (join, "_PAUSE", 0.01),
+        (keys, "_OPENING_SECONDS", 2.0),
+        (rounds, "_OPENING_SECONDS", 2.0),
+        (keys, "_LINGER_SECONDS", 0.5),
+        (keys, "_ALIVE_SECONDS", 0.4),
+        (rounds, "_APPROACH_SECONDS", 0.05),
+        (rendezvous, "_LOOK_SECONDS", 0.05),
+        (client, "_BEAT_SECONDS", 0.05),
+        (client, "_REFUSED_SECONDS", 0.2),
+        (coordinator, "_GONE_SECONDS", 0.3),
+        (server, "_LINGER_SECONDS", 0.3),
+    ):
+        monkeypatch.setattr(module, name, seconds)
+
+
+class Node:
+    """One launcher: what the agent would hold."""
+
+    def __init__(self, one: RendezvousConfig, name: str, **terms: Any) -> None:
+        self.name = name
+        self.said: list[str] = []
+        wanted = {"least": one.least, "most": one.count, "seconds": 8.0, "last_call": 0.4}
+        self._stop = threading.Event()
+        self.rounds = Rounds(
+            one,
+            Launcher(ranks=terms.pop("ranks", 1), name=name),
+            Terms(**{**wanted, **terms}),
+            interface=None,
+            check=self._check,
+            say=self.said.append,
+        )
+        self.place = Rendezvous("id", 1, self.rounds, check=self._check)
+
+    def _check(self) -> None:
+        if self._stop.is_set():
+            raise InterruptedError
+
+    def next(self) -> list[str]:
+        """Begin the next generation; return who is in it, in order."""
+        self.place.next_generation()
+        store, roster = self.place.store, self.place.roster
+        store.set(f"here/{roster.index}", self.name)
+        return [store.get(f"here/{k}").decode() for k in range(roster.count)]
+
+    @property
+    def decided(self) -> str | None:
+        """What is decided by the time that something is."""
+        deadline = time.monotonic() + 5
+        assert self.place.coordinator is not None
+        while self.place.coordinator.decision is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        decision = self.place.coordinator.decision
+        return None if decision is None else decision.kind
+
+    def die(self) -> None:
+        """End as a process does that is killed: without a word."""
+        self._stop.set()
+        if self.place._watch is not None:
+            self.place._watch.close()
+        if self.place.coordinator is not None:
+            self.place.coordinator._stop.set()
+            self.place.coordinator._thread.join()
+            if self.place.coordinator.server is not None:
+                self.place.coordinator.server._closed.set()
+                self.place.coordinator.server._thread.join()
+
+    def end(self) -> None:
+        """End as a launcher does."""
+        self.place.finish()
+        self.rounds.close()
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Let launchers join a launch in a shared directory, each in a thread."""
+    made: list[Node] = []
+
+    def join(*names: str, least: int = 1, most: int = 3, **terms: Any) -> list[Any]:
+        one = rendezvous_config(
+            Nodes(least=least, count=most, endpoint=f"file://{tmp_path}"), ["x"], {}
+        )
+        assert one is not None
+        found = together(*(partial(Node, one, name, **terms) for name in names), seconds=15)
+        made.extend(node for node in found if isinstance(node, Node))
+        return found
+
+    yield join
+    for node in made:
+        node.die()
+        node.rounds.close()
+
+
+def generation(nodes: list[Node]) -> list[str]:
+    """Begin a generation with nodes that agree on who is in it; return who is."""
+    found = together(*(node.next for node in nodes), seconds=15)
+    assert all(isinstance(one, list) for one in found), found
+    assert [one == found[0] for one in found] == [True] * len(found), found
+    return list(found[0])
+
+
+# Order.
+
+
+CARDS = st.builds(
+    lambda token, last, index: card(f"{token}", last, index),
+    st.integers(0, 99),
+    st.integers(0, 3),
+    st.integers(0, 3),
+)
+
+
+def card(token: str, last: int, index: int) -> Card:
+    return Card(
+        token=token,
+        node=NodeInfo(host="h", name=token, pid=1, versions={}),
+        launcher=Launcher(ranks=1, name=token),
+        round=last,
+        index=index,
+        generation=0,
+    )
+
+
+@given(st.lists(CARDS), st.integers(1, 5))
+def test_those_who_stay_keep_their_order(cards: list[Card], most: int) -> None:
+    found = order(cards, most)
+    assert len(found) == min(most, len(cards))
+    assert [one.round for one in found] == sorted((one.round for one in cards), reverse=True)[:most]
+    staying = [one.index for one in found if one.round == max(one.round for one in cards)]
+    assert staying == sorted(staying)
+
+
+# Rounds.
+
+
+def test_a_launch_of_one_that_grows_and_shrinks(site: Callable[..., Any]) -> None:
+    (a,) = site("a", ranks=2)
+    assert generation([a]) == ["a"]
+    assert (a.rounds.number, a.place.generation, a.place.replicas) == (1, 0, 6)
+    assert not a.place.may_leave
+
+    joining = threads.Party(partial(site, "b"))
+    assert a.decided == "round"
+    again = threads.Party(a.next)
+    (b,) = joining.end(10)
+    assert b.next() == again.end() == ["a", "b"]
+    assert (b.rounds.number, b.place.generation, b.place.replicas) == (2, 1, 6)
+    assert b.place.may_leave
+    assert "lockstep: round 2: 3 ranks by 2 launchers" in a.said[1]
+    assert b.said == []
+
+    assert b.place.coordinator is not None
+    b.place.coordinator.leave("stopped")
+    assert a.decided == b.decided == "round"
+    assert generation([a]) == ["a"]
+    assert (a.rounds.number, a.place.generation) == (3, 2)
+
+
+def test_a_restart_keeps_the_round(site: Callable[..., Any]) -> None:
+    nodes = site("a", "b", most=2)
+    before = generation(nodes)
+    for node in nodes:
+        node.place.policy = lambda _: "again"
+    assert generation(nodes) == before
+    assert [(node.rounds.number, node.place.generation) for node in nodes] == [(1, 1)] * 2
+
+
+def test_the_first_is_lost_for_good(site: Callable[..., Any]) -> None:
+    nodes = {node.name: node for node in site("a", "b", "c")}
+    names = generation(list(nodes.values()))
+    first, *others = (nodes[name] for name in names)
+    first.die()
+    assert [node.decided for node in others] == ["round", "round"]
+    assert generation(others) == names[1:], "the second is the first now"
+    assert others[0].place.generation == 1
+
+    others[0].place.coordinator.done()
+    others[1].place.coordinator.done()
+    assert [node.decided for node in others] == ["done", "done"]
+
+
+def test_too_few_are_left(site: Callable[..., Any]) -> None:
+    a, b = site("a", "b", least=2, most=2, seconds=1.0)
+    names = generation([a, b])
+    first, second = (a, b) if names[0] == "a" else (b, a)
+    second.die()
+    assert first.decided == "round"
+    with pytest.raises(WorldError, match=r"1 of 2 nodes did not come within 1 s; came: [ab]"):
+        first.next()
+
+
+def test_one_that_waits_for_a_place_gets_it(site: Callable[..., Any]) -> None:
+    a, b = site("a", "b", most=2)
+    names = generation([a, b])
+    waiting = threads.Party(partial(site, "c", most=2, seconds=0.5))
+    assert isinstance(waiting.end(1.0), TimeoutError), "a spare waits without limit"
+    first, second = (a, b) if names[0] == "a" else (b, a)
+    second.die()
+    assert first.decided == "round"
+    again = threads.Party(first.next)
+    (c,) = waiting.end(10)
+    assert c.next() == again.end() == [first.name, "c"]
+
+
+def test_one_that_waits_for_a_place_until_the_end(site: Callable[..., Any]) -> None:
+    a, b = site("a", "b", most=2)
+    generation([a, b])
+    waiting = threads.Party(partial(site, "c", most=2))
+    time.sleep(0.2)
+    for node in (a, b):
+        node.place.coordinator.done()
+    assert a.decided == b.decided == "done"
+    assert together(a.end, b.end) == [None, None]
+    (c,) = waiting.end(10)
+    assert isinstance(c, NotNeeded)
+
+
+def test_all_that_ran_are_gone_and_one_that_waits_goes_on(site: Callable[..., Any]) -> None:
+    nodes = site("a", "b", most=2)
+    generation(nodes)
+    waiting = threads.Party(partial(site, "c", most=2))
+    time.sleep(0.3)
+    assert together(*(node.die for node in nodes)) == [None, None]
+    (c,) = waiting.end(10)
+    assert c.next() == ["c"]
+    assert (c.rounds.number, c.rounds.leads) == (2, True)
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_of_two_halves_one_goes_on(
+    comes_back: bool, site: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second cannot reach the first any more, which lives: it must not go on without it."""
+    monkeypatch.setattr(coordinator, "LOST_SECONDS", 0.5)
+    a, b = site("a", "b", seconds=1.5)
+    names = generation([a, b])
+    first, second = (a, b) if names[0] == "a" else (b, a)
+    cut(second)
+    is_cut = threading.Event()
+    is_cut.set()
+    reaches = second.rounds.keys.reaches
+    monkeypatch.setattr(
+        second.rounds.keys, "reaches", lambda number: not is_cut.is_set() and reaches(number)
+    )
+    assert second.decided == "round"
+    cut_off = threads.Party(second.next)
+    assert first.decided == "round"
+    assert first.next() == [first.name]
+    if comes_back:
+        is_cut.clear()
+        assert first.decided == "round"
+        assert first.next() == cut_off.end() == [first.name, second.name]
+    else:
+        found = cut_off.end()
+        assert isinstance(found, UnreachableError)
+        assert f"{second.name} is cut off: launcher 0 of round" in found.message
+
+
+def cut(node: Node) -> None:
+    """Pull the cable of a launcher that is not the first."""
+    assert node.place.coordinator is not None
+    caller = node.place.coordinator._connection
+    assert caller is not None
+    caller.ask = lambda _: None  # type: ignore[method-assign]
+    caller.close()
+
+
+def test_one_that_was_overtaken_stops(site: Callable[..., Any]) -> None:
+    (a,) = site("a")
+    generation([a])
+    a.rounds.keys.close(2, [])
+    assert a.decided == "round"
+    assert generation([a]) == ["a"]
+    assert a.rounds.number == 3
+
+
+# What does not fit.
+
+
+def test_versions_that_differ(site: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    (a,) = site("a")
+    generation([a])
+    monkeypatch.setattr(host, "versions", lambda: {"torch": "0.1"})
+    (found,) = site("b")
+    assert isinstance(found, WorldError)
+    assert "b has " in found.message
+    assert "expected the same on all nodes" in found.message
+    assert a.place.coordinator is not None
+    assert a.place.coordinator.decision is None, "those who run are not disturbed"
+
+
+def test_too_few_come(site: Callable[..., Any]) -> None:
+    (found,) = site("a", least=2, most=3, seconds=0.4)
+    assert isinstance(found, WorldError)
+    assert "1 of 2 nodes did not come within 0.4 s; came: a" in found.message
+
+
+def test_launcher_0_cannot_start(site: Callable[..., Any]) -> None:
+    nodes = site("a", "b", most=2)
+    first, second = sorted(nodes, key=lambda node: node.rounds.roster.index)
+    assert first.rounds.leads
+    assert not second.rounds.leads
+    hearing = threads.Party(second.rounds.hear)
+    first.rounds.fail(WorldError("the disk is full"))
+    found = hearing.end()
+    assert isinstance(found, WorldError)
+    assert "cannot start its ranks: the disk is full" in found.message
+
+
+# At a host.
+
+
+def test_the_host_of_the_store_is_the_first_and_ends_the_launch(
+    request: pytest.FixtureRequest,
+) -> None:
+    named = Nodes(least=1, count=3, endpoint="127.0.0.1", id=f"{request.node.name}{time.time()}")
+    one = rendezvous_config(named, ["x"], {})
+    assert one is not None
+    a = Node(one, "a")
+    assert a.next() == ["a"]
+    joining = threads.Party(partial(Node, one, "b"))
+    assert a.decided == "round"
+    again = threads.Party(a.next)
+    b = joining.end(10)
+    assert b.next() == again.end() == ["a", "b"]
+    a.die()
+    assert b.decided == "end"
+    with pytest.raises(RoundOverError) as over:
+        b.next()
+    verdict = over.value.decision.verdict
+    assert verdict is not None
+    assert "node 0 (a) was lost" in verdict.text
+    assert "hint: launchers that meet in a shared directory survive it" in verdict.text
+    b.end()
+    a.rounds.close()
+
+
+class Mortal:
+    """A store whose user dies after its first write."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self._writes = store, 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("set", "compare_set"):
+            self._writes += 1
+            if self._writes > 1:
+                raise InterruptedError
+        return getattr(self._store, name)
+
+
+def test_a_round_begins_with_one_write() -> None:
+    store = dist.HashStore()
+    mortal: Any = Mortal(store)
+    with contextlib.suppress(InterruptedError):
+        RendezvousKeys(mortal, lambda: None).close(1, [card("a", 0, 0)])
+    seen = RendezvousKeys(store, lambda: None)
+    assert (seen.newest() == 1) == (seen.closed(1) is not None)
+
+
+def test_a_closer_that_was_stopped_does_not_undo_a_newer_round() -> None:
+    seen = RendezvousKeys(dist.HashStore(), lambda: None)
+    seen.close(2, [card("b", 0, 0)])
+    seen.close(1, [card("a", 0, 0)])
+    assert seen.newest() == 2
+    assert [one.token for one in seen.closed(2) or ()] == ["b"]
+
+
+def test_a_launcher_0_whose_thread_is_stuck_is_taken_for_lost(
+    site: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_STUCK_SECONDS", 0.3)
+    monkeypatch.setattr(client, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(keys, "_ALIVE_SECONDS", 1.5)
+    nodes = site("a", "b")
+    generation(nodes)  # in threads that have ended by now: nothing moves any more
+    asks = nodes[1].rounds.keys
+    deadline = time.monotonic() + 20
+    while not asks.has_ended(1, 1):
+        assert time.monotonic() < deadline, "a thread beside it answers for it"
+        time.sleep(0.05)
+
+
+# A launch with one round.
+
+
+@pytest.fixture(params=["numbers", "endpoint", "directory"])
+def configs(
+    request: pytest.FixtureRequest, tmp_path: Path, launch_id: str
+) -> Callable[[int], list[RendezvousConfig]]:
+    """Make the configurations of launchers that find each other in one of three ways."""
+
+    def make(count: int) -> list[RendezvousConfig]:
+        if request.param == "numbers":
+            return numbered(count, launch_id)
+        where = "127.0.0.1" if request.param == "endpoint" else f"file://{tmp_path}"
+        return at_endpoint(count, launch_id, where)
+
+    return make
+
+
+@pytest.fixture
+def launch_id(request: pytest.FixtureRequest) -> str:
+    return f"{request.node.name}/{time.time_ns()}".replace("/", "-")
+
+
+def config(**nodes: Any) -> RendezvousConfig:
+    one = rendezvous_config(Nodes(**nodes), ["x"], {})
+    assert one is not None
+    return one
+
+
+def numbered(count: int, launch_id: str) -> list[RendezvousConfig]:
+    where = {"count": count, "main_address": "127.0.0.1", "id": launch_id}
+    return [config(rank=rank, **where) for rank in range(count)]
+
+
+def at_endpoint(count: int, launch_id: str, endpoint: str) -> list[RendezvousConfig]:
+    return [config(count=count, endpoint=endpoint, id=launch_id)] * count
+
+
+def meet(one: RendezvousConfig, ranks: int = 1, seconds: float = 8.0, **changes: Any) -> Rounds:
+    changes = {"interface": None, "check": lambda: None, "say": lambda _: None, **changes}
+    return Rounds(
+        one,
+        Launcher(ranks=ranks, name="hosta", cpus=(ranks,)),
+        Terms(least=one.count, most=one.count, fixed=True, seconds=seconds),
+        **changes,
+    )
+
+
+def meet_all(launchers: list[RendezvousConfig], **changes: Any) -> list[Any]:
+    """Let launcher k of `launchers` come with k + 1 ranks."""
+    calls = [partial(meet, one, k + 1, **changes) for k, one in enumerate(launchers)]
+    return together(*calls, seconds=15)
+
+
+def check_met(told: list[Any]) -> list[Rounds]:
+    """Check that launchers agree on who they are, and begin a generation; return them in order."""
+    assert all(isinstance(one, Rounds) for one in told), told
+    launchers: list[Rounds] = sorted(told, key=lambda one: one.roster.index)
+    assert [one.roster.index for one in launchers] == list(range(len(told)))
+    assert len({(one.roster.ranks, one.roster.names, one.roster.address) for one in told}) == 1
+    launchers[0].tell(["hello"])
+    assert [one.hear() for one in launchers] == [["hello"]] * len(told)
+    places = [Rendezvous("id", 1, one) for one in launchers]
+    for generation in range(2):
+        ports = together(*(place.next_generation for place in places))
+        assert len(set(ports)) == 1, ports
+        assert not places[0].store.check(["note"])
+        places[0].store.set("note", f"{generation}")
+        assert places[-1].store.get("note").decode() == f"{generation}"
+    assert {one.replicas for one in launchers} == {None}
+    assert not places[0].may_leave
+    for place in places:
+        assert place.coordinator is not None
+        place.coordinator.done()
+    together(*(place.finish for place in places))
+    for one in launchers:
+        one.close()
+    return launchers
+
+
+def the_error(told: list[Any]) -> str:
+    assert all(isinstance(one, WorldError) for one in told), told
+    assert len({one.message for one in told}) == 1, "the same for every launcher"
+    assert told[0].hint
+    return str(told[0].message)
+
+
+def test_launchers_of_one_host_meet_once(
+    configs: Callable[[int], list[RendezvousConfig]], tmp_path: Path
+) -> None:
+    roster = check_met(meet_all(configs(3)))[0].roster
+    assert sorted(roster.ranks) == [1, 2, 3]
+    assert (roster.nodes, roster.address, roster.interface) == ((0, 0, 0), "127.0.0.1", None)
+    assert roster.names == ("node 0 (hosta)", "node 1 (hosta)", "node 2 (hosta)")
+    assert (roster.own_cores, roster.own_gpus) == (True, False)
+    assert roster.speaks
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_numbers_are_those_that_were_given(launch_id: str) -> None:
+    launchers = meet_all(numbered(3, launch_id))
+    assert [one.roster.index for one in launchers] == [0, 1, 2]
+    check_met(launchers)
+    assert launchers[0].roster.ranks == (1, 2, 3)
+
+
+def test_two_launches_at_one_place(
+    configs: Callable[[int], list[RendezvousConfig]],
+) -> None:
+    ours = configs(2)
+    theirs = [replace(one, name=f"{one.name}-theirs" + "ä" * 40) for one in ours]
+    told = meet_all([*ours, *theirs])
+    check_met(told[:2])
+    check_met(told[2:])
+
+
+def test_hosts_are_nodes(launch_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = threading.local()
+    monkeypatch.setattr(host, "identity", lambda: own.host)
+
+    def meet_on(where: str, one: RendezvousConfig, **changes: Any) -> Rounds:
+        own.host = where
+        return meet(one, **changes)
+
+    calls = zip("abb", numbered(3, launch_id), strict=True)
+    told = together(*(partial(meet_on, where, one, interface="lo") for where, one in calls))
+    roster: Membership = check_met(told)[2].roster
+    assert roster.nodes == (0, 1, 1)
+    assert (roster.node, roster.first_local_rank, roster.local_size) == (1, 1, 2)
+    assert (roster.address, roster.interface) == ("127.0.0.1", "lo")
+    assert roster.reached_at == ("lo 127.0.0.1",) * 3
+    assert roster.overrules_interface
+
+    calls = zip("ab", numbered(2, f"{launch_id}2"), ("lo", "eth77"), strict=True)
+    told = together(*(partial(meet_on, where, one, interface=i) for where, one, i in calls))
+    assert [type(one) for one in told] == [UnreachableError, UsageError]
+    assert all("'eth77' does not exist" in one.message for one in told)
+
+
+def test_only_the_first_speaks_where_output_is_shared(launch_id: str) -> None:
+    by_slurm = [
+        RendezvousConfig(name=launch_id, count=2, index=k, address="127.0.0.1", source="slurm")
+        for k in (0, 1)
+    ]
+    told = meet_all(by_slurm)
+    assert [one.roster.speaks for one in told] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("where", "came", "said", "hint"),
+    [
+        ("numbers", (0, 1), "1 of 3 nodes did not come within 0.5 s: node 2; came: ", "started"),
+        ("127.0.0.1", (0, 1), "1 of 3 nodes did not come within 0.5 s; came: hosta, ", "started"),
+        (
+            "directory",
+            (0, 1),
+            "1 of 3 nodes did not come within 0.5 s; came: hosta, ",
+            "not shared",
+        ),
+        ("numbers", (0, 1, 1), "node 1 has come twice: on ", "--node-rank"),
+    ],
+)
+def test_all_who_came_hear_what_does_not_fit(
+    where: str, came: tuple[int, ...], said: str, hint: str, launch_id: str, tmp_path: Path
+) -> None:
+    where = f"file://{tmp_path}" if where == "directory" else where
+    ways = numbered(3, launch_id) if where == "numbers" else at_endpoint(3, launch_id, where)
+    told = meet_all([ways[index] for index in came], seconds=0.5)
+    assert said in the_error(told)
+    assert hint in told[0].hint
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_versions_that_differ_are_told_to_all(
+    launch_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = threading.local()
+    monkeypatch.setattr(host, "versions", lambda: {"torch": own.version})
+
+    def meet_with(version: str, one: RendezvousConfig) -> Rounds:
+        own.version = version
+        return meet(one)
+
+    calls = zip(("2.13", "2.12"), numbered(2, launch_id), strict=True)
+    told = together(*(partial(meet_with, version, one) for version, one in calls))
+    assert "hosta has torch 2.1" in the_error(told)
+
+
+def test_the_first_node_does_not_come(launch_id: str) -> None:
+    with pytest.raises(
+        WorldError, match=r"node 1 found nobody to meet at 127\.0\.0\.1 within 0\.2"
+    ):
+        meet(numbered(2, launch_id)[1], seconds=0.2)
+
+
+def test_one_too_many_in_a_directory(launch_id: str, tmp_path: Path) -> None:
+    one = at_endpoint(2, launch_id, f"file://{tmp_path}")[0]
+    met = meet_all([one, one])
+    with pytest.raises(WorldError, match=r"2 nodes have met at .* already") as caught:
+        meet(one)
+    assert "--rdzv-id" in str(caught.value.hint)
+    check_met(met)
+
+
+def test_being_stopped(configs: Callable[[int], list[RendezvousConfig]], tmp_path: Path) -> None:
+    began = time.monotonic()
+
+    def stop() -> None:
+        if time.monotonic() - began > 0.3:
+            raise InterruptedError
+
+    for one in configs(2):
+        began = time.monotonic()
+        with pytest.raises(InterruptedError):
+            meet(one, check=stop)
+        assert time.monotonic() - began < 5
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_launcher_0_is_stopped_while_others_wait(launch_id: str) -> None:
+    stopped = threading.Event()
+
+    def check() -> None:
+        if stopped.is_set():
+            raise InterruptedError
+
+    def hosting() -> str:
+        with contextlib.suppress(InterruptedError):
+            meet(first, check=check)
+        return "stopped, and its store with it"
+
+    first, second, _ = numbered(3, launch_id)
+    both = threads.Party(hosting), threads.Party(partial(meet, second))
+    time.sleep(0.3)
+    stopped.set()
+    assert both[0].end() == "stopped, and its store with it"
+    assert "the node that hosts the rendezvous has left" in str(both[1].end())
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_one_that_cannot_start_its_ranks_is_named(failing: int, launch_id: str) -> None:
+    both = meet_all(numbered(2, launch_id))
+    other = Rendezvous("id", 1, both[1 - failing])
+    waiting = threads.Party(other.next_generation)
+    both[failing].fail(LockstepError("the disk is full"))
+    assert str(waiting.end()).startswith(
+        f"node {failing} (hosta) cannot start its ranks: the disk is full"
+    )
+    other.finish()
+    for one in both:
+        one.close()
