@@ -118,7 +118,8 @@ class Members:
             self._store.set(f"{question}/answer", json.dumps(told))
 
     def _unreadable(self, label: str) -> WorldError:
-        return self._kind(f"what {label} told cannot be read; expected one launch here")
+        text = f"what {label} told cannot be read; expected one launch here"
+        return self._kind(text, hint=self._hint)
 
     def _linger(self, question: str) -> None:
         self._store.add(f"{question}/heard", 1)

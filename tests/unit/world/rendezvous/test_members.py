@@ -64,7 +64,7 @@ def test_one_that_comes_late_is_waited_for(clients: Clients, late: int) -> None:
 
 
 def test_those_that_are_missing_are_none(clients: Clients) -> None:
-    asked = (partial(ask, clients, index, seconds=0.1) for index in (0, 2))
+    asked = (partial(ask, clients, index, seconds=0.7) for index in (0, 2))
     assert together(*asked) == [[0, None, 0]] * 2
 
 
@@ -76,8 +76,14 @@ def refuse(_: list[Any]) -> Any:
     ("answer", "said"),
     [
         (refuse, "they don't fit\nhint: make them fit"),
-        (lambda told: told[0]["x"], "what a member told cannot be read; expected one launch here"),
-        (lambda told: told[3], "what a member told cannot be read; expected one launch here"),
+        (
+            lambda told: told[0]["x"],
+            "what a member told cannot be read; expected one launch here\nhint: look",
+        ),
+        (
+            lambda told: told[3],
+            "what a member told cannot be read; expected one launch here\nhint: look",
+        ),
     ],
 )
 def test_an_error_is_told_to_all(clients: Clients, answer: Callable[..., Any], said: str) -> None:
