@@ -36,7 +36,7 @@ _LINE = 300  # bytes of an answer
 _UNREACHABLE_SECONDS = 6.0
 _PAUSE = (0.02, 0.25)
 #: What `accept` fails of while the system has no room for another connection: that passes.
-NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 #: An address and a port.
 Place = tuple[str, int]
@@ -70,7 +70,7 @@ class Announcer:
             try:
                 connection, _ = self._listener.accept()
             except OSError as error:
-                if error.errno in NO_ROOM:
+                if error.errno in _NO_ROOM:
                     self._closed.wait(
                         _PAUSE[1]
                     )  # who connects waits in the system's queue meanwhile
