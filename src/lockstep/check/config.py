@@ -43,7 +43,9 @@ class Selection:
         if self.select is None:
             chosen = code not in RULES or RULES[code].default
         else:
-            chosen = code not in RULES or _named(code, self.select)
+            whole = {"ALL", code}.intersection(self.select)
+            chosen = code not in RULES or bool(whole)
+            chosen = chosen or (RULES[code].default and _named(code, self.select))
         return chosen and not _named(code, self.ignore)
 
 

@@ -67,6 +67,9 @@ class Editor(cst.CSTTransformer):
                 block = updated.body
                 assert isinstance(block, cst.IndentedBlock)
                 updated = updated.with_changes(body=block.with_changes(body=[made, *block.body]))
+            elif edit.kind == "statement" and isinstance(updated, cst.SimpleStatementLine):
+                assert isinstance(made, cst.SimpleStatementLine)
+                updated = updated.with_changes(body=made.body)
             elif edit.kind == "guard" and isinstance(updated, cst.SimpleStatementLine):
                 assert isinstance(made, cst.If)
                 lines = updated.leading_lines

@@ -24,14 +24,14 @@ class Edit:
 
     Attributes:
         kind: `argument` sets or, without code, removes a keyword of a call; `replace` puts another
-            expression there; `first` puts a statement at the head of a loop's body; `before` and `after`
-            put one beside a statement; `guard` puts a statement under `if CODE:`.
+            expression there, `statement` another statement; `first` puts a statement at the head of a
+            loop's body; `before` and `after` put one beside a statement; `guard` puts it under `if CODE:`.
         node: the call, the expression, the loop or the statement.
         code: what is put there.
         name: the keyword, of `argument`.
     """
 
-    kind: Literal["argument", "replace", "first", "before", "after", "guard"]
+    kind: Literal["argument", "replace", "statement", "first", "before", "after", "guard"]
     node: ast.expr | ast.stmt
     code: str = ""
     name: str = ""

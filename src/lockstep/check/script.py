@@ -223,7 +223,14 @@ class Script:
         listed = [side for side in sides if isinstance(side, ast.Tuple | ast.List)]
         if any(available) and not listed:
             return False  # `local_rank != -1`: whether there are ranks
-        return any(self.is_rank(side) for side in sides)
+        return any(self.is_rank(side) or self._from_rank(side) for side in sides)
+
+    def _from_rank(self, node: ast.expr) -> bool:
+        """Whether a value was a rank where it comes from: `self.gpu_id`, given as `rank`."""
+        if not isinstance(node, ast.Name | ast.Attribute):
+            return False
+        values = self.project.sources(self.module, node)
+        return any(self.of(home).is_rank(value) for home, value in values)
 
     def guard(self, node: ast.AST, depth: int = 4) -> ast.AST | None:
         """Return the branch, or the decorator, by which only some ranks come to a node."""

@@ -95,7 +95,7 @@ def test_ignore_comments(comment: str, expected: list[str], tmp_path: Path) -> N
         ("ignore = ['LS2']", Selection(), []),
         ("select = ['LS4']", Selection(), []),
         ("select = ['LS4']", Selection(select=("LS2",)), ["LS202"]),
-        ("select = ['ALL']\nignore = ['LS201']", Selection(), ["LS202"]),
+        ("select = ['ALL']\nignore = ['LS214']", Selection(), ["LS202"]),
     ],
 )
 def test_pyproject(table: str, flags: Selection, expected: list[str], tmp_path: Path) -> None:

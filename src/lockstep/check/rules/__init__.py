@@ -1,6 +1,23 @@
 """The rules, by family: 1 launch, 2 data, 3 wrapping, 4 the step, 5 metrics, 6 Lockstep loops."""
 
-from lockstep.check.rule import RULES, SYNTAX, UNKNOWN, Harm, Hit, Rule
-from lockstep.check.rules import data, step
+from lockstep.check import rule
+from lockstep.check.rule import SYNTAX, UNKNOWN, Harm, Hit, Rule
+from lockstep.check.rules import checkpoints, data, launch, sampling, step, wrapping
 
-__all__ = ["RULES", "SYNTAX", "UNKNOWN", "Harm", "Hit", "Rule", "data", "step"]
+#: All rules, by code.
+RULES = dict(sorted(rule.RULES.items()))
+
+__all__ = [
+    "RULES",
+    "SYNTAX",
+    "UNKNOWN",
+    "Harm",
+    "Hit",
+    "Rule",
+    "checkpoints",
+    "data",
+    "launch",
+    "sampling",
+    "step",
+    "wrapping",
+]

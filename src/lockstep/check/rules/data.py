@@ -1,128 +1,334 @@
-"""LS2: what each rank reads, and in which order."""
+"""LS2, second part: datasets: downloads, listings, splits, memory."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
-from lockstep.check.arguments import argument, true
+from lockstep.check.arguments import argument, spread, true
 from lockstep.check.fix import Edit
 from lockstep.check.rule import Hit, rule
-from lockstep.check.script import EVALUATION, Script
-
-
-def for_evaluation(script: Script, call: ast.Call) -> bool:
-    """Whether a sampler, a loader or a dataset is for evaluation, by the names around it."""
-    words = [script.bound_name(call), *(ast.unparse(one) for one in call.args[:1])]
-    dataset = argument(call, "dataset")
-    words += [] if dataset is None else [ast.unparse(dataset)]
-    return any(EVALUATION.search(word.lower()) for word in words)
+from lockstep.check.script import Script
+from lockstep.check.source import Function, dotted
 
 
 @rule(
-    "LS201",
-    "sampler without set_epoch",
-    "the sampler shuffles every epoch alike: call set_epoch(epoch) before each epoch",
+    "LS206",
+    "download on all ranks",
+    "all ranks download to one place at once: let one rank download, and the others wait",
     "corrupts",
-    why="""DistributedSampler shuffles by its seed and its epoch number. Without `set_epoch` the number stays 0,
-    and every epoch has the same order.""",
+    why="""Ranks of a node write the same files at the same time, and read them half written: checksums fail, archives
+    are corrupt, now and then.""",
     bad="""
     import torch.distributed as dist
-    from torch.utils.data import DataLoader
-    from torch.utils.data.distributed import DistributedSampler
+    from torchvision.datasets import MNIST
 
-    def train(model, dataset, optimizer):
-        dist.init_process_group("gloo")
-        sampler = DistributedSampler(dataset)
-        loader = DataLoader(dataset, batch_size=32, sampler=sampler)
-        for epoch in range(10):
-            for x, y in loader:
-                model(x, y).backward()
-                optimizer.step()
-        dist.destroy_process_group()
+    def load():
+        dist.init_process_group()
+        return MNIST("data", download=True)
     """,
     good="""
+    import os
     import torch.distributed as dist
-    from torch.utils.data import DataLoader
-    from torch.utils.data.distributed import DistributedSampler
+    from torchvision.datasets import MNIST
 
-    def train(model, dataset, optimizer):
-        dist.init_process_group("gloo")
-        sampler = DistributedSampler(dataset)
-        loader = DataLoader(dataset, batch_size=32, sampler=sampler)
-        for epoch in range(10):
-            sampler.set_epoch(epoch)
-            for x, y in loader:
-                model(x, y).backward()
-                optimizer.step()
-        dist.destroy_process_group()
+    def load():
+        dist.init_process_group()
+        if int(os.environ["LOCAL_RANK"]) == 0:
+            MNIST("data", download=True)
+        dist.barrier()
+        return MNIST("data")
     """,
-    fix="puts `set_epoch` at the head of the loop over epochs, where sampler and loop are in one function",
 )
-def no_set_epoch(script: Script) -> Iterator[Hit]:
-    """Find samplers of training data in programs that never call `set_epoch`."""
-    framework = {".prepare", ".setup_dataloaders"} & script.called
-    if ".set_epoch" in script.called or framework or "set_epoch" in script.text:
+def download_everywhere(script: Script) -> Iterator[Hit]:
+    """Find downloads that no branch leaves to one rank."""
+    if "FileLock" in script.text or not script.flavours - {"lockstep"}:
         return
-    epochs = [loop for one in script.program for loop in script.of(one).epoch_loops]
-    for call in script.calls("DistributedSampler"):
-        shuffle = argument(call, "shuffle", 3)
-        if not epochs or for_evaluation(script, call) or False in script.constants_of(shuffle):
-            continue
-        yield Hit(call, None, tuple(_set_epoch(script, call)))
+    for call in script.module.calls:
+        asked = true(argument(call, "download"))
+        fetched = script.name(call.func) in ("urllib.request.urlretrieve", "wget.download")
+        if (asked or fetched) and script.guard(call) is None and _before_work(script, call):
+            yield Hit(call)
 
 
-def _set_epoch(script: Script, call: ast.Call) -> Iterator[Edit]:
-    """Yield the edit that calls `set_epoch`, where the sampler's name is known in the loop."""
-    name = script.bound_name(call)
-    scope = script.module.scope(call)
-    for loop in script.epoch_loops:
-        known = name.isidentifier() and script.module.scope(loop) is scope
-        target = loop.target if known and isinstance(loop, ast.For) else None
-        if isinstance(target, ast.Name) and target.id != "_" and _always_bound(script, call):
-            yield Edit("first", loop, f"{name}.set_epoch({target.id})")
-            return
-
-
-def _always_bound(script: Script, call: ast.Call) -> bool:
-    parent = script.module.parents.get(call)
-    above = script.module.parents.get(parent) if parent is not None else None
-    return isinstance(parent, ast.Assign | ast.AnnAssign) and not isinstance(above, ast.If)
+def _before_work(script: Script, call: ast.Call) -> bool:
+    """Whether a call is made by ranks: not at the top of a file whose ranks `mp.spawn` starts."""
+    main = isinstance(script.module.scope(call), ast.Module)
+    return not (main and "mp.spawn" in script.called)
 
 
 @rule(
-    "LS202",
-    "shuffle beside a sampler",
-    "DataLoader refuses shuffle=True beside a sampler: leave shuffle out, the sampler shuffles",
-    "fails",
-    why="""DataLoader raises ValueError for the pair. The sampler decides the order: DistributedSampler shuffles
-    by default.""",
+    "LS207",
+    "listing without an order",
+    "{what} has another order on another machine: sort it",
+    "corrupts",
+    why="""`os.listdir`, `glob` and `Path.iterdir` return files in the order of the file system, which differs between
+    machines, and a set of texts has another order in every process. Ranks that deal samples out by number then read some
+    twice and others never.""",
+    bad="""
+    import os
+    import torch.distributed as dist
+    from torch.utils.data import Dataset
+
+    class Images(Dataset):
+        def __init__(self, root):
+            self.files = os.listdir(root)
+
+    dist.init_process_group()
+    dist.destroy_process_group()
+    """,
+    good="""
+    import os
+    import torch.distributed as dist
+    from torch.utils.data import Dataset
+
+    class Images(Dataset):
+        def __init__(self, root):
+            self.files = sorted(os.listdir(root))
+
+    dist.init_process_group()
+    dist.destroy_process_group()
+    """,
+    fix="puts `sorted(…)` around it",
+)
+def unordered(script: Script) -> Iterator[Hit]:
+    """Find listings in datasets that are not sorted."""
+    for call in script.module.calls:
+        owner = script.module.enclosing_class(call)
+        bases = "" if owner is None else " ".join(ast.unparse(base) for base in owner.bases)
+        if "Dataset" not in bases or not _lists(script, call) or _sorted(script, call):
+            continue
+        what = ast.unparse(call.func)
+        edit = Edit("replace", call, f"sorted({ast.unparse(call)})")
+        yield Hit(call, f"{what} has another order on another machine: sort it", (edit,))
+
+
+#: Functions whose result does not depend on the order of what they are given.
+_ORDERED = {"sorted", "len", "any", "max", "min", "natsorted"}
+
+
+def _lists(script: Script, call: ast.Call) -> bool:
+    name = script.name(call.func)
+    method = isinstance(call.func, ast.Attribute) and call.func.attr in ("iterdir", "rglob")
+    method = method or (isinstance(call.func, ast.Attribute) and call.func.attr == "glob")
+    return method or name in ("os.listdir", "os.scandir", "glob.glob", "glob.iglob")
+
+
+def _sorted(script: Script, call: ast.Call) -> bool:
+    """Whether a listing is sorted, in its expression or later in the file, or only counted."""
+    current: ast.AST | None = call
+    while current is not None and not isinstance(current, ast.stmt):
+        around = current.func if isinstance(current, ast.Call) and current is not call else None
+        if around is not None and dotted(around).rpartition(".")[2] in _ORDERED:
+            return True
+        current = script.module.parents.get(current)
+    return ".sort(" in script.module.text or isinstance(current, ast.If)
+
+
+@rule(
+    "LS208",
+    "IterableDataset that every rank reads whole",
+    "__iter__ looks neither at the rank nor at get_worker_info(): every rank reads all of it",
+    "corrupts",
+    why="""A sampler cannot deal out a stream. Unless `__iter__` skips what belongs to other ranks and workers, each
+    sample is seen once per rank and once per worker.""",
+    bad="""
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader, IterableDataset
+
+    class Lines(IterableDataset):
+        def __iter__(self):
+            yield from open("data.txt")
+
+    dist.init_process_group()
+    loader = DataLoader(Lines(), batch_size=32)
+    dist.destroy_process_group()
+    """,
+    good="""
+    import itertools
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader, IterableDataset
+
+    class Lines(IterableDataset):
+        def __iter__(self):
+            rank, size = dist.get_rank(), dist.get_world_size()
+            yield from itertools.islice(open("data.txt"), rank, None, size)
+
+    dist.init_process_group()
+    loader = DataLoader(Lines(), batch_size=32)
+    dist.destroy_process_group()
+    """,
+)
+def whole_stream(script: Script) -> Iterator[Hit]:
+    """Find streams of plain programs that know of no rank."""
+    if not script.plain or re.search(r"split_dataset_by_node|IterableDatasetShard", script.text):
+        return
+    for owner in script.module.classes.values():
+        if not any(dotted(base).endswith("IterableDataset") for base in owner.bases):
+            continue
+        text = ast.unparse(owner)
+        method = [one for one in owner.body if isinstance(one, Function) and one.name == "__iter__"]
+        if method and not re.search(
+            r"rank|world|worker|shard|replica|num_parts|start|offset", text
+        ):
+            yield Hit(method[0])
+
+
+@rule(
+    "LS209",
+    "random split that differs between ranks",
+    "each rank draws its own split: pass generator=torch.Generator().manual_seed(0)",
+    "corrupts",
+    why="""Ranks start with different random states. `random_split` then cuts the data differently on each, and a sample
+    that one rank tests with is one that another trains on.""",
+    bad="""
+    import torch
+    import torch.distributed as dist
+    from torch.utils.data import random_split
+
+    def load(dataset):
+        dist.init_process_group()
+        return random_split(dataset, [0.9, 0.1])
+    """,
+    good="""
+    import torch
+    import torch.distributed as dist
+    from torch.utils.data import random_split
+
+    def load(dataset):
+        dist.init_process_group()
+        return random_split(dataset, [0.9, 0.1], generator=torch.Generator().manual_seed(0))
+    """,
+    fix="passes a generator with seed 0, where torch is imported by its name",
+)
+def random_split(script: Script) -> Iterator[Hit]:
+    """Find splits without a generator, in programs that seed nothing or seed by rank."""
+    if "lockstep" in script.flavours:
+        return
+    seeds = [
+        call
+        for module in script.program
+        for call in module.calls
+        if dotted(call.func).rpartition(".")[2] in ("manual_seed", "seed_everything", "set_seed")
+    ]
+    alike = [one for one in seeds if not any(script.is_rank(value) for value in one.args)]
+    for call in script.calls("torch.utils.data.random_split"):
+        if argument(call, "generator", 2) is None and not alike and not spread(call):
+            code = "torch.Generator().manual_seed(0)"
+            edit = Edit("argument", call, code, "generator")
+            yield Hit(call, None, (edit,) if script.module.imports.get("torch") == "torch" else ())
+
+
+@rule(
+    "LS211",
+    "non_blocking copy from memory that is not pinned",
+    "non_blocking=True waits all the same, since no loader pins memory: pass pin_memory=True",
+    "slow",
+    why="""A copy to the GPU overlaps with computing only if it comes from pinned memory. From other memory it is made in
+    two parts, and the step waits.""",
     bad="""
     import torch.distributed as dist
     from torch.utils.data import DataLoader, DistributedSampler
 
-    def load(dataset):
-        dist.init_process_group()
-        sampler = DistributedSampler(dataset)
-        return DataLoader(dataset, batch_size=32, sampler=sampler, shuffle=True)
+    def train(model, dataset, optimizer):
+        dist.init_process_group("nccl")
+        loader = DataLoader(dataset, batch_size=32, sampler=DistributedSampler(dataset))
+        for x in loader:
+            model(x.to("cuda:0", non_blocking=True)).backward()
+            optimizer.step()
+        dist.destroy_process_group()
     """,
     good="""
     import torch.distributed as dist
     from torch.utils.data import DataLoader, DistributedSampler
 
-    def load(dataset):
-        dist.init_process_group()
+    def train(model, dataset, optimizer):
+        dist.init_process_group("nccl")
         sampler = DistributedSampler(dataset)
-        return DataLoader(dataset, batch_size=32, sampler=sampler)
+        loader = DataLoader(dataset, batch_size=32, sampler=sampler, pin_memory=True)
+        for x in loader:
+            model(x.to("cuda:0", non_blocking=True)).backward()
+            optimizer.step()
+        dist.destroy_process_group()
     """,
-    fix="removes `shuffle=True`",
+    fix="adds `pin_memory=True` to the loader",
 )
-def shuffle_with_sampler(script: Script) -> Iterator[Hit]:
-    """Find loaders that are given both."""
+def not_pinned(script: Script) -> Iterator[Hit]:
+    """Find loaders of programs that copy without waiting and never pin."""
+    waits = not re.search(r"non_blocking\s*=\s*True", script.text)
+    if waits or re.search(r"pin_?memory", script.text):
+        return
     for call in script.calls("DataLoader"):
-        sampler = argument(call, "sampler", 3)
-        both = sampler is not None and true(argument(call, "shuffle", 2))
-        if sampler is None or not both or None in script.constants(sampler):
+        if call in script.loaders and not spread(call):
+            yield Hit(call, None, (Edit("argument", call, "True", "pin_memory"),))
+
+
+@rule(
+    "LS212",
+    "images decoded in the training process",
+    "images are decoded between steps: pass num_workers",
+    "slow",
+    why="""With `num_workers=0`, the default, the process that trains decodes every image itself, and the GPU waits.""",
+    bad="""
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader, DistributedSampler
+    from torchvision.datasets import ImageFolder
+
+    def load():
+        dist.init_process_group("nccl")
+        images = ImageFolder("data")
+        return DataLoader(images, batch_size=32, sampler=DistributedSampler(images))
+    """,
+    good="""
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader, DistributedSampler
+    from torchvision.datasets import ImageFolder
+
+    def load():
+        dist.init_process_group("nccl")
+        images = ImageFolder("data")
+        return DataLoader(images, batch_size=32, sampler=DistributedSampler(images), num_workers=4)
+    """,
+)
+def no_workers(script: Script) -> Iterator[Hit]:
+    """Find loaders of image folders without workers, where there is a GPU to wait."""
+    folders = {"ImageFolder", "VOCSegmentation", "VOCDetection", "CocoDetection", "ImageNet"}
+    for call in script.calls("DataLoader"):
+        dataset, workers = argument(call, "dataset", 0), argument(call, "num_workers", 5)
+        if dataset is None or spread(call) or not script.cuda:
             continue
-        keyword = any(one.arg == "shuffle" for one in call.keywords)
-        yield Hit(call, None, (Edit("argument", call, name="shuffle"),) if keyword else ())
+        names = [dotted(one.func) for one in script.sources(dataset) if isinstance(one, ast.Call)]
+        images = any(name.rpartition(".")[2] in folders for name in names)
+        none = workers is None or (isinstance(workers, ast.Constant) and workers.value == 0)
+        if images and none:
+            yield Hit(call)
+
+
+@rule(
+    "LS214",
+    "no seed",
+    "nothing is seeded: two runs of this script have different results",
+    "misleads",
+    why="""Initial weights, dropout and augmentation come from a random state that differs in every run.""",
+    bad="""
+    import torch.distributed as dist
+
+    dist.init_process_group()
+    dist.destroy_process_group()
+    """,
+    good="""
+    import torch
+    import torch.distributed as dist
+
+    torch.manual_seed(0)
+    dist.init_process_group()
+    dist.destroy_process_group()
+    """,
+    default=False,
+)
+def no_seed(script: Script) -> Iterator[Hit]:
+    """Find process groups of programs that seed nothing."""
+    if not re.search(r"manual_seed|seed_everything|set_seed", script.text):
+        for call in script.calls("dist.init_process_group", "Accelerator", "Fabric"):
+            yield Hit(call)

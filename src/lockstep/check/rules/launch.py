@@ -1,0 +1,443 @@
+"""LS1: how ranks start: addresses, devices, processes, the end."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from lockstep.check.arguments import argument
+from lockstep.check.fix import Edit
+from lockstep.check.rule import Hit, rule
+from lockstep.check.script import Script
+from lockstep.check.source import Function
+
+
+@rule(
+    "LS101",
+    "hard-coded address or port",
+    "{name} is written over with a constant: two runs on a machine collide, and a launcher's value is lost",
+    "fails",
+    why="""torchrun and other launchers set `MASTER_ADDR` and `MASTER_PORT`. A script that assigns constants sends every
+    rank to its own machine when there are several nodes, and a second run on the machine meets the first one's port.""",
+    bad="""
+    import os
+    import torch.distributed as dist
+
+    os.environ["MASTER_ADDR"] = "localhost"
+    os.environ["MASTER_PORT"] = "12355"
+    dist.init_process_group("gloo")
+    dist.destroy_process_group()
+    """,
+    good="""
+    import os
+    import torch.distributed as dist
+
+    os.environ.setdefault("MASTER_ADDR", "localhost")
+    os.environ.setdefault("MASTER_PORT", "12355")
+    dist.init_process_group("gloo")
+    dist.destroy_process_group()
+    """,
+    fix="writes `os.environ.setdefault` for the assignment",
+)
+def hard_coded_address(script: Script) -> Iterator[Hit]:
+    """Find assignments of constants to `os.environ["MASTER_…"]`, outside conditions."""
+    for node, key, value in _environment(script):
+        if not re.search(r"^MASTER_(ADDR|PORT)$", key) or not isinstance(value, ast.Constant):
+            continue
+        if isinstance(script.module.parents.get(node), ast.If | ast.ExceptHandler):
+            continue
+        target = node.targets[0]
+        assert isinstance(target, ast.Subscript)
+        code = f'{ast.unparse(target.value)}.setdefault("{key}", {ast.unparse(value)})'
+        message = f"{key} is written over with a constant: two runs on a machine collide, and a launcher's value is lost"
+        yield Hit(node, message, (Edit("statement", node, code),))
+
+
+def _environment(script: Script) -> Iterator[tuple[ast.Assign, str, ast.expr]]:
+    """Yield the assignments to items of `os.environ`, with key and value."""
+    for node in script.module.parents:
+        if not isinstance(node, ast.Assign) or len(node.targets) != 1:
+            continue
+        match node.targets[0]:
+            case ast.Subscript(value=base, slice=ast.Constant(value=str(key))):
+                if script.name(base) == "os.environ":
+                    yield node, key, node.value
+
+
+@rule(
+    "LS102",
+    "--local_rank that torchrun does not pass",
+    "torchrun passes no such option, so every rank has the default: read the variable LOCAL_RANK",
+    "corrupts",
+    why="""`torch.distributed.launch` passed `--local_rank`; torchrun sets the variable `LOCAL_RANK` and passes nothing.
+    Under torchrun every rank has the default: all use one GPU, or none. (`lockstep run` passes the option where a
+    script declares it.)""",
+    bad="""
+    import argparse
+    import torch
+    import torch.distributed as dist
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int, default=0)
+    args = parser.parse_args()
+    torch.cuda.set_device(args.local_rank)
+    dist.init_process_group("nccl")
+    dist.destroy_process_group()
+    """,
+    good="""
+    import os
+    import torch
+    import torch.distributed as dist
+
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    dist.destroy_process_group()
+    """,
+)
+def local_rank_option(script: Script) -> Iterator[Hit]:
+    """Find the option in programs that do not read the variable."""
+    if re.search(r"\bLOCAL_RANK\b", script.text) or script.flavours - {"ddp"}:
+        return
+    for call in script.methods("add_argument"):
+        words = [one.value for one in call.args if isinstance(one, ast.Constant)]
+        if {"--local_rank", "--local-rank"} & set(words):
+            yield Hit(call)
+
+
+@rule(
+    "LS103",
+    "no device set for NCCL",
+    "no rank sets its device: barrier() and collectives of objects all use GPU 0; call torch.cuda.set_device",
+    "hangs",
+    why="""NCCL has one communicator per GPU. Where a rank has not set its device, `barrier()`, `broadcast_object_list`
+    and the like use GPU 0 on every rank: they hang, or fail with a duplicate GPU, and each rank holds some memory there.""",
+    bad="""
+    import os
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    def main(net):
+        dist.init_process_group("nccl")
+        rank = int(os.environ["LOCAL_RANK"])
+        model = DistributedDataParallel(net.to(rank), device_ids=[rank])
+        dist.barrier()
+        dist.destroy_process_group()
+    """,
+    good="""
+    import os
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    def main(net):
+        rank = int(os.environ["LOCAL_RANK"])
+        torch.cuda.set_device(rank)
+        dist.init_process_group("nccl")
+        model = DistributedDataParallel(net.to(rank), device_ids=[rank])
+        dist.barrier()
+        dist.destroy_process_group()
+    """,
+)
+def no_device(script: Script) -> Iterator[Hit]:
+    """Find groups of NCCL in programs that set no device, and call what then uses GPU 0."""
+    if sets_device(script) or not script.plain:
+        return
+    bare = {"dist.barrier", "dist.broadcast_object_list", "dist.all_gather_object"}
+    bare |= {"dist.gather_object", "dist.scatter_object_list"}
+    if not bare & script.called:
+        return
+    for call in script.calls("dist.init_process_group"):
+        backend = argument(call, "backend", 0)
+        if backend is not None and script.constants(backend) == ["nccl"]:
+            yield Hit(call)
+
+
+def sets_device(script: Script) -> bool:
+    """Whether a program says which GPU is a rank's own."""
+    return bool(
+        re.search(
+            r"set_device|device_id\s*=|CUDA_VISIBLE_DEVICES|cuda\.device\(|device_ids\s*=\s*\[?\w*\]?\s*\)?\s*:",
+            script.text,
+        )
+    )
+
+
+@rule(
+    "LS104",
+    "cuda without an index",
+    "without torch.cuda.set_device this is GPU 0 on every rank: set the device, or name the index",
+    "fails",
+    why="""`.cuda()`, `.to("cuda")` and `torch.device("cuda")` mean the current device, which is GPU 0 until
+    `torch.cuda.set_device` is called: all ranks of a node share GPU 0, run out of memory, or NCCL finds a duplicate GPU.""",
+    bad="""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    def main(net):
+        dist.init_process_group("nccl")
+        model = DistributedDataParallel(net.cuda())
+        dist.destroy_process_group()
+    """,
+    good="""
+    import os
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    def main(net):
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl")
+        model = DistributedDataParallel(net.cuda())
+        dist.destroy_process_group()
+    """,
+)
+def cuda_without_index(script: Script) -> Iterator[Hit]:
+    """Find the first move to a GPU without a number, in programs that set no device."""
+    if sets_device(script) or not script.plain or "DDP" not in script.called:
+        return
+    for call in script.module.calls:
+        bare = (
+            isinstance(call.func, ast.Attribute) and call.func.attr == "cuda" and not _given(call)
+        )
+        bare = bare and not script.name(call.func).startswith("torch")
+        to = isinstance(call.func, ast.Attribute) and call.func.attr == "to"
+        to = to or script.name(call.func) == "torch.device"
+        first = call.args[0] if call.args else None
+        if bare or (to and isinstance(first, ast.Constant) and first.value == "cuda"):
+            yield Hit(call)
+            return
+
+
+def _given(call: ast.Call) -> bool:
+    return bool(call.args) or any(one.arg == "device" for one in call.keywords)
+
+
+@rule(
+    "LS105",
+    "CUDA_VISIBLE_DEVICES set too late",
+    "CUDA has been started above, and does not look at CUDA_VISIBLE_DEVICES again: set it first",
+    "fails",
+    why="""CUDA reads the variable once, when the process first uses a GPU. Set after that it has no effect, and all
+    ranks compute on the same GPUs.""",
+    bad="""
+    import os
+    import torch
+    import torch.distributed as dist
+
+    def main(rank):
+        dist.init_process_group("nccl")
+        print(torch.cuda.get_device_name())
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+        dist.destroy_process_group()
+    """,
+    good="""
+    import os
+    import torch
+    import torch.distributed as dist
+
+    def main(rank):
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+        dist.init_process_group("nccl")
+        print(torch.cuda.get_device_name())
+        dist.destroy_process_group()
+    """,
+)
+def visible_devices_late(script: Script) -> Iterator[Hit]:
+    """Find assignments of the variable after a use of CUDA in the same function."""
+    for node, key, _ in _environment(script):
+        if key != "CUDA_VISIBLE_DEVICES":
+            continue
+        scope = script.module.scope(node)
+        for call in script.module.calls:
+            name = script.name(call.func)
+            starts = name.startswith("torch.cuda.") and name not in _BEFORE_START
+            starts = starts or (isinstance(call.func, ast.Attribute) and call.func.attr == "cuda")
+            same = script.module.scope(call) is scope and call.lineno < node.lineno
+            if starts and same and not script.exclusive(call, node):
+                yield Hit(node)
+                break
+
+
+#: Functions of `torch.cuda` that read no devices.
+_BEFORE_START = {
+    "torch.cuda.manual_seed",
+    "torch.cuda.manual_seed_all",
+    "torch.cuda.amp.GradScaler",
+}
+
+
+@rule(
+    "LS106",
+    "fork after CUDA, or what cannot be pickled",
+    "{what}",
+    "fails",
+    why="""A process forked from one that has used CUDA cannot use it: "Cannot re-initialize CUDA in forked subprocess".
+    `mp.spawn` starts fresh processes and sends the function by pickle, which takes functions of a module's top level only:
+    no lambda, and no function defined in another.""",
+    bad="""
+    import torch
+    import torch.multiprocessing as mp
+    import torch.distributed as dist
+
+    def work(rank):
+        dist.init_process_group("nccl", rank=rank)
+        dist.destroy_process_group()
+
+    if __name__ == "__main__":
+        mp.spawn(lambda rank: work(rank), nprocs=torch.cuda.device_count())
+    """,
+    good="""
+    import torch
+    import torch.multiprocessing as mp
+    import torch.distributed as dist
+
+    def work(rank):
+        dist.init_process_group("nccl", rank=rank)
+        dist.destroy_process_group()
+
+    if __name__ == "__main__":
+        mp.spawn(work, nprocs=torch.cuda.device_count())
+    """,
+)
+def cannot_start(script: Script) -> Iterator[Hit]:
+    """Find `mp.spawn` of what has no importable name, and fork where CUDA is used."""
+    for call in script.calls("mp.spawn"):
+        target = argument(call, "fn", 0)
+        definition = None if target is None else script.project.definition(script.module, target)
+        local = definition is not None and definition in script.module.parents
+        local = local and isinstance(script.module.scope(definition or call), Function)
+        if isinstance(target, ast.Lambda) or local:
+            what = "mp.spawn pickles its function: define it at the top of the module"
+            yield Hit(call, what)
+    for call in script.calls("mp.set_start_method", "mp.get_context", "mp.start_processes"):
+        method = argument(call, "method", 0) or argument(call, "start_method")
+        if method is not None and script.constants(method) == ["fork"] and "nccl" in script.text:
+            yield Hit(
+                call, "a forked process cannot use CUDA if this one has: start processes by spawn"
+            )
+
+
+@rule(
+    "LS107",
+    "no destroy_process_group",
+    "the process group is never destroyed: call dist.destroy_process_group() at the end",
+    "hangs",
+    why="""Without it ranks leave while others still talk to them: NCCL may hang or abort at exit, and PyTorch warns of
+    leaked resources.""",
+    bad="""
+    import torch.distributed as dist
+
+    def main(model, loader, optimizer):
+        dist.init_process_group("nccl")
+        for x in loader:
+            model(x).backward()
+            optimizer.step()
+    """,
+    good="""
+    import torch.distributed as dist
+
+    def main(model, loader, optimizer):
+        dist.init_process_group("nccl")
+        for x in loader:
+            model(x).backward()
+            optimizer.step()
+        dist.destroy_process_group()
+    """,
+)
+def no_destroy(script: Script) -> Iterator[Hit]:
+    """Find groups that are made and never destroyed, in scripts of their own."""
+    if "destroy_process_group" in script.text or not script.plain or not script.trains:
+        return
+    for call in script.calls("dist.init_process_group"):
+        yield Hit(call)
+        return
+
+
+@rule(
+    "LS108",
+    "processes started outside the main guard",
+    "each process that starts imports this module and comes here again: put it under if __name__ == '__main__'",
+    "fails",
+    why="""Spawned processes import the main module. What stands at its top level runs in each of them: they would start
+    processes themselves, which Python refuses with "bootstrapping phase".""",
+    bad="""
+    import torch.multiprocessing as mp
+    import torch.distributed as dist
+
+    def work(rank):
+        dist.init_process_group("gloo", rank=rank, world_size=2)
+        dist.destroy_process_group()
+
+    mp.spawn(work, nprocs=2)
+    """,
+    good="""
+    import torch.multiprocessing as mp
+    import torch.distributed as dist
+
+    def work(rank):
+        dist.init_process_group("gloo", rank=rank, world_size=2)
+        dist.destroy_process_group()
+
+    if __name__ == "__main__":
+        mp.spawn(work, nprocs=2)
+    """,
+)
+def no_main_guard(script: Script) -> Iterator[Hit]:
+    """Find `mp.spawn` at the top level of a script."""
+    for call in script.calls("mp.spawn", "mp.start_processes"):
+        guarded = any(isinstance(one, ast.If) for one in _above(script, call))
+        method = argument(call, "start_method")
+        forks = method is not None and script.constants(method) == ["fork"]
+        if isinstance(script.module.scope(call), ast.Module) and not guarded and not forks:
+            yield Hit(call)
+
+
+def _above(script: Script, node: ast.AST) -> Iterator[ast.AST]:
+    current: ast.AST | None = script.module.parents.get(node)
+    while current is not None:
+        yield current
+        current = script.module.parents.get(current)
+
+
+@rule(
+    "LS109",
+    "DataParallel beside DistributedDataParallel",
+    "this model is in DistributedDataParallel already: leave DataParallel out",
+    "fails",
+    why="""Each rank has one device. DataParallel around or inside DistributedDataParallel copies the model to all GPUs of
+    the node in every rank, and gradients of the copies are not reduced.""",
+    bad="""
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    def build(net):
+        dist.init_process_group("nccl")
+        model = DDP(net)
+        model = nn.DataParallel(model)
+        dist.destroy_process_group()
+        return model
+    """,
+    good="""
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    def build(net, distributed):
+        if distributed:
+            dist.init_process_group("nccl")
+            model = DDP(net)
+        else:
+            model = nn.DataParallel(net)
+        return model
+
+    dist.destroy_process_group()
+    """,
+)
+def both_wrappers(script: Script) -> Iterator[Hit]:
+    """Find a model that is given to one wrapper after the other."""
+    for mine, other in (("DataParallel", "DDP"), ("DDP", "DataParallel")):
+        for call in script.calls(mine):
+            if call.args and script.wrapped_before(call.args[0], other) is not None:
+                yield Hit(call)
