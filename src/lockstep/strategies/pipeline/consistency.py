@@ -1,4 +1,4 @@
-"""Calls of a model that several ranks hold: whether all are in the same, and what one says that fails."""
+"""CallCheck of a model that several ranks hold: whether all are in the same, and what one says that fails."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FAILED_HINT = (
 )
 
 
-class Calls:
+class CallCheck:
     """Counts a rank's passes through one model, and compares them with the other ranks'.
 
     Without it a call that one rank makes by itself would go through the stages with another rank's, as
@@ -60,8 +60,8 @@ class Calls:
         """A pass has failed on this rank; others may have been through with it."""
         self._failed += 1
 
-    def meet(self, kind: str, call: int, values: str = "") -> None:
-        """Come to a pass with all ranks that hold the model.
+    def check(self, kind: str, call: int, values: str = "") -> None:
+        """Compare a pass with those of the other ranks that hold the model.
 
         Args:
             kind: which pass.

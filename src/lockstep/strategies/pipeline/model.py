@@ -17,7 +17,7 @@ from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.gradient_accumulation import take_gradients
 from lockstep.strategies.model_context import ModelContext
 from lockstep.strategies.norms import each_norm, total_norm
-from lockstep.strategies.pipeline.consistency import OUTSIDE, Calls
+from lockstep.strategies.pipeline.consistency import OUTSIDE, CallCheck
 from lockstep.strategies.pipeline.p2p import Row
 from lockstep.strategies.pipeline.partition import cut
 from lockstep.strategies.pipeline.schedule import Schedule
@@ -37,26 +37,28 @@ class PipelinedModel(WrappedModel):
     Args:
         module: the user's model, cut in place.
         holding: where it lives.
-        flow: goes through its stages.
+        schedule: goes through its stages.
         sums: of the gradients of this rank's stage; `None` where there is only one model.
     """
 
     is_split = True
 
     def __init__(
-        self, module: nn.Module, holding: ModelContext, flow: Schedule, sums: Reducer | None
+        self, module: nn.Module, holding: ModelContext, schedule: Schedule, sums: Reducer | None
     ) -> None:
         super().__init__(module, holding.block, holding.replicas, holding.group)
         self._warn = holding.warn
-        if flow.chunks > 1:  # what looks at a whole batch, or draws for it, does another thing then
+        if (
+            schedule.chunks > 1
+        ):  # what looks at a whole batch, or draws for it, does another thing then
             other = looks_at_batches(module) or draws(module)
             self.exactness = "approximate" if other else "close"
-            flow.drawn = self._has_drawn
-        self._row, self._flow, self._sums = flow.row, flow, sums
+            schedule.drawn = self._has_drawn
+        self._row, self._schedule, self._sums = schedule.row, schedule, sums
         group = holding.group if holding.mesh is None or holding.mesh["data"].size() > 1 else None
-        self._buffers = Buffers(flow.stage.module, holding.block, group, modes=module)
+        self._buffers = Buffers(schedule.stage.module, holding.block, group, modes=module)
         self._own = [p for p in self.parameters if not p.is_meta]
-        module.__dict__["forward"] = flow
+        module.__dict__["forward"] = schedule
         module.__dict__["__deepcopy__"] = _Refusal(type(module).__name__)
         module.register_state_dict_pre_hook(_refuse_state)  # type: ignore[no-untyped-call]
 
@@ -68,11 +70,11 @@ class PipelinedModel(WrappedModel):
     @property
     def leaves(self) -> list[torch.Tensor]:
         """What the graph of a loss that depends on the model ends at."""
-        return [self._flow.leaf]
+        return [self._schedule.leaf]
 
     def passes_in(self, waiting: Callable[[], AbstractContextManager[None]]) -> None:
         """Let `waiting` be entered while ranks of a row wait for each other."""
-        self._flow.waiting = waiting
+        self._schedule.waiting = waiting
 
     def _has_drawn(self) -> None:
         if self.exactness != "approximate":
@@ -84,12 +86,12 @@ class PipelinedModel(WrappedModel):
         where = (
             f"batch {microbatch.step} of loader {microbatch.loader}, replica {microbatch.replica}"
         )
-        self._flow.calls.where = f"epoch {microbatch.epoch}, {where}, turn {microbatch.turn}"
+        self._schedule.calls.where = f"epoch {microbatch.epoch}, {where}, turn {microbatch.turn}"
 
     def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
         """The loop's body is done with `microbatch`."""
         super().microbatch_ends(microbatch, left=left)
-        self._flow.calls.where = OUTSIDE
+        self._schedule.calls.where = OUTSIDE
 
     def _meet(self, microbatch: Microbatch) -> None:
         if not self._several_replicas:
@@ -207,9 +209,9 @@ def hold_pipelined(
     _keep(module, held, holding.device)
     own = [p for p in module.parameters() if p.requires_grad and not p.is_meta]
     sums = make_sums(own, holding, row.rank)
-    calls = Calls(row, holding.number, type(module).__name__)
-    flow = Schedule(program.only(row.rank), row, (chunks, inputs), calls)
-    return PipelinedModel(module, holding, flow, sums)
+    calls = CallCheck(row, holding.number, type(module).__name__)
+    schedule = Schedule(program.only(row.rank), row, (chunks, inputs), calls)
+    return PipelinedModel(module, holding, schedule, sums)
 
 
 def _chunks(asked: Any, stages: int, *, exact: bool) -> int:

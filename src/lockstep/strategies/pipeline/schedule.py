@@ -25,7 +25,7 @@ from lockstep.data.randomness import Generators, States, set_generators, set_key
 from lockstep.errors import ModelError, StepError
 from lockstep.layout.keys import FORWARD, derive
 from lockstep.strategies.pipeline import chunks as chunking
-from lockstep.strategies.pipeline.consistency import Calls, describe, fingerprint, revive
+from lockstep.strategies.pipeline.consistency import CallCheck, describe, fingerprint, revive
 from lockstep.strategies.pipeline.p2p import Message, Row, assemble, dismantle
 from lockstep.strategies.pipeline.stage import Program, Stage
 
@@ -63,7 +63,7 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, passing: _Passing, outputs: list[torch.Tensor], _leaf: torch.Tensor, *_: Any
+        ctx: Any, passing: _Pass, outputs: list[torch.Tensor], _leaf: torch.Tensor, *_: Any
     ) -> tuple[torch.Tensor, ...]:
         ctx.passing = passing
         ctx.set_materialize_grads(False)
@@ -96,7 +96,7 @@ class Schedule:
     """
 
     def __init__(
-        self, program: Program, row: Row, chunks: tuple[int, Sequence[str] | None], calls: Calls
+        self, program: Program, row: Row, chunks: tuple[int, Sequence[str] | None], calls: CallCheck
     ) -> None:
         self.program, self.row, self.calls = program, row, calls
         self.chunks, self.chunk_inputs = chunks
@@ -135,7 +135,7 @@ class Schedule:
             MismatchError: if another rank is in another pass, or calls with another input.
         """
         values = self.program.bind(args, kwargs)
-        passing = _Passing(self, values)
+        passing = _Pass(self, values)
         with self.waiting():
             message = passing.forward()
         tensors = message.tensors
@@ -150,26 +150,26 @@ class Schedule:
         return assemble(message.parts, [t if t.requires_grad else t.detach() for t in tensors])
 
 
-class _Passing:
+class _Pass:
     """One call of the model: its chunks on their way forward, and back.
 
     Args:
-        flow: what the rank does.
+        schedule: what the rank does.
         values: what the call begins with.
     """
 
-    def __init__(self, flow: Schedule, values: Values) -> None:
-        self._flow = flow
-        self._parts, tensors, arguments = _dismantled(values, flow.program.inputs)
+    def __init__(self, schedule: Schedule, values: Values) -> None:
+        self._schedule = schedule
+        self._parts, tensors, arguments = _dismantled(values, schedule.program.inputs)
         self._tensors = tensors
         grad = torch.is_grad_enabled()
         self._given = [p for p, tensor in enumerate(tensors) if grad and tensor.requires_grad]
-        self._split = chunking.split(tensors, arguments, flow.chunks, flow.chunk_inputs)
+        self._split = chunking.split(tensors, arguments, schedule.chunks, schedule.chunk_inputs)
         self._sizes = self._split.sizes
         self._arrived: list[list[_Arrival]] = []
         self._begun: list[list[_Arrival]] = []
         self._left: list[list[torch.Tensor]] = []
-        self._number = flow.calls.next()
+        self._number = schedule.calls.next()
         self._is_over = False
         self._error: Exception | None = None  # this rank's own
         self._told: list[Any] | None = None  # what ranks say of the first one
@@ -184,16 +184,18 @@ class _Passing:
 
     def forward(self) -> Message:
         """Go through this rank's stage with all chunks, and return the model's output."""
-        self._flow.calls.meet("forward pass", self._number, fingerprint(self._parts, self._tensors))
+        self._schedule.calls.check(
+            "forward pass", self._number, fingerprint(self._parts, self._tensors)
+        )
         if len(self._sizes) == 1:
             return self._forward_whole()
         # What a chunk draws cannot go on from where the chunk before has drawn in later stages.
-        key = derive(int(torch.randint(2**62, ())), FORWARD, self._flow.row.rank)
+        key = derive(int(torch.randint(2**62, ())), FORWARD, self._schedule.row.rank)
         with undisturbed():
             set_key(key)
             outputs = [self._forward_chunk(chunk)[0] for chunk in range(len(self._sizes))]
         merged = None
-        if self._flow.is_last:
+        if self._schedule.is_last:
             with self._telling():
                 merged = chunking.merge(outputs, self._sizes)
         return self._share(merged, None)
@@ -204,12 +206,12 @@ class _Passing:
 
     def _share(self, output: Any, states: States | None) -> Message:
         """Return the last rank's `output`, and take its generators' states; or raise what a stage has."""
-        row = self._flow.row
+        row = self._schedule.row
         row.flush()
         message = row.share([output, states, self._told, self._has_drawn], row.size - 1)
         _, states, told, has_drawn = message.value
         if has_drawn:
-            self._flow.drawn()
+            self._schedule.drawn()
         if states is not None:
             set_generators(states)
         if told is not None:
@@ -227,8 +229,8 @@ class _Passing:
             begin: where the generators stood when the model was called, if the stages draw in turn;
                 then where they stand afterwards is returned, or `None` if nobody has drawn.
         """
-        flow = self._flow
-        message = None if flow.is_first else flow.row.receive(flow.row.rank - 1)
+        schedule = self._schedule
+        message = None if schedule.is_first else schedule.row.receive(schedule.row.rank - 1)
         if message is not None:
             _, states, told, has_drawn = message.value
             self._told, self._has_drawn = self._told or told, self._has_drawn or has_drawn
@@ -242,26 +244,28 @@ class _Passing:
         if begin is None:
             self._has_drawn |= states is not None
             states = None
-        if flow.is_last:
+        if schedule.is_last:
             return kept, states
-        flow.row.send([kept, states, self._told, self._has_drawn], flow.row.rank + 1)
+        schedule.row.send([kept, states, self._told, self._has_drawn], schedule.row.rank + 1)
         return None, states
 
     def _compute(self, chunk: int, message: Message | None) -> Any:
         """Return what this rank's stage, or the model, gives for a chunk; nothing after an error."""
         if self._told is not None:
             return None
-        flow, stage = self._flow, self._flow.stage
+        schedule, stage = self._schedule, self._schedule.stage
         values = self._begin(chunk)
         arrived: list[_Arrival] = []
         if message is not None:
             tensors = [self._enter(t, n, arrived) for t, n in _pairs(message)]
             came, *_ = assemble(message.parts, tensors)
-            values |= dict(zip(flow.program.stages[flow.row.rank - 1].keeps, came, strict=True))
+            values |= dict(
+                zip(schedule.program.stages[schedule.row.rank - 1].keeps, came, strict=True)
+            )
         self._arrived.append(arrived)
         given = stage.module(*(values[name] for name in stage.takes))
         values |= dict(zip(stage.gives, given, strict=True))
-        kept = given[0] if flow.is_last else [values[name] for name in stage.keeps]
+        kept = given[0] if schedule.is_last else [values[name] for name in stage.keeps]
         self._left.append(_needy(kept))  # refuses what cannot be sent
         return kept
 
@@ -273,9 +277,9 @@ class _Passing:
         try:
             yield
         except Exception as error:
-            row = self._flow.row
+            row = self._schedule.row
             self._error = error
-            self._told = describe(error, row.of_run(row.rank), str(self._flow.stage))
+            self._told = describe(error, row.of_run(row.rank), str(self._schedule.stage))
 
     def _raise(self) -> NoReturn:
         """Raise what a stage has, on every rank; nothing goes back through this call."""
@@ -300,7 +304,7 @@ class _Passing:
             return tensor
         arrival = _Arrival(tensor)
         arrived.append(arrival)
-        entered: torch.Tensor = _Arrive.apply(self._flow.leaf, arrival)  # type: ignore[no-untyped-call]
+        entered: torch.Tensor = _Arrive.apply(self._schedule.leaf, arrival)  # type: ignore[no-untyped-call]
         return entered
 
     # --- backward --------------------------------------------------------------------------------
@@ -320,10 +324,10 @@ class _Passing:
                 hint="add the losses, and call run.backward for their sum; or call the model again",
             )
         self._is_over = True
-        flow, accumulates = self._flow, self._flow.accumulates
+        schedule, accumulates = self._schedule, self._schedule.accumulates
         kind = "backward pass" if accumulates else "backward pass for inputs alone"
-        with flow.waiting():
-            flow.calls.meet(kind, self._number)
+        with schedule.waiting():
+            schedule.calls.check(kind, self._number)
             for chunk, left in enumerate(self._left):
                 own = self._returning(chunk, gradients)
                 with self._telling():
@@ -331,11 +335,11 @@ class _Passing:
                 # The rank before waits for it where its header said that a gradient is needed.
                 if self._arrived[chunk]:
                     came = [a.gradient for a in self._arrived[chunk]]
-                    flow.row.send([came, self._told], flow.row.rank - 1)
-            flow.row.flush()
+                    schedule.row.send([came, self._told], schedule.row.rank - 1)
+            schedule.row.flush()
             result = self._gradients_of_inputs()
         if self._told is not None:
-            flow.calls.fails()
+            schedule.calls.fails()
             self._raise()
         self._left, self._arrived, self._begun = [], [], []
         return result
@@ -351,15 +355,15 @@ class _Passing:
         if accumulates:
             torch.autograd.backward(outputs, gradients)
         else:  # all that arrives or begins here hangs on the leaf
-            torch.autograd.grad(outputs, [self._flow.leaf], gradients, allow_unused=True)
+            torch.autograd.grad(outputs, [self._schedule.leaf], gradients, allow_unused=True)
 
     def _returning(self, chunk: int, gradients: Gradients) -> Gradients:
         """Return the gradients of what the stage gave for a chunk; nothing after an error."""
-        flow = self._flow
+        schedule = self._schedule
         if not self._left[chunk]:
             return []
-        if not flow.is_last:
-            came, told = flow.row.receive(flow.row.rank + 1).value
+        if not schedule.is_last:
+            came, told = schedule.row.receive(schedule.row.rank + 1).value
             self._told = self._told or told
             returned: Gradients = came
             return returned
@@ -377,11 +381,11 @@ class _Passing:
             )
             for place, given in enumerate(self._given)
         ]
-        names = set(self._flow.program.inputs.values())
+        names = set(self._schedule.program.inputs.values())
         total: Gradients = [None] * len(own)
-        for number in reversed(range(self._flow.row.size)):
-            if names & set(self._flow.program.stages[number].takes):
-                came, told = self._flow.row.share([own, self._told], number).value
+        for number in reversed(range(self._schedule.row.size)):
+            if names & set(self._schedule.program.stages[number].takes):
+                came, told = self._schedule.row.share([own, self._told], number).value
                 self._told = self._told or told
                 total = [
                     b if a is None else a if b is None else a + b

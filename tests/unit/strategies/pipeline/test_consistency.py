@@ -11,7 +11,7 @@ import torch
 from lockstep.errors import MismatchError, ModelError, PeerError
 from lockstep.record.report import is_consequence
 from lockstep.strategies.pipeline import consistency, p2p
-from lockstep.strategies.pipeline.consistency import Calls, describe, fingerprint, revive
+from lockstep.strategies.pipeline.consistency import CallCheck, describe, fingerprint, revive
 
 
 class OddError(KeyError):
@@ -103,8 +103,8 @@ def test_inputs_of_any_kind(tensor: torch.Tensor) -> None:
 WHERE = "epoch 99999, batch 9999999 of loader 99, replica 9999, turn 99999"
 
 
-def meet(calls: Calls, kind: str, call: int) -> None:
-    calls.meet(kind, call, "ffffffff")
+def meet(calls: CallCheck, kind: str, call: int) -> None:
+    calls.check(kind, call, "ffffffff")
 
 
 def script_named(name: str) -> FunctionType:
@@ -125,17 +125,17 @@ def script_named(name: str) -> FunctionType:
 def test_scripts_of_any_name(name: str) -> None:
     """A line that is too long is cut, and what is compared is not."""
     in_script = script_named(name)
-    pair = Calls(Pair(b""), 10**9, "Net")  # type: ignore[arg-type]
+    pair = CallCheck(Pair(b""), 10**9, "Net")  # type: ignore[arg-type]
     pair.where = WHERE
     in_script(pair, "backward pass for inputs alone", 10**12)
     other = consistency._say([0, "forward pass", 1, "outside of a loop", 0, ""], "火" * 300 + ":7")
-    apart = Calls(Pair(other), 0, "Net")  # type: ignore[arg-type]
+    apart = CallCheck(Pair(other), 0, "Net")  # type: ignore[arg-type]
     with pytest.raises(MismatchError, match="call 1 of model 0"):
         in_script(apart, "backward pass", 1)
 
 
 def test_the_line_is_named_to_its_end() -> None:
     other = consistency._say([0, "forward pass", 1, "outside of a loop", 0, ""], "train.py:7")
-    apart = Calls(Pair(other), 0, "Net")  # type: ignore[arg-type]
+    apart = CallCheck(Pair(other), 0, "Net")  # type: ignore[arg-type]
     with pytest.raises(MismatchError, match=r"обучение\.py:\d+, .* at train\.py:7;"):
         script_named(f"{'обучение' * 10}.py")(apart, "backward pass", 1)
