@@ -1,4 +1,4 @@
-"""CallCheck of a model that several ranks hold: whether all are in the same, and what one says that fails."""
+"""Calls of a model that several ranks hold: whether all are in the same, and what one says that fails."""
 
 from __future__ import annotations
 
