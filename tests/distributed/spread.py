@@ -111,7 +111,7 @@ def train_chunks(chunks: int | None, middle: str = "") -> tuple[str, str, float,
                 run.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
-        state = run._models.find(None).state()
+        state = run._session.models.find(None).state()
         weights = [value.double().sum().item() for value in state.values()]
         return run.digest(), run.exactness, loss.item(), weights
 
@@ -137,7 +137,7 @@ def train_masked(chunk_inputs: list[str] | None = None) -> list[float]:
             run.backward(F.cross_entropy(model(x, mask), y))
             optimizer.step()
             optimizer.zero_grad()
-        state = run._models.find(None).state()
+        state = run._session.models.find(None).state()
         assert mask.grad is not None
         values = [*state.values(), mask.grad]
         return [element for value in values for element in value.flatten().tolist()]
@@ -422,7 +422,7 @@ def train_tensor(directory: str | None = None, slow: float = 0.0) -> tuple[str, 
                     run.clip(model, 0.5)
                     optimizer.step()
                     optimizer.zero_grad()
-            state = run._models.find(None).state()
+            state = run._session.models.find(None).state()
             weights = [v for value in state.values() for v in whole(value).reshape(-1).tolist()]
             return run.digest(), run.exactness, weights
     except Preempted:
@@ -473,7 +473,7 @@ def load_precise() -> list[tuple[str, bool]]:
         for x, y in run.loader(classes(8, (12,)), batch_size=8):
             run.backward(F.cross_entropy(model(x), y))
             optimizer.step()
-        held = run._models.find(None)
+        held = run._session.models.find(None)
         before = held.optimizer_state(optimizer)
         run._session.state.load(run._session.state.capture(), whole=True)
         after = held.optimizer_state(optimizer)

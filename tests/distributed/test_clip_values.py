@@ -29,7 +29,7 @@ def train(settings: dict[str, Any], cut: bool = False) -> list[float]:
             run.clip_grad_value_(model, 0.01)
             optimizer.step()
             optimizer.zero_grad()
-        state = run._models.find(None).state()
+        state = run._session.models.find(None).state()
         whole = [t.full_tensor() if isinstance(t, DTensor) else t for t in state.values()]
         return [value for one in whole for value in one.flatten().tolist()]
 

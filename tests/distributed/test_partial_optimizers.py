@@ -23,7 +23,7 @@ def unfreeze(settings: dict[str, Any], clears: str = "optimizer") -> str:
     """The head alone, then all: gradients of the rest are those of no step until then."""
     with quiet_run(**settings) as run:
         model = run.model(net())
-        parts = list(run._models.find(None).module)
+        parts = list(run._session.models.find(None).module)
         optimizer = run.optimizer(torch.optim.SGD(parts[2].parameters(), lr=0.1, momentum=0.9))
         data = run.loader(classes(32, (6,)), batch_size=8, shuffle=True)
         for epoch in run.epochs(3):
