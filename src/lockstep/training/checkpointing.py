@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
@@ -17,7 +16,6 @@ from lockstep.checkpoint.schedule import Schedule
 from lockstep.registry import STRATEGIES
 from lockstep.training.context import Context
 from lockstep.training.coordination import Alone, Coordination, OnBoard, ThroughStore, Wish
-from lockstep.training.heartbeat import Heartbeat
 from lockstep.training.loop import Loop
 from lockstep.training.preemption import Preempted
 from lockstep.training.resume import Search
@@ -41,38 +39,33 @@ class Checkpointing:
     """Looks at every point of a run whether its state is to be kept.
 
     Args:
+        context: of the run.
         state: what the run has been told of.
         loop: where the run stands.
         coordination: with the other ranks.
         schedule: of snapshots; `None` without a launcher whose memory outlives this process.
         checkpoints: on disk.
-        heartbeat: where this rank says that it waits for the others.
         aligned: whether all ranks are of one launcher, and take snapshots at the same points.
         apart: whether each launcher has a part of the state only, so that all ranks agree on snapshots.
-        every: seconds between checkpoints that nobody asks for; 0 for none. The main rank's matter.
-        warn: tells the user what must not be missed, on the main rank.
-        flush: writes what was logged, so that what is kept includes it.
     """
 
     def __init__(
         self,
+        context: Context,
         state: State,
         loop: Loop,
         coordination: Coordination,
         schedule: Schedule | None,
         checkpoints: Checkpoints,
-        heartbeat: Heartbeat,
         *,
         aligned: bool,
         apart: bool,
-        every: float,
-        warn: Callable[[str], None],
-        flush: Callable[[], None],
     ) -> None:
-        self._state, self._loop = state, loop
+        self._context, self._state, self._loop = context, state, loop
         self._coordination, self._schedule, self._checkpoints = coordination, schedule, checkpoints
-        self._heartbeat, self._every, self._warn = heartbeat, every, warn
-        self._aligned, self._apart, self._flush = aligned, apart, flush
+        self._aligned, self._apart = aligned, apart
+        # Those that no script asks for; the main rank's clock counts.
+        self._every = context.settings.checkpoint_every if context.world.is_main else 0.0
         self._stop_asked = False
         self._saved = time.monotonic()
         self._asked: _Asked | None = None
@@ -154,7 +147,7 @@ class Checkpointing:
     def _prepare(self, schedule: Schedule, text: str, tensors: dict[str, torch.Tensor]) -> None:
         problem = schedule.prepare(text, tensors)
         if problem is not None:
-            self._warn(
+            self._context.record.warn(
                 f"lockstep: warning: {problem}: a rank that dies costs what was done since the last "
                 "checkpoint (--checkpoint-every)"
             )
@@ -163,11 +156,11 @@ class Checkpointing:
         asked, self._asked = self._asked, None
         self._saved = time.monotonic()
         best = None if asked is None else asked.best
-        with self._heartbeat.meeting("run.save"):
+        with self._context.heartbeat.meeting("run.save"):
             self._checkpoints.save(self._loop.steps, tensors, text, best=best)
 
     def _capture(self) -> tuple[str, dict[str, torch.Tensor]]:
-        self._flush()
+        self._context.record.flush()
         position, answers = self._loop.position.as_json()
         state, tensors = state_codec.flatten({**self._state.capture(), ANSWERS: answers})
         if not self._has_looked:
@@ -178,7 +171,7 @@ class Checkpointing:
     def _check_schedulers(self) -> None:
         name = self._state.forgotten_scheduler()
         if name is not None:
-            self._warn(
+            self._context.record.warn(
                 f"lockstep: warning: a learning rate scheduler of {name} is not part of what is saved; "
                 "pass it through run.scheduler(…)"
             )
@@ -190,12 +183,11 @@ class Checkpointing:
         self._wait()
 
     def _wait(self) -> None:
-        with self._heartbeat.meeting("run.save"):
+        with self._context.heartbeat.meeting("run.save"):
             self._checkpoints.wait()
 
     def close(self, patience: float) -> None:
         """Stop; a checkpoint that is being written has so many seconds left."""
-        self._coordination.close()
         self._checkpoints.close(patience)
 
 
@@ -227,17 +219,14 @@ def begin(context: Context, state: State, loop: Loop) -> Checkpointing:
     takes_snapshots = aligned or apart or context.groups.mesh is None
     has_room = memory is not None and not memory.snapshots.is_spoken_for and takes_snapshots
     return Checkpointing(
+        context,
         state,
         loop,
         _coordination(context, aligned=aligned),
         memory.schedule if memory is not None and has_room else None,
         checkpoints,
-        context.heartbeat,
         aligned=aligned,
         apart=apart,
-        every=settings.checkpoint_every if world.is_main else 0.0,
-        warn=record.warn,
-        flush=record.flush,
     )
 
 
@@ -267,9 +256,11 @@ def _coordination(context: Context, *, aligned: bool) -> Coordination:
     if memory is not None and aligned:
         return OnBoard(memory.board, leads=world.is_main, ahead=ahead)
     store = _store_of(context, "agreement")
-    if store is None:
+    if store is None or context.watchdog is None:
         return Alone()
-    return ThroughStore(store, world.rank, world.size, ahead=ahead)
+    through_store = ThroughStore(store, world.rank, world.size, ahead=ahead)
+    context.watchdog.also.append(through_store.look)
+    return through_store
 
 
 def _store_of(context: Context, purpose: str) -> dist.Store | None:

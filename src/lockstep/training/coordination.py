@@ -5,14 +5,13 @@ it yet, since none gets through a step without rank 0, which comes to it later. 
 be K steps ahead of rank 0, which names the first step beyond.
 
 Ranks of several launchers, or of none, have only the store, and to look there each time costs too much.
-A rank that is asked says so in the store. The thread of every rank looks there now and then; where it
-finds something, its main thread begins to look at every point, and says that it does. Once all do, rank 0
-names the next step. So a run that nobody asks pays for a look at a flag.
+A rank that is asked says so in the store. The watchdog's thread of every rank looks there now and then;
+where it finds something, its main thread begins to look at every point, and says that it does. Once all
+do, rank 0 names the next step. So a run that nobody asks pays for a look at a flag.
 """
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -21,10 +20,6 @@ import torch.distributed as dist
 from lockstep.checkpoint.shared_memory import Board
 
 Wish = Literal["snapshot", "save", "stop"]
-
-_LOOK_SECONDS = 0.5
-#: Seconds that the thread may take to end: one that asks a store whose host is gone does not.
-_CLOSE_SECONDS = 2.0
 
 
 class Coordination(Protocol):
@@ -35,9 +30,6 @@ class Coordination(Protocol):
 
     def at_point(self, steps: int) -> Wish | None:
         """Return what all ranks do now, after `steps` updates; every rank calls it at every point."""
-
-    def close(self) -> None:
-        """Stop looking."""
 
 
 class Alone:
@@ -54,9 +46,6 @@ class Alone:
         """Return what was asked for."""
         wish, self._wish = self._wish, None
         return wish
-
-    def close(self) -> None:
-        """Nothing looks."""
 
 
 #: What covers what is before it.
@@ -100,9 +89,6 @@ class OnBoard:
             self._board.asked = 0
         return None
 
-    def close(self) -> None:
-        """Nothing looks."""
-
 
 @dataclass(slots=True)
 class _Ready:
@@ -130,10 +116,7 @@ class ThroughStore:
         self._wish: Wish | None = None
         self._turn = 0
         self._ready: _Ready | None = None
-        self._stop = threading.Event()
         self._store = store
-        self._thread = threading.Thread(target=self._look, name="lockstep-agree", daemon=True)
-        self._thread.start()
 
     def ask(self, wish: Wish) -> None:
         """Ask for the next point that all can agree on; from a signal handler, too."""
@@ -160,16 +143,10 @@ class ThroughStore:
         self._turn, self._ready = ready.turn + 1, None
         return agreed
 
-    def _look(self) -> None:
-        while not self._stop.wait(_LOOK_SECONDS):
-            try:
-                self._look_once()
-            except dist.DistError:
-                return  # the store is gone with its host: there is nobody to agree with
-
-    def _look_once(self) -> None:
+    def look(self) -> None:
+        """Look whether a rank asks, and say that this one does; called now and then, in another thread."""
         # In this order: while nothing is ready, the main thread leaves the turn alone.
-        if self._stop.is_set() or self._ready is not None:
+        if self._ready is not None:
             return
         turn, wish = self._turn, self._wish
         if wish is not None:
@@ -179,8 +156,3 @@ class ThroughStore:
             # In this order: what is told to the others must be true already.
             self._ready = _Ready(turn)
             self._store.set(f"{turn}/ready/{self._rank}", "1")
-
-    def close(self) -> None:
-        """Stop looking."""
-        self._stop.set()
-        self._thread.join(_CLOSE_SECONDS)

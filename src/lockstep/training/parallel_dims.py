@@ -47,7 +47,7 @@ class ParallelDims:
 
     @staticmethod
     def of(mesh: Mesh, rank: int, replicas: int) -> ParallelDims:
-        """Return the formation of `replicas` replicas on `mesh`, as `rank` sees it.
+        """Return the dimensions of `replicas` replicas on `mesh`, as `rank` sees it.
 
         Raises:
             UsageError: if there are fewer replicas than models.
@@ -191,7 +191,7 @@ def _check_meetings(settings: Settings) -> None:
         )
 
 
-def choose_exchange(settings: Settings, formation: ParallelDims, world: World, device: str) -> str:
+def choose_exchange(settings: Settings, dims: ParallelDims, world: World, device: str) -> str:
     """Return the name of the exchange to use where there are several ranks.
 
     Raises:
@@ -209,7 +209,7 @@ def choose_exchange(settings: Settings, formation: ParallelDims, world: World, d
         )
     return choose_name(
         name,
-        formation.forest,
+        dims.forest,
         one_host=world.local_size == world.size,
         device=device,
         exact=settings.exact,

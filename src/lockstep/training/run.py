@@ -368,7 +368,7 @@ class Run(RunProperties):
     def first(self) -> AbstractContextManager[None]:
         """Let the main rank go through the body first, then one rank per node, then all others."""
         self._loop.require_meeting_point("run.first", of_models=False)
-        return self._session.turns.first()
+        return self._session.rank_order.first()
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""

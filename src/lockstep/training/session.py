@@ -23,12 +23,11 @@ from lockstep.training.faults import Faults
 from lockstep.training.listeners import Listener
 from lockstep.training.loaders import Loaders
 from lockstep.training.loop import Loop
-from lockstep.training.memory_stats import footprint
 from lockstep.training.metrics import Metrics
 from lockstep.training.models import Models
 from lockstep.training.preemption import Preempted, Signals
 from lockstep.training.scaling import Scaler
-from lockstep.training.state import State
+from lockstep.training.state import State, footprint
 from lockstep.world import World, mpi
 from lockstep.world.meet import leave
 
@@ -52,7 +51,7 @@ class Session:
         loaders: makes loaders.
         backward: runs backward passes.
         metrics: sums over samples.
-        turns: says which rank goes first.
+        rank_order: says which rank goes first.
     """
 
     #: whether a run was asked to end when it had, so that the next one is
@@ -83,7 +82,7 @@ class Session:
         self.backward = Backward(context, self.state, self.loop, self._faults)
         block, data, meeting = context.dims.block, context.groups.data, context.collectives.meeting
         self.metrics = Metrics(self.loop, context.replicas, block, data, meeting)
-        self.turns = RankOrder(context.world, context.store, context.heartbeat)
+        self.rank_order = RankOrder(context.world, context.store, context.heartbeat)
         record.bind(self.loop, self.digests)
         with context.meeting.telling():
             self._checkpointing = checkpointing.begin(context, self.state, self.loop)

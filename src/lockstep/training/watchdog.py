@@ -52,6 +52,9 @@ class Watchdog(Listener):
         heartbeat: where this rank stands.
         fail: told of the disagreement, and the line of the script, before the process ends; by default
             the launcher is.
+
+    Attributes:
+        also: what else its thread calls at each look at the store.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Watchdog(Listener):
         watched = meeting.world.environment == "lockstep"
         self._pulse = None if watched else Liveness(self._thread_store, self._rank, size)
         self._fail = fail or self._tell_launcher
+        self.also: list[Callable[[], None]] = []
         self._loops = 0
         self._step = 0
         self._meetings = 0
@@ -150,6 +154,8 @@ class Watchdog(Listener):
             self._looks = self._looks + 1 if beat == seen else 0
             seen = beat
             try:
+                for look in self.also:
+                    look()
                 self._look()
             except dist.DistError as error:
                 self._lose_store(error)

@@ -38,10 +38,13 @@ def gathered_at(
     )
     loop = SimpleNamespace(steps=0, position=position, open_metrics=[])
     coordination = SimpleNamespace(at_point=lambda _: None)
-    made: Any = (state, loop, coordination, schedule if launched else None, keeps, None)
-    keeper = Checkpointing(
-        *made, aligned=True, apart=False, every=0, warn=lambda _: None, flush=list
+    context = SimpleNamespace(
+        settings=SimpleNamespace(checkpoint_every=0.0),
+        world=SimpleNamespace(is_main=leads),
+        record=SimpleNamespace(warn=lambda _: None, flush=list),
     )
+    made: Any = (context, state, loop, coordination, schedule if launched else None, keeps)
+    keeper = Checkpointing(*made, aligned=True, apart=False)
     for point in range(1, points + 1):
         state.now = loop.steps = point
         schedule.has_begun = begins is not None and point > begins

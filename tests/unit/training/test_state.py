@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.training.memory_stats import footprint
-from lockstep.training.state import State
+from lockstep.training.state import State, footprint
 
 
 def test_parts_of_a_model_that_other_ranks_hold_are_not_counted() -> None:
