@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,10 +102,12 @@ def check(paths: Sequence[Path], flags: Selection | None = None) -> Outcome:
             modules.append((path, project.load(path)))
         except OSError as error:
             raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    shared: Script | None = None
     for path, module in modules:
         selection = config.of_file(path, flags or Selection())
+        script = shared = Script(project, module) if shared is None else shared.of(module)
         outcome.findings += sorted(
-            _findings(path, Script(project, module), selection, outcome),
+            _findings(path, script, selection, outcome),
             key=lambda one: (one.cell or 0, one.line, one.column, one.code),
         )
     return outcome
@@ -170,7 +171,7 @@ def _unknown_codes(path: Path, module: Module) -> Iterator[Finding]:
 def _no_loop(path: Path, script: Script) -> Iterator[str]:
     """Say of a script that starts a process group that no loop was found to judge its steps by."""
     starts = any(script.calls("dist.init_process_group", "Accelerator", "Fabric", "lockstep.Run"))
-    if starts and re.search(r"\boptim\b|[Oo]ptimizer", script.text):
+    if starts and script.says(r"\boptim\b|[Oo]ptimizer"):
         yield (
             f"{path}: no training loop found, so the rules about steps did not run; looked for a for or "
             "while loop with .backward() in it, or in a function that it calls, in this file and the "

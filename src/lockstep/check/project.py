@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -72,8 +73,12 @@ class Project:
 
     def __init__(self) -> None:
         self.modules: dict[Path, Module] = {}
+        self._paths: dict[Module, Path] = {}
         self._imported: dict[Path, list[Module]] = {}
         self._programs: dict[Path, list[Module]] = {}
+        self._matches: dict[tuple[Module, str], list[str]] = {}
+        self._called: dict[Module, set[str]] = {}
+        self._found: dict[tuple[Path, str], Path | None] = {}
 
     def load(self, path: Path) -> Module:
         """Return a file and all that it imports of the project, each read once."""
@@ -81,12 +86,19 @@ class Project:
         if path in self.modules:
             return self.modules[path]
         module = self.modules[path] = read(path)
+        self._paths[module] = path
         found = (self._find(module, name) for name in set(module.imports.values()))
         files = {file for file in found if file is not None and file != path}
         self._imported[path] = [self.load(file) for file in sorted(files)]
         return module
 
     def _find(self, module: Module, name: str) -> Path | None:
+        key = module.path.parent, name
+        if key not in self._found:
+            self._found[key] = self._search(module, name)
+        return self._found[key]
+
+    def _search(self, module: Module, name: str) -> Path | None:
         """Return the file of the project that an import takes `name` from."""
         above = module.path.resolve().parent
         dots = len(name) - len(name.lstrip("."))
@@ -98,15 +110,15 @@ class Project:
             for cut in (len(parts), len(parts) - 1):
                 for file in (base.joinpath(*parts[:cut]).with_suffix(".py"),) if cut else ():
                     if file.is_file():
-                        return file
+                        return file.resolve()
                 package = base.joinpath(*parts[:cut], "__init__.py")
                 if cut and package.is_file():
-                    return package
+                    return package.resolve()
         return None
 
     def program(self, module: Module) -> list[Module]:
         """Return the modules of the programs that a module takes part in."""
-        path = module.path.resolve()
+        path = self._paths[module]
         if path not in self._programs:
             reached = {one: self._reach(one) for one in self.modules}
             for one in self.modules:
@@ -121,11 +133,28 @@ class Project:
         found, left = {path}, [path]
         while left:
             for module in self._imported.get(left.pop(), ()):
-                other = module.path.resolve()
+                other = self._paths[module]
                 if other not in found:
                     found.add(other)
                     left.append(other)
         return found
+
+    # Text ------------------------------------------------------------------------------------------
+
+    def found(self, module: Module, pattern: str) -> list[str]:
+        """Return what a pattern finds in a module's source; looked for once."""
+        key = module, pattern
+        if key not in self._matches:
+            self._matches[key] = re.findall(pattern, module.text)
+        return self._matches[key]
+
+    def called(self, module: Module) -> set[str]:
+        """Return what a module calls: functions by name, methods by `.` and their last name."""
+        if module not in self._called:
+            names = {self.name(module, call.func) for call in module.calls}
+            methods = [one.func for one in module.calls if isinstance(one.func, ast.Attribute)]
+            self._called[module] = names | {f".{method.attr}" for method in methods}
+        return self._called[module]
 
     # Names ---------------------------------------------------------------------------------------
 
@@ -146,9 +175,8 @@ class Project:
     def definition(self, module: Module, node: ast.AST) -> Function | ast.ClassDef | None:
         """Return the function or class of the project that an expression names."""
         if isinstance(node, ast.Name):
-            for function in module.functions:
-                if function.name == node.id and module.enclosing_class(function) is None:
-                    return function
+            if node.id in module.free_functions:
+                return module.free_functions[node.id]
             return module.classes.get(node.id) or self._imported_definition(module, node.id)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             if node.value.id == "self":
@@ -164,14 +192,11 @@ class Project:
         first, _, rest = text.partition(".")
         full = module.imports.get(first, "")
         file = self._find(module, full + ("." + rest if rest else "")) if full else None
-        other = self.modules.get(file.resolve()) if file else None
+        other = self.modules.get(file) if file else None
         wanted = text.rpartition(".")[2] if rest else full.rpartition(".")[2]
         if other is None or other is module:
             return None
-        for function in other.functions:
-            if function.name == wanted and other.enclosing_class(function) is None:
-                return function
-        return other.classes.get(wanted)
+        return other.free_functions.get(wanted) or other.classes.get(wanted)
 
     def _method(self, module: Module, owner: ast.ClassDef | None, name: str) -> Function | None:
         for one in owner.body if owner is not None else ():

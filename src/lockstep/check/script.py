@@ -60,6 +60,7 @@ class Script:
     def __init__(self, project: Project, module: Module) -> None:
         self.project, self.module = project, module
         self.program = project.program(module)
+        self._others: dict[Module, Script] = {module: self}
 
     # What there is ---------------------------------------------------------------------------------
 
@@ -82,19 +83,15 @@ class Script:
     @cached_property
     def called(self) -> set[str]:
         """Every function and every method that the program calls, by name and by last name."""
-        found = set()
-        for module in self.program:
-            for call in module.calls:
-                name = self.project.name(module, call.func)
-                found.add(name)
-                if isinstance(call.func, ast.Attribute):
-                    found.add("." + call.func.attr)
-        return found
+        return {name for module in self.program for name in self.project.called(module)}
 
-    @cached_property
-    def text(self) -> str:
-        """The source of the whole program, for what need not be understood to be there."""
-        return "\n".join(module.text for module in self.program)
+    def found(self, pattern: str) -> list[str]:
+        """Return what a pattern finds in the source of the whole program."""
+        return [one for module in self.program for one in self.project.found(module, pattern)]
+
+    def says(self, pattern: str) -> bool:
+        """Whether the source of the program has something, for what need not be understood to be there."""
+        return any(self.project.found(module, pattern) for module in self.program)
 
     @cached_property
     def flavours(self) -> set[str]:
@@ -113,7 +110,7 @@ class Script:
     @cached_property
     def cuda(self) -> bool:
         """Whether the program uses CUDA."""
-        return bool(re.search(r"\bcuda\b|\bnccl\b|torch\.accelerator", self.text))
+        return bool(self.says(r"\bcuda\b|\bnccl\b|torch\.accelerator"))
 
     # Values ----------------------------------------------------------------------------------------
 
@@ -280,7 +277,10 @@ class Script:
 
     def of(self, module: Module) -> Script:
         """Return the same questions for another module of the program."""
-        return self if module is self.module else Script(self.project, module)
+        if module not in self._others:
+            other = self._others[module] = Script(self.project, module)
+            other._others = self._others
+        return self._others[module]
 
     # Order -----------------------------------------------------------------------------------------
 
@@ -324,7 +324,9 @@ class Script:
             if isinstance(node.func, ast.Attribute) and node.func.attr == "backward":
                 return 0
             called = self.project.callee(self.module, node)
-            if called is not None and depth and called.name not in ("__init__", "forward"):
+            method = isinstance(node.func, ast.Attribute) and called is not None
+            model = method and called is not None and called.name == "forward"
+            if called is not None and depth and called.name != "__init__" and not model:
                 home = self.project.module_of(called)
                 level = self.of(home).level(called.body, depth - 1)
                 if level is not None:

@@ -166,6 +166,12 @@ class Module:
                     same = given is not None and len(given) == len(targets)
                     self._bind(one, given[index] if given and same else Part(value, index))
 
+    @cached_property
+    def free_functions(self) -> dict[str, Function]:
+        """The functions that are no methods, by name; of several, the first."""
+        free = [one for one in self.functions if self.enclosing_class(one) is None]
+        return {one.name: one for one in reversed(free)}
+
     def scope(self, node: ast.AST) -> Scope:
         """Return the function, or the module, that a node stands in."""
         while (parent := self.parents.get(node)) is not None:

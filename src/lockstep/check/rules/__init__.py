@@ -2,7 +2,17 @@
 
 from lockstep.check import rule
 from lockstep.check.rule import SYNTAX, UNKNOWN, Harm, Hit, Rule
-from lockstep.check.rules import checkpoints, data, launch, sampling, step, wrapping
+from lockstep.check.rules import (
+    checkpoints,
+    data,
+    launch,
+    loops,
+    metrics,
+    sampling,
+    scaling,
+    step,
+    wrapping,
+)
 
 #: All rules, by code.
 RULES = dict(sorted(rule.RULES.items()))
@@ -17,7 +27,10 @@ __all__ = [
     "checkpoints",
     "data",
     "launch",
+    "loops",
+    "metrics",
     "sampling",
+    "scaling",
     "step",
     "wrapping",
 ]

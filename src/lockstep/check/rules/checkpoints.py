@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 
 from lockstep.check.arguments import argument, spread
@@ -110,7 +109,7 @@ def _guarded(script: Script, call: ast.Call) -> Iterator[Edit]:
 def prefixed(script: Script) -> Iterator[Hit]:
     """Find saved states of a wrapper, in programs that load none and take no prefix off."""
     handled = r"load_state_dict|['\"]module\.|consume_prefix|hasattr\(\w+, ['\"]module"
-    if re.search(handled, script.text):
+    if script.says(handled):
         return
     for save in script.calls("torch.save"):
         for call in ast.walk(save):
@@ -157,8 +156,8 @@ def prefixed(script: Script) -> Iterator[Hit]:
 )
 def loaded_into_wrapper(script: Script) -> Iterator[Hit]:
     """Find loads into a wrapper, in programs whose saves are all of `module`."""
-    saves = re.findall(r"(\w+)\.state_dict\(", script.text)
-    if "module" not in saves or re.search(r"['\"]module\.|consume_prefix", script.text):
+    saves = script.found(r"(\w+)\.state_dict\(")
+    if "module" not in saves or script.says(r"['\"]module\.|consume_prefix"):
         return
     for call in script.methods("load_state_dict"):
         assert isinstance(call.func, ast.Attribute)

@@ -43,7 +43,7 @@ from lockstep.check.source import Function, dotted
 )
 def download_everywhere(script: Script) -> Iterator[Hit]:
     """Find downloads that no branch leaves to one rank."""
-    if "FileLock" in script.text or not script.flavours - {"lockstep"}:
+    if script.says("FileLock") or not script.flavours - {"lockstep"}:
         return
     for call in script.module.calls:
         asked = true(argument(call, "download"))
@@ -162,7 +162,7 @@ def _sorted(script: Script, call: ast.Call) -> bool:
 )
 def whole_stream(script: Script) -> Iterator[Hit]:
     """Find streams of plain programs that know of no rank."""
-    if not script.plain or re.search(r"split_dataset_by_node|IterableDatasetShard", script.text):
+    if not script.plain or script.says(r"split_dataset_by_node|IterableDatasetShard"):
         return
     for owner in script.module.classes.values():
         if not any(dotted(base).endswith("IterableDataset") for base in owner.bases):
@@ -204,7 +204,8 @@ def whole_stream(script: Script) -> Iterator[Hit]:
 )
 def random_split(script: Script) -> Iterator[Hit]:
     """Find splits without a generator, in programs that seed nothing or seed by rank."""
-    if "lockstep" in script.flavours:
+    splits = list(script.calls("torch.utils.data.random_split"))
+    if "lockstep" in script.flavours or not splits:
         return
     seeds = [
         call
@@ -213,7 +214,7 @@ def random_split(script: Script) -> Iterator[Hit]:
         if dotted(call.func).rpartition(".")[2] in ("manual_seed", "seed_everything", "set_seed")
     ]
     alike = [one for one in seeds if not any(script.is_rank(value) for value in one.args)]
-    for call in script.calls("torch.utils.data.random_split"):
+    for call in splits:
         if argument(call, "generator", 2) is None and not alike and not spread(call):
             code = "torch.Generator().manual_seed(0)"
             edit = Edit("argument", call, code, "generator")
@@ -256,8 +257,8 @@ def random_split(script: Script) -> Iterator[Hit]:
 )
 def not_pinned(script: Script) -> Iterator[Hit]:
     """Find loaders of programs that copy without waiting and never pin."""
-    waits = not re.search(r"non_blocking\s*=\s*True", script.text)
-    if waits or re.search(r"pin_?memory", script.text):
+    waits = not script.says(r"non_blocking\s*=\s*True")
+    if waits or script.says(r"pin_?memory"):
         return
     for call in script.calls("DataLoader"):
         if call in script.loaders and not spread(call):
@@ -329,6 +330,6 @@ def no_workers(script: Script) -> Iterator[Hit]:
 )
 def no_seed(script: Script) -> Iterator[Hit]:
     """Find process groups of programs that seed nothing."""
-    if not re.search(r"manual_seed|seed_everything|set_seed", script.text):
+    if not script.says(r"manual_seed|seed_everything|set_seed"):
         for call in script.calls("dist.init_process_group", "Accelerator", "Fabric"):
             yield Hit(call)

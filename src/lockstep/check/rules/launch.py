@@ -97,7 +97,7 @@ def _environment(script: Script) -> Iterator[tuple[ast.Assign, str, ast.expr]]:
 )
 def local_rank_option(script: Script) -> Iterator[Hit]:
     """Find the option in programs that do not read the variable."""
-    if re.search(r"\bLOCAL_RANK\b", script.text) or script.flavours - {"ddp"}:
+    if script.says(r"\bLOCAL_RANK\b") or script.flavours - {"ddp"}:
         return
     for call in script.methods("add_argument"):
         words = [one.value for one in call.args if isinstance(one, ast.Constant)]
@@ -155,12 +155,7 @@ def no_device(script: Script) -> Iterator[Hit]:
 
 def sets_device(script: Script) -> bool:
     """Whether a program says which GPU is a rank's own."""
-    return bool(
-        re.search(
-            r"set_device|device_id\s*=|CUDA_VISIBLE_DEVICES|cuda\.device\(|device_ids\s*=\s*\[?\w*\]?\s*\)?\s*:",
-            script.text,
-        )
-    )
+    return script.says(r"set_device|device_id\s*=|CUDA_VISIBLE_DEVICES|cuda\.device\(")
 
 
 @rule(
@@ -312,7 +307,7 @@ def cannot_start(script: Script) -> Iterator[Hit]:
             yield Hit(call, what)
     for call in script.calls("mp.set_start_method", "mp.get_context", "mp.start_processes"):
         method = argument(call, "method", 0) or argument(call, "start_method")
-        if method is not None and script.constants(method) == ["fork"] and "nccl" in script.text:
+        if method is not None and script.constants(method) == ["fork"] and script.says("nccl"):
             yield Hit(
                 call, "a forked process cannot use CUDA if this one has: start processes by spawn"
             )
@@ -347,7 +342,7 @@ def cannot_start(script: Script) -> Iterator[Hit]:
 )
 def no_destroy(script: Script) -> Iterator[Hit]:
     """Find groups that are made and never destroyed, in scripts of their own."""
-    if "destroy_process_group" in script.text or not script.plain or not script.trains:
+    if script.says("destroy_process_group") or not script.plain or not script.trains:
         return
     for call in script.calls("dist.init_process_group"):
         yield Hit(call)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 
 from lockstep.check.arguments import argument, spread, true
@@ -63,7 +62,7 @@ def for_evaluation(script: Script, call: ast.Call) -> bool:
 def no_set_epoch(script: Script) -> Iterator[Hit]:
     """Find samplers of training data in programs that never call `set_epoch`."""
     framework = {".prepare", ".setup_dataloaders"} & script.called
-    if ".set_epoch" in script.called or framework or "set_epoch" in script.text:
+    if ".set_epoch" in script.called or framework or script.says("set_epoch"):
         return
     epochs = [loop for one in script.program for loop in script.of(one).epoch_loops]
     for call in script.calls("DistributedSampler"):
@@ -158,7 +157,7 @@ def shuffle_with_sampler(script: Script) -> Iterator[Hit]:
 )
 def padding_sampler(script: Script) -> Iterator[Hit]:
     """Find samplers of evaluation data without `drop_last`."""
-    if "gather_for_metrics" in script.text:
+    if script.says("gather_for_metrics"):
         return
     for call in script.calls("DistributedSampler"):
         if for_evaluation(script, call) and not true(argument(call, "drop_last", 5)):
@@ -240,10 +239,10 @@ def multiplied_batch(script: Script) -> Iterator[Hit]:
 )
 def no_sampler(script: Script) -> Iterator[Hit]:
     """Find loaders of training loops without a sampler, in programs with nothing that deals samples out."""
-    if not script.plain or "DDP" not in script.called or "IterableDataset" in script.text:
+    if not script.plain or "DDP" not in script.called or script.says("IterableDataset"):
         return
     dealt = r"[sS]ampler|Subset|split_dataset_by_node|\.shard\(|\[\s*\w*rank\w*\s*::"
-    if re.search(dealt, script.text):
+    if script.says(dealt):
         return
     for call in script.calls("DataLoader"):
         whole = call in script.loaders and not spread(call) and not for_evaluation(script, call)

@@ -1,0 +1,347 @@
+"""LS6: loops of `lockstep.Run`."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from lockstep.check.arguments import argument
+from lockstep.check.rule import Hit, rule
+from lockstep.check.rules.step import every_nth
+from lockstep.check.script import Script
+from lockstep.check.source import Loop, dotted
+
+
+def runs(script: Script) -> bool:
+    """Whether the program is a Lockstep script, and not one that has loops of others as well."""
+    return script.flavours == {"lockstep"}
+
+
+@rule(
+    "LS601",
+    "value that decides later and is not registered",
+    "{name} decides in a later epoch, and a run that goes on after a crash starts with its first value: run.register it",
+    "corrupts",
+    why="""A run that goes on passes over the epochs that are done, so a variable of the script is what it was at the top. What
+    decides something later, such as the best value so far, is part of the state.""",
+    bad="""
+    import lockstep
+
+    with lockstep.Run("toy", seed=0, replicas=2) as run:
+        best = 0.0
+        for epoch in run.epochs(10):
+            accuracy = run.mean(measure())
+            if accuracy > best:
+                best = accuracy
+                run.save(best=accuracy)
+    """,
+    good="""
+    import lockstep
+
+    with lockstep.Run("toy", seed=0, replicas=2) as run:
+        best = run.register("best", Best())
+        for epoch in run.epochs(10):
+            accuracy = run.mean(measure())
+            if best.improves(accuracy):
+                run.save(best=accuracy)
+    """,
+)
+def not_registered(script: Script) -> Iterator[Hit]:
+    """Find constants from before the loop over epochs that its body compares and changes."""
+    for loop in script.module.loops if runs(script) else ():
+        over = script.iterated(loop)
+        if not (isinstance(over, ast.Call) and dotted(over.func).endswith(".epochs")):
+            continue
+        scope = script.module.scope(loop)
+        tested = {
+            one.id
+            for branch in ast.walk(loop)
+            if isinstance(branch, ast.If)
+            for one in ast.walk(branch.test)
+            if isinstance(one, ast.Name)
+        }
+        for node in ast.walk(loop):
+            name = _changed(node)
+            before = _starts_before(script, loop, name) if name in tested else False
+            if before and script.module.scope(node) is scope and isinstance(node, ast.stmt):
+                message = f"{name} decides in a later epoch, and a run that goes on after a crash starts with its first value: run.register it"
+                yield Hit(node, message)
+
+
+def _changed(node: ast.AST) -> str:
+    match node:
+        case ast.Assign(targets=[ast.Name(id=name)]) | ast.AugAssign(target=ast.Name(id=name)):
+            return name
+    return ""
+
+
+def _starts_before(script: Script, loop: Loop, name: str) -> bool:
+    """Whether a name is bound to a constant before a loop, and not again at the head of its body."""
+    for value in script.module.bound.get((script.module.scope(loop), name), ()):
+        if not isinstance(value, ast.expr) or value.lineno >= loop.lineno:
+            continue
+        first = isinstance(value, ast.Constant | ast.UnaryOp) or ast.unparse(value).startswith(
+            "float("
+        )
+        if first and not any(
+            _changed(one) == name for one in loop.body[:-1] if isinstance(one, ast.Assign)
+        ):
+            return True
+    return False
+
+
+@rule(
+    "LS602",
+    "random draw before the Run",
+    "the run seeds its generators when it begins: this draw comes from another state; move it inside",
+    "misleads",
+    why="""`lockstep.Run` sets the generators from its seed. What is drawn before is not a function of that seed, and
+    changes with the way the script is started.""",
+    bad="""
+    import lockstep
+    import torch
+
+    data = torch.randn(256, 8)
+    with lockstep.Run("toy", seed=0, replicas=2) as run:
+        loader = run.loader(data, batch_size=32)
+    """,
+    good="""
+    import lockstep
+    import torch
+
+    with lockstep.Run("toy", seed=0, replicas=2) as run:
+        data = torch.randn(256, 8)
+        loader = run.loader(data, batch_size=32)
+    """,
+)
+def early_draw(script: Script) -> Iterator[Hit]:
+    """Find draws from the global generators before the Run, in the same function."""
+    if not runs(script) or script.says(r"manual_seed|random\.seed"):
+        return
+    draws = r"torch\.(rand|randn|randint|randperm|normal|bernoulli|multinomial)$|(numpy\.)?random\.(?!default_rng|Generator|RandomState|SeedSequence|Random)\w+$"
+    for run in script.calls("lockstep.Run"):
+        for call in script.module.calls:
+            drawn = re.match(draws, script.name(call.func)) and argument(call, "generator") is None
+            if drawn and script.earlier(call, run):
+                yield Hit(call)
+
+
+@rule(
+    "LS603",
+    "optimizer or scheduler not given to the run",
+    "the run does not know this {kind}: it acts on every microbatch, and is not saved; pass it through run.{kind}",
+    "corrupts",
+    why="""`run.optimizer` and `run.scheduler` let `step()` act once per global batch, and make the object part of what is
+    saved. Others act once per microbatch, of which a rank has as many as it hosts replicas.""",
+    bad="""
+    import lockstep
+    import torch
+
+    with lockstep.Run("toy", seed=0, replicas=2) as run:
+        model = run.model(torch.nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    """,
+    good="""
+    import lockstep
+    import torch
+
+    with lockstep.Run("toy", seed=0, replicas=2) as run:
+        model = run.model(torch.nn.Linear(8, 1))
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    """,
+)
+def not_given(script: Script) -> Iterator[Hit]:
+    """Find optimizers and schedulers of torch that no call of the run is given."""
+    if not runs(script):
+        return
+    given = {
+        value
+        for module in script.program
+        for call in script.of(module).methods("optimizer", "scheduler", "register")
+        for one in call.args
+        for value in script.of(module).sources(one)
+    }
+    inner = {
+        value
+        for call in script.module.calls
+        if script.name(call.func).startswith("torch.optim.lr_scheduler.")
+        for one in [*call.args, *(keyword.value for keyword in call.keywords)]
+        for part in ast.walk(one)
+        if isinstance(part, ast.expr)
+        for value in script.sources(part)
+    }
+    for call in script.module.calls:
+        name = script.name(call.func)
+        kind = "scheduler" if name.startswith("torch.optim.lr_scheduler.") else "optimizer"
+        if not re.match(r"torch\.optim\.(lr_scheduler\.)?[A-Z]\w+$", name) or call in given:
+            continue
+        if kind == "optimizer" or call not in inner:
+            message = f"the run does not know this {kind}: it acts on every microbatch, and is not saved; pass it through run.{kind}"
+            yield Hit(call, message)
+
+
+@rule(
+    "LS604",
+    "mean over tokens without a weight",
+    "this loss is a mean over the targets that are not ignored: give run.backward their number as weight=",
+    "corrupts",
+    why="""`run.backward` weights microbatches by their samples. A mean over tokens, or pixels, has another count in each
+    microbatch, so that the sum is not the gradient of the mean over the global batch.""",
+    bad="""
+    import lockstep
+    import torch.nn.functional as F
+
+    with lockstep.Run("toy", seed=0, replicas=2) as run:
+        for x, y in run.loader(data(), batch_size=32):
+            loss = F.cross_entropy(model(x), y, ignore_index=0)
+            run.backward(loss)
+    """,
+    good="""
+    import lockstep
+    import torch.nn.functional as F
+
+    with lockstep.Run("toy", seed=0, replicas=2) as run:
+        for x, y in run.loader(data(), batch_size=32):
+            loss = F.cross_entropy(model(x), y, ignore_index=0)
+            run.backward(loss, weight=(y != 0).sum())
+    """,
+)
+def no_weight(script: Script) -> Iterator[Hit]:
+    """Find losses with `ignore_index` that are sent backward without a weight."""
+    for call in script.methods("backward") if runs(script) else ():
+        if not call.args or argument(call, "weight", 1) is not None:
+            continue
+        losses = script.made_by(
+            call.args[0], "torch.nn.functional.cross_entropy", "torch.nn.functional.nll_loss"
+        )
+        if any(
+            argument(one, "ignore_index") is not None and argument(one, "reduction") is None
+            for one in losses
+        ):
+            yield Hit(call)
+
+
+@rule(
+    "LS605",
+    "work of the step done per microbatch",
+    "{what}",
+    "corrupts",
+    why="""The body of `for x, y in loader` runs once per replica that a rank hosts, so what is counted or averaged there
+    depends on the layout. Between the batches of `run.batches(loader)` code runs once per step; `run.step` counts steps.""",
+    bad="""
+    import lockstep
+
+    with lockstep.Run("toy", seed=0, replicas=2) as run:
+        loader = run.loader(data(), batch_size=32)
+        for x, y in loader:
+            run.backward(loss_of(model(x), y))
+            optimizer.step()
+            ema.update_parameters(model)
+    """,
+    good="""
+    import lockstep
+
+    with lockstep.Run("toy", seed=0, replicas=2) as run:
+        loader = run.loader(data(), batch_size=32)
+        for batch in run.batches(loader):
+            for x, y in batch:
+                run.backward(loss_of(model(x), y))
+                optimizer.step()
+            ema.update_parameters(model)
+    """,
+)
+def per_microbatch(script: Script) -> Iterator[Hit]:
+    """Find averages that are updated, and counts of steps that decide, in the body of a loop over microbatches."""
+    for loop in script.step_loops if runs(script) else ():
+        over = script.iterated(loop)
+        outer = isinstance(over, ast.Call) and dotted(over.func).endswith(".batches")
+        if outer or isinstance(loop, ast.While):
+            continue
+        for one in loop.body:
+            match one:
+                case ast.Expr(value=ast.Call(func=ast.Attribute(attr="update_parameters"))):
+                    yield Hit(
+                        one,
+                        "this average is updated once per microbatch: update it between the batches of run.batches",
+                    )
+                case ast.AugAssign(
+                    target=ast.Name(id=name), op=ast.Add(), value=ast.Constant(value=1)
+                ):
+                    tests = [ast.unparse(b.test) for b in ast.walk(loop) if isinstance(b, ast.If)]
+                    if any(re.search(rf"\b{name}\b", test) for test in tests):
+                        yield Hit(
+                            one,
+                            f"{name} counts microbatches, whose number depends on the layout: use run.step",
+                        )
+
+
+@rule(
+    "LS606",
+    "loss.backward() in a Lockstep loop",
+    "this backward pass goes around the run: call run.backward(loss)",
+    "corrupts",
+    why="""`run.backward` weights the loss of each microbatch and reduces gradients in a fixed order. The loss's own `backward`
+    leaves the gradients of one microbatch.""",
+    bad="""
+    import lockstep
+
+    with lockstep.Run("toy", seed=0, replicas=2) as run:
+        for x, y in run.loader(data(), batch_size=32):
+            loss = loss_of(model(x), y)
+            loss.backward()
+            optimizer.step()
+    """,
+    good="""
+    import lockstep
+
+    with lockstep.Run("toy", seed=0, replicas=2) as run:
+        for x, y in run.loader(data(), batch_size=32):
+            loss = loss_of(model(x), y)
+            run.backward(loss)
+            optimizer.step()
+    """,
+)
+def own_backward(script: Script) -> Iterator[Hit]:
+    """Find backward passes of a loss in loops over a run's loader."""
+    for loop in script.step_loops if runs(script) else ():
+        over = script.iterated(loop)
+        if over is None or isinstance(loop, ast.While):
+            continue
+        made = [one for one in script.sources(over) if isinstance(one, ast.Call)]
+        if not any(dotted(one.func).endswith(".loader") for one in made):
+            continue
+        for call in script.methods("backward"):
+            if script.step_loop(call) is loop and "loss" in ast.unparse(call.func).lower():
+                yield Hit(call)
+
+
+@rule(
+    "LS607",
+    "step taken every n-th time",
+    "the run refuses this with several replicas: call optimizer.step() in every iteration, and raise batch_size",
+    "fails",
+    why="""`optimizer.step()` acts once per global batch by itself. To accumulate over more samples, raise `batch_size`, and
+    set `replicas` above the number of ranks where memory is short.""",
+    bad="""
+    import lockstep
+
+    with lockstep.Run("toy", seed=0, replicas=2) as run:
+        for i, (x, y) in enumerate(run.loader(data(), batch_size=32)):
+            run.backward(loss_of(model(x), y))
+            if (i + 1) % 4 == 0:
+                optimizer.step()
+    """,
+    good="""
+    import lockstep
+
+    with lockstep.Run("toy", seed=0, replicas=8) as run:
+        for x, y in run.loader(data(), batch_size=128):
+            run.backward(loss_of(model(x), y))
+            optimizer.step()
+    """,
+)
+def nth_step(script: Script) -> Iterator[Hit]:
+    """Find steps under a modulo in Lockstep loops."""
+    for call in every_nth(script) if runs(script) else ():
+        yield Hit(call)
