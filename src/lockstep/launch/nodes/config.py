@@ -28,7 +28,7 @@ class Nodes:
     """What the user says of several nodes.
 
     Attributes:
-        count: number of launchers, one on each node as a rule; `None` where nobody says. Where they may
+        count: number of launchers, one on each node as a rule; `None` where none is given. Where they may
             come and go, the most that there may be.
         least: how many there must be, where they may come and go; `None` where they may not.
         rank: number of this one.
@@ -91,12 +91,12 @@ class RendezvousConfig:
     """How the launchers of one launch find each other.
 
     Attributes:
-        name: what all of them call the launch, and nobody else does.
+        name: what all of them call the launch, and no other launch is called.
         count: how many they are, or may be.
         least: how many they must be, where they may come and go; `None` where they may not.
         index: which one this is; `None` where they are numbered as they come.
         address: host of the one that keeps the store.
-        port: the port at which it listens, where somebody chose one.
+        port: the port at which it listens, where the user chose one.
         directory: a directory that all nodes share, where no host is special.
         source: who said so, in words.
     """
@@ -157,7 +157,7 @@ def rendezvous_config(
         environ: the launcher's environment.
 
     Raises:
-        UsageError: if nobody says where they meet, or the flags contradict the environment.
+        UsageError: if nothing says where they meet, or the flags contradict the environment.
         WorldError: if the environment contradicts itself.
     """
     if nodes.alone:

@@ -200,7 +200,7 @@ class Coordinator:
         index, why = min(lost.items())
         verdict = lost_verdict(self._roster.names[index], why)
         if self._least is not None:
-            # Whoever is silent by now is not waited for.
+            # A launcher that is silent by now is not waited for.
             silent = {one for one in self._said if self._silence(one, now) > 2 * _SILENT_SECONDS}
             self._without({*lost, *silent}, verdict.text.removeprefix("lockstep: "))
         else:

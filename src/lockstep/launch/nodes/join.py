@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lockstep.errors import WorldError
 from lockstep.launch.nodes.keys import Card, RendezvousKeys
-from lockstep.world.rendezvous.membership_check import HINTS
 
-_PAUSE = 0.02
+#: Seconds between two looks: the first one, and the longest.
+_FIRST_PAUSE, _PAUSE = 0.002, 0.05
 #: How long the first round waits for more nodes, once there are as many as it needs.
 LAST_CALL_SECONDS = 30.0
 #: The same later: those who are expected are known, and on their way.
@@ -32,7 +32,6 @@ class Terms:
         fixed: whether the launch has one round, of all who are needed.
         seconds: how long they may take to come.
         last_call: how long the first round waits for more, once there are enough.
-        hint: what to look at if launchers are missing.
     """
 
     least: int
@@ -40,7 +39,6 @@ class Terms:
     fixed: bool = False
     seconds: float
     last_call: float = LAST_CALL_SECONDS
-    hint: str = HINTS["missing"]
 
 
 def order(cards: Sequence[Card], most: int) -> tuple[Card, ...]:
@@ -59,6 +57,7 @@ class Join:
         expected: tokens of launchers that are on their way.
         may_close: whether this launcher knows, or supposes, that no round is going on.
         terms: when the round begins.
+        hint: says what to look at if launchers are missing.
     """
 
     def __init__(
@@ -70,9 +69,11 @@ class Join:
         *,
         may_close: bool,
         terms: Terms,
+        hint: Callable[[], str],
     ) -> None:
         self._keys, self._number, self._own = keys, number, own
         self._expected, self._may_close, self._terms = set(expected), may_close, terms
+        self._hint = hint
         self._began = self._changed = self._looked = time.monotonic()
         self._closing: float | None = None
         self._cards: list[Card] = []
@@ -86,6 +87,7 @@ class Join:
                 begin get the same.
         """
         self._keys.arrive(self._number, self._own)
+        pause = _FIRST_PAUSE
         while (cards := self._keys.closed(self._number)) is None:
             self._keys.check()
             self._keys.check_over()
@@ -94,7 +96,8 @@ class Join:
             if self._closing is not None and now - self._closing > _CLOSING_SECONDS:
                 return None
             self._look(now)
-            time.sleep(_PAUSE)
+            time.sleep(pause)
+            pause = min(2 * pause, _PAUSE)
         return cards if self._own.token in {card.token for card in cards} else None
 
     def _look(self, now: float) -> None:
@@ -165,7 +168,7 @@ class Join:
             WorldError(
                 f"{least - len(self._cards)} of {least} nodes did not come within {seconds}{which}; "
                 f"came: {names}",
-                hint=self._terms.hint,
+                hint=self._hint(),
             )
         )
 

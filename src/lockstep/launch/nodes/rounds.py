@@ -184,7 +184,7 @@ class Rounds:
     def tell_place(self, place: Place) -> None:
         """Tell the others where launcher 0 of this round listens."""
         # One that is alone has not tried the network: any of its addresses may be the right one.
-        here = [one.address for one in network.interfaces()]
+        here = [] if self._terms.fixed else [one.address for one in network.interfaces()]
         self.keys.tell_place(self.number, [self.roster.address, *here], place)
 
     def hear_place(self) -> Place | None:
@@ -290,7 +290,8 @@ class Rounds:
                 self._card(),
                 expected,
                 may_close=may_close,
-                terms=replace(self._terms, hint=self._hint),
+                terms=self._terms,
+                hint=self._hint,
             ).wait()
             if cards is not None:
                 try:
@@ -306,9 +307,8 @@ class Rounds:
             self._check_open()
             number = max(number, self.keys.newest()) + 1
 
-    @property
     def _hint(self) -> str:
-        """What to look at if launchers are missing."""
+        """Return what to look at if launchers are missing."""
         if not self._terms.fixed:
             return "--nnodes MIN:MAX says how many must come, --join-timeout how long they may take"
         if self._config.directory is not None:

@@ -113,7 +113,7 @@ class CoordinatorServer:
                     self._coordinator.look(time.monotonic())
                 try:
                     connection, _ = self._listener.accept()
-                except OSError:  # nobody for now; or no descriptor is left, which may change
+                except OSError:  # no caller for now; or no descriptor is left, which may change
                     self._closed.wait(_INTERVAL / 2)
                     continue
                 if not self._room.acquire(blocking=False):
