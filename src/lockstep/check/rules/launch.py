@@ -307,7 +307,10 @@ def cannot_start(script: Script) -> Iterator[Hit]:
             yield Hit(call, what)
     for call in script.calls("mp.set_start_method", "mp.get_context", "mp.start_processes"):
         method = argument(call, "method", 0) or argument(call, "start_method")
-        if method is not None and script.constants(method) == ["fork"] and script.says("nccl"):
+        starts = "mp.Process" in script.called or ".Process" in script.called
+        starts = starts or script.name(call.func) != "mp.get_context"
+        forks = method is not None and script.constants(method) == ["fork"]
+        if starts and forks and script.says("nccl"):
             yield Hit(
                 call, "a forked process cannot use CUDA if this one has: start processes by spawn"
             )

@@ -197,7 +197,9 @@ def multiplied_batch(script: Script) -> Iterator[Hit]:
             continue
         for value in script.sources(size):
             factor = isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult)
-            if factor and script.is_world_size(value):
+            factors = [one for one in ast.walk(value) if isinstance(one, ast.Name | ast.Attribute)]
+            world = any(script.is_world_size(of) for one in factors for of in script.sources(one))
+            if factor and (world or script.is_world_size(value)):
                 yield Hit(call)
                 break
 
@@ -311,4 +313,50 @@ def dropped_evaluation(script: Script) -> Iterator[Hit]:
     """Find loaders of evaluation data that drop."""
     for call in script.calls("DataLoader"):
         if for_evaluation(script, call) and true(argument(call, "drop_last", 8)):
+            yield Hit(call)
+
+
+@rule(
+    "LS215",
+    "learning rate that ignores the ranks",
+    "each rank adds its batch to the global batch, and this learning rate is the same for any number: scale it, or say why not",
+    "misleads",
+    why="""With a batch size per rank the global batch grows with the ranks, and each epoch has fewer steps. Whether the
+    learning rate follows (linearly, with a warm-up) or the batch is divided is a decision that a script should show.""",
+    bad="""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    def build(net):
+        dist.init_process_group()
+        model = DDP(net)
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+    """,
+    good="""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    def build(net):
+        dist.init_process_group()
+        model = DDP(net)
+        lr = 0.1 * dist.get_world_size()
+        return torch.optim.SGD(model.parameters(), lr=lr)
+    """,
+    default=False,
+)
+def plain_learning_rate(script: Script) -> Iterator[Hit]:
+    """Find constant learning rates in programs that neither scale them nor divide a batch."""
+    if not script.plain or "DDP" not in script.called:
+        return
+    if script.says(
+        r"(lr|learning_rate)\w*\s*\*|\*\s*[\w.]*(lr|learning_rate)|batch_size\s*/|=\s*[\d.]+\s*\*\s*[\w.]*world"
+    ):
+        return
+    for call in script.module.calls:
+        rate = (
+            argument(call, "lr", 1) if script.name(call.func).startswith("torch.optim.") else None
+        )
+        if rate is not None and script.constants(rate):
             yield Hit(call)

@@ -54,8 +54,16 @@ def early_optimizer(script: Script) -> Iterator[Hit]:
             case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="parameters")):
                 for call in script.module.calls:
                     if script.earlier(made, call) and _replaces(script, call, name):
-                        yield Hit(call)
+                        moved = isinstance(call.func, ast.Attribute) and call.func.attr in (
+                            "to",
+                            "cuda",
+                        )
+                        yield Hit(call, _MOVED if moved else None)
                         break
+
+
+#: Of a move, where parameters stay the same objects, but PyTorch asks for the order all the same.
+_MOVED = "the optimizer above was made before the model is moved: make it after"
 
 
 def _replaces(script: Script, call: ast.Call, name: str) -> bool:

@@ -1,0 +1,149 @@
+"""Cases beyond the rules' own examples: what is written in other ways, and what must not be found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.check import engine, fix
+from lockstep.check.config import Selection
+
+HEAD = """\
+import os
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler
+
+dist.init_process_group("nccl")
+rank = int(os.environ["LOCAL_RANK"])
+"""
+
+FOUND = {
+    "the guard is in the caller": (
+        "LS401",
+        "def report():\n    dist.barrier()\n\nif rank == 0:\n    report()\n",
+    ),
+    "ranks leave before": (
+        "LS401",
+        "def f():\n    if rank != 0:\n        return\n    dist.barrier()\n",
+    ),
+    "a name stands for the comparison": (
+        "LS401",
+        "lead = rank == 0\nif lead:\n    dist.barrier()\n",
+    ),
+    "the set is known after a name change": (
+        "LS204",
+        "n = dist.get_world_size()\nb = 8 * n\nDataLoader(d, b, sampler=DistributedSampler(d))\n",
+    ),
+    "a method of a trainer saves": (
+        "LS301",
+        "class T:\n    def save(self):\n        torch.save(self.m, 'm')\n\nT().save()\n",
+    ),
+    "a helper is called in each step": (
+        "LS402",
+        (
+            "def log(loss):\n    return loss.item()\n\nfor x in d:\n    loss = f(x)\n    loss.backward()\n"
+            "    log(loss)\n"
+        ),
+    ),
+    "the loop is two functions": (
+        "LS403",
+        (
+            "def step(x):\n    net(x).backward()\n    dist.barrier()\n\ndef epoch():\n    for x in data:\n"
+            "        step(x)\n\nepoch()\n"
+        ),
+    ),
+}
+
+SILENT = {
+    "both branches call it": (
+        "LS401",
+        "if rank == 0:\n    dist.broadcast(a, 0)\nelse:\n    dist.broadcast(b, 0)\n",
+    ),
+    "others wait for the first": (
+        "LS401",
+        "def f():\n  if rank != 0:\n    dist.barrier()\n  load()\n  if rank == 0:\n    dist.barrier()\n",
+    ),
+    "whether there are ranks at all": ("LS401", "if rank != -1:\n    dist.barrier()\n"),
+    "a group of its own": ("LS401", "if rank < 2:\n    dist.all_reduce(x, group=pair)\n"),
+    "the trainer knows its rank by another name": (
+        "LS301",
+        (
+            "class T:\n    def __init__(self, gpu):\n        self.gpu = gpu\n    def save(self):\n"
+            "        if self.gpu == 0:\n            torch.save(self.m, 'm')\n\nT(rank).save()\n"
+        ),
+    ),
+    "each rank has its file": ("LS301", "torch.save(x, f'part-{rank}.pt')\n"),
+    "one of two wrappers": (
+        "LS109",
+        "if many:\n    model = DDP(net)\nelse:\n    model = nn.DataParallel(net)\n",
+    ),
+    "every hundredth step": (
+        "LS402",
+        (
+            "for i, x in enumerate(data):\n    loss = net(x)\n    loss.backward()\n    if i % 100 == 0:\n"
+            "        print(loss.item())\n"
+        ),
+    ),
+    "the sampler may not be there": (
+        "LS202",
+        "s = DistributedSampler(d) if many else None\nDataLoader(d, sampler=s, shuffle=(s is None))\n",
+    ),
+    "set_epoch through the loader": (
+        "LS201",
+        (
+            "loader = DataLoader(d, sampler=DistributedSampler(d))\nfor e in range(3):\n"
+            "    loader.sampler.set_epoch(e)\n    for x in loader:\n        net(x).backward()\n"
+        ),
+    ),
+    "scaled in one branch, plain in the other": (
+        "LS406",
+        (
+            "def f(loss, a):\n    if a:\n        scaler.scale(loss).backward()\n        scaler.step(opt)\n"
+            "        scaler.update()\n    else:\n        loss.backward()\n        opt.step()\n"
+        ),
+    ),
+    "a port only where none is given": (
+        "LS101",
+        "if 'MASTER_PORT' not in os.environ:\n    os.environ['MASTER_PORT'] = '29500'\n",
+    ),
+}
+
+
+def codes(tmp_path: Path, text: str, code: str) -> list[str]:
+    script = tmp_path / "script.py"
+    script.write_text(HEAD + text)
+    return [one.code for one in engine.check([script], Selection(select=(code,))).findings]
+
+
+@pytest.mark.parametrize(("code", "text"), FOUND.values(), ids=FOUND)
+def test_found(code: str, text: str, tmp_path: Path) -> None:
+    assert codes(tmp_path, text, code) == [code]
+
+
+@pytest.mark.parametrize(("code", "text"), SILENT.values(), ids=SILENT)
+def test_silent(code: str, text: str, tmp_path: Path) -> None:
+    assert codes(tmp_path, text, code) == []
+
+
+def test_calls_are_followed_into_the_projects_modules(tmp_path: Path) -> None:
+    (tmp_path / "tools.py").write_text(
+        "import torch.distributed as dist\n\ndef wait():\n  dist.barrier()\n"
+    )
+    script = tmp_path / "train.py"
+    script.write_text(HEAD + "import tools\n\nif rank == 0:\n    tools.wait()\n")
+    found = engine.check([script, tmp_path / "tools.py"], Selection(select=("LS401",))).findings
+    assert [(one.path.name, one.line) for one in found] == [("tools.py", 4)]
+
+
+def test_a_fix_keeps_comments_and_columns_beyond_ascii(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    line = "grüße = 'ä'; loader = DataLoader(d, sampler=DistributedSampler(d), shuffle=True)  # ü\n"
+    script.write_text(HEAD + line)
+    outcome = engine.check([script], Selection(select=("LS202",)))
+    module, edits = outcome.edits[script]
+    assert fix.apply(module, edits) == HEAD + line.replace(", shuffle=True", "")
