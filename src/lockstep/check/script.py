@@ -27,7 +27,8 @@ _WORLD = re.compile(
 )
 #: Names of data that a model is measured on, not trained.
 EVALUATION = re.compile(
-    r"(^|_)(val|valid|validation|test|eval|evaluation|dev)(?=_|$|set|loader|data|ds|sampler|dl|iter)"
+    r"(?<![a-z])(val|valid|validat(e|ion)|test|eval|evaluat(e|ion)|dev)"
+    r"(?=[^a-z]|$|set|loader|data|ds|sampler|dl|iter)"
 )
 #: Starts that make a program one of several processes, by the flavour of script.
 FLAVOURS = {

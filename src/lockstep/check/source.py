@@ -195,6 +195,10 @@ class Module:
             current = self.parents.get(current)
         return current
 
+    def source(self, node: ast.expr) -> str:
+        """Return an expression as it is written."""
+        return ast.get_source_segment(self.text, node) or ast.unparse(node)
+
     def place(self, line: int) -> tuple[int | None, int]:
         """Return the number of the cell of a line, `None` outside notebooks, and the line in it."""
         for cell in self.cells:

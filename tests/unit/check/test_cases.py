@@ -60,6 +60,20 @@ FOUND = {
 }
 
 SILENT = {
+    "an evaluation reads each batch's loss": (
+        "LS402",
+        (
+            "def evaluate(net):\n    for x in d:\n        log(net(x).loss.item())\n\nfor x in d:\n"
+            "    net(x).backward()\n    evaluate(net)\n"
+        ),
+    ),
+    "the sampler of an attribute for evaluation": (
+        "LS201",
+        (
+            "class T:\n    def f(s):\n        s.s = DistributedSampler(s.val)\n        for e in r:\n"
+            "            for x in d:\n                net(x).backward()\n"
+        ),
+    ),
     "both branches call it": (
         "LS401",
         "if rank == 0:\n    dist.broadcast(a, 0)\nelse:\n    dist.broadcast(b, 0)\n",
@@ -147,3 +161,12 @@ def test_a_fix_keeps_comments_and_columns_beyond_ascii(tmp_path: Path) -> None:
     outcome = engine.check([script], Selection(select=("LS202",)))
     module, edits = outcome.edits[script]
     assert fix.apply(module, edits) == HEAD + line.replace(", shuffle=True", "")
+
+
+def test_a_fix_writes_what_stands_there(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(HEAD + 'os.environ["MASTER_PORT"] = "29500"  # why\n')
+    outcome = engine.check([script], Selection(select=("LS101",)))
+    module, edits = outcome.edits[script]
+    line = 'os.environ.setdefault("MASTER_PORT", "29500")  # why\n'
+    assert fix.apply(module, edits) == HEAD + line

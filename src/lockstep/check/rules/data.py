@@ -100,7 +100,7 @@ def unordered(script: Script) -> Iterator[Hit]:
         if "Dataset" not in bases or not _lists(script, call) or _sorted(script, call):
             continue
         what = ast.unparse(call.func)
-        edit = Edit("replace", call, f"sorted({ast.unparse(call)})")
+        edit = Edit("replace", call, f"sorted({script.module.source(call)})")
         yield Hit(call, f"{what} has another order on another machine: sort it", (edit,))
 
 

@@ -49,7 +49,7 @@ def hard_coded_address(script: Script) -> Iterator[Hit]:
             continue
         target = node.targets[0]
         assert isinstance(target, ast.Subscript)
-        code = f'{ast.unparse(target.value)}.setdefault("{key}", {ast.unparse(value)})'
+        code = f'{ast.unparse(target.value)}.setdefault("{key}", {script.module.source(value)})'
         message = f"{key} is written over with a constant: two runs on a machine collide, and a launcher's value is lost"
         yield Hit(node, message, (Edit("statement", node, code),))
 
