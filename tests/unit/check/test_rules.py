@@ -49,6 +49,13 @@ def test_a_fix_mends_the_bad_example(code: str, tmp_path: Path) -> None:
     assert fix.apply(module, ()) == module.text, "what is not edited stays"
 
 
+def test_texts_are_whole() -> None:
+    """What a finding puts in is in its own message: lists, SARIF and the manual show the rule's."""
+    for rule in RULES.values():
+        assert "{" not in rule.message + rule.name + rule.fix, rule.code
+        assert rule.why.endswith((".", ".)")), rule.code
+
+
 def test_the_examples_have_no_findings() -> None:
     """But for the one that shows how scripts were written in 2020: its option, and the loss of rank 0."""
     found = engine.check(engine.files([ROOT / "examples"])).findings

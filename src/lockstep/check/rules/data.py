@@ -61,7 +61,7 @@ def _before_work(script: Script, call: ast.Call) -> bool:
 @rule(
     "LS207",
     "listing without an order",
-    "{what} has another order on another machine: sort it",
+    "a listing has another order on another machine: sort it",
     "corrupts",
     why="""`os.listdir`, `glob` and `Path.iterdir` return files in the order of the file system, which differs between
     machines, and a set of texts has another order in every process. Ranks that deal samples out by number then read some

@@ -16,7 +16,7 @@ from lockstep.check.source import Function
 @rule(
     "LS101",
     "hard-coded address or port",
-    "{name} is written over with a constant: two runs on a machine collide, and a launcher's value is lost",
+    "MASTER_ADDR and MASTER_PORT are written over with constants: two runs on a machine collide, and a launcher's values are lost",
     "fails",
     why="""torchrun and other launchers set `MASTER_ADDR` and `MASTER_PORT`. A script that assigns constants sends every
     rank to its own machine when there are several nodes, and a second run on the machine meets the first one's port.""",
@@ -265,7 +265,7 @@ _BEFORE_START = {
 @rule(
     "LS106",
     "fork after CUDA, or what cannot be pickled",
-    "{what}",
+    "a forked process cannot use CUDA, and a local function cannot be pickled: spawn a function of the module",
     "fails",
     why="""A process forked from one that has used CUDA cannot use it: "Cannot re-initialize CUDA in forked subprocess".
     `mp.spawn` starts fresh processes and sends the function by pickle, which takes functions of a module's top level only:

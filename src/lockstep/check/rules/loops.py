@@ -21,7 +21,7 @@ def runs(script: Script) -> bool:
 @rule(
     "LS601",
     "value that decides later and is not registered",
-    "{name} decides in a later epoch, and a run that goes on after a crash starts with its first value: run.register it",
+    "this decides in a later epoch, and a run that goes on after a crash starts with its first value: run.register it",
     "corrupts",
     why="""A run that goes on passes over the epochs that are done, so a variable of the script is what it was at the top. What
     decides something later, such as the best value so far, is part of the state.""",
@@ -130,7 +130,7 @@ def early_draw(script: Script) -> Iterator[Hit]:
 @rule(
     "LS603",
     "optimizer or scheduler not given to the run",
-    "the run does not know this {kind}: it acts on every microbatch, and is not saved; pass it through run.{kind}",
+    "the run does not know this: it acts on every microbatch, and is not saved; pass it through run.optimizer or run.scheduler",
     "corrupts",
     why="""`run.optimizer` and `run.scheduler` let `step()` act once per global batch, and make the object part of what is
     saved. Others act once per microbatch, of which a rank has as many as it hosts replicas.""",
@@ -225,7 +225,7 @@ def no_weight(script: Script) -> Iterator[Hit]:
 @rule(
     "LS605",
     "work of the step done per microbatch",
-    "{what}",
+    "this is done once per microbatch, and belongs to the step",
     "corrupts",
     why="""The body of `for x, y in loader` runs once per replica that a rank hosts, so what is counted or averaged there
     depends on the layout. Between the batches of `run.batches(loader)` code runs once per step; `run.step` counts steps.""",

@@ -69,7 +69,7 @@ def scaled_loss(call: ast.Call) -> bool:
 @rule(
     "LS406",
     "loss scaler stepped wrongly",
-    "{what}",
+    "the optimizer steps by scaled gradients, or the scale is never adapted",
     "corrupts",
     why="""Gradients of a scaled loss are multiplied by the scale. `scaler.step(optimizer)` divides by it and leaves steps
     with infinities out, which `optimizer.step()` does not; `scaler.update()` adapts the scale, and has to follow.""",

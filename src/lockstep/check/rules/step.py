@@ -46,7 +46,7 @@ def collective(script: Script, call: ast.Call) -> str | None:
 @rule(
     "LS401",
     "collective in a branch of one rank",
-    "{call} is called by some ranks only, and waits for the others: call it on all ranks",
+    "a collective call is made by some ranks only, and waits for the others: call it on all ranks",
     "hangs",
     why="""A collective call returns when all ranks have made it. In a branch that depends on the rank, some ranks
     never make it: the others wait until the timeout, or are matched with another call and get its bytes.""",
@@ -110,7 +110,7 @@ _TENSOR = re.compile(r"loss|logits|outputs?\b|preds?\b|grad|norm|correct|acc")
 @rule(
     "LS402",
     "waiting for the GPU in each step",
-    "{what} waits for the GPU in each step: keep the tensor, and read it every so many steps",
+    "reading a tensor waits for the GPU in each step: keep the tensor, and read it every so many steps",
     "slow",
     why="""`.item()`, `.cpu()`, `.tolist()` and printing a tensor wait until the GPU has done all that was asked of it. In
     each step the CPU then cannot run ahead, and the GPU waits for the next step's kernels.""",

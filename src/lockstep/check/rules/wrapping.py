@@ -114,7 +114,7 @@ def late_sync_batchnorm(script: Script) -> Iterator[Hit]:
 @rule(
     "LS306",
     "find_unused_parameters without need",
-    "forward of {name} has no branch, so no parameter is left out: find_unused_parameters only costs time",
+    "the forward pass has no branch, so no parameter is left out: find_unused_parameters only costs time",
     "slow",
     why="""With it every step walks the graph of the loss for parameters that got no gradient. A model whose forward pass
     always goes the same way needs that only if a layer is never used.""",
