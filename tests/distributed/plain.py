@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.data.randomness import set_key
 from lockstep.layout import keys
-from lockstep.layout.order import Shuffled
+from lockstep.layout.permutation import Shuffled
 from lockstep.layout.replicas import share
 from lockstep.training.digest import digest
 from lockstep.world import groups

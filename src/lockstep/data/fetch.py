@@ -15,7 +15,7 @@ from torch.utils.data import default_collate as torch_default_collate
 
 from lockstep.data.randomness import set_key
 from lockstep.layout import keys
-from lockstep.layout.order import Indices
+from lockstep.layout.permutation import Indices
 
 Collate = Callable[[list[Any]], Any]
 

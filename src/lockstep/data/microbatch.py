@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
-from lockstep.layout.order import Indices
+from lockstep.layout.permutation import Indices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

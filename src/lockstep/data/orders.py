@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler
 from lockstep.data.randomness import set_key
 from lockstep.errors import LoaderError
 from lockstep.layout import keys
-from lockstep.layout.order import Listed, Order, Sequential, Shuffled
+from lockstep.layout.permutation import Listed, Order, Sequential, Shuffled
 
 
 class OrderSource(Protocol):

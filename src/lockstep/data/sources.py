@@ -17,7 +17,7 @@ from lockstep.data.microbatch import Batching, Microbatch
 from lockstep.data.orders import OrderSource
 from lockstep.data.randomness import Stream, set_key, undisturbed
 from lockstep.layout import keys
-from lockstep.layout.order import Indices, Order
+from lockstep.layout.permutation import Indices, Order
 from lockstep.layout.replicas import share
 
 #: Is given what a rank holds of its data: names and short values.

@@ -1,6 +1,6 @@
 """Hangs: no rank of this launcher gives a sign of life; for which one do the others wait, at which line?
 
-A rank writes a number that grows with everything that happens on it (see `checkpoint.memory.Slot`). One
+A rank writes a number that grows with everything that happens on it (see `checkpoint.shared_memory.Slot`). One
 that waits while others move is only early; where nobody moves for long enough, nobody ever will. Then
 every rank writes its Python stacks, and the one that has come to the fewest meetings is behind.
 """

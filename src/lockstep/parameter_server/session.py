@@ -12,7 +12,7 @@ from lockstep.errors import ModelError
 from lockstep.exchange.base import Forest
 from lockstep.parameter_server.connection import BrokenError, Connection, Pool
 from lockstep.parameter_server.messages import DTYPES, Kind, Message
-from lockstep.parameter_server.shard import MismatchError, Request, Shard
+from lockstep.parameter_server.server_optimizer import MismatchError, Request, ServerOptimizer
 
 _BATCH_HINT = (
     "every rank must call run.backward for every microbatch: a `continue` or a `break` must not depend "
@@ -33,7 +33,7 @@ class Session:
         self._workers: dict[int, Connection] = {}
         self._forest, self._pool = Forest.of(replicas, size, 0), pool
         self._buckets: dict[int, dict[int, Request]] = defaultdict(dict)  # by number, by rank
-        self._shards: dict[int, Shard] = {}  # by the number of the optimizer
+        self._shards: dict[int, ServerOptimizer] = {}  # by the number of the optimizer
         self._left: str | None = None  # what is said of the last worker that left
         self._left_hint = ""
         self._error: dict[str, str | None] | None = None  # why the workers cannot go on
@@ -90,7 +90,7 @@ class Session:
         if kind == Kind.PUSH:
             self._push(request)
             return
-        shard = self._shards.setdefault(tag, Shard(tag, self._forest, self._pool))
+        shard = self._shards.setdefault(tag, ServerOptimizer(tag, self._forest, self._pool))
         if kind == Kind.BEGIN:
             shard.begin(request.message)
         elif kind == Kind.UPDATE:

@@ -24,7 +24,7 @@ from lockstep.exchange.choose import POWERSGD_KEYWORDS
 from lockstep.layout.classes import of_servers
 from lockstep.parameter_server.client import Clients
 from lockstep.parameter_server.exchange import ServerExchange
-from lockstep.parameter_server.optimizer import RemoteOptimizer
+from lockstep.parameter_server.remote_optimizer import RemoteOptimizer
 from lockstep.parameter_server.servers import Servers
 from lockstep.registry import WITH_SERVERS
 from lockstep.strategies.buffers import broadcast

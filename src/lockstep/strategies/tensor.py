@@ -16,8 +16,8 @@ from lockstep.data.microbatch import Microbatch
 from lockstep.errors import ExactnessError, ModelError, UsageError
 from lockstep.strategies.dtensor import CutState, assembled
 from lockstep.strategies.gradient_accumulation import Gradients, take_gradients
+from lockstep.strategies.gradient_norm import total_norm
 from lockstep.strategies.model_context import ModelContext
-from lockstep.strategies.norms import total_norm
 from lockstep.strategies.reducer import Reducer, make_sums
 from lockstep.strategies.rng import DrawWatch, draws
 from lockstep.strategies.wrapped_model import WrappedModel

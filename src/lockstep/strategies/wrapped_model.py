@@ -17,7 +17,7 @@ from lockstep.errors import ModelError, StepError
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.dtensor import bytes_here
 from lockstep.strategies.gradient_accumulation import GradientAccumulation
-from lockstep.strategies.norms import each_norm, total_norm
+from lockstep.strategies.gradient_norm import each_norm, total_norm
 from lockstep.strategies.passes import Parameters, watch_forward
 from lockstep.strategies.versions import Versions
 

@@ -24,7 +24,7 @@ from lockstep.strategies.wrapped_model import WrappedModel
 from lockstep.training.context import Context
 from lockstep.training.faults import Faults
 from lockstep.training.loop import Loop
-from lockstep.training.scaling import gradients_of
+from lockstep.training.loss_scale import gradients_of
 from lockstep.training.state import State
 
 #: Weights that are kept as tensors: a run without weights of its own has a few.

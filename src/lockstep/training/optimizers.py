@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import ModelError, StepError
-from lockstep.strategies.norms import each_norm, total_norm
+from lockstep.strategies.gradient_norm import each_norm, total_norm
 from lockstep.strategies.wrapped_model import ACCUMULATE, WrappedModel
 from lockstep.training.loop import Loop
-from lockstep.training.scaling import Scaler
+from lockstep.training.loss_scale import Scaler
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 Scheduler = TypeVar("Scheduler")

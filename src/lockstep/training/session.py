@@ -23,10 +23,10 @@ from lockstep.training.faults import Faults
 from lockstep.training.listeners import Listener
 from lockstep.training.loaders import Loaders
 from lockstep.training.loop import Loop
+from lockstep.training.loss_scale import Scaler
 from lockstep.training.metrics import Metrics
 from lockstep.training.models import Models
 from lockstep.training.preemption import Preempted, Signals
-from lockstep.training.scaling import Scaler
 from lockstep.training.state import State, footprint
 from lockstep.world import World, mpi
 from lockstep.world.meet import leave

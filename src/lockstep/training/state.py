@@ -16,7 +16,7 @@ from lockstep.checkpoint import state_codec
 from lockstep.errors import CheckpointError, ModelError
 from lockstep.strategies.dtensor import bytes_here
 from lockstep.strategies.wrapped_model import WrappedModel
-from lockstep.training.scaling import Scaler
+from lockstep.training.loss_scale import Scaler
 
 #: Where in what is saved the values of metrics are that are tensors.
 ANSWERS = "answers"

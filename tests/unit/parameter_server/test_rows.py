@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lockstep.errors import ModelError
 from lockstep.parameter_server import optimizer_codec
 from lockstep.parameter_server.messages import HEADER, Header, Kind, parse, pieces, view
-from lockstep.parameter_server.optimizer import deal
+from lockstep.parameter_server.remote_optimizer import deal
 from lockstep.parameter_server.rows import Rows, Spec
 
 

@@ -27,7 +27,7 @@ from lockstep.errors import (
     UsageError,
 )
 from lockstep.layout import keys
-from lockstep.layout.order import Shuffled
+from lockstep.layout.permutation import Shuffled
 from lockstep.layout.replicas import share
 from lockstep.layout.tree import total
 from lockstep.training.digest import digest

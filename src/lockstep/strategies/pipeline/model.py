@@ -15,8 +15,8 @@ from lockstep.data.microbatch import Microbatch
 from lockstep.errors import ExactnessError, ModelError, UsageError
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.gradient_accumulation import take_gradients
+from lockstep.strategies.gradient_norm import each_norm, total_norm
 from lockstep.strategies.model_context import ModelContext
-from lockstep.strategies.norms import each_norm, total_norm
 from lockstep.strategies.pipeline.consistency import OUTSIDE, CallCheck
 from lockstep.strategies.pipeline.p2p import Row
 from lockstep.strategies.pipeline.partition import cut

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import ModelError, UsageError
-from lockstep.layout.cut import balance
+from lockstep.layout.balance import balance
 from lockstep.strategies.pipeline.stage import Program, Stage, find, pieces_from, weight
 from lockstep.strategies.pipeline.trace import cut_traced
 

@@ -22,7 +22,7 @@ from torch import fx, nn
 
 from lockstep.data.randomness import Generators, undisturbed
 from lockstep.errors import LockstepError, ModelError, UsageError
-from lockstep.layout.cut import balance
+from lockstep.layout.balance import balance
 from lockstep.strategies.pipeline.stage import (
     HINT,
     LIST_HINT,

@@ -17,8 +17,9 @@ from lockstep.errors import ModelError, PeerError, StepError
 from lockstep.exchange.scatter import Scattering, TreeScatter, group_of_its_own
 from lockstep.strategies.dtensor import CutState, check_updates
 from lockstep.strategies.gradient_accumulation import Gradients
+from lockstep.strategies.gradient_norm import each_norm, total_norm
 from lockstep.strategies.model_context import ModelContext
-from lockstep.strategies.norms import each_norm, total_norm
+from lockstep.strategies.sharded.sharding import shard
 from lockstep.strategies.sharded.units import (
     Gather,
     Gathers,
@@ -27,7 +28,6 @@ from lockstep.strategies.sharded.units import (
     names_of,
     refuse_graphs_of_gradients,
 )
-from lockstep.strategies.sharded.wrap_policy import shard
 from lockstep.strategies.wrapped_model import WrappedModel
 
 #: Notes that go with each message: the place (8 bytes) and the unit.

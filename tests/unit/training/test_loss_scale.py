@@ -16,8 +16,8 @@ from lockstep.errors import DeviceError, NonFiniteLossError
 from lockstep.strategies import precision
 from lockstep.strategies.precision import check_precision
 from lockstep.strategies.single import SingleModel
-from lockstep.training import scaling
-from lockstep.training.scaling import Scaler
+from lockstep.training import loss_scale
+from lockstep.training.loss_scale import Scaler
 
 
 class Made:
@@ -90,13 +90,13 @@ def test_the_numbers_are_gradscalers(monkeypatch) -> None:
 
 def test_an_end_where_no_scale_helps() -> None:
     made = Made()
-    while made.scaler.scale > scaling.LEAST:
+    while made.scaler.scale > loss_scale.LEAST:
         assert made.step(float("nan"))
     with pytest.raises(
         NonFiniteLossError, match="not finite in fp16 even with a loss scale"
     ) as seen:
         made.step(float("nan"))
-    assert made.scaler.scale == scaling.LEAST
+    assert made.scaler.scale == loss_scale.LEAST
     assert "bf16" in seen.value.hint
 
 

@@ -44,7 +44,7 @@ class Request:
         return self.message.header
 
 
-class Shard:
+class ServerOptimizer:
     """The parameters of one optimizer that are this server's.
 
     They may begin anew, with other values, when workers have loaded some. Rank 0 sends these before its

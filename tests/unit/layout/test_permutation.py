@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.layout.order import Listed, Sequential, Shuffled
+from lockstep.layout.permutation import Listed, Sequential, Shuffled
 
 
 @given(st.integers(0, 3000), st.integers(0, 2**62))

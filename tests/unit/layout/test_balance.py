@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.layout.cut import balance
+from lockstep.layout.balance import balance
 
 
 @pytest.mark.parametrize(
