@@ -1,8 +1,8 @@
-"""Hangs: no rank of this launcher gives a sign of life; for which one do the others wait, at which line?
+"""Hangs: no rank of this launcher moves; which rank do the others wait for, and at which line?
 
-A rank writes a number that grows with everything that happens on it (see `checkpoint.shared_memory.Slot`). One
-that waits while others move is only early; where nobody moves for long enough, nobody ever will. Then
-every rank writes its Python stacks, and the one that has come to the fewest meetings is behind.
+A rank writes a number that grows with everything that happens on it (`checkpoint.shared_memory.Slot`). A
+rank that waits while others move is early, no more. Where no rank moves for the hang timeout, none will:
+then every rank writes its Python stacks, and the rank that has come to the fewest meetings is behind.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Session:
         self._workers: dict[int, Connection] = {}
         self._forest, self._pool = Forest.of(replicas, size, 0), pool
         self._buckets: dict[int, dict[int, Request]] = defaultdict(dict)  # by number, by rank
-        self._shards: dict[int, ServerOptimizer] = {}  # by the number of the optimizer
+        self._optimizers: dict[int, ServerOptimizer] = {}  # by the number of the optimizer
         self._left: str | None = None  # what is said of the last worker that left
         self._left_hint = ""
         self._error: dict[str, str | None] | None = None  # why the workers cannot go on
@@ -53,8 +53,8 @@ class Session:
         """A worker's connection has ended: the others get no more sums."""
         rank = connection.rank
         self._workers.pop(rank, None)
-        for shard in self._shards.values():
-            shard.forget(connection)
+        for optimizer in self._optimizers.values():
+            optimizer.forget(connection)
         how = "left the run" if connection.has_left else "is gone: it closed its connection"
         self._left = f"rank {rank} {how} before the others were done"
         self._left_hint = f"what happened to rank {rank} is the cause; see its log"
@@ -90,19 +90,19 @@ class Session:
         if kind == Kind.PUSH:
             self._push(request)
             return
-        shard = self._shards.setdefault(tag, ServerOptimizer(tag, self._forest, self._pool))
+        optimizer = self._optimizers.setdefault(tag, ServerOptimizer(tag, self._forest, self._pool))
         if kind == Kind.BEGIN:
-            shard.begin(request.message)
+            optimizer.begin(request.message)
         elif kind == Kind.UPDATE:
-            shard.update(request)
+            optimizer.update(request)
         elif kind == Kind.STATE:
-            shard.request_state(request)
+            optimizer.request_state(request)
         else:
             raise BrokenError("it asks for what servers don't do")
 
     def _check_left(self) -> None:
         """Fail where a worker waits for one that has left."""
-        waits = self._buckets or any(shard.waits for shard in self._shards.values())
+        waits = self._buckets or any(optimizer.waits for optimizer in self._optimizers.values())
         if waits and self._left is not None:
             self._fail(self._left, self._left_hint)
 

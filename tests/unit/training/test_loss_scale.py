@@ -58,7 +58,7 @@ def test_a_step_is_left_out_and_the_scale_halved(bad: float) -> None:
 
 
 def test_the_scale_doubles_after_enough_good_steps_in_a_row(monkeypatch) -> None:
-    monkeypatch.setattr(scaling, "INTERVAL", 3)
+    monkeypatch.setattr(loss_scale, "INTERVAL", 3)
     made = Made()
     steps = [1.0, 1.0, float("inf"), 1.0, 1.0, 1.0, 1.0]
     scales = []
@@ -70,7 +70,7 @@ def test_the_scale_doubles_after_enough_good_steps_in_a_row(monkeypatch) -> None
 
 def test_the_numbers_are_gradscalers(monkeypatch) -> None:
     """Both see the same gradients; after each step both have the same scale."""
-    monkeypatch.setattr(scaling, "INTERVAL", 4)
+    monkeypatch.setattr(loss_scale, "INTERVAL", 4)
     theirs = torch.amp.GradScaler("cpu", growth_interval=4)
     made, twin = Made(), nn.Linear(2, 1)
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.0)
