@@ -110,7 +110,7 @@ def main() -> None:
             for ids in loader:
                 loss, tokens = mean_loss(model, ids)
                 run.backward(loss, weight=tokens)
-                run.clip(model, 1.0)
+                run.clip_grad_norm_(model, 1.0)
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()

@@ -120,7 +120,7 @@ def main() -> None:
                 optimizer.zero_grad()
                 if kind == "save":
                     run.save()
-        if run.main:
+        if run.is_main_process:
             Path(FILE).write_text(json.dumps(times.seconds), encoding="utf-8")
 
 

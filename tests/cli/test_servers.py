@@ -36,7 +36,7 @@ BOTH = (
     *("train_conv", "train_routed", "train_alternating", "train_gan"),
     *("train_two_optimizers", "train_with_loads"),
 )
-#: run.clip needs the whole gradient, which is in the servers there.
+#: run.clip_grad_norm_ needs the whole gradient, which is in the servers there.
 SUMMED = ("train_adamw",)
 LATE = ("--staleness", "0")
 
@@ -57,7 +57,7 @@ with lockstep.Run("kill", replicas=4) as run:
     data = TensorDataset(torch.randn(48, 4), torch.arange(48) % 3)
     for epoch in run.epochs(3):
         for x, y in run.loader(data, batch_size=8, shuffle=True):
-            if run.step == 8 and run.main and generation == 0 and doomed >= 0:
+            if run.step == 8 and run.is_main_process and generation == 0 and doomed >= 0:
                 log = (run.directory / "logs" / f"server-{doomed}.log").read_text()
                 os.kill(int(log.split("process ")[1].split()[0]), signal.SIGKILL)
             if run.step == 8 and run.world.rank == 1 and generation == 0 and doomed == -2:
@@ -458,7 +458,7 @@ with lockstep.Run("spoilt", replicas=2) as run:
     for number, (x, y) in enumerate(run.loader(data, batch_size=8, shuffle=True)):
         run.backward(F.cross_entropy(model(x), y))
         if number == 1:
-            tell("clip", lambda: run.clip(model, 1.0))
+            tell("clip", lambda: run.clip_grad_norm_(model, 1.0))
         if number == 2:
             tell("hook", hook)
         optimizer.step()
@@ -482,7 +482,7 @@ def test_what_servers_cannot_do(lockstep: Lockstep) -> None:
         "class": "ModelError the optimizer's class Mine is defined in the script; expected one in a",
         "rate": "ModelError lr of the optimizer is a Tensor; expected a number",
         "two": "ModelError optimizer 3 (SGD) holds parameters of 2 models",
-        "clip": "StepError run.clip needs the whole gradient of Linear",
+        "clip": "StepError run.clip_grad_norm_ needs the whole gradient of Linear",
         "hook": "StepError SGD has hooks around its steps",
         "state": "StepError the script has changed the state of an optimizer itself",
         "gradient": "StepError the script has changed a gradient of Linear",

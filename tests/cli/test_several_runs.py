@@ -34,7 +34,7 @@ def train(name, rate, pause, dies=False):
                 run.backward(model(x).square().mean())
                 optimizer.step()
                 optimizer.zero_grad()
-                if run.main:
+                if run.is_main_process:
                     print(name, "step", run.step, flush=True)
                 if dies and run.step >= 10 and run.world.rank == 1 and not os.path.exists("struck"):
                     open("struck", "w").close()

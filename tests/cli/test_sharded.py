@@ -37,7 +37,7 @@ with lockstep.Run("sharded") as run:
     train = run.loader(data, batch_size=8, shuffle=True)
     test = run.loader(data, batch_size=12)
     if FAULT == "alone":
-        if run.main:
+        if run.is_main_process:
             model.eval()(torch.ones(1, 4))
         run.barrier()
     for epoch in run.epochs(5):
@@ -46,7 +46,7 @@ with lockstep.Run("sharded") as run:
             if FAULT == "replica" and run.step == 2 and run.world.rank:
                 break
             run.backward(loss)
-            run.clip(model, 1.0)
+            run.clip_grad_norm_(model, 1.0)
             optimizer.step()
             optimizer.zero_grad()
             if FAULT == "leave" and run.step == 2 and run.world.rank:

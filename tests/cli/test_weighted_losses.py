@@ -65,7 +65,7 @@ for number in range(3):
         sgd.step()
         total, tokens_in_all = total + loss.item() * tokens.item(), tokens_in_all + tokens.item()
 assert abs(mean - total / tokens_in_all) < 1e-5, (mean, total / tokens_in_all)
-for name, value in torch.load(sys.argv[1]).items() if run.main else ():
+for name, value in torch.load(sys.argv[1]).items() if run.is_main_process else ():
     torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-4, atol=1e-5)
 """
 

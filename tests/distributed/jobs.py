@@ -156,7 +156,7 @@ def train_adamw(precision: str = "fp32") -> str:
         for _ in run.epochs(3):
             for x, y in data:
                 run.backward(F.cross_entropy(model(x), y))
-                run.clip(model, 0.5)
+                run.clip_grad_norm_(model, 0.5)
                 optimizer.step()
                 warmup.step()
                 optimizer.zero_grad()
@@ -222,20 +222,20 @@ def devices_of_a_batch() -> tuple[str, str]:
 
 
 def take_turns(directory: str) -> list[str]:
-    """Who has been in `run.first` before this rank leaves it."""
+    """Who has been in `run.main_process_first` before this rank leaves it."""
     import time
     from pathlib import Path
 
     with quiet_run() as run:
         log = Path(directory, "log")
-        with run.first():
-            if run.main:
+        with run.main_process_first():
+            if run.is_main_process:
                 time.sleep(0.2)
             with log.open("a") as file:
                 file.write(f"{run.world.rank}\n")
             seen = log.read_text().split()
         run.barrier()
-        with run.first():  # a second turn waits for its own first rank
+        with run.main_process_first():  # a second turn waits for its own first rank
             pass
         return seen
 
@@ -375,7 +375,7 @@ def main_iterates_alone(exchange: str) -> None:
         model = run.model(nn.Linear(6, 4))
         optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         data = run.loader(classes(40, (6,)), batch_size=8, shuffle=True)
-        if run.main:
+        if run.is_main_process:
             next(iter(data))
         fit(run, model, data, optimizer)
 
@@ -397,7 +397,7 @@ def slow_tail() -> str:
         for x, y in run.loader(classes(16, (6,)), batch_size=8):
             run.backward(F.cross_entropy(model(x), y))
             model.zero_grad()
-            if run.main:
+            if run.is_main_process:
                 time.sleep(2.5)
         return run.digest()
 

@@ -44,7 +44,7 @@ def overflow(settings: dict[str, Any], batch: int = 3, replica: int = 2) -> tupl
                 assert here is not None
                 hit = number == batch and here.replica == replica
                 run.backward(F.cross_entropy(model(x, float("inf") if hit else 1.0), y))
-                norm = run.clip(model, 10.0)
+                norm = run.clip_grad_norm_(model, 10.0)
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
@@ -171,7 +171,7 @@ def with_barriers(settings: dict[str, Any], often: bool) -> str:
                 optimizer.zero_grad()
             if often:
                 run.barrier()
-                with run.first():
+                with run.main_process_first():
                     pass
         return run.digest()
 

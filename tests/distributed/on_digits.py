@@ -97,7 +97,11 @@ def _train(settings: dict[str, Any], norm: str, epochs: int) -> Told:
             )
         run.export(run.directory / "weights.pt")
         run.barrier()
-        weights = torch.load(run.directory / "weights.pt", weights_only=True) if run.main else {}
+        weights = (
+            torch.load(run.directory / "weights.pt", weights_only=True)
+            if run.is_main_process
+            else {}
+        )
         return Told(
             exactness=run.exactness,
             digest=run.digest(),

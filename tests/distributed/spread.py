@@ -81,7 +81,7 @@ def train(kind: str, **settings: Any) -> tuple[str, list[str]]:
                 noise = torch.rand(()) * 1e-2  # drawn after the model has drawn
                 extra = output["hidden"][1].square().mean() if isinstance(output, dict) else 0.0
                 run.backward(F.cross_entropy(logits, y) * (1 + noise) + 0.1 * extra)
-                run.clip(model, 1.0)
+                run.clip_grad_norm_(model, 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
             model.eval()
@@ -282,7 +282,7 @@ def train_partly(frozen: list[int]) -> str:
         optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
         for x, y in run.loader(classes(24, (6,)), batch_size=8, shuffle=True):
             run.backward(F.cross_entropy(model(x), y))
-            run.clip(model, 1.0)
+            run.clip_grad_norm_(model, 1.0)
             optimizer.step()
             optimizer.zero_grad()
         return run.digest()
@@ -360,10 +360,10 @@ def call_alone(where: str) -> None:
     with quiet_run() as run:
         model = run.model([nn.Linear(6, 4), nn.Linear(4, 4)])
         extra = torch.ones(8, 6)
-        if run.main and where == "before":
+        if run.is_main_process and where == "before":
             model(extra)
         for x, y in run.loader(classes(16, (6,)), batch_size=8):
-            if run.main and where == "inside":
+            if run.is_main_process and where == "inside":
                 model(x)
             if where == "noise":
                 x.add_(run.world.rank)
@@ -419,7 +419,7 @@ def train_tensor(directory: str | None = None, slow: float = 0.0) -> tuple[str, 
                 for x, y in data:
                     time.sleep(slow)
                     run.backward(F.cross_entropy(model(x), y))
-                    run.clip(model, 0.5)
+                    run.clip_grad_norm_(model, 0.5)
                     optimizer.step()
                     optimizer.zero_grad()
             state = run._session.models.find(None).state()

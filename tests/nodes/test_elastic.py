@@ -38,7 +38,7 @@ def ends(run):
     if len(sys.argv) > 1:
         return run.step == int(sys.argv[1])
     time.sleep(0.02)
-    told = torch.tensor([int(run.main and Path("stop").exists())])
+    told = torch.tensor([int(run.is_main_process and Path("stop").exists())])
     if run.world.size > 1:
         dist.all_reduce(told)
     return bool(told)
@@ -65,7 +65,7 @@ with lockstep.Run("elastic", threads=1, progress=False) as run:
                 optimizer.step()
                 optimizer.zero_grad()
             digest = run.digest()
-            if run.main:
+            if run.is_main_process:
                 write("step", f"{run.step} {digest}")
             if over := ends(run):
                 break

@@ -40,7 +40,7 @@ with lockstep.Run("lost", replicas=4, threads=1, progress=False) as run:
             optimizer.zero_grad()
         if len(sys.argv) > 1:
             time.sleep(0.1)
-            if run.main:
+            if run.is_main_process:
                 Path(sys.argv[1]).write_text(str(run.step))
 """
 

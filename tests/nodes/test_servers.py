@@ -17,7 +17,8 @@ pytestmark = pytest.mark.ranks(4)
 ENV = {"OMP_NUM_THREADS": "1"}
 #: The server is a process of the first rank's host.
 KILL = """
-                if run.step == 5 and run.main and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+                first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+                if run.step == 5 and run.is_main_process and first:
                     log = (run.directory / "logs" / "server-0.log").read_text()
                     os.kill(int(log.split("process ")[1].split()[0]), signal.SIGKILL)
 """

@@ -28,7 +28,7 @@ with lockstep.Run("slow", replicas=2, threads=1) as run:
             run.backward(F.cross_entropy(model(x), y))
             optimizer.step()
             optimizer.zero_grad()
-            if run.main:
+            if run.is_main_process:
                 pathlib.Path("step").write_text(str(run.step))
             time.sleep(SECONDS)
 """

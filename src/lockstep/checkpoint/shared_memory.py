@@ -31,7 +31,7 @@ MEETINGS = (
     "run.sum",
     "run.gather",
     "run.barrier",
-    "run.first",
+    "run.main_process_first",
     "run.save",
     "the end of the run",
     "(after the run)",

@@ -213,7 +213,7 @@ class RemoteModel(WrappedModel):
     def total_norm(self, parameters: Any, norm_type: float) -> torch.Tensor:
         """Refuse: no rank ever has the whole gradient."""
         raise StepError(
-            f"run.clip needs the whole gradient of {type(self.module).__name__}, which with "
+            f"run.clip_grad_norm_ needs the whole gradient of {type(self.module).__name__}, which with "
             f"staleness={self._staleness} only the servers have",
             hint="leave out the staleness: then gradients are whole on every worker",
         )

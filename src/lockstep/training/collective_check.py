@@ -105,10 +105,10 @@ class RankOrder:
         mine = f"{prefix}/{world.node_rank}/{world.local_rank}"
         if not world.is_main:
             leader = 0 if world.local_rank == 0 else world.node_rank
-            with self._heartbeat.meeting("run.first"):
+            with self._heartbeat.meeting("run.main_process_first"):
                 self._wait(f"{prefix}/{leader}/0", leader)
         else:
-            self._heartbeat.pass_by("run.first")
+            self._heartbeat.pass_by("run.main_process_first")
         yield
         self._store.set(mine, "done")
 
@@ -117,7 +117,7 @@ class RankOrder:
             self._store.wait([key], TIMEOUT)
         except dist.DistError as error:
             raise PeerError(
-                f"the first rank of node {node} did not come out of run.first() within {TIMEOUT}"
+                f"the first rank of node {node} did not leave run.main_process_first() within {TIMEOUT}"
             ) from error
 
 

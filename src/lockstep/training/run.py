@@ -18,7 +18,7 @@ from lockstep.data.fetch import Collate
 from lockstep.data.loader import GlobalBatch, Loader
 from lockstep.errors import UsageError
 from lockstep.settings import OF_SCRIPTS, Settings, from_environment
-from lockstep.training import optimizers
+from lockstep.training import clipping, optimizers
 from lockstep.training.batchnorm import synchronise
 from lockstep.training.metrics import Item, Value
 from lockstep.training.run_properties import RunProperties
@@ -293,7 +293,9 @@ class Run(RunProperties):
         self._require_open("run.backward")
         self._session.backward(loss, weight)
 
-    def clip(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def clip_grad_norm_(
+        self, parameters: Any, max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
         """Scale gradients to a total norm of at most `max_norm`, once per global batch.
 
         Args:
@@ -307,8 +309,8 @@ class Run(RunProperties):
         """
         if not self._loop.acts_now():
             return torch.tensor(float("nan"))
-        own = optimizers.listed(parameters)
-        return optimizers.clip(own, max_norm, norm_type, self._session.state.models)
+        own = clipping.listed(parameters)
+        return clipping.clip(own, max_norm, norm_type, self._session.state.models)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clamp each element of the gradients to `-clip_value` to `clip_value`, once per global batch.
@@ -318,8 +320,8 @@ class Run(RunProperties):
             clip_value: the largest magnitude that is left.
         """
         if self._loop.acts_now():
-            own = optimizers.listed(parameters)
-            optimizers.clip_values(own, float(clip_value), self._session.state.models)
+            own = clipping.listed(parameters)
+            clipping.clip_values(own, float(clip_value), self._session.state.models)
 
     def log(self, **values: Any) -> None:
         """Record values of this step and show the newest; never waits for other ranks or the device."""
@@ -365,9 +367,9 @@ class Run(RunProperties):
 
     # --- together --------------------------------------------------------------------------------
 
-    def first(self) -> AbstractContextManager[None]:
+    def main_process_first(self) -> AbstractContextManager[None]:
         """Let the main rank go through the body first, then one rank per node, then all others."""
-        self._loop.require_meeting_point("run.first", of_models=False)
+        self._loop.require_meeting_point("run.main_process_first", of_models=False)
         return self._session.rank_order.first()
 
     def barrier(self) -> None:
@@ -411,7 +413,7 @@ class Run(RunProperties):
             self._loop.require_meeting_point("run.export")
         held.check_gathering()
         # On the way back the file has been written, with the weights of then.
-        writes = self.main and not self._loop.is_on_the_way
+        writes = self.is_main_process and not self._loop.is_on_the_way
         weights_only.write_weights(Path(path), held.state(), here=writes)
 
     def load(self, path: str | Path, model: nn.Module | None = None) -> None:

@@ -56,7 +56,7 @@ class RunProperties:
         return self._session.context.replicas
 
     @property
-    def main(self) -> bool:
+    def is_main_process(self) -> bool:
         """Whether this is rank 0, the one that prints and writes files."""
         return self.world.is_main
 

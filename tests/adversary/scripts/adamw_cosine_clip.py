@@ -29,7 +29,7 @@ def main():
                 optimizer.zero_grad(set_to_none=True)
                 loss = criterion(model(inputs), targets)
                 run.backward(loss)
-                run.clip(model, 1.0)
+                run.clip_grad_norm_(model, 1.0)
                 optimizer.step()
                 scheduler.step()
                 run.log(loss=loss, lr=scheduler.get_last_lr()[0])

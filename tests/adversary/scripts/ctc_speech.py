@@ -56,5 +56,5 @@ with lockstep.Run("ctc", seed=0, replicas=3) as run:
             loss = ctc(model(sounds, lengths), targets, lengths, target_lengths)
             optimizer.zero_grad()
             run.backward(loss)
-            run.clip(model.parameters(), 5.0)
+            run.clip_grad_norm_(model.parameters(), 5.0)
             optimizer.step()

@@ -8,7 +8,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 
 with lockstep.Run("drawn", seed=17, replicas=4) as run:
-    if run.main:
+    if run.is_main_process:
         torch.save(nn.Linear(8, 3).state_dict(), "pretrained.pt")
     run.barrier()
     net = nn.Linear(8, 3)

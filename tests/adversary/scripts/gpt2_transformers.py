@@ -34,7 +34,7 @@ def main():
             for batch in train:
                 loss = model(input_ids=batch, labels=batch).loss
                 run.backward(loss)
-                run.clip(model, 1.0)
+                run.clip_grad_norm_(model, 1.0)
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()

@@ -25,7 +25,7 @@ def prepare(root):
 
 with lockstep.Run("folder", seed=8, replicas=4) as run:
     root = Path("images")
-    with run.first():
+    with run.main_process_first():
         if not root.exists():
             prepare(root)
     transform = transforms.Compose(

@@ -25,8 +25,8 @@ def base():
 
 with lockstep.Run("lora", seed=17, replicas=3) as run:
     pretrained, net = base(), base()
-    with run.first():
-        if run.main:
+    with run.main_process_first():
+        if run.is_main_process:
             torch.save(pretrained.state_dict(), "pretrained.pt")
     net.load_state_dict(torch.load("pretrained.pt", weights_only=True))
     model = run.model(nn.Sequential(LoRA(net[0]), nn.ReLU(), LoRA(net[2])))

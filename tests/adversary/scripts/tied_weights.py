@@ -32,5 +32,5 @@ with lockstep.Run("tied", seed=15, replicas=3) as run:
             loss = F.cross_entropy(logits.reshape(-1, 32), block[:, 1:].reshape(-1))
             optimizer.zero_grad()
             run.backward(loss)
-            run.clip(model, 0.25)
+            run.clip_grad_norm_(model, 0.25)
             optimizer.step()

@@ -14,7 +14,7 @@ with lockstep.Run("while", seed=3, replicas=3) as run:
     data = TensorDataset(torch.randn(60, 6), torch.randint(0, 3, (60,)))
     train = run.loader(data, batch_size=12, shuffle=True)
     while run.step < 20:
-        for x, y in tqdm(train, disable=not run.main):
+        for x, y in tqdm(train, disable=not run.is_main_process):
             loss = F.cross_entropy(model(x), y)
             run.backward(loss)
             optimizer.step()

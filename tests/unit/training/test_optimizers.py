@@ -317,14 +317,14 @@ def test_clip_acts_with_the_step(make_run) -> None:
         norms = []
         for (x,) in run.loader(data(4), batch_size=4):
             run.backward(1000 * model(x).sum())
-            norms.append(run.clip(model, 1.0))
+            norms.append(run.clip_grad_norm_(model, 1.0))
         assert norms[0].isnan()
         assert norms[1].item() > 1.0
         assert model.weight.grad.norm().item() == pytest.approx(1.0, rel=1e-4)
-        again = run.clip(model.parameters(), 0.5)
+        again = run.clip_grad_norm_(model.parameters(), 0.5)
         assert again.item() == pytest.approx(1.0, rel=1e-4)
-        assert run.clip(model.weight, 10.0).item() == pytest.approx(0.5, rel=1e-4)
-        assert run.clip([model.weight], 10.0, norm_type=float("inf")).item() <= 0.5
+        assert run.clip_grad_norm_(model.weight, 10.0).item() == pytest.approx(0.5, rel=1e-4)
+        assert run.clip_grad_norm_([model.weight], 10.0, norm_type=float("inf")).item() <= 0.5
 
 
 class Narrow:

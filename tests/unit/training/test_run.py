@@ -99,7 +99,7 @@ def test_one_replica_equals_a_plain_loop(make_run, optimizer_of) -> None:
             for x, y in loader:
                 loss = F.cross_entropy(model(x), y)
                 run.backward(loss)
-                run.clip(model, 0.7)
+                run.clip_grad_norm_(model, 0.7)
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
@@ -333,13 +333,13 @@ def test_a_loss_that_is_not_finite(make_run, value: float) -> None:
             break
 
 
-@pytest.mark.parametrize("call", ["mean", "sum", "gather", "barrier", "first"])
+@pytest.mark.parametrize("call", ["mean", "sum", "gather", "barrier", "main_process_first"])
 def test_ranks_meet_between_microbatches_only(make_run, call: str) -> None:
     with make_run(replicas=2) as run:
         for _ in run.loader(Noisy(), batch_size=BATCH):
             with pytest.raises(StepError, match=f"run.{call} was called inside a microbatch"):  # noqa: PT012
-                if call == "first":
-                    with run.first():
+                if call == "main_process_first":
+                    with run.main_process_first():
                         pass
                 elif call == "barrier":
                     run.barrier()
@@ -441,7 +441,7 @@ def test_epochs_are_counted_from_zero(make_run) -> None:
 
 def test_who_and_where(make_run) -> None:
     with make_run(replicas=3) as run:
-        assert (run.main, run.replicas, run.world.size, run.step) == (True, 3, 1, 0)
+        assert (run.is_main_process, run.replicas, run.world.size, run.step) == (True, 3, 1, 0)
         assert (run.device.type, run.exchange, run.exactness) == ("cpu", "none", "exact")
         assert (run.directory / "run.json").is_file()
         assert torch.get_num_threads() == 1
@@ -451,7 +451,7 @@ def test_first_and_barrier_on_one_rank(make_run) -> None:
     with make_run() as run:
         ran = []
         for _ in range(2):
-            with run.first():
+            with run.main_process_first():
                 ran.append(1)
         run.barrier()
         assert ran == [1, 1]
