@@ -84,6 +84,7 @@ class Checkpoints:
         self._background = Background("lockstep-checkpoint")
         self._buffers = Buffers()
         self._place: Workplace | None = None
+        self._attempts = 0
         self._plan: tuple[dict[str, TensorSpec], dict[str, Cut]] | None = None
         self._shares: list[dict[str, Box]] = []
         self._serial = 0
@@ -128,7 +129,7 @@ class Checkpoints:
         Raises:
             CheckpointError: if this or an earlier checkpoint could not be written.
         """
-        # Whatever is NaN is not the best of anything.
+        # NaN is neither better nor worse than other values.
         best = None if best is None or isnan(best) else float(best)
         if (step, text) == self._last:
             if best is not None and self._rank == 0:
@@ -151,7 +152,8 @@ class Checkpoints:
 
         def write() -> None:
             began = time.monotonic()
-            saving.run()
+            if not saving.run():
+                return
             self._path = saving.path
             if self._written is not None and self._rank == 0:
                 self._written(step, saving.path.name, time.monotonic() - began, best)
@@ -207,8 +209,9 @@ class Checkpoints:
     def _own_share(self, specs: dict[str, TensorSpec], cuts: dict[str, Cut]) -> Mapping[str, Box]:
         """Return what this rank writes of the tensors; agrees with the others before."""
         if self._place is None:
+            self._attempts += 1
             try:
-                self._place = Workplace.open(self._directory, self._peers)
+                self._place = Workplace.open(self._directory, self._peers, self._attempts)
             except (CheckpointError, OSError) as error:
                 raise not_written(self._directory, explained(error)) from error
         writers = self._place.writers

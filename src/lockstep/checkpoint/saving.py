@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import secrets
 import shutil
@@ -26,6 +27,7 @@ from lockstep.checkpoint import catalog, dcp, manifest
 from lockstep.checkpoint.catalog import Key
 from lockstep.checkpoint.manifest import FileSpec, Manifest, TensorSpec
 from lockstep.errors import CheckpointError, PeerError
+from lockstep.world import host
 from lockstep.world.waiting import await_any
 
 _INTERVAL = 0.01
@@ -137,34 +139,38 @@ class Workplace:
     writers: list[int]
 
     @staticmethod
-    def open(directory: Path, peers: Peers) -> Workplace:
+    def open(directory: Path, peers: Peers, attempt: int) -> Workplace:
         """Agree with the other ranks on it; what earlier launches have left unfinished is removed.
 
-        The launch has the run directory for itself, so that all drafts in it are dead.
+        Args:
+            directory: where checkpoints are.
+            peers: the other ranks.
+            attempt: counts calls, alike on all ranks: one that failed says nothing of the next.
 
         Raises:
             CheckpointError: if the main rank cannot write there, or a rank does not come.
         """
-        others = range(1, peers.size)
+        others, begin = range(1, peers.size), f"begin-{attempt}"
         if peers.rank:
-            (name,) = peers.hear("begin", ["begin/name/0"], peers.patience)
-            peers.say(f"begin/sees/{peers.rank}", (directory / name).is_dir())
-            (writers,) = peers.hear("begin", ["begin/writers/0"], peers.patience)
+            (name,) = peers.hear(begin, [f"{begin}/name/0"], peers.patience)
+            peers.say(f"{begin}/sees/{peers.rank}", (directory / name).is_dir())
+            (writers,) = peers.hear(begin, [f"{begin}/writers/0"], peers.patience)
             return Workplace(directory=directory, drafts=directory / name, writers=writers)
         try:
             for left in directory.glob(f"{catalog.DRAFT}*"):
-                shutil.rmtree(left, ignore_errors=True)
+                if _is_dead(left, peers.patience):
+                    shutil.rmtree(left, ignore_errors=True)
             directory.mkdir(mode=manifest.DIRECTORY_MODE, parents=True, exist_ok=True)
-            drafts = directory / f"{catalog.DRAFT}{secrets.token_hex(8)}"
+            drafts = directory / f"{catalog.DRAFT}{_machine()}-{secrets.token_hex(8)}"
             drafts.mkdir(mode=manifest.DIRECTORY_MODE)
-            peers.say("begin/name/0", drafts.name)
-            keys = [f"begin/sees/{rank}" for rank in others]
-            sees = peers.hear("begin", keys, peers.patience)
+            peers.say(f"{begin}/name/0", drafts.name)
+            keys = [f"{begin}/sees/{rank}" for rank in others]
+            sees = peers.hear(begin, keys, peers.patience)
         except Exception as error:
-            peers.fail("begin", explained(error))
+            peers.fail(begin, explained(error))
             raise
         writers = [0, *(rank for rank, one in zip(others, sees, strict=False) if one)]
-        peers.say("begin/writers/0", writers)
+        peers.say(f"{begin}/writers/0", writers)
         return Workplace(directory=directory, drafts=drafts, writers=writers)
 
     def close(self) -> None:
@@ -220,8 +226,8 @@ class Saving:
         there = catalog.paths(self._place.directory)
         return {key: path for key, path in there.items() if key[0] == self._content.step}
 
-    def run(self) -> None:
-        """Write it.
+    def run(self) -> bool:
+        """Write it; return whether it is on disk: it is not where nothing waits for it any more.
 
         Raises:
             CheckpointError: if it cannot be written, by whichever rank.
@@ -236,6 +242,7 @@ class Saving:
                 self._follow()
         except DroppedError:
             self._give_up()
+            return False
         except PeerError:
             raise
         except dist.DistError as error:
@@ -249,6 +256,7 @@ class Saving:
                 self._peers.fail(self._serial, told)
             self._give_up()
             raise not_written(self.path, told) from error
+        return True
 
     def _give_up(self) -> None:
         if self._peers.rank == 0:
@@ -357,6 +365,26 @@ class Saving:
         except dist.DistError as error:  # the store, and the main rank with it, is not there
             if not self._of_step().keys() - self._there.keys():
                 raise PeerError("rank 0 left while it wrote a checkpoint") from error
+
+
+def _machine() -> str:
+    """Return a name of this host, until it boots again."""
+    return hashlib.sha256(host.identity().encode()).hexdigest()[:8]
+
+
+def _is_dead(drafts: Path, seconds: float) -> bool:
+    """Return whether the launch that writes to `drafts` is gone.
+
+    The lock of the run directory says so of launches on this host. A file system without locks says nothing
+    of other hosts: their drafts are dead once nothing has been written for `seconds`.
+    """
+    if drafts.name.startswith(f"{catalog.DRAFT}{_machine()}-"):
+        return True
+    newest = 0.0
+    for path in (drafts, *drafts.rglob("*")):
+        with contextlib.suppress(OSError):
+            newest = max(newest, path.stat().st_mtime)
+    return time.time() - newest > seconds
 
 
 def explained(error: BaseException) -> CheckpointError:

@@ -175,8 +175,8 @@ class Recorder:
                 run_file.follow(before, path)
         except RunDirectoryError as error:
             self.warn(
-                f"lockstep: warning: {error.message}: a launch that finds this run unfinished will not "
-                "pass over that one"
+                f"lockstep: warning: {error.message}: if this run is interrupted, the same command will "
+                "refuse that one, since it is finished"
             )
 
     def _earlier(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -88,6 +88,7 @@ class Watchdog(Listener):
         self._looks = 0
         self._moves = 0
         self._seen: dict[int, WaitingRank] = {}
+        self._warned = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="lockstep-watch", daemon=True)
         self._thread.start()
@@ -153,12 +154,20 @@ class Watchdog(Listener):
             beat = self._heartbeat.beat
             self._looks = self._looks + 1 if beat == seen else 0
             seen = beat
-            try:
-                for look in self.also:
+            for look in (*self.also, self._look):
+                try:
                     look()
-                self._look()
-            except dist.DistError as error:
-                self._lose_store(error)
+                except dist.DistError as error:
+                    self._lose_store(error)
+                except Exception as error:  # the thread also hears when to save and to stop
+                    self._warn(error)
+
+    def _warn(self, error: Exception) -> None:
+        """Say once that a look has failed."""
+        if not self._warned:
+            self._warned = True
+            told = f"{type(error).__name__}: {error}"
+            sys.stderr.write(f"lockstep: warning: the watchdog of rank {self._rank}: {told}\n")
 
     def _look(self) -> None:
         if self._pulse is not None:

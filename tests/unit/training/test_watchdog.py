@@ -93,6 +93,17 @@ def test_ranks_that_wait_in_two_calls_are_told(ranks: list[Rank], capfd) -> None
     assert place.file == __file__
 
 
+def test_a_look_that_fails_is_told_once_and_the_others_go_on(ranks: list[Rank], capfd) -> None:
+    looks = []
+    ranks[0].watch.also = [lambda: looks.append(1 / 0), lambda: looks.append("next")]
+    ranks[0].heartbeat.enter("run.barrier")
+    ranks[1].heartbeat.enter("run.mean")
+    assert until(lambda: looks.count("next") > 3)
+    assert until(lambda: ranks[0].told or ranks[1].told), "ranks are compared still"
+    warning = "lockstep: warning: the watchdog of rank 0: ZeroDivisionError: division by zero"
+    assert capfd.readouterr().err.count(warning) == 1
+
+
 def test_a_rank_that_went_on_is_not_compared(ranks: list[Rank]) -> None:
     ranks[0].heartbeat.enter("run.barrier")
     time.sleep(0.1)
