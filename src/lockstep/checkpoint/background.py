@@ -1,4 +1,4 @@
-"""One thread that does jobs in order, and keeps what went wrong for whoever waits."""
+"""One thread that does jobs in order, and keeps an error for the thread that waits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Background:
         self._thread: threading.Thread | None = None
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Do `job` after those before it; it is left out if one of them fails and nobody has heard."""
+        """Do `job` after those before it; after an error that is not raised yet it is left out."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._thread.start()
@@ -62,7 +62,7 @@ class Background:
             try:
                 if self._error is None:
                     job()
-            except BaseException as raised:  # told to whoever waits
+            except BaseException as raised:  # raised where a thread waits
                 error = raised
             with self._changed:
                 self._error = self._error or error

@@ -53,7 +53,7 @@ class Found:
 
     @property
     def text(self) -> str:
-        """The rest of the state, for whoever saved it."""
+        """The rest of the state, as it was given to `save`."""
         return self.manifest.text
 
 
@@ -182,7 +182,7 @@ def remove_old(
 ) -> None:
     """Remove what is no longer needed, once the checkpoint `newest` is on disk.
 
-    Checkpoints of other runs and of newer formats are nobody's to remove, and damaged ones stand in for
+    Checkpoints of other runs and of newer formats are not removed, and damaged ones stand in for
     none of those that stay.
 
     Args:
@@ -219,7 +219,7 @@ def remove_old(
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint: what is half removed has a name that nobody takes for a checkpoint."""
+    """Remove a checkpoint: a half removed one has no checkpoint's name."""
     aside = path.with_name(f"{DRAFT}removed-{path.name}")
     with contextlib.suppress(OSError):
         shutil.rmtree(aside, ignore_errors=True)

@@ -1,7 +1,7 @@
 """PyTorch's distributed checkpoints (DCP): its planners, writer and reader, without its collectives.
 
-Who writes what is known beforehand, and who has written what is told in files, so that a checkpoint can
-be written by threads of their own while the main threads train, which own the process group.
+Each rank knows beforehand which parts it writes, and says in a file which ones it has written. So
+threads of their own write a checkpoint, while the main threads, which own the process group, train.
 
 To import DCP takes a second: this module does so where it is first used, in such a thread.
 """
@@ -362,7 +362,7 @@ def _reading() -> tuple[Any, Any]:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes what describes a checkpoint, and nothing else, whoever wrote the file."""
+    """Makes the objects that describe a checkpoint, and no others, from any file."""
 
     def find_class(self, module: str, name: str, /) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)

@@ -11,7 +11,7 @@ from lockstep.checkpoint.disk import read, warn_on_stderr
 from lockstep.checkpoint.weights_only import check_suffix, write_weights
 from lockstep.errors import CheckpointError, UsageError
 
-#: The file in the run directory, where nobody names one.
+#: The file in the run directory, where no name is given.
 DEFAULT = "model.pt"
 #: What the tensors of the K-th model are called in a checkpoint.
 _MODEL = re.compile(r"models\.(\d+)\.(.+)")

@@ -76,8 +76,8 @@ class Manifest:
     Attributes:
         identity: of the run, see `lockstep.record.run_file`; JSON.
         step: updates that the run had done.
-        best: how good this state is, larger is better; `None` where nobody said.
-        text: the rest of the state, for whoever saved it.
+        best: how good this state is, larger is better; `None` where it is not known.
+        text: the rest of the state, as it was given to `save`.
         tensors: types and shapes, by name.
         files: all files besides the manifest, by name.
         lockstep: version of Lockstep that wrote it.
@@ -248,7 +248,7 @@ def _file(name: str, bytes: Any, sha256: Any) -> FileSpec:  # noqa: A002 - the w
 
 
 def _check(name: str, value: Any, kinds: tuple[type, ...]) -> None:
-    # `True` is an int to Python, and no number to whoever wrote the file.
+    # `True` is an int to Python, and no number in JSON.
     if type(value) not in kinds or (int in kinds and kinds != _RATING and value < 0):
         expected = " or ".join("nothing" if k is type(None) else k.__name__ for k in kinds)
         raise DamagedError(f"{NAME} says {value!r:.40} of {name}; expected {expected}")

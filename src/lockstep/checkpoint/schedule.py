@@ -46,7 +46,7 @@ class Schedule:
     def go_on(self, steps: int) -> None:
         """The run goes on after so many steps, and its memory is there: the next step has a snapshot.
 
-        A generation that is killed after its first step has not lived in vain.
+        So a generation that is killed after its first step leaves that step.
         """
         self._steps = steps
         self._last = (steps, time.monotonic())
@@ -81,7 +81,7 @@ class Schedule:
 
     @property
     def needs_memory(self) -> bool:
-        """Whether this rank is to take memory, since nobody has yet."""
+        """Whether this rank is to take memory, since no rank has yet."""
         if not self._leads or self._last is not None:
             return False
         return self._preparing is None or not self._preparing.is_alive()

@@ -184,7 +184,7 @@ class Board:
             self._words[word] = 0
 
     def clear(self) -> None:
-        """Begin a generation: nobody stands anywhere."""
+        """Begin a generation: no rank is in a call yet."""
         self._memory[:] = bytes(_BOARD_BYTES)
 
 

@@ -209,7 +209,7 @@ class Snapshots:
     def missing(self, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int] | None:
         """Return the bytes that snapshots of `tensors` take and those that are free, if that is too few.
 
-        Half of what is free must stay: nobody knows what the script will need.
+        Half of what is free must stay: the script may need it.
         """
         has = sum(os.fstat(descriptor).st_size for descriptor in self._descriptors.halves)
         wanted = 2 * self._bytes_here(tensors) - has

@@ -114,7 +114,7 @@ class Loader:
         """Return the number of global batches in one loop over the data.
 
         Raises:
-            TypeError: if the data is a stream, whose length nobody knows.
+            TypeError: if the data is a stream, whose length is not known.
         """
         if not isinstance(self._source, MapSource):
             raise TypeError("a loader over an IterableDataset has no length")

@@ -71,7 +71,7 @@ class Batching:
 
     Attributes:
         batch_size: samples per global batch.
-        samples: how many a loop goes through; `None` for a stream, whose length nobody knows.
+        samples: how many a loop goes through; `None` for a stream, whose length is not known.
         order: `sequential`, `shuffled`, `stream`, or the class of the sampler that draws it.
         drop_last: whether a short last batch is left out.
         indices: a checksum of those that torch's subsets and samplers hold when the loop begins; `None`

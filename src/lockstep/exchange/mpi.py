@@ -131,7 +131,7 @@ class PairExchange:
     def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
         """Sum `slots` over both ranks, and return the sum's future.
 
-        It waits. MPI moves little while nobody calls it, so that nothing is won by waiting later; and
+        It waits. MPI moves little while it is not called, so that nothing is won by waiting later; and
         Open MPI's `MPI_Iallreduce` takes twice as long as its `MPI_Allreduce`.
         """
         (total,) = slots

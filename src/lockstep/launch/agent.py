@@ -375,7 +375,7 @@ class Agent:
         while self._training():
             cause = failure.first(self._failures())
             if cause.report is None and cause.exit is not None and cause.exit.code < 0:
-                return  # a signal is nobody's consequence
+                return  # a signal follows from no other rank's failure
             patience = _SETTLE_CONSEQUENCE if cause.consequence else _SETTLE
             if time.monotonic() - began > patience or self._interrupts.first:
                 return

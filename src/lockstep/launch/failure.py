@@ -25,8 +25,8 @@ _LEFT_HINT = (
 )
 
 _CAUSES: dict[int, str] = {
-    signal.SIGKILL: "out of memory, or somebody's kill -9",
-    signal.SIGTERM: "somebody's kill, or a scheduler's",
+    signal.SIGKILL: "out of memory, or kill -9 by a user",
+    signal.SIGTERM: "kill by a user or a scheduler",
     signal.SIGINT: "an interrupt sent to the worker itself",
     signal.SIGSEGV: "a fault in native code: an extension, or a stack that overflowed",
     signal.SIGBUS: "shared memory that is full (/dev/shm), or a mapped file that shrank",
@@ -242,7 +242,7 @@ def _likely(number: int, killed_for_memory: bool | None) -> str:
         return _CAUSES.get(number, "no usual cause")
     if killed_for_memory:
         return "out of memory, says the kernel"
-    return "somebody's kill -9 (the kernel counted no kill for memory in this control group)"
+    return "kill -9 by a user (the kernel counted no kill for memory in this control group)"
 
 
 def _details(failure: Failure) -> list[str]:

@@ -68,7 +68,7 @@ class ForkServer:
 
     Args:
         job: what a worker does; the server keeps it in memory, so it need not be importable.
-        unheard: signals that are meant for launcher and workers alone, whoever gets them.
+        unheard: signals that are meant for launcher and workers alone, whichever process gets them.
         preload: what the server does before it makes workers.
     """
 

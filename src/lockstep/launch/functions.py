@@ -255,7 +255,7 @@ def _leave_parent_behind() -> None:
 
 
 def _end(code: int) -> NoReturn:
-    """End without tearing down modules: they are copies of somebody else's."""
+    """End without tearing down modules: they are copies of the caller's."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()

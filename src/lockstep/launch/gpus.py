@@ -32,8 +32,8 @@ class Gpu:
     Attributes:
         index: its number, a MIG device's among the parts of its GPU.
         label: what nvidia-smi calls it: `GPU 2`, or `GPU 2 MIG 0`.
-        uuid: its id, `GPU-…` or `MIG-…`; `None` where nobody told.
-        name: its model, `None` where nobody told.
+        uuid: its id, `GPU-…` or `MIG-…`; `None` where it is not known.
+        name: its model, `None` where it is not known.
         parent: the id of the GPU that a MIG device is a part of.
     """
 

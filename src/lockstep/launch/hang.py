@@ -38,7 +38,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stand:
-    """Where one rank stands while nobody moves.
+    """Where one rank stands while no rank moves.
 
     Attributes:
         worker: its plan.

@@ -49,7 +49,7 @@ def look(*, gpus: bool = True) -> Machine:
     with untied():
         import torch
 
-    listing = _listing() if gpus else Listing(problem="nobody asked for them")
+    listing = _listing() if gpus else Listing(problem="they were not asked for")
     return Machine(
         cores=usable_cores(),
         gpus=_count(listing) if gpus else 0,

@@ -58,7 +58,7 @@ def warning(spec: LaunchSpec) -> str | None:
 
 @contextlib.contextmanager
 def kept_port(port: int = 0) -> Iterator[int]:
-    """Keep a port that the system gives to nobody, and on which whoever names it may listen.
+    """Keep a port: the system gives it to no other process; one that names it may listen on it.
 
     A rank that is alone may start ranks of its own. They, or the rank itself, host a store there: the
     launcher's would be in the way of ranks that it knows nothing of. Bound and never listening, on

@@ -51,7 +51,7 @@ class Meeting:
         listens: whether a launcher hosts a store at the port; otherwise rank 0 does, if the script asks
             for one.
         store: the file that is the store of this generation, where this launcher starts all ranks.
-        token: what workers and servers of the launch know, and nobody else.
+        token: known to workers and servers of the launch alone.
         replicas: replicas of a run that names no number; `None` leaves its number of ranks.
     """
 

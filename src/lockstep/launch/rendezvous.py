@@ -66,7 +66,7 @@ class Rendezvous:
         self._listens = listens or rounds is not None
         self._store: TCPStore | HashStore | None = None
         self._watch: _Watch | None = None
-        #: See the arguments; whoever starts the workers knows better.
+        #: See the arguments; the agent, which starts the workers, knows better.
         self.policy, self.check = policy, check
         #: The other launchers, while a round goes on; `None` for a launcher that is alone.
         self.coordinator: CoordinatorClient | None = None

@@ -23,7 +23,7 @@ class Kind(StrEnum):
     """What a failure comes from."""
 
     SIGNAL = "signal"
-    PEER = "peer"  # another rank's end, whose own cause nobody knows
+    PEER = "peer"  # another rank's end, whose own cause is not known
     HANG = "hang"
     LOST = "lost"  # a node
     ENVIRONMENT = "environment"

@@ -355,7 +355,7 @@ def _remove_left(file: Path) -> None:
 
 def _preload(spec: LaunchSpec, environ: Mapping[str, str], *, is_run: bool) -> Preload | None:
     """Return what imports, before workers are forked, what they share besides what the launcher has."""
-    # A function's parent is somebody else's interpreter: what it imports is not ours to decide.
+    # A function's parent is the user's interpreter: it imports what the user says.
     wanted = environ.get("LOCKSTEP_PRELOAD", "1") != "0"
     if not (wanted and is_run and spec.start == "fork" and spec.kind != "function"):
         return None

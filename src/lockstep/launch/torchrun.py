@@ -192,7 +192,7 @@ def _at_endpoint(given: dict[str, object], backend: str | None) -> list[str]:
 
 
 def _count(given: dict[str, object]) -> None:
-    """Take a place on this machine for one node where nobody says how many there are, as torchrun does."""
+    """Take a place on this machine for one node where their number is not given, as torchrun does."""
     if "count" in given:
         return
     endpoint, address = given.get("endpoint"), given.get("main_address")

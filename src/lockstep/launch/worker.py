@@ -33,7 +33,7 @@ def job(spec: LaunchSpec) -> Job:
 
 def or_server(spec: LaunchSpec, job: Job) -> Job:
     """Return a job that is `job` for workers, and a server's for servers."""
-    # A function's parent is somebody else's interpreter, which a server does not need.
+    # A function's parent is the user's interpreter, which a server does not need.
     forks = spec.start == "fork" and spec.kind != "function"
     words = (*interpreter(), "-m", servers.MODULE)
 

@@ -21,7 +21,7 @@ def create(
     Args:
         run_dir: the directory asked for, new or not; `None` makes `base/NAME/TIME`.
         name: name of the run.
-        base: where directories are made that nobody named.
+        base: where directories without a given name are made.
         stamp: name of the directory in `base/name`, where another launcher of the same launch has
             chosen one; it may be there.
 

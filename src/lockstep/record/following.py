@@ -66,7 +66,7 @@ class _File:
 
     @property
     def kept(self) -> int:
-        """How many bytes nobody needs to read again."""
+        """How many bytes need not be read again."""
         return min((offset for _, offset, _ in self.pending), default=self.offset)
 
 

@@ -88,7 +88,7 @@ class Progress:
 
 
 def _title(epoch: int, epochs: int) -> str:
-    """Return which epoch it is; a loop outside of `run.epochs` is one of nobody knows how many."""
+    """Return which epoch it is; a loop outside of `run.epochs` is one of an unknown number."""
     return f"epoch {epoch + 1}/{epochs}" if epochs else f"epoch {epoch + 1}"
 
 

@@ -125,7 +125,7 @@ def read(directory: Path) -> dict[str, Any] | None:
 def _check_kinds(
     path: Path, content: dict[str, Any], expected: dict[str, tuple[type, ...]], *, least: int
 ) -> None:
-    """Refuse values of other types than are written: whoever reads them relies on these."""
+    """Refuse values of other types than are written: readers rely on these."""
     for name in expected.keys() & content.keys():
         value, kinds = content[name], expected[name]
         if type(value) not in kinds or (int in kinds and not value >= least):
@@ -202,7 +202,7 @@ def _goes_on(directory: Path, recorded: dict[str, Any]) -> bool:
     while later := recorded.get("next"):
         directory = Path(os.path.normpath(directory / str(later)))
         if directory in seen:
-            return False  # somebody has moved directories about
+            return False  # the directories have been moved
         seen.add(directory)
         recorded = read(directory) or {"status": "nothing yet"}
         if recorded.get("status") != "finished":

@@ -23,7 +23,7 @@ class RecordSettings:
         device: what the rank computes on.
         loggers: names of loggers, or objects with `log`.
         generation: how many times the processes of this run were started before.
-        launch: name of the launch; `None` where nobody gives one.
+        launch: name of the launch; `None` where none is given.
         restarted: whether this launch has recorded the run before.
         repeats: whether another rank sees the same microbatches, and records them.
         before: directory of the run that the script has made before this one.

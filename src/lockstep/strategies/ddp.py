@@ -163,7 +163,7 @@ class ReplicatedModel(WrappedModel):
         self.contributions.take()  # the hook has used them, bucket by bucket
         self._drop_unused()
         # After its first backward pass DDP lets ranks agree on buckets. By itself it does so in the next
-        # forward pass, where nobody watches over ranks that wait.
+        # forward pass, where the watchdog does not look.
         self._ddp.reducer._rebuild_buckets()
 
     def _reach_the_rest(self) -> None:

@@ -66,7 +66,7 @@ class Follower:
         except KeyboardInterrupt:
             return self._detach("")
         except BrokenPipeError:
-            return self._detach("nobody reads the output: ")
+            return self._detach("the output is not read any more: ")
 
     def _to_the_end(self) -> int:
         while True:
@@ -85,7 +85,7 @@ class Follower:
         except slurm.UnknownJobError:
             self._show()
             raise RunError(
-                f"Slurm has forgotten job {self._job}, and nobody knows how it ended",
+                f"Slurm has forgotten job {self._job}, so that it is not known how it ended",
                 hint=f"its output: {short(self._output)}",
             ) from None
         except slurm.NoAnswerError as error:

@@ -7,7 +7,7 @@ be K steps ahead of rank 0, which names the first step beyond.
 Ranks of several launchers, or of none, have only the store, and to look there each time costs too much.
 A rank that is asked says so in the store. The watchdog's thread of every rank looks there now and then;
 where it finds something, its main thread begins to look at every point, and says that it does. Once all
-do, rank 0 names the next step. So a run that nobody asks pays for a look at a flag.
+do, rank 0 names the next step. So a run without such a request pays for a look at a flag.
 """
 
 from __future__ import annotations

@@ -441,7 +441,7 @@ class Loop:
             loss.detach().fill_(self._losses.pop(0))
 
     def close(self) -> None:
-        """The run is over: what loops still say is nobody's affair."""
+        """The run is over: what loops say from here on is ignored."""
         self.closed = True
 
 

@@ -355,7 +355,7 @@ class Progress:
 
     @property
     def _around(self) -> _Level:
-        """The innermost level that is no loop's: iterators may be alive whose loop nobody is in."""
+        """The innermost level that is no loop's: iterators of loops that were left may be alive."""
         return next(one for one in self._levels[::-1] if not isinstance(one.of, LoopEvent))
 
     def _leave(self, event: Event) -> None:

@@ -50,7 +50,7 @@ class ResumeInfo:
 
 
 def launch_of(world: World, environ: Mapping[str, str]) -> str | None:
-    """Return the name of the launch that this process belongs to; `None` where nobody gives one."""
+    """Return the name of the launch that this process belongs to; `None` where none is given."""
     return environ.get("LOCKSTEP_LAUNCH") if world.environment == "lockstep" else None
 
 

@@ -187,7 +187,7 @@ class Session:
             if context.group is not None:
                 check_same(context.meeting, own, self.digests, exact=context.settings.exact)
         if watchdog is not None:
-            watchdog.close()  # from here on nobody waits for another rank
+            watchdog.close()  # from here on no rank waits for another one
         if self.backward.has_run and not self.loop.steps:
             record.warn(
                 "lockstep: warning: gradients were computed, but no optimizer of the run has stepped; "

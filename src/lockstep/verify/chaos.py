@@ -60,7 +60,7 @@ def draw(kills: int, seed: int, steps: int) -> list[Strike]:
         seed: what draws them.
         steps: how many steps the run will do.
     """
-    dice = random.Random(seed)  # noqa: S311 - nobody is to be kept from guessing
+    dice = random.Random(seed)  # noqa: S311 - it need not be hard to guess
     ends = [0, steps - 1] if kills > 1 else []
     moments = sorted(ends + [dice.randrange(steps) for _ in range(kills - len(ends))])
     return [

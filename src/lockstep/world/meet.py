@@ -62,7 +62,7 @@ class Meeting:
         if self.world.size == 1:
             return
         what = str(error).partition("\n")[0]
-        # The store may be gone with its host; then there is nobody to tell.
+        # The store may be gone with its host; then there is no rank to tell.
         with contextlib.suppress(RuntimeError):
             if self.store.add("failures", 1) == 1:
                 text = f"rank {self.world.rank} failed: {type(error).__name__}: {what}"
@@ -219,7 +219,7 @@ def _complete(world: World, store: dist.Store, number: int, wait: timedelta) -> 
         world, names = membership_check.check_members(notes, world, own, wait.total_seconds())
     except WorldError:
         if world.file is not None and world.is_main and membership_check.came_once(notes, 0):
-            _file_of(world, number).unlink(missing_ok=True)  # a meeting of nobody else's
+            _file_of(world, number).unlink(missing_ok=True)  # no other ranks meet there
         raise
     if world.node_count == 1:
         _use_interface("lo")

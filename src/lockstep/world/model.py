@@ -21,7 +21,7 @@ class World:
         placed: whether local and node numbers are known; if not, they are guesses of a single node, and
             the ranks find out when they meet.
         address: host of the store where the ranks meet: rank 0's, unless the launcher hosts it.
-        port: port of that store; `None` where nobody chose one: then the ranks agree on one under `key`.
+        port: port of that store; `None` where none is given: then the ranks agree on one under `key`.
         key: a name that the processes of this job share, and no other process on their nodes.
         file: a file on a directory that all nodes share, in which the ranks meet instead.
         launch_file: a file of the launcher's, which no other user can open, in which the ranks meet.

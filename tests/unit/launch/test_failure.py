@@ -119,7 +119,7 @@ def test_other_lockstep_errors_exit_with_one(workers):
     ("code", "said"),
     [
         (5, "exit code 5"),
-        (-9, "signal 9 (SIGKILL): out of memory, or somebody's kill -9"),
+        (-9, "signal 9 (SIGKILL): out of memory, or kill -9 by a user"),
         (-7, "signal 7 (SIGBUS): shared memory that is full"),
         (-11, "signal 11 (SIGSEGV)"),
         (-15, "signal 15 (SIGTERM)"),

@@ -152,7 +152,7 @@ def test_nobody_reads(states, output, capsys, monkeypatch):
     states([JobState(state="RUNNING")])
     monkeypatch.setattr(follow.Follower, "_show", closed)
     assert follow.Follower("12", output).follow() == 130
-    assert "nobody reads the output: job 12 goes on" in capsys.readouterr().err
+    assert "the output is not read any more: job 12 goes on" in capsys.readouterr().err
 
 
 def test_what_arrives_late_is_shown(states, output, capsys, monkeypatch):
@@ -190,6 +190,6 @@ def test_slurm_that_stays_away(states, output, monkeypatch):
 
 def test_a_job_that_slurm_has_forgotten(states, output, capsys):
     states([slurm.UnknownJobError("12")])
-    with pytest.raises(RunError, match="forgotten job 12, and nobody knows how it ended"):
+    with pytest.raises(RunError, match="forgotten job 12, so that it is not known how it ended"):
         follow.Follower("12", output).follow()
     assert capsys.readouterr().out == "epoch 1\n"

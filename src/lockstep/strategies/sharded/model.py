@@ -244,7 +244,7 @@ class ShardedModel(CutState, WrappedModel):
         total, notes = started.finish()
         self._check_notes(number, notes)
         used = self._used[number]
-        if not all(used):  # otherwise nobody waits for a device to tell
+        if not all(used):  # otherwise no rank waits for its device
             used = (notes[:, _NOTES:] != 0).any(0).tolist()
         for is_used, (parameter, part) in zip(used, unit.unpack(total, self._size), strict=True):
             if is_used:
@@ -313,7 +313,7 @@ class ShardedModel(CutState, WrappedModel):
             check_updates(optimizer, updated)
 
     def close(self) -> None:
-        """The run is over: there is nobody to gather from."""
+        """The run is over: there is no rank to gather from."""
         self._is_over = True
 
     def gathers_in(
@@ -388,7 +388,7 @@ class _Refusal:
 
 
 def _refuse_state(module: nn.Module, _prefix: str, keep_vars: bool) -> None:
-    """Refuse `state_dict()`: this rank has parts only. With `keep_vars` nobody means to save it."""
+    """Refuse `state_dict()`: this rank has parts only. With `keep_vars` it is not for saving."""
     if not keep_vars:
         raise ModelError(
             f"{type(module).__name__}.state_dict() was called, and this rank holds a part of each "
