@@ -74,7 +74,8 @@ class Client:
         """Send a message; see `messages.pieces` for its fields.
 
         Raises:
-            PeerError: if the server is gone.
+            PeerError: if the server is gone, or another worker.
+            ModelError: if it could not do what was asked for.
         """
         views = deque(pieces(kind, tensors, **fields))
         self.sent += sum(one.nbytes for one in views)
@@ -86,7 +87,7 @@ class Client:
                 if done:
                     views[0] = views[0][done:]
         except OSError as error:
-            raise self._gone() from error
+            raise self._last_error() from error
 
     def receive(self, kind: Kind, into: torch.Tensor | None = None) -> Message:
         """Wait for a message of one kind.
@@ -168,6 +169,15 @@ class Client:
                 raise self._gone()
             memory = memory[count:]
 
+    def _last_error(self) -> RunError:
+        """Return why the server takes nothing more: what it sent before it closed, if it told that."""
+        try:
+            while True:
+                header, _ = self._next()
+                self._fill(view(torch.empty(header.payload, dtype=torch.uint8)))
+        except RunError as error:
+            return error
+
     def strange(self, what: str) -> PeerError:
         """Return what to raise where a server says what no server says."""
         hint = "are its node and this one at the same version of Lockstep?"
@@ -182,7 +192,7 @@ class Client:
     def close(self) -> None:
         """Tell the server that the worker leaves, if it still listens, and close the connection."""
         self._socket.settimeout(_BYE_SECONDS)
-        with contextlib.suppress(PeerError):  # it is gone already
+        with contextlib.suppress(RunError):  # it is gone already
             self.send(Kind.BYE)
         self._socket.close()
 

@@ -24,6 +24,8 @@ from lockstep.parameter_server.messages import (
 
 #: Bytes of this machine: no message has as many.
 _MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+#: Bytes that one worker may send before another one's turn comes.
+_TURN = 1 << 24
 
 
 class BrokenError(Exception):
@@ -95,12 +97,13 @@ class Connection:
     # --- in --------------------------------------------------------------------------------------
 
     def read(self, handle: Callable[[Connection, Message], None]) -> None:
-        """Take what has come, and handle the messages that are whole.
+        """Take what has come, 16 MB at most, and handle the messages that are whole.
 
         Raises:
             BrokenError: if the connection has ended, or says what no worker says.
         """
-        while isinstance(self._wanted, memoryview):
+        left = _TURN
+        while left > 0 and isinstance(self._wanted, memoryview):
             try:
                 count = self._socket.recv_into(self._wanted)
             except BlockingIOError:
@@ -109,6 +112,7 @@ class Connection:
                 raise BrokenError(str(error)) from error
             if not count:
                 raise BrokenError("it closed its connection")
+            left -= count
             self.received += count
             self._wanted = self._wanted[count:]
             while isinstance(self._wanted, memoryview) and not self._wanted:

@@ -1,7 +1,8 @@
 """Where the servers of a launch are, and how workers and servers know each other.
 
 Servers are no ranks. They know the launch from the variables that its workers have, and leave their address
-in its store. One of these variables is a secret, which is in no store and in no message.
+in its store. One of these variables is a secret. It is in no message;
+under `lockstep run` on one machine it is in no store either.
 """
 
 from __future__ import annotations

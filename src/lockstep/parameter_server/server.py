@@ -8,6 +8,7 @@ import secrets
 import selectors
 import socket
 import sys
+import time
 from typing import Any
 
 import torch
@@ -17,8 +18,12 @@ from lockstep.parameter_server.discovery import proof
 from lockstep.parameter_server.messages import Kind, Message, megabytes
 from lockstep.parameter_server.session import Session
 
-#: Connections at a time that have not shown the token; the oldest is closed for another one.
+#: Connections at a time that have not shown the token; others wait in the system's queue meanwhile.
 _MOST_UNKNOWN = 128
+#: Seconds that each of them may take to; workers do as soon as they are connected.
+_GREETING_SECONDS = 10.0
+#: Seconds without new connections where the system has no descriptor or memory for one more.
+_PAUSE = 0.5
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
@@ -36,7 +41,8 @@ class Server:
         self._pool = Pool()
         self._sessions: dict[str, Session] = {}
         self._workers: dict[Connection, Session] = {}
-        self._unknown: dict[Connection, str] = {}  # what they are to authenticate themselves with
+        self._unknown: dict[Connection, tuple[str, float]] = {}  # nonce, and when it is dropped
+        self._paused_until: float | None = None  # without new connections; None while they come in
         self._writing: set[Connection] = set()
         self._selector = selectors.DefaultSelector()
         self._wake, self._waker = socket.socketpair()
@@ -61,7 +67,7 @@ class Server:
     def run(self) -> None:
         """Serve until `end` is called and all workers have left."""
         while not self._ending or self._workers:
-            for key, events in self._selector.select():
+            for key, events in self._selector.select(self._timeout()):
                 if key.fileobj is self._listener:
                     self._accept()
                 elif isinstance(key.fileobj, Connection):
@@ -73,6 +79,8 @@ class Server:
                     wants = _READ | _WRITE if connection.has_output else _READ
                     self._selector.modify(connection, wants)
                     self._writing ^= {connection}
+            # Only here, where no connection is dropped that `select` has returned.
+            self._check_unknown()
         self._selector.close()
         for connection in self._unknown:
             connection.close()
@@ -85,11 +93,37 @@ class Server:
             connection = Connection(accepted, self._pool)
         except (BlockingIOError, ConnectionError):
             return  # it is gone already
-        self._unknown[connection] = secrets.token_hex(16)
-        connection.send(Kind.CHALLENGE, meta={"nonce": self._unknown[connection]})
+        except OSError:  # EMFILE, ENFILE, ENOBUFS, ENOMEM: that passes
+            self._pause(_PAUSE)
+            return
+        nonce = secrets.token_hex(16)
+        self._unknown[connection] = nonce, time.monotonic() + _GREETING_SECONDS
+        connection.send(Kind.CHALLENGE, meta={"nonce": nonce})
         self._selector.register(connection, _READ)
-        if len(self._unknown) > _MOST_UNKNOWN:
-            self._drop(next(iter(self._unknown)), BrokenError("it has not shown the token"))
+        if len(self._unknown) >= _MOST_UNKNOWN:
+            self._pause(0.0)
+
+    def _pause(self, seconds: float) -> None:
+        """Accept no connection for some time, and while there are too many unknown ones."""
+        self._paused_until = time.monotonic() + seconds
+        self._selector.unregister(self._listener)
+
+    def _timeout(self) -> float | None:
+        """Return after how many seconds `_check_unknown` has something to do."""
+        due = [until for _, until in self._unknown.values()]
+        if self._paused_until is not None and len(self._unknown) < _MOST_UNKNOWN:
+            due.append(self._paused_until)
+        return max(0.0, min(due) - time.monotonic()) if due else None
+
+    def _check_unknown(self) -> None:
+        """Drop connections that have not shown the token in time; accept others when there is room."""
+        now = time.monotonic()
+        for connection in [one for one, (_, until) in self._unknown.items() if until <= now]:
+            self._drop(connection, BrokenError("it has not shown the token"))
+        paused = self._paused_until
+        if paused is not None and paused <= now and len(self._unknown) < _MOST_UNKNOWN:
+            self._paused_until = None
+            self._selector.register(self._listener, _READ)
 
     def _attend(self, connection: Connection, events: int) -> None:
         try:
@@ -111,7 +145,7 @@ class Server:
 
     def _authenticate(self, connection: Connection, meta: dict[str, Any]) -> None:
         """Let a worker join its session that proves that it knows the token."""
-        nonces = (self._unknown[connection], str(meta.get("nonce")))
+        nonces = (self._unknown[connection][0], str(meta.get("nonce")))
         shown = str(meta.get("proof")).encode(errors="replace")
         # Before anything else is looked at.
         if not hmac.compare_digest(shown, proof(self._token, "worker", nonces).encode()):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import resource
 import socket
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +16,7 @@ import torch
 
 from lockstep.errors import PeerError
 from lockstep.exchange.base import Forest
+from lockstep.parameter_server import server
 from lockstep.parameter_server.client import Client, Clients
 from lockstep.parameter_server.connection import Connection, Pool
 from lockstep.parameter_server.discovery import proof
@@ -82,11 +86,63 @@ def test_a_connection_without_the_token(
 def test_a_crowd_without_the_token_leaves_room_for_workers(
     serve: Callable[[int], Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lockstep.parameter_server.server._MOST_UNKNOWN", 2)
+    monkeypatch.setattr(server, "_MOST_UNKNOWN", 2)
     service = serve(1)
-    crowd = [service.connect(0) for _ in range(5)]
+    crowd = [service.connect(0) for _ in range(3)]
+    waits = [service.connect(0) for _ in range(2)]
+    for one in crowd:
+        one.close()
+    assert all(one.recv(1) for one in waits), "none of them is closed for another"
+    for one in waits:
+        one.close()
     assert works(service.join(0, 1, 1))
-    assert all(map(is_closed, crowd[:3]))
+
+
+def test_connections_that_do_not_show_the_token_in_time(
+    serve: Callable[[int], Service], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_MOST_UNKNOWN", 2)
+    service = serve(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(server, "_GREETING_SECONDS", 0.2)
+        crowd = [service.connect(0) for _ in range(5)]
+        for one in crowd:
+            one.sendall(hello(b"{}")[:5])
+        assert all(map(is_closed, crowd))
+    assert works(service.join(0, 1, 1))
+
+
+def test_no_descriptor_is_left_for_a_connection(serve: Callable[[int], Service]) -> None:
+    service, soft_hard = serve(1), resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as connection:
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, soft_hard[1]))
+        try:
+            connection.connect(("127.0.0.1", service.ports[0]))
+            deadline = time.monotonic() + SECONDS
+            while service.servers[0]._paused_until is None:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, soft_hard)
+        assert works(service.join(0, 1, 1))
+
+
+def test_a_worker_sends_for_one_turn_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.parameter_server.connection._TURN", HEADER.size)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        there = socket.create_connection(listener.getsockname())
+        here, _ = listener.accept()
+    connection, seen = Connection(here, Pool()), list[int]()
+    connection.rank = 0
+    there.sendall(b"".join(HEADER.pack(Kind.PUSH, 0, 0, n, 0, 0) for n in range(3)))
+    here.recv(3 * HEADER.size, socket.MSG_PEEK)
+    for turn in range(3):
+        connection.read(lambda _, message: seen.append(message.header.number))
+        assert seen == list(range(turn + 1))
+    there.close()
+    connection.close()
 
 
 def test_what_one_connection_has_proved_proves_nothing_on_another(
@@ -166,3 +222,18 @@ def test_answers_that_no_server_gives(
     with pytest.raises(PeerError, match=message) as refused:
         exchange.start([torch.ones(4)], last=True)
     assert refused.value.hint
+
+
+def test_why_a_server_takes_nothing_more(impostor: tuple[Client, socket.socket]) -> None:
+    client, server = impostor
+    client.expect(0, lambda: torch.empty(4))
+    server.sendall(b"".join(pieces(Kind.VERSION, [torch.ones(4)])))
+    server.sendall(b"".join(pieces(Kind.ERROR, meta={"message": "rank 1 has left", "hint": None})))
+    server.close()
+
+    def send() -> None:
+        for _ in range(1000):
+            client.send(Kind.PUSH, [torch.ones(1 << 16)])
+
+    with pytest.raises(PeerError, match="rank 1 has left"):
+        send()
