@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from lockstep.check.rules import RULES
@@ -38,6 +41,39 @@ def test_a_fix_is_shown_and_made(lockstep):
     done = lockstep("check", "--fix", bad)
     assert (done.code, done.out, done.err) == (0, "No findings.\n", "1 fixed\n")
     assert lockstep("check", "--diff", bad).code == 0
+
+
+def test_a_fix_keeps_the_mode_and_follows_links(lockstep):
+    bad = lockstep.directory / lockstep.script(BAD, "bad.py")
+    bad.chmod(0o751)
+    link = bad.with_name("link.py")
+    link.symlink_to(bad)
+    done = lockstep("check", "--fix", "link.py")
+    assert (done.code, done.err) == (0, "1 fixed\n")
+    assert bad.stat().st_mode & 0o777 == 0o751
+    assert link.is_symlink()
+    assert bad.read_text() != BAD
+
+
+def test_a_fix_that_cannot_be_written_leaves_the_script(tmp_path):
+    """The shell's limit on the size of files stands for a disk that is full."""
+    bad = tmp_path / "bad.py"
+    bad.write_text(BAD)
+    words = ["bash", "-c", 'ulimit -f 0; exec "$0" -m lockstep check --fix "$1"', sys.executable]
+    done = subprocess.run([*words, bad], check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert f"{bad} cannot be written" in done.stderr
+    assert bad.read_text() == BAD
+    assert list(tmp_path.iterdir()) == [bad]
+
+
+def test_only_what_is_mended_is_counted(lockstep):
+    script = lockstep.script(BAD + "\n\n" + HANGS, "two.py")
+    done = lockstep("check", "--fix", script)
+    assert done.code == 1
+    assert "LS401" in done.out
+    assert "LS202" not in done.out
+    assert done.err == "1 fixed\n"
 
 
 def test_rules_are_listed_and_explained(lockstep):

@@ -137,7 +137,8 @@ def _findings(
             column = _column(module, hit)
             end = line + (hit.node.end_lineno or hit.node.lineno) - hit.node.lineno
             fixable = bool(hit.edits) and not module.cells
-            yield Finding(path, line, column, end, code, text, rule.harm, cell, fixable)
+            harm = hit.harm or rule.harm
+            yield Finding(path, line, column, end, code, text, harm, cell, fixable)
     if edits:
         outcome.edits[path] = module, edits
 

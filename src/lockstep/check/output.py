@@ -48,7 +48,7 @@ def as_json(outcome: Outcome) -> str:
             "name": _name(one.code),
             "message": one.message,
             "harm": one.harm,
-            "fixable": one.fixable,
+            "fix": RULES[one.code].fix if one.fixable else None,
         }
         for one in outcome.findings
     ]

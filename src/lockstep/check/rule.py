@@ -25,11 +25,13 @@ class Hit:
         node: where.
         message: says more than the rule's own message, or nothing.
         edits: what would mend it, or nothing.
+        harm: what comes of it, where that is not the rule's own harm.
     """
 
     node: ast.expr | ast.stmt
     message: str | None = None
     edits: tuple[Edit, ...] = ()
+    harm: Harm | None = None
 
 
 Finder = Callable[[Script], Iterator[Hit]]

@@ -40,7 +40,7 @@ FLAVOURS = {
     "lockstep.Run": "lockstep",
 }
 #: A guard whose body runs on one rank.
-_GUARD_CALLS = {"first", "main_process_first", "local_main_process_first"}
+_GUARD_CALLS = {"main_process_first", "local_main_process_first", "rank_zero_first"}
 _GUARD_DECORATORS = {
     "rank_zero_only",
     "on_main_process",
@@ -295,11 +295,9 @@ class Script:
     def _branches(self, node: ast.AST) -> Iterator[tuple[ast.AST, bool]]:
         current = node
         while (parent := self.module.parents.get(current)) is not None:
-            if isinstance(parent, ast.If):
-                if current in parent.body:
-                    yield parent, True
-                elif current in parent.orelse:
-                    yield parent, False
+            if isinstance(parent, ast.If | ast.IfExp) and current is not parent.test:
+                body = parent.body if isinstance(parent, ast.If) else [parent.body]
+                yield parent, current in body
             current = parent
 
     def earlier(self, one: ast.expr, other: ast.expr) -> bool:

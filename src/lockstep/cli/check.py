@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
+import stat
 import sys
+import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,7 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     add("--select", metavar="CODE,…", help="run these rules only: codes, their beginnings, or ALL")
     add("--ignore", metavar="CODE,…", help="leave these rules out")
     add(
-        "--output-format",
+        "--format",
         choices=("text", "json", "sarif", "github"),
         default="text",
         help="how findings are written (default: text)",
@@ -69,10 +73,10 @@ def handle(options: argparse.Namespace) -> int:
     if options.fix and outcome.edits:
         for path, (module, edits) in outcome.edits.items():
             _write(path, fix.apply(module, edits), module.encoding)
-        mended = sum(one.fixable for one in outcome.findings)
+        before = _counted(outcome)
         outcome = engine.check(paths, flags)
-        print(f"{mended} fixed", file=sys.stderr)
-    if written := FORMS[options.output_format](outcome):
+        print(f"{(before - _counted(outcome)).total()} fixed", file=sys.stderr)
+    if written := FORMS[options.format](outcome):
         print(written)
     return int(bool(outcome.findings) and not options.exit_zero)
 
@@ -112,9 +116,29 @@ def _diff(outcome: Outcome) -> int:
     return int(bool(outcome.edits))
 
 
+def _counted(outcome: Outcome) -> Counter[tuple[Path, str]]:
+    """Return how many findings of each rule each file has."""
+    return Counter((one.path, one.code) for one in outcome.findings)
+
+
 def _write(path: Path, text: str, encoding: str) -> None:
+    """Put a text in the place of a file, whole or not at all; its mode stays."""
+    target = path.resolve()
     try:
-        path.write_bytes(text.encode(encoding))
+        with target.open("r+b") as file:  # refuses a file that may not be written
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+        descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+        temporary = Path(name)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(text.encode(encoding))
+                os.fchmod(file.fileno(), mode)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(target)
+        except BaseException:
+            temporary.unlink()
+            raise
     except OSError as error:
         raise OutputError(f"{path} cannot be written: {error.strerror}") from None
 

@@ -50,6 +50,10 @@ FOUND = {
             "    log(loss)\n"
         ),
     ),
+    "a move before the first loop": (
+        "LS304",
+        "o = torch.optim.SGD(net.parameters())\nnet.cuda()\nfor x in d:\n    net(x).backward()\n",
+    ),
     "the loop is two functions": (
         "LS403",
         (
@@ -83,6 +87,20 @@ SILENT = {
         "def f():\n  if rank != 0:\n    dist.barrier()\n  load()\n  if rank == 0:\n    dist.barrier()\n",
     ),
     "whether there are ranks at all": ("LS401", "if rank != -1:\n    dist.barrier()\n"),
+    "each branch of an expression calls it": (
+        "LS401",
+        "dist.gather(x, out) if rank == 0 else dist.gather(x)\n",
+    ),
+    "a move after the training": (
+        "LS304",
+        "o = torch.optim.SGD(net.parameters())\nfor x in d:\n    net(x).backward()\nnet.to('cpu')\n",
+    ),
+    "Fabric's guard": (
+        "LS206",
+        "with fabric.rank_zero_first():\n    data = MNIST('data', download=True)\n",
+    ),
+    "a barrier finds its device": ("LS103", "DDP(net.to(rank))\ndist.barrier()\n"),
+    "objects over a group of its own": ("LS103", "dist.broadcast_object_list(o, group=gloo)\n"),
     "a group of its own": ("LS401", "if rank < 2:\n    dist.all_reduce(x, group=pair)\n"),
     "the trainer knows its rank by another name": (
         "LS301",
@@ -142,6 +160,33 @@ def test_found(code: str, text: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("code", "text"), SILENT.values(), ids=SILENT)
 def test_silent(code: str, text: str, tmp_path: Path) -> None:
     assert codes(tmp_path, text, code) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "harm"),
+    [
+        ("LS408", "if rank == 0:\n        optimizer.step()", "corrupts"),
+        ("LS408", "if rank == 0:\n        net(x).backward()", "hangs"),
+        ("LS406", "scaler.scale(net(x)).backward()\n    scaler.step(optimizer)", "fails"),
+        ("LS304", "pass\ndef f(n):\n    torch.optim.SGD(n.parameters())\n    n.to(0)", "misleads"),
+    ],
+)
+def test_a_place_may_do_other_harm_than_its_rule(
+    code: str, text: str, harm: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"{HEAD}net = DDP(net)\nfor x in d:\n    net(x).backward()\n    {text}\n")
+    found = engine.check([script], Selection(select=(code,))).findings
+    assert [(one.code, one.harm) for one in found] == [(code, harm)]
+
+
+def test_no_warning_at_exit_over_gloo(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    text = HEAD + "for x in d:\n    net(x).backward()\n"
+    for backend, expected in (("nccl", ["LS107"]), ("gloo", [])):
+        script.write_text(text.replace("nccl", backend))
+        found = engine.check([script], Selection(select=("LS107",))).findings
+        assert [one.code for one in found] == expected
 
 
 def test_calls_are_followed_into_the_projects_modules(tmp_path: Path) -> None:

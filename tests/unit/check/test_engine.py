@@ -142,7 +142,9 @@ def test_forms(tmp_path: Path) -> None:
     assert f"a,b.py:{LINE}:12: LS202 [*] " in text
     assert text.endswith("1 finding, 1 of which --fix mends.")
     (row,) = json.loads(FORMS["json"](outcome))
-    assert (row["code"], row["line"], row["column"], row["fixable"]) == ("LS202", LINE, 12, True)
+    assert {"path", "line", "column", "code", "message", "fix"} <= set(row)
+    assert (row["code"], row["line"], row["column"]) == ("LS202", LINE, 12)
+    assert row["fix"] == RULES["LS202"].fix
     (run,) = json.loads(FORMS["sarif"](outcome))["runs"]
     (result,) = run["results"]
     assert result["level"] == "error"

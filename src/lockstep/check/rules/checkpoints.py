@@ -125,7 +125,7 @@ def prefixed(script: Script) -> Iterator[Hit]:
     "state of the model loaded into its wrapper",
     "the checkpoint has the names of model.module, and the wrapper's begin with module.: load into model.module",
     "fails",
-    why="""What `model.module.state_dict()` saved has names without `module.`. `load_state_dict` of the wrapper misses every
+    why="""The names in `model.module.state_dict()` do not begin with `module.`. `load_state_dict` of the wrapper misses every
     one of them, or with `strict=False` silently loads nothing.""",
     bad="""
     import torch

@@ -69,7 +69,7 @@ def _environment(script: Script) -> Iterator[tuple[ast.Assign, str, ast.expr]]:
     "LS102",
     "--local_rank that torchrun does not pass",
     "torchrun passes no such option, so every rank has the default: read the variable LOCAL_RANK",
-    "corrupts",
+    "fails",
     why="""`torch.distributed.launch` passed `--local_rank`; torchrun sets the variable `LOCAL_RANK` and passes nothing.
     Under torchrun every rank has the default: all use one GPU, or none. (`lockstep run` passes the option where a
     script declares it.)""",
@@ -108,49 +108,56 @@ def local_rank_option(script: Script) -> Iterator[Hit]:
 @rule(
     "LS103",
     "no device set for NCCL",
-    "no rank sets its device: barrier() and collectives of objects all use GPU 0; call torch.cuda.set_device",
-    "hangs",
-    why="""NCCL has one communicator per GPU. Where a rank has not set its device, `barrier()`, `broadcast_object_list`
-    and the like use GPU 0 on every rank: they hang, or fail with a duplicate GPU, and each rank holds some memory there.""",
+    "no rank sets its device: collectives of objects use GPU 0 on every rank; call torch.cuda.set_device",
+    "fails",
+    why="""Collectives of objects (`broadcast_object_list`, `all_gather_object` and the like) send tensors of the current
+    device. Where a rank has not set its device, that is GPU 0 on every rank, and NCCL fails with a duplicate GPU.""",
     bad="""
-    import os
     import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
 
-    def main(net):
+    def main(settings):
         dist.init_process_group("nccl")
-        rank = int(os.environ["LOCAL_RANK"])
-        model = DistributedDataParallel(net.to(rank), device_ids=[rank])
-        dist.barrier()
+        dist.broadcast_object_list(settings)
         dist.destroy_process_group()
     """,
     good="""
     import os
     import torch
     import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
 
-    def main(net):
-        rank = int(os.environ["LOCAL_RANK"])
-        torch.cuda.set_device(rank)
+    def main(settings):
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl")
-        model = DistributedDataParallel(net.to(rank), device_ids=[rank])
-        dist.barrier()
+        dist.broadcast_object_list(settings)
         dist.destroy_process_group()
     """,
 )
 def no_device(script: Script) -> Iterator[Hit]:
-    """Find groups of NCCL in programs that set no device, and call what then uses GPU 0."""
+    """Find collectives of objects over NCCL in programs that set no device.
+
+    `barrier` is none of them: it takes the device of the group's earlier collectives, or one by the rank.
+    """
     if sets_device(script) or not script.plain:
         return
-    bare = {"dist.barrier", "dist.broadcast_object_list", "dist.all_gather_object"}
-    bare |= {"dist.gather_object", "dist.scatter_object_list"}
-    if not bare & script.called:
+    others = (script.of(module) for module in script.program)
+    backends = [
+        script.constants_of(argument(call, "backend", 0))
+        for other in others
+        for call in other.calls("dist.init_process_group")
+    ]
+    if not backends or any(values != ["nccl"] for values in backends):
         return
-    for call in script.calls("dist.init_process_group"):
-        backend = argument(call, "backend", 0)
-        if backend is not None and script.constants(backend) == ["nccl"]:
+    for call in script.calls(*_OF_OBJECTS):
+        if argument(call, "group") is None and argument(call, "device") is None:
             yield Hit(call)
+
+
+_OF_OBJECTS = (
+    "dist.broadcast_object_list",
+    "dist.all_gather_object",
+    "dist.gather_object",
+    "dist.scatter_object_list",
+)
 
 
 def sets_device(script: Script) -> bool:
@@ -320,9 +327,9 @@ def cannot_start(script: Script) -> Iterator[Hit]:
     "LS107",
     "no destroy_process_group",
     "the process group is never destroyed: call dist.destroy_process_group() at the end",
-    "hangs",
-    why="""Without it ranks leave while others still talk to them: NCCL may hang or abort at exit, and PyTorch warns of
-    leaked resources.""",
+    "misleads",
+    why="""NCCL's process group warns at exit that it was not destroyed and that resources may leak. The warning stands last
+    in the log, where the reason of a failure is looked for.""",
     bad="""
     import torch.distributed as dist
 
@@ -344,12 +351,14 @@ def cannot_start(script: Script) -> Iterator[Hit]:
     """,
 )
 def no_destroy(script: Script) -> Iterator[Hit]:
-    """Find groups that are made and never destroyed, in scripts of their own."""
+    """Find groups that may be NCCL's and are never destroyed, in scripts of their own."""
     if script.says("destroy_process_group") or not script.plain or not script.trains:
         return
     for call in script.calls("dist.init_process_group"):
-        yield Hit(call)
-        return
+        backends = script.constants_of(argument(call, "backend", 0))
+        if any("nccl" in str(one) for one in backends) or (not backends and script.cuda):
+            yield Hit(call)
+            return
 
 
 @rule(
@@ -357,8 +366,8 @@ def no_destroy(script: Script) -> Iterator[Hit]:
     "processes started outside the main guard",
     "each process that starts imports this module and comes here again: put it under if __name__ == '__main__'",
     "fails",
-    why="""Spawned processes import the main module. What stands at its top level runs in each of them: they would start
-    processes themselves, which Python refuses with "bootstrapping phase".""",
+    why="""Spawned processes import the main module, and its top level runs in each of them: they would start processes
+    themselves, which Python refuses with "bootstrapping phase".""",
     bad="""
     import torch.multiprocessing as mp
     import torch.distributed as dist

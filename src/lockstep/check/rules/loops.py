@@ -23,8 +23,8 @@ def runs(script: Script) -> bool:
     "value that decides later and is not registered",
     "this decides in a later epoch, and a run that goes on after a crash starts with its first value: run.register it",
     "corrupts",
-    why="""A run that goes on passes over the epochs that are done, so a variable of the script is what it was at the top. What
-    decides something later, such as the best value so far, is part of the state.""",
+    why="""A run that goes on passes over the epochs that are done, so a variable of the script has its first value. A value
+    that decides something later, such as the best accuracy so far, is part of the state.""",
     bad="""
     import lockstep
 
@@ -96,7 +96,7 @@ def _starts_before(script: Script, loop: Loop, name: str) -> bool:
     "random draw before the Run",
     "the run seeds its generators when it begins: this draw comes from another state; move it inside",
     "misleads",
-    why="""`lockstep.Run` sets the generators from its seed. What is drawn before is not a function of that seed, and
+    why="""`lockstep.Run` sets the generators from its seed. A draw before that is not a function of the seed, and
     changes with the way the script is started.""",
     bad="""
     import lockstep

@@ -21,8 +21,8 @@ _SHOWS = {"print", "add_scalar", "info", "log", "log_metric", "log_metrics", "wr
     "loss of one rank shown as the loss",
     "this is the loss of rank 0's samples: reduce it over ranks to show the loss",
     "misleads",
-    why="""Each rank has its own samples. What rank 0 shows is the loss over a part of the batch, noisier than the loss that
-    is minimised, and on other numbers of ranks over another part.""",
+    why="""Each rank has its own samples. The loss on rank 0 is the mean over a part of the batch: it is noisier than the loss that
+    is minimised, and on other numbers of ranks it is the mean over another part.""",
     bad="""
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel as DDP

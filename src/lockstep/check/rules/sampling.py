@@ -208,7 +208,7 @@ def multiplied_batch(script: Script) -> Iterator[Hit]:
     "LS205",
     "no sampler for several ranks",
     "every rank reads the whole dataset: give the loader a DistributedSampler",
-    "corrupts",
+    "misleads",
     why="""Each rank has a loader of its own. Without a sampler that deals samples out, every rank goes over all of them:
     an epoch takes as many steps as on one rank, and sees each sample once per rank.""",
     bad="""

@@ -69,10 +69,11 @@ def scaled_loss(call: ast.Call) -> bool:
 @rule(
     "LS406",
     "loss scaler stepped wrongly",
-    "the optimizer steps by scaled gradients, or the scale is never adapted",
+    "the optimizer steps by scaled gradients, or scaler.update() is never called",
     "corrupts",
     why="""Gradients of a scaled loss are multiplied by the scale. `scaler.step(optimizer)` divides by it and leaves steps
-    with infinities out, which `optimizer.step()` does not; `scaler.update()` adapts the scale, and has to follow.""",
+    with infinities out, which `optimizer.step()` does not. `scaler.update()` has to follow each step: a second one without
+    it raises "step() has already been called since the last update()".""",
     bad="""
     import torch
     import torch.distributed as dist
@@ -113,6 +114,5 @@ def wrong_scaler(script: Script) -> Iterator[Hit]:
             if plain and not by_scaler and not script.exclusive(step, backward):
                 yield Hit(step, "these gradients are scaled: call scaler.step(optimizer) instead")
         if by_scaler and ".update" not in script.called:
-            yield Hit(
-                by_scaler[0], "the scale is never adapted: call scaler.update() after the step"
-            )
+            second = "the second step raises RuntimeError: call scaler.update() after each"
+            yield Hit(by_scaler[0], second, harm="fails")

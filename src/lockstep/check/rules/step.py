@@ -364,6 +364,8 @@ def leaves_alone(script: Script) -> Iterator[Hit]:
 )
 def step_of_some(script: Script) -> Iterator[Hit]:
     """Find backward passes and optimizer steps under a guard by the rank."""
+    backward = "only some ranks run this backward pass, which waits for the gradients of the others"
+    step = "only some ranks take this step: the others have other weights afterwards"
     others = {"dist.send", "dist.recv", "dist.isend", "dist.irecv"}
     if "DDP" not in script.called or others & script.called or script.says("dist.rpc"):
         return
@@ -373,4 +375,5 @@ def step_of_some(script: Script) -> Iterator[Hit]:
         if call.func.attr == "step" and not optimizer:
             continue
         if isinstance(script.guard(call), ast.If) and script.step_loop(call) is not None:
-            yield Hit(call)
+            alone = call.func.attr == "step"
+            yield Hit(call, step if alone else backward, harm="corrupts" if alone else "hangs")

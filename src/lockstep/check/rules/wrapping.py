@@ -17,8 +17,8 @@ from lockstep.check.source import dotted
     "optimizer made before the model is complete",
     "the optimizer above has the parameters from before this: make it after",
     "corrupts",
-    why="""FSDP and other conversions replace parameters: an optimizer made before updates tensors that the model no longer
-    uses. For `.cuda()` and `.to()` PyTorch asks for the same order.""",
+    why="""FSDP replaces parameters: an optimizer made before updates tensors that the model no longer uses. `.cuda()` and
+    `.to()` keep the parameters, and PyTorch's documentation asks for the same order.""",
     bad="""
     import torch
     import torch.distributed as dist
@@ -45,70 +45,36 @@ from lockstep.check.source import dotted
 def early_optimizer(script: Script) -> Iterator[Hit]:
     """Find a move or a sharding of a model, by its name, after the optimizer of its parameters."""
     for made in script.module.calls:
-        first = (
-            argument(made, "params", 0)
-            if script.name(made.func).startswith("torch.optim.")
-            else None
-        )
-        match first:
+        if not script.name(made.func).startswith("torch.optim."):
+            continue
+        match argument(made, "params", 0):
             case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="parameters")):
-                for call in script.module.calls:
-                    if script.earlier(made, call) and _replaces(script, call, name):
-                        moved = isinstance(call.func, ast.Attribute) and call.func.attr in (
-                            "to",
-                            "cuda",
-                        )
-                        yield Hit(call, _MOVED if moved else None)
-                        break
+                calls = [call for call in script.module.calls if script.earlier(made, call)]
+                sharded = [call for call in calls if _shards(script, call, name)]
+                moved = [call for call in calls if _moves(script, call, name)]
+                yield from (Hit(call) for call in sharded[:1])
+                if not sharded:
+                    yield from (Hit(call, _MOVED, harm="misleads") for call in moved[:1])
 
 
 #: Of a move, where parameters stay the same objects, but PyTorch asks for the order all the same.
 _MOVED = "the optimizer above was made before the model is moved: make it after"
 
 
-def _replaces(script: Script, call: ast.Call, name: str) -> bool:
+def _shards(script: Script, call: ast.Call, name: str) -> bool:
     first = call.args[0] if call.args else None
-    if script.name(call.func) in ("FSDP", "fully_shard"):
-        return isinstance(first, ast.Name) and first.id == name
+    sharding = script.name(call.func) in ("FSDP", "fully_shard")
+    return sharding and isinstance(first, ast.Name) and first.id == name
+
+
+def _moves(script: Script, call: ast.Call, name: str) -> bool:
+    """Whether a call moves a model before the function's first training loop."""
     match call.func:
-        case ast.Attribute(value=ast.Name(id=moved), attr="to" | "cuda"):
-            return moved == name
+        case ast.Attribute(value=ast.Name(id=moved), attr="to" | "cuda") if moved == name:
+            scope = script.module.scope(call)
+            loops = [one for one in script.step_loops if script.module.scope(one) is scope]
+            return all(call.lineno < loop.lineno for loop in loops)
     return False
-
-
-@rule(
-    "LS305",
-    "SyncBatchNorm after the wrapper",
-    "the model is in DistributedDataParallel already, which does not see the new layers: convert it before",
-    "corrupts",
-    why="""`convert_sync_batchnorm` makes new layers. DistributedDataParallel has registered the old ones' parameters and
-    buffers, and reduces those.""",
-    bad="""
-    import torch.distributed as dist
-    from torch import nn
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    def build(net):
-        dist.init_process_group("nccl")
-        model = DDP(net)
-        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    """,
-    good="""
-    import torch.distributed as dist
-    from torch import nn
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    def build(net):
-        dist.init_process_group("nccl")
-        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
-        return DDP(net)
-    """,
-)
-def late_sync_batchnorm(script: Script) -> Iterator[Hit]:
-    """Find conversions of a model that is wrapped."""
-    for call in script.methods("convert_sync_batchnorm"):
-        if call.args and script.wrapped_before(call.args[0], "DDP") is not None:
-            yield Hit(call)
 
 
 @rule(
