@@ -66,6 +66,7 @@ class Rendezvous:
         self._listens = listens or rounds is not None
         self._store: TCPStore | HashStore | None = None
         self._watch: _Watch | None = None
+        self._has_begun = False
         #: See the arguments; the agent, which starts the workers, knows better.
         self.policy, self.check = policy, check
         #: The other launchers, while a round goes on; `None` for a launcher that is alone.
@@ -129,12 +130,15 @@ class Rendezvous:
                 continue
             assert self.coordinator is not None
             self.generation = self._next
+            # Once the launch has begun, it does not depend on the store where launchers met.
+            check = self.check if self._has_begun else self._check_all
             try:
-                port = self.coordinator.enter(self.generation, self._open, self._check_all)
+                port = self.coordinator.enter(self.generation, self._open, check)
             except RoundOverError as over:
                 if over.decision.kind != "round":
                     raise
                 continue
+            self._has_begun = True
             if self._store is None and not self._connect(self.coordinator, port):
                 continue
             return port
@@ -215,7 +219,8 @@ class Rendezvous:
         self._store = None
         over = decision is not None and decision.kind in ("end", "done")
         if over and self._rounds is not None and self.roster.index == 0:
-            self._rounds.end()
+            with contextlib.suppress(RuntimeError):  # the store is gone: the verdict stands
+                self._rounds.end()
 
 
 class _Watch:

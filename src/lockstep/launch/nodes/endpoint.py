@@ -29,33 +29,32 @@ class Endpoint:
 
     Args:
         store: where they meet.
-        closing: called at the end.
-        announcer: tells others where the store is; on its host only.
+        entrance: what lets others find the store at a host: its port, and the lock of this host.
+        hosts: whether this launcher hosts the store.
+        file: the file of a shared directory in which they meet.
     """
 
     def __init__(
         self,
         store: dist.Store,
-        closing: contextlib.ExitStack,
-        announcer: port_discovery.Announcer | None = None,
+        entrance: contextlib.ExitStack,
+        *,
+        hosts: bool = False,
+        file: RendezvousFile | None = None,
     ) -> None:
-        self.store = store
-        self._announcer = announcer
-        self._closing = closing
-
-    @property
-    def hosts(self) -> bool:
-        """Whether this launcher hosts the store."""
-        return self._announcer is not None
+        self.store, self.hosts = store, hosts
+        self._entrance, self._file = entrance, file
 
     def admit_no_more(self) -> None:
-        """Tell no others where the store is, and leave the port to what follows."""
-        if self._announcer is not None:
-            self._announcer.close()
+        """Tell no others where the store is, and leave port and lock to what follows."""
+        self._entrance.close()
 
     def close(self) -> None:
         """Admit no more; leave no file behind."""
-        self._closing.close()
+        self._entrance.close()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 def enter(config: RendezvousConfig, seconds: float, check: Check) -> Endpoint:
@@ -73,8 +72,7 @@ def enter(config: RendezvousConfig, seconds: float, check: Check) -> Endpoint:
     with contextlib.ExitStack() as stack:
         if config.directory is not None:
             file = _open_file(config.directory, config.name, seconds, check)
-            stack.callback(file.close)
-            return Endpoint(file.store, stack.pop_all())
+            return Endpoint(file.store, stack, file=file)
         if config.index is None:
             hosts = stack.enter_context(host_lock(config.name)) and is_here(config)
         else:
@@ -87,7 +85,7 @@ def enter(config: RendezvousConfig, seconds: float, check: Check) -> Endpoint:
             config.name, store.port, loopback=loopback, port=config.port
         )
         stack.enter_context(announcer)
-        return Endpoint(store, stack.pop_all(), announcer)
+        return Endpoint(store, stack.pop_all(), hosts=True)
 
 
 def _find(config: RendezvousConfig, seconds: float, check: Check) -> dist.Store:

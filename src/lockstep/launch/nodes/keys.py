@@ -77,6 +77,7 @@ class RendezvousKeys:
     def __init__(self, store: dist.Store, check: Check) -> None:
         self.store = store
         self.check = check
+        self._heard: set[int] = set()
 
     def network(self, number: int) -> dist.Store:
         """Return a part of the store for the connectivity check of a round."""
@@ -109,9 +110,9 @@ class RendezvousKeys:
 
     def fail(self, number: int, error: WorldError) -> None:
         """Tell all who come to a round why it cannot begin; the first reason is told."""
-        self.store.add(f"round/{number}/heard", 1)
         if self.store.add(f"round/{number}/failures", 1) == 1:
             self.tell(f"round/{number}/failed", [error.message, error.hint])
+        self._count_heard(number)
 
     def check_failed(self, number: int) -> None:
         """Raise what was told of a round that cannot begin.
@@ -120,17 +121,27 @@ class RendezvousKeys:
             WorldError: the same for all.
         """
         if self.has(f"round/{number}/failed"):
-            self.store.add(f"round/{number}/heard", 1)
             message, hint = self.read(f"round/{number}/failed")
+            self._count_heard(number)
             raise WorldError(message, hint=hint)
+
+    def _count_heard(self, number: int) -> None:
+        """Count this launcher, once, among those that know why a round cannot begin."""
+        if number not in self._heard:
+            self._heard.add(number)
+            self.store.add(f"round/{number}/heard", 1)
 
     def linger(self, number: int) -> None:
         """Wait a moment until all who came to a round have read why it cannot begin."""
         heard, deadline = f"round/{number}/heard", time.monotonic() + _LINGER_SECONDS
         if not self.has(f"round/{number}/failed"):
             return
-        while self.store.add(heard, 0) < self.arrived(number) and time.monotonic() < deadline:
+        while self.store.add(heard, 0) < self._coming(number) and time.monotonic() < deadline:
             time.sleep(_PAUSE)
+
+    def _coming(self, number: int) -> int:
+        """Return how many are to read about a round; all of the launch are on their way to the first."""
+        return self.arrived(number) if self.newest() else self.store.add("founders", 0)
 
     # The launch.
 

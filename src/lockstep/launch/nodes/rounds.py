@@ -85,8 +85,8 @@ class Rounds:
         self.keys = RendezvousKeys(self._endpoint.store, check)
         self._cards: tuple[Card, ...] = ()
         self._replicas = terms.most * own.ranks
-        #: Number of this round.
-        self.number = 0
+        #: Number of this round, and of the one that this launcher joins.
+        self.number, self._joining = 0, 1
         #: Number of this round's first generation.
         self.generation = 0
         #: The launchers of this round.
@@ -108,7 +108,7 @@ class Rounds:
             yield
         except WorldError:
             if self._endpoint.hosts:
-                self.keys.linger(self.number or 1)
+                self.keys.linger(self._joining)
             raise
         except RuntimeError as error:
             why = str(error).partition("\n")[0]
@@ -241,7 +241,7 @@ class Rounds:
         )
         if text is not None:
             error = WorldError(text, hint=HINTS["versions"])
-            if self._terms.fixed:
+            if self._terms.fixed and self.keys.newest() == 0:
                 self.keys.fail(1, error)
             raise error
 
@@ -284,6 +284,7 @@ class Rounds:
     def _meet(self, expected: tuple[str, ...], *, may_close: bool) -> None:
         number, tries = self.keys.newest() + 1, 0
         while True:
+            self._joining = number
             cards = Join(
                 self.keys,
                 number,

@@ -9,6 +9,7 @@ an interface and an address for each member, or which pairs cannot reach each ot
 
 from __future__ import annotations
 
+import math
 import secrets
 import socket
 import sys
@@ -213,7 +214,7 @@ class _Member:
             "pairs",
             [asdict(one) for one in report],
             lambda told: self._result(cards, places, told),
-            self._seconds + self._patience,
+            self._seconds * math.ceil(len(cards) / _AT_ONCE) + self._patience,
         )
         return tuple(Reach(*place) for place in found)
 
@@ -226,7 +227,7 @@ class _Member:
             self._check_here(told, "left while the network was tried,")
             reports = [[Attempt.parse(one) for one in report] for _, report in told]
             places = choose(cards, reports)
-            if len(places[0]) != 1 and not last:
+            if not last and not all(_reaches(report, places[0]) for report in reports[1:]):
                 return []
             _compare_clocks(self._labels, [clock for clock, _ in told])
             return [[(one.interface, one.address) for one in there] for there in places]
@@ -258,8 +259,7 @@ class _Member:
     def _try(
         self, cards: Sequence[Card], targets: Sequence[tuple[int, Reach]], seconds: float
     ) -> list[Attempt]:
-        """Try all targets at once, for `seconds` at the most."""
-        deadline = time.monotonic() + seconds
+        """Try all targets, `_AT_ONCE` at a time, for `seconds` each at the most."""
 
         def attempt(target: tuple[int, Reach]) -> Attempt:
             member, place = target
@@ -268,26 +268,24 @@ class _Member:
                 member,
                 place,
                 None if leaving is None else Reach(leaving.name, leaving.address),
-                self._failure(cards, member, place, deadline),
+                self._failure(cards, member, place, seconds),
             )
 
         with ThreadPoolExecutor(max(1, min(_AT_ONCE, len(targets)))) as pool:
             return list(pool.map(attempt, targets))
 
-    def _failure(self, cards: Sequence[Card], member: int, place: Reach, deadline: float) -> str:
+    def _failure(self, cards: Sequence[Card], member: int, place: Reach, seconds: float) -> str:
         """Connect to a member; return why in vain, in words."""
-        found = _connect(cards[member], place, deadline)
+        found = _connect(cards[member], place, seconds)
         if found and any(one.address == place.address for one in self._own):
             return f"{self._labels[self._index]} has that address itself"
         return found
 
 
-def _connect(card: Card, place: Reach, deadline: float) -> str:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        return "not tried in time"
+def _connect(card: Card, place: Reach, seconds: float) -> str:
+    deadline = time.monotonic() + seconds
     try:
-        with socket.create_connection((place.address, card.port), timeout=left) as connection:
+        with socket.create_connection((place.address, card.port), timeout=seconds) as connection:
             told = hear(connection, deadline)
     except OSError as error:
         return why_unreached(error)
@@ -312,6 +310,11 @@ def choose(cards: Sequence[Card], reports: Sequence[Report]) -> list[list[Reach]
         else:
             places.append(list(card.offers[:1]))
     return places
+
+
+def _reaches(report: Report, places: Sequence[Reach]) -> bool:
+    """Return whether member 0 was reached at the first of these places."""
+    return any(one.place in places[:1] and not one.failure for one in report)
 
 
 def problem(cards: Sequence[Card], reports: Sequence[Report], labels: Sequence[str]) -> str:

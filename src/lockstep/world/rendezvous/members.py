@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lockstep.errors import WorldError
+from lockstep.errors import LockstepError, WorldError
 from lockstep.world.waiting import Check, await_any, go_on
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Members:
             raise self._kind(told["error"], hint=told["hint"])
         return told["answer"]
 
-    def refuse(self, question: str, error: WorldError) -> None:
+    def refuse(self, question: str, error: LockstepError) -> None:
         """Give an error as the answer, unless there is an answer."""
         self._post(question, {"error": error.message, "hint": error.hint})
 
@@ -106,9 +106,9 @@ class Members:
             return  # an error
         try:
             told = {"answer": answer([self.read(question, index) for index in everybody])}
-        except WorldError as error:
+        except LockstepError as error:
             self.refuse(question, error)
-        except (KeyError, IndexError, TypeError, ValueError):
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError):
             self.refuse(question, self._unreadable("a member"))
         else:
             self._post(question, told)

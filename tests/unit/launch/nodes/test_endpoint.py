@@ -180,6 +180,19 @@ def test_one_launcher_of_a_host_holds_the_lock(tmp_path: Path) -> None:
                 raise OSError(errno.ENOSPC, "no space")
 
 
+def test_a_launch_that_has_met_gives_up_the_lock(tmp_path: Path) -> None:
+    name = str(tmp_path)
+    where = RendezvousConfig(name=name, count=2, address="127.0.0.1", source="--x")
+    place = endpoint.enter(where, 1.0, lambda: None)
+    assert place.hosts
+    with host_lock(name) as is_free:
+        assert not is_free
+    place.admit_no_more()
+    with host_lock(name) as is_free:
+        assert is_free
+    place.close()
+
+
 @pytest.mark.parametrize(
     ("address", "here"),
     [("127.0.0.1", True), ("localhost", True), ("::1", True), ("203.0.113.7", False)],

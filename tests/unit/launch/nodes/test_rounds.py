@@ -624,6 +624,58 @@ def test_one_too_many_in_a_directory(launch_id: str, tmp_path: Path) -> None:
     check_met(met)
 
 
+def test_a_stray_of_another_version_does_not_disturb_a_launch(
+    launch_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = at_endpoint(2, launch_id, f"file://{tmp_path}")[0]
+    met = meet_all([one, one])
+    with monkeypatch.context() as patch:
+        patch.setattr(host, "versions", lambda: {"torch": "0.1"})
+        with pytest.raises(WorldError, match=r"hosta has "):
+            meet(one)
+    check_met(met)
+
+
+class Gone:
+    """A store that is gone."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"no {name}: Broken pipe")
+
+
+def test_a_launch_that_has_begun_does_not_need_the_store_where_it_met(
+    launch_id: str, tmp_path: Path
+) -> None:
+    met = meet_all(at_endpoint(2, launch_id, f"file://{tmp_path}"))
+    met.sort(key=lambda one: one.roster.index)
+    places = [Rendezvous("id", 1, one) for one in met]
+    together(*(place.next_generation for place in places))
+    gone: Any = Gone()
+    for one in met:
+        one.keys.store = gone
+    assert all(isinstance(port, int) for port in together(*(one.next_generation for one in places)))
+    for place in places:
+        assert place.coordinator is not None
+        place.coordinator.done()
+    deadline = time.monotonic() + 5
+    while not all(one.coordinator and one.coordinator.decision for one in places):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert together(*(place.finish for place in places)) == [None, None]
+    for one in met:
+        one.close()
+
+
+def test_a_launcher_counts_once_among_those_that_heard() -> None:
+    store = dist.HashStore()
+    one = RendezvousKeys(store, lambda: None)
+    one.fail(1, WorldError("too few"))
+    for _ in range(2):
+        with pytest.raises(WorldError, match="too few"):
+            one.check_failed(1)
+    assert store.add("round/1/heard", 0) == 1
+
+
 def test_being_stopped(configs: Callable[[int], list[RendezvousConfig]], tmp_path: Path) -> None:
     began = time.monotonic()
 

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from lockstep.errors import LockstepError, UnreachableError, UsageError
-from lockstep.world.network import Interface
+from lockstep.world.network import Interface, listen
 from lockstep.world.rendezvous import connectivity_check, members
 from lockstep.world.rendezvous.connectivity_check import (
     Attempt,
@@ -26,6 +26,7 @@ from lockstep.world.rendezvous.connectivity_check import (
     offers,
     problem,
 )
+from lockstep.world.rendezvous.port_discovery import Announcer
 from tests.unit.threads import Party, together
 
 LO = Interface("lo", "127.0.0.1", loopback=True)
@@ -290,6 +291,38 @@ def test_the_store_goes_away() -> None:
     told = Party(partial(check, mine, 1, 2)).end()
     assert isinstance(told, LockstepError)
     assert "node 0 (host0) is gone, or the store is" in told.message
+
+
+def tell(store: dist.Store, member: int, port: int, *reports: list[Attempt]) -> None:
+    """Leave in the store what a member of two looks would, which reaches all in the end."""
+    store.set(f"cards/{member}", json.dumps(asdict(Card(f"token {member}", port, (LOOPBACK,)))))
+    for look, report in enumerate(reports):
+        told = [time.time(), [asdict(one) for one in report]]
+        store.set(f"first/{look}/{member}", json.dumps(told))
+    store.set(f"pairs/{member}", json.dumps([asdict(reach(0, LOOPBACK, LOOPBACK))]))
+
+
+def test_a_way_that_fails_at_first_is_tried_again() -> None:
+    store = dist.HashStore()
+    listener = listen(0, loopback=True)
+    with Announcer(listener, {"token": "token 1"}):
+        first, second = [miss(0, LOOPBACK, LOOPBACK)], [reach(0, LOOPBACK, LOOPBACK)]
+        tell(store, 1, listener.getsockname()[1], first, second)
+        assert check(store, 0, 2) == (LOOPBACK,) * 2
+
+
+def test_members_that_are_tried_late_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connectivity_check, "_AT_ONCE", 1)
+    store, listener = dist.HashStore(), listen(0, loopback=True)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        Announcer(listener, {"token": "token 2"}),
+    ):
+        for member, port in ((1, silent.getsockname()[1]), (2, listener.getsockname()[1])):
+            tell(store, member, port, [reach(0, LOOPBACK, LOOPBACK)])
+        error = the_error([Party(partial(check, store, 0, 3, seconds=0.3)).end()])
+    assert "node 0 (host0) cannot reach node 1 (host1)" in error
+    assert "node 2" not in error
 
 
 # Clocks.

@@ -81,6 +81,10 @@ def refuse(_: list[Any]) -> Any:
             "what a member told cannot be read; expected one launch here\nhint: look",
         ),
         (
+            lambda told: told[0].get("x"),
+            "what a member told cannot be read; expected one launch here\nhint: look",
+        ),
+        (
             lambda told: told[3],
             "what a member told cannot be read; expected one launch here\nhint: look",
         ),
