@@ -189,6 +189,92 @@ def test_no_warning_at_exit_over_gloo(tmp_path: Path) -> None:
         assert [one.code for one in found] == expected
 
 
+SAVE = "torch.save(net, 'm.pt')\n"
+LISTS = "class A(torch.utils.data.Dataset):\n    def f(s):\n        "
+#: Of a place that is found: the code, the script after its imports, whether it has an edit.
+EDITS = {
+    "the group is there": ("LS301", f"dist.init_process_group()\n{SAVE}", True),
+    "a group in some runs": ("LS301", f"if many:\n    dist.init_process_group()\n{SAVE}", False),
+    "a function that is called in some runs": (
+        "LS301",
+        f"def start():\n    dist.init_process_group()\n\nif many:\n    start()\n{SAVE}",
+        False,
+    ),
+    "a function that returns early": (
+        "LS301",
+        (
+            "def start():\n    if one:\n        return\n    dist.init_process_group()\n\n"
+            f"start()\n{SAVE}"
+        ),
+        False,
+    ),
+    "functions in their order": (
+        "LS301",
+        (
+            "def start():\n    dist.init_process_group()\n\n"
+            "def end():\n    dist.destroy_process_group()\n\n"
+            f"def save():\n    {SAVE}\ndef main():\n    start()\n    save()\n    end()\n\n"
+            "if __name__ == '__main__':\n    main()\n"
+        ),
+        True,
+    ),
+    "a save after the end": (
+        "LS301",
+        f"dist.init_process_group()\ndist.destroy_process_group()\n{SAVE}",
+        False,
+    ),
+    "a save after a function that ends the group": (
+        "LS301",
+        (
+            "def train():\n    dist.init_process_group()\n    dist.destroy_process_group()\n\n"
+            f"train()\n{SAVE}"
+        ),
+        False,
+    ),
+    "a wrapper in some runs": (
+        "LS302",
+        (
+            "dist.init_process_group()\nif many:\n    net = DDP(net)\n"
+            "torch.save(net.state_dict(), 'm')\n"
+        ),
+        False,
+    ),
+    "a wrapper by an expression": (
+        "LS302",
+        (
+            "dist.init_process_group()\nnet = DDP(net) if many else net\n"
+            "torch.save(net.state_dict(), 'm')\n"
+        ),
+        False,
+    ),
+    "wrapped and saved in one branch": (
+        "LS302",
+        (
+            "dist.init_process_group()\nif many:\n    net = DDP(net)\n"
+            "    torch.save(net.state_dict(), 'm')\n"
+        ),
+        True,
+    ),
+    "a listing": ("LS207", f"dist.init_process_group()\n{LISTS}s.f = os.listdir(a)\n", True),
+    "entries": ("LS207", f"dist.init_process_group()\n{LISTS}s.f = os.scandir(a)\n", False),
+    "an opened listing": (
+        "LS207",
+        f"dist.init_process_group()\n{LISTS}with root.glob(a) as e:\n            s.f = e\n",
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize(("code", "text", "edited"), EDITS.values(), ids=EDITS)
+def test_an_edit_is_offered_where_it_breaks_nothing(
+    code: str, text: str, edited: bool, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(HEAD.replace('dist.init_process_group("nccl")\n', "") + text)
+    found = engine.check([script], Selection(select=(code,))).findings
+    assert [(one.code, one.fixable) for one in found] == [(code, edited)]
+
+
 def test_calls_are_followed_into_the_projects_modules(tmp_path: Path) -> None:
     (tmp_path / "tools.py").write_text(
         "import torch.distributed as dist\n\ndef wait():\n  dist.barrier()\n"

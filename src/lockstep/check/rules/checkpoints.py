@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from lockstep.check.arguments import argument, spread
 from lockstep.check.fix import Edit
+from lockstep.check.order import conditions, precedes
 from lockstep.check.rule import Hit, rule
 from lockstep.check.script import Script
 from lockstep.check.source import dotted
@@ -38,7 +39,7 @@ from lockstep.check.source import dotted
             torch.save(model.state_dict(), "model.pt")
         dist.destroy_process_group()
     """,
-    fix="puts the call under `if dist.get_rank() == 0:`, unless states are sharded",
+    fix="puts the call under `if dist.get_rank() == 0:`, unless states are sharded or a run may have no process group there",
 )
 def save_everywhere(script: Script) -> Iterator[Hit]:
     """Find `torch.save` that ranks come to without a guard, to a path that does not have the rank in it."""
@@ -69,8 +70,18 @@ def _guarded(script: Script, call: ast.Call) -> Iterator[Edit]:
     names = [name for name, full in script.module.imports.items() if full == "torch.distributed"]
     statement = script.module.parents.get(call)
     sharded = {"FSDP", "fully_shard"} & script.called
-    if names and isinstance(statement, ast.Expr) and not sharded:
+    if names and isinstance(statement, ast.Expr) and not sharded and _has_group(script, call):
         yield Edit("guard", statement, f"{names[0]}.get_rank() == 0")
+
+
+def _has_group(script: Script, call: ast.Call) -> bool:
+    """Whether every way to a call has made the process group, and has not destroyed it: `get_rank` works there."""
+    others = [script.of(module) for module in script.program]
+    made = [(one, start) for one in others for start in one.calls("dist.init_process_group")]
+    ends = [(one, end) for one in others for end in one.calls("dist.destroy_process_group")]
+    return any(
+        not conditions(home, start) and precedes(home, start, script, call) for home, start in made
+    ) and all(precedes(home, end, script, call) is False for home, end in ends)
 
 
 @rule(
@@ -104,7 +115,7 @@ def _guarded(script: Script, call: ast.Call) -> Iterator[Edit]:
             torch.save(model.module.state_dict(), "model.pt")
         dist.destroy_process_group()
     """,
-    fix="saves the state of `model.module`",
+    fix="saves the state of `model.module`, unless the model is wrapped in some runs only",
 )
 def prefixed(script: Script) -> Iterator[Hit]:
     """Find saved states of a wrapper, in programs that load none and take no prefix off."""
@@ -115,9 +126,19 @@ def prefixed(script: Script) -> Iterator[Hit]:
         for call in ast.walk(save):
             match call:
                 case ast.Call(func=ast.Attribute(value=ast.expr() as model, attr="state_dict")):
-                    if script.wrapped_before(model, "DDP") is not None and dotted(model):
+                    wrapped = script.wrapped_before(model, "DDP")
+                    if wrapped is not None and dotted(model):
                         code = f"{ast.unparse(model)}.module.state_dict()"
-                        yield Hit(call, None, (Edit("replace", call, code),))
+                        sure = _always_wrapped(script, wrapped, call)
+                        yield Hit(call, None, (Edit("replace", call, code),) if sure else ())
+
+
+def _always_wrapped(script: Script, wrapped: ast.Call, save: ast.Call) -> bool:
+    """Whether the model of a save has been wrapped on every way there."""
+    if wrapped not in script.module.parents:
+        return False
+    around = conditions(script, wrapped) - conditions(script, save)
+    return not around and not script.exclusive(wrapped, save)
 
 
 @rule(

@@ -99,9 +99,12 @@ def unordered(script: Script) -> Iterator[Hit]:
         bases = "" if owner is None else " ".join(ast.unparse(base) for base in owner.bases)
         if "Dataset" not in bases or not _lists(script, call) or _sorted(script, call):
             continue
-        what = ast.unparse(call.func)
+        entries = script.name(call.func) == "os.scandir"  # which have no order of their own
+        managed = isinstance(script.module.parents.get(call), ast.withitem)
         edit = Edit("replace", call, f"sorted({script.module.source(call)})")
-        yield Hit(call, f"{what} has another order on another machine: sort it", (edit,))
+        how = "sort it by name" if entries else "sort it"
+        message = f"{ast.unparse(call.func)} has another order on another machine: {how}"
+        yield Hit(call, message, () if entries or managed else (edit,))
 
 
 #: Functions whose result does not depend on the order of what they are given.
