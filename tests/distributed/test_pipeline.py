@@ -168,6 +168,8 @@ def test_export_and_load() -> None:
         (2, "list", {"chunks": 2}, {}, "chunks=2 would break the promise"),
         (2, "skipping", {"split": ["tail"]}, {}, "split names 'tail'"),
         (2, "list", {"chunk_inputs": ["x"]}, {}, "chunk_inputs is .'x'.; expected .* input"),
+        (2, "list", {"chunk_inputs": 3}, {}, "chunk_inputs is 3; expected a list of one or more"),
+        (2, "list", {"chunk_inputs": []}, {}, r"chunk_inputs is \[\]; expected a list of one"),
         (
             2,
             "list",

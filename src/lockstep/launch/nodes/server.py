@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import secrets
 import socket
@@ -35,6 +36,11 @@ class Place:
 
     port: int
     token: str
+
+    @property
+    def start(self) -> bytes:
+        """How each message of a caller begins: `json.dumps` keeps the order, and the token is first."""
+        return json.dumps({"token": self.token}).encode()[:-1]
 
     def answers(self, address: str, seconds: float) -> bool:
         """Return whether launcher 0 can be reached at an address, and lives."""
@@ -130,18 +136,19 @@ class CoordinatorServer:
         me, index = object(), -1
         with (
             contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError),
-            contextlib.ExitStack() as unknown,
+            connection,
         ):
-            unknown.callback(self._room.release)
-            connection.settimeout(_GREETING_SECONDS)
+            try:
+                start = self._read_start(connection)
+            finally:
+                self._room.release()
+            connection.settimeout(_IDLE_SECONDS)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            with connection, connection.makefile("rb") as reader:
+            with connection.makefile("rb") as reader:
                 while line := reader.readline(LINE):
-                    told = json.loads(line)
+                    told, start = json.loads(start + line), b""
                     if self._closed.is_set() or told["token"] != self.place.token:
                         break
-                    unknown.close()
-                    connection.settimeout(_IDLE_SECONDS)
                     if "ping" in told:
                         connection.sendall(b"{}\n")
                         continue
@@ -155,3 +162,25 @@ class CoordinatorServer:
         if index > 0 and self._callers.get(index) is me:
             with self._lock:
                 self._coordinator.hang_up(index, time.monotonic())
+
+    def _read_start(self, connection: socket.socket) -> bytes:
+        """Read the start of the first message, which shows the token, and nothing else.
+
+        Raises:
+            ValueError: if it does not.
+            TimeoutError: if it takes too long, in however many pieces it comes.
+        """
+        start, found = self.place.start, b""
+        deadline = time.monotonic() + _GREETING_SECONDS
+        while len(found) < len(start):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            connection.settimeout(left)
+            part = connection.recv(len(start) - len(found))
+            if not part:
+                raise ValueError("no message")
+            found += part
+        if not hmac.compare_digest(found, start):
+            raise ValueError("another token")
+        return found

@@ -29,7 +29,11 @@ class Split:
 
     def part(self, place: int, tensor: torch.Tensor, chunk: int) -> torch.Tensor:
         """Return what one chunk gets of the tensor at `place`."""
-        return torch.split(tensor, self.sizes)[chunk] if place in self.cut else tensor
+        if place not in self.cut:
+            return tensor
+        # With `data` each chunk counts its own changes: a stage may change its input in place, which is
+        # kept for the backward passes of other chunks where all are views of one tensor.
+        return tensor.data.narrow(0, sum(self.sizes[:chunk]), self.sizes[chunk])
 
     def gradient(
         self, place: int, parts: Sequence[torch.Tensor | None], whole: torch.Tensor

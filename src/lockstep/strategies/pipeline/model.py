@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -36,7 +36,7 @@ class PipelinedModel(WrappedModel):
 
     Args:
         module: the user's model, cut in place.
-        holding: where it lives.
+        context: where it lives.
         schedule: goes through its stages.
         sums: of the gradients of this rank's stage; `None` where there is only one model.
     """
@@ -44,10 +44,10 @@ class PipelinedModel(WrappedModel):
     is_split = True
 
     def __init__(
-        self, module: nn.Module, holding: ModelContext, schedule: Schedule, sums: Reducer | None
+        self, module: nn.Module, context: ModelContext, schedule: Schedule, sums: Reducer | None
     ) -> None:
-        super().__init__(module, holding.block, holding.replicas, holding.group)
-        self._warn = holding.warn
+        super().__init__(module, context.block, context.replicas, context.group)
+        self._warn = context.warn
         if (
             schedule.chunks > 1
         ):  # what looks at a whole batch, or draws for it, does another thing then
@@ -55,8 +55,8 @@ class PipelinedModel(WrappedModel):
             self.exactness = "approximate" if other else "close"
             schedule.drawn = self._has_drawn
         self._row, self._schedule, self._sums = schedule.row, schedule, sums
-        group = holding.group if holding.mesh is None or holding.mesh["data"].size() > 1 else None
-        self._buffers = Buffers(schedule.stage.module, holding.block, group, modes=module)
+        group = context.group if context.mesh is None or context.mesh["data"].size() > 1 else None
+        self._buffers = Buffers(schedule.stage.module, context.block, group, modes=module)
         self._own = [p for p in self.parameters if not p.is_meta]
         module.__dict__["forward"] = schedule
         module.__dict__["__deepcopy__"] = _Refusal(type(module).__name__)
@@ -176,13 +176,13 @@ class PipelinedModel(WrappedModel):
 
 
 def hold_pipelined(
-    module: nn.Module, holding: ModelContext, settings: Mapping[str, Any]
+    module: nn.Module, context: ModelContext, settings: Mapping[str, Any]
 ) -> PipelinedModel:
     """Cut `module` into stages and hold this rank's.
 
     Args:
         module: the model, the same on all ranks, not on their device yet.
-        holding: where it is to live.
+        context: where it is to live.
         settings: `chunks`, `chunk_inputs` and `split`, where the user has given them.
 
     Raises:
@@ -190,13 +190,13 @@ def hold_pipelined(
         ModelError: if the model cannot be cut.
         ExactnessError: for several chunks, with `exact`.
     """
-    assert holding.mesh is not None
-    row = Row(holding.mesh.get_group("model"), holding.device)
-    chunks = _chunks(settings.get("chunks"), row.size, exact=holding.exact)
+    assert context.mesh is not None
+    row = Row(context.mesh.get_group("model"), context.device)
+    chunks = _chunks(settings.get("chunks"), row.size, exact=context.exact)
     program = cut(module, row.size, settings.get("split"))
     inputs = _chunk_inputs(settings.get("chunk_inputs"), program)
     stages = "; ".join(map(str, program.stages))
-    holding.say(
+    context.say(
         f"lockstep: {type(module).__name__} in {row.size} stages: {stages}; "
         f"{chunks} chunk{'s' if chunks > 1 else ''} per batch"
     )
@@ -206,12 +206,12 @@ def hold_pipelined(
         held |= {
             id(t) for t in _tensors(module)
         } - used  # what no stage computes with is somewhere, too
-    _keep(module, held, holding.device)
+    _keep(module, held, context.device)
     own = [p for p in module.parameters() if p.requires_grad and not p.is_meta]
-    sums = make_sums(own, holding, row.rank)
-    calls = CallCheck(row, holding.number, type(module).__name__)
+    sums = make_sums(own, context, row.rank)
+    calls = CallCheck(row, context.number, type(module).__name__)
     schedule = Schedule(program.only(row.rank), row, (chunks, inputs), calls)
-    return PipelinedModel(module, holding, schedule, sums)
+    return PipelinedModel(module, context, schedule, sums)
 
 
 def _chunks(asked: Any, stages: int, *, exact: bool) -> int:
@@ -230,12 +230,16 @@ def _chunks(asked: Any, stages: int, *, exact: bool) -> int:
 
 def _chunk_inputs(asked: Any, program: Program) -> Sequence[str] | None:
     known = list(program.inputs)
-    if asked is not None and (isinstance(asked, str) or not set(asked) <= set(known)):
+    if asked is None:
+        return None
+    is_list = isinstance(asked, Collection) and not isinstance(asked, str)
+    if not is_list or not asked or any(name not in known for name in asked):
         raise UsageError(
-            f"chunk_inputs is {asked!r}; expected a list of names of forward's arguments: "
-            f"{', '.join(known)}"
+            f"chunk_inputs is {asked!r}; expected a list of one or more names of forward's arguments: "
+            f"{', '.join(known)}",
+            hint="without chunk_inputs, the only tensor of a call is cut into chunks",
         )
-    return None if asked is None else list(asked)
+    return list(asked)
 
 
 def _keep(module: nn.Module, held: set[int], device: torch.device) -> None:
@@ -283,7 +287,7 @@ def _is_held(value: Any) -> bool:
 
 
 class _Refusal:
-    """What a model that is cut says to who copies it."""
+    """The `__deepcopy__` of a model that is cut: it raises an error."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -46,6 +46,23 @@ def test_what_is_cut(
             assert torch.equal(found.gradient(place, parts, tensor), tensor * len(parts))
 
 
+def test_a_stage_may_change_its_input_in_place() -> None:
+    position, x = torch.ones(3, requires_grad=True), X.clone()
+    weight = torch.ones(2, 3, requires_grad=True)
+    found = split([x], ["x"], 2, None)
+    outputs = []
+    for chunk in range(2):
+        part = found.part(0, x, chunk)
+        part += position
+        outputs.append(torch.nn.functional.linear(part, weight))
+    for output in outputs:
+        output.sum().backward()
+    assert position.grad is not None
+    assert weight.grad is not None
+    assert position.grad.tolist() == [8.0] * 3
+    assert torch.equal(weight.grad, (X + 1).sum(0).expand(2, 3))
+
+
 @pytest.mark.parametrize(
     ("tensors", "named", "match"),
     [
