@@ -101,6 +101,7 @@ SILENT = {
     ),
     "a barrier finds its device": ("LS103", "DDP(net.to(rank))\ndist.barrier()\n"),
     "objects over a group of its own": ("LS103", "dist.broadcast_object_list(o, group=gloo)\n"),
+    "a group by its position": ("LS103", "dist.all_gather_object(out, o, gloo)\n"),
     "a group of its own": ("LS401", "if rank < 2:\n    dist.all_reduce(x, group=pair)\n"),
     "the trainer knows its rank by another name": (
         "LS301",

@@ -139,25 +139,25 @@ def no_device(script: Script) -> Iterator[Hit]:
     """
     if sets_device(script) or not script.plain:
         return
-    others = (script.of(module) for module in script.program)
     backends = [
         script.constants_of(argument(call, "backend", 0))
-        for other in others
-        for call in other.calls("dist.init_process_group")
+        for module in script.program
+        for call in script.of(module).calls("dist.init_process_group")
     ]
     if not backends or any(values != ["nccl"] for values in backends):
         return
     for call in script.calls(*_OF_OBJECTS):
-        if argument(call, "group") is None and argument(call, "device") is None:
+        group = argument(call, "group", _OF_OBJECTS[script.name(call.func)])
+        if group is None and argument(call, "device") is None:
             yield Hit(call)
 
 
-_OF_OBJECTS = (
-    "dist.broadcast_object_list",
-    "dist.all_gather_object",
-    "dist.gather_object",
-    "dist.scatter_object_list",
-)
+_OF_OBJECTS = {  # and the position of their argument `group`
+    "dist.broadcast_object_list": 2,
+    "dist.all_gather_object": 2,
+    "dist.gather_object": 3,
+    "dist.scatter_object_list": 3,
+}
 
 
 def sets_device(script: Script) -> bool:
