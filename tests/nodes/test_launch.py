@@ -186,7 +186,7 @@ def test_a_node_that_never_comes(hosts: Hosts, directory: Path) -> None:
     assert "1 of 2 nodes did not come within 3 s: node 1; came: a" in told
     second = static([b], directory, "--join-timeout", "3", main="a", first=1)
     (told,) = errors(hosts, second)
-    assert "node 1 found nobody to meet at 10.70.0.1 within 3 s" in told
+    assert "node 1 found no rendezvous at 10.70.0.1 within 3 s" in told
 
 
 def test_two_nodes_with_one_number(hosts: Hosts, directory: Path) -> None:

@@ -238,12 +238,12 @@ class _Watch:
         self._thread.start()
 
     def _run(self) -> None:
-        doubts = 0
+        losses = 0
         while not self._stop.wait(_LOOK_SECONDS):
             # A shared directory may be out of reach for a while: the round goes on meanwhile.
             with contextlib.suppress(RuntimeError, OSError, ValueError):
-                lost = self._rounds.answer_doubts(doubts)
-                doubts += len(lost)
+                lost = self._rounds.answer_losses(losses)
+                losses += len(lost)
                 superseded, newcomers = self._rounds.is_superseded(), self._rounds.newcomers()
                 with self._server.locked() as coordinator:
                     for index in lost:

@@ -57,7 +57,7 @@ class Client:
         """Show the server that this worker belongs to its launch, and have it show the same.
 
         Args:
-            token: what both know; whoever listens there instead does not learn it.
+            token: what both know; another program that listens there does not learn it.
             worker: which session it joins, as whom.
 
         Raises:

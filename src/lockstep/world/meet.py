@@ -34,7 +34,7 @@ from lockstep.world.waiting import await_any
 _JOIN_VARIABLE = "LOCKSTEP_JOIN_TIMEOUT"
 _JOIN_SECONDS = 300.0
 #: How long ranks wait for the one of their node that takes part in the connectivity check.
-_SURVEY_SECONDS = 120.0
+_CONNECTIVITY_SECONDS = 120.0
 
 #: Runs of this process so far. All ranks make the same runs in the same order, so that the number keeps
 #: the notes of one run from being taken for another's.
@@ -244,7 +244,7 @@ def _check_connectivity(world: World, names: Sequence[str], store: dist.Store) -
             store.set(mine, f"\n{error}")
             raise
         store.set(mine, found[world.node_rank].interface)
-    if await_any(store, [[mine]], _SURVEY_SECONDS) is None:
+    if await_any(store, [[mine]], _CONNECTIVITY_SECONDS) is None:
         raise UnreachableError(
             f"the first rank of node {world.node_rank} has not tried the network"
         )

@@ -283,7 +283,7 @@ def _say(listener: socket.socket, said: bytes) -> None:
 
 def test_nobody_hosts_the_store(impatient: None) -> None:
     port = a_free_port()
-    with pytest.raises(WorldError, match=r"rank 1 found nobody to meet at 127.0.0.1 within 0.3 s"):
+    with pytest.raises(WorldError, match=r"rank 1 found no rendezvous at 127.0.0.1 within 0.3 s"):
         meet.meet(worlds(address="127.0.0.1", port=port)[1])
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from lockstep.errors import UsageError, WorldError
+from lockstep.errors import UnreachableError, UsageError, WorldError
 from lockstep.launch.nodes.config import RendezvousConfig
 from lockstep.world import host, network
 from lockstep.world.rendezvous import port_discovery
@@ -22,6 +22,7 @@ from lockstep.world.rendezvous.store import connect_store, host_store
 from lockstep.world.waiting import Check
 
 _AGAIN_SECONDS = 0.25
+_TAKEN_HINT = "another launch with this name runs on this host: give each an --rdzv-id of its own"
 
 
 class Endpoint:
@@ -78,7 +79,14 @@ def enter(config: RendezvousConfig, seconds: float, check: Check) -> Endpoint:
         else:
             hosts = config.index == 0
         if not hosts:
-            return Endpoint(_find(config, seconds, check), stack.pop_all())
+            try:
+                return Endpoint(_find(config, seconds, check), stack.pop_all())
+            except UnreachableError:
+                raise
+            except WorldError as error:
+                if config.index is not None or not is_here(config):
+                    raise
+                raise WorldError(error.message, hint=_TAKEN_HINT) from error
         loopback = network.listens_locally(config.address)
         store = host_store(0, loopback=loopback)
         announcer = port_discovery.announce(

@@ -5,7 +5,7 @@
     card/K, arrivals    who has come to a round
     failed, heard       why the round cannot begin, and how many have read it
     place               where its launcher 0 listens
-    doubt/K, alive/K    a launcher has lost launcher 0; launcher 0 lives
+    loss/K, alive/K     a launcher has lost launcher 0; launcher 0 lives
 
 Nothing in it beats, since a file only grows. Who lives is known by launcher 0 of a round; who has
 lost launcher 0 asks it here, before there is another round: of two halves of a network, one goes on.
@@ -257,18 +257,18 @@ class RendezvousKeys:
         if await_any(self.store, [[place]], _OPENING_SECONDS, self.check) == 0:
             if self.reaches(number):
                 return False
-            doubt = self.store.add(f"round/{number}/doubts", 1) - 1
-            self.tell(f"round/{number}/doubt/{doubt}", index)
-            answer = f"round/{number}/alive/{doubt}"
+            loss = self.store.add(f"round/{number}/losses", 1) - 1
+            self.tell(f"round/{number}/loss/{loss}", index)
+            answer = f"round/{number}/alive/{loss}"
             if await_any(self.store, [[answer]], _ALIVE_SECONDS, self.check) == 0:
                 return False
         return self.newest() == number
 
-    def answer_doubts(self, number: int, known: int) -> list[int]:
+    def answer_losses(self, number: int, known: int) -> list[int]:
         """Answer those who have lost launcher 0, after the first `known`; return their numbers."""
         asked: list[int] = []
-        while self.has(f"round/{number}/doubt/{known + len(asked)}"):
-            doubt = known + len(asked)
-            asked.append(int(self.read(f"round/{number}/doubt/{doubt}")))
-            self.tell(f"round/{number}/alive/{doubt}", 1)
+        while self.has(f"round/{number}/loss/{known + len(asked)}"):
+            loss = known + len(asked)
+            asked.append(int(self.read(f"round/{number}/loss/{loss}")))
+            self.tell(f"round/{number}/alive/{loss}", 1)
         return asked

@@ -59,7 +59,7 @@ class Membership:
         names: what to call each launcher.
         address: where all of them reach launcher 0.
         interface: network interface of this launcher's workers; `None` leaves it to the plan.
-        own_cores: whether the processors of this launcher are none of its neighbours'.
+        own_cores: whether the processors of this launcher are none of another's on its node.
         own_gpus: the same of its GPUs.
         overrules_interface: whether the user chose it for Lockstep, over variables of Gloo and NCCL.
         reached_at: interface and address at which all others reach each launcher; empty on one node.

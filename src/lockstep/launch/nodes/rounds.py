@@ -112,6 +112,9 @@ class Rounds:
             raise
         except RuntimeError as error:
             why = str(error).partition("\n")[0]
+            if self._config.directory is not None:
+                text = f"the rendezvous in {self._config.directory} cannot be read: {why}"
+                raise WorldError(text, hint="is the directory still there?") from error
             raise WorldError(
                 f"the node that hosts the rendezvous has left: {why}",
                 hint="look at the output of its launcher",
@@ -154,13 +157,17 @@ class Rounds:
         """
         told = self._hear("told")
         if told is None:
-            raise self._left()
+            raise self._not_ready()
         return told
 
+    @property
+    def _seconds(self) -> float:
+        """How long launcher 0 may take to say something."""
+        return _START_SECONDS if self._terms.fixed else _OPENING_SECONDS
+
     def _hear(self, key: str) -> Any:
-        seconds = _START_SECONDS if self._terms.fixed else _OPENING_SECONDS
         with self._reading():
-            return self.keys.hear(key, self.number, seconds)
+            return self.keys.hear(key, self.number, self._seconds)
 
     def check_failed(self) -> None:
         """Raise what was told if a launcher of the only round cannot start its ranks.
@@ -188,19 +195,19 @@ class Rounds:
         self.keys.tell_place(self.number, [self.roster.address, *here], place)
 
     def hear_place(self) -> Place | None:
-        """Return where launcher 0 of this round listens; `None` if it has left before it said so.
+        """Return where launcher 0 of this round listens; `None` if it does not say so in time.
 
         Raises:
             WorldError: if it cannot go on.
         """
         told = self._hear(f"round/{self.number}/place")
         if told is None and self._terms.fixed:
-            raise self._left()
+            raise self._not_ready()
         return None if told is None else Place(**told[1])
 
-    def _left(self) -> WorldError:
+    def _not_ready(self) -> WorldError:
         return WorldError(
-            f"{self.roster.names[0]} left before the launch began",
+            f"{self.roster.names[0]} was not ready within {self._seconds:g} s",
             hint="look at the output of its launcher",
         )
 
@@ -275,6 +282,9 @@ class Rounds:
 
     def _check_open(self) -> None:
         if self._terms.fixed:
+            if self.keys.newest() == 0:
+                text = "the launch did not begin: the launcher that was to begin it is gone"
+                raise WorldError(text, hint="look at the output of the others")
             raise WorldError(
                 f"{self._terms.most} nodes have met at {self._config.place} already; "
                 "expected this one among them",
@@ -380,12 +390,12 @@ class Rounds:
         """Whether another round has begun without this launcher."""
         return self.keys.newest() > self.number
 
-    def answer_doubts(self, known: int) -> list[int]:
+    def answer_losses(self, known: int) -> list[int]:
         """Answer those who have lost launcher 0, after the first `known`; return their numbers.
 
         A launcher whose own thread is stuck gives no answer: another round begins without it.
         """
-        return [] if self._owner.is_stuck() else self.keys.answer_doubts(self.number, known)
+        return [] if self._owner.is_stuck() else self.keys.answer_losses(self.number, known)
 
     def end(self) -> None:
         """Tell those who wait for a place that the launch is over."""

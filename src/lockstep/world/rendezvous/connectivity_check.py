@@ -368,7 +368,7 @@ def _compare_clocks(labels: Sequence[str], clocks: Sequence[float]) -> None:
     for label, clock in zip(labels[1:], clocks[1:], strict=True):
         ahead = clock - clocks[0]
         if abs(ahead) > _CLOCK_TOLERANCE:
-            print(  # noqa: T201 - a warning for whoever reads the records
+            print(  # noqa: T201 - a warning for readers of the records
                 f"lockstep: warning: the clock of {label} is {abs(ahead):.0f} s "
                 f"{'ahead of' if ahead > 0 else 'behind'} that of {labels[0]}: "
                 "times in records don't compare",

@@ -1,8 +1,8 @@
 """Port discovery: the answer to "which port has the store of this job?".
 
 The host of the store listens at the first free port of a sequence that follows from the job's name. It
-tells whoever connects a hash of the name and the port of the store, which the system chose, and forgets
-the connection. The others go through the same sequence until the hash is theirs, so that two jobs on one
+tells each connection a hash of the name and the port of the store, which the system chose, and closes
+it. The others go through the same sequence until the hash is theirs, so that two jobs on one
 node, or anything else that listens there, are never taken for each other. Who has come is not known here:
 that is the membership check's.
 """
@@ -52,7 +52,7 @@ def sequence(name: str) -> tuple[int, ...]:
 
 
 class Announcer:
-    """Tells one line to whoever connects, from a thread, until it is closed.
+    """Tells one line to each connection, from a thread, until it is closed.
 
     Args:
         listener: where it listens; closed with it.
@@ -203,7 +203,7 @@ class _Search:
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
         raise WorldError(
-            f"{self._who} found nobody to meet at {' or '.join(self._addresses)} within {seconds:g} s",
+            f"{self._who} found no rendezvous at {' or '.join(self._addresses)} within {seconds:g} s",
             hint="is the first one started, there, and with the same settings?",
         )
 

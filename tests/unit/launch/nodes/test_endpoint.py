@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, WorldError
 from lockstep.launch.nodes import endpoint
 from lockstep.launch.nodes.config import RendezvousConfig
 from lockstep.launch.nodes.endpoint import RendezvousFile, host_lock, is_here
@@ -191,6 +191,13 @@ def test_a_launch_that_has_met_gives_up_the_lock(tmp_path: Path) -> None:
     with host_lock(name) as is_free:
         assert is_free
     place.close()
+
+
+def test_a_lock_whose_holder_does_not_answer(tmp_path: Path) -> None:
+    where = RendezvousConfig(name=str(tmp_path), count=2, address="127.0.0.1", source="--x")
+    with host_lock(where.name), pytest.raises(WorldError, match="no rendezvous") as caught:
+        endpoint.enter(where, 0.2, lambda: None)
+    assert "--rdzv-id" in (caught.value.hint or "")
 
 
 @pytest.mark.parametrize(

@@ -609,9 +609,7 @@ def test_versions_that_differ_are_told_to_all(
 
 
 def test_the_first_node_does_not_come(launch_id: str) -> None:
-    with pytest.raises(
-        WorldError, match=r"node 1 found nobody to meet at 127\.0\.0\.1 within 0\.2"
-    ):
+    with pytest.raises(WorldError, match=r"node 1 found no rendezvous at 127\.0\.0\.1 within 0\.2"):
         meet(numbered(2, launch_id)[1], seconds=0.2)
 
 

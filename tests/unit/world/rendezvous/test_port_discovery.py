@@ -56,7 +56,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.contextmanager
 def foreign(said: bytes | None, port: int = 0) -> Iterator[int]:
-    """Give the port of a service that says something to whoever connects."""
+    """Give the port of a service that says something to each connection."""
     with socket.create_server(("127.0.0.1", port)) as listener, contextlib.ExitStack() as open_:
         serving = Party(lambda: _say(listener, said, open_))
         yield listener.getsockname()[1]
@@ -114,7 +114,7 @@ def test_foreign_services_at_the_first_candidates(
 def test_a_host_with_a_foreign_service_is_reached(
     said: bytes | None, name: str, impatient: None
 ) -> None:
-    with foreign(said) as port, pytest.raises(WorldError, match="found nobody to meet") as caught:
+    with foreign(said) as port, pytest.raises(WorldError, match="found no rendezvous") as caught:
         look_for(name, 0.4, port=port)
     assert not isinstance(caught.value, UnreachableError)
 
@@ -147,7 +147,7 @@ def test_a_closed_announcer_leaves_its_port(name: str) -> None:
     for number in (1, 2):
         with announce(name, number, loopback=True, port=port):
             assert look_for(name, port=port) == ("127.0.0.1", number)
-    with pytest.raises(WorldError, match="found nobody"):
+    with pytest.raises(WorldError, match="found no rendezvous"):
         look_for(name, 0.1, port=port)
 
 
@@ -229,7 +229,7 @@ def test_a_host_that_refuses_is_reached_and_waited_for(name: str, impatient: Non
         lambda: await_port(HERE, port, "rank 1", 0.4),
     ):
         with pytest.raises(
-            WorldError, match=r"rank 1 found nobody to meet at .* within 0.4 s"
+            WorldError, match=r"rank 1 found no rendezvous at .* within 0.4 s"
         ) as no:
             search()
         assert not isinstance(no.value, UnreachableError)
