@@ -113,8 +113,10 @@ class Rounds:
         except RuntimeError as error:
             why = str(error).partition("\n")[0]
             if self._config.directory is not None:
-                text = f"the rendezvous in {self._config.directory} cannot be read: {why}"
-                raise WorldError(text, hint="is the directory still there?") from error
+                raise WorldError(
+                    f"the rendezvous in {self._config.directory} cannot be read: {why}",
+                    hint="is the directory still there?",
+                ) from error
             raise WorldError(
                 f"the node that hosts the rendezvous has left: {why}",
                 hint="look at the output of its launcher",
@@ -283,8 +285,10 @@ class Rounds:
     def _check_open(self) -> None:
         if self._terms.fixed:
             if self.keys.newest() == 0:
-                text = "the launch did not begin: the launcher that was to begin it is gone"
-                raise WorldError(text, hint="look at the output of the others")
+                raise WorldError(
+                    "the launch did not begin: the launcher that was to begin it is gone",
+                    hint="look at the output of the others",
+                )
             raise WorldError(
                 f"{self._terms.most} nodes have met at {self._config.place} already; "
                 "expected this one among them",
