@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 MPI := .mpi/mpich/.installed .mpi/openmpi/.installed
 
 # The longest first.
-TESTS := test-cli test-distributed test-nodes test-unit test-adversarial test-slurm
+TESTS := test-cli test-distributed test-cli-more test-nodes test-unit test-adversarial test-slurm
 
 .PHONY: install mpi demo test $(TESTS) test-adversary lint bench test-gpu clean
 
@@ -34,7 +34,10 @@ test: install mpi
 	$(MAKE) --no-print-directory --output-sync=target -j 3 $(TESTS)
 
 test-cli:
-	$(BIN)/python -m pytest tests/cli
+	$(BIN)/python -m pytest tests/cli/test_[a-m]*.py
+
+test-cli-more:
+	$(BIN)/python -m pytest tests/cli/test_[n-z]*.py
 
 test-distributed:
 	$(BIN)/python -m pytest tests/distributed tests/mpi tests/gpu

@@ -35,11 +35,13 @@ def test_plain_distributed_script_runs_unchanged(lockstep, start):
 
 
 @pytest.mark.ranks(4)
+@pytest.mark.forked
 def test_four_ranks_on_fewer_cores(lockstep):
     assert lockstep("run", "-n", "4", lockstep.script(COLLECTIVE)).out == "sum 10.0 of 4 []\n"
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.forked
 def test_each_rank_has_a_log_file(lockstep):
     script = lockstep.script("import os; print('I am', os.environ['RANK'])")
     done = lockstep("run", "-n", "2", "--run-dir", "here", script)
@@ -50,6 +52,7 @@ def test_each_rank_has_a_log_file(lockstep):
 
 
 @pytest.mark.ranks(3)
+@pytest.mark.forked
 def test_tee_shows_every_rank_with_prefix(lockstep):
     script = lockstep.script("import os; print('a\\nb', os.environ['RANK'], end='')")
     done = lockstep("run", "-n", "3", "--tee", "3", script)
@@ -125,6 +128,7 @@ def test_module_runs_as_with_python_m(lockstep, start):
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.forked
 def test_missing_module_is_a_usage_error(lockstep, start):
     done = lockstep("run", "--start", start, "-m", "no.such.module")
     assert done.code == 2
@@ -133,6 +137,7 @@ def test_missing_module_is_a_usage_error(lockstep, start):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("spelling", ["local-rank", "local_rank"])
+@pytest.mark.forked
 def test_legacy_local_rank(lockstep, spelling):
     script = lockstep.script("import sys; print(sys.argv[1:])")
     done = lockstep("run", "-n", "2", "--tee", "3", f"--legacy-{spelling}", script, "x")
@@ -166,6 +171,7 @@ def test_interpreter_ends_properly(lockstep, start):
     ],
 )
 @pytest.mark.ranks(1)
+@pytest.mark.forked
 def test_exit_codes(lockstep, start, statement, code, said):
     done = lockstep("run", "--start", start, lockstep.script(f"import os, sys; {statement}"))
     assert done.code == code
@@ -177,6 +183,7 @@ def test_exit_codes(lockstep, start, statement, code, said):
     ("error", "code"), [("UsageError", 2), ("CheckFailedError", 3), ("RunError", 1)]
 )
 @pytest.mark.ranks(1)
+@pytest.mark.forked
 def test_exit_code_of_a_lockstep_error_is_passed_on(lockstep, error, code):
     script = lockstep.script(
         f"from lockstep.errors import {error}\nraise {error}('seen', hint='do this')"
@@ -195,6 +202,7 @@ def test_exit_code_of_a_lockstep_error_is_passed_on(lockstep, error, code):
 )
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 @pytest.mark.ranks(2)
+@pytest.mark.forked
 def test_script_that_fails_at_import(lockstep, start, text, said):
     done = lockstep("run", "-n", "2", "--start", start, lockstep.script(text))
     assert done.code == 1
@@ -204,6 +212,7 @@ def test_script_that_fails_at_import(lockstep, start, text, said):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.forked
 def test_exception_in_one_rank_before_the_group_exists(lockstep):
     script = lockstep.script(
         "import os, torch.distributed as dist\n"
@@ -234,6 +243,7 @@ dist.all_reduce(torch.ones(1))
 
 @pytest.mark.parametrize("start", ["fork", "exec"])
 @pytest.mark.ranks(3)
+@pytest.mark.forked
 def test_exception_in_one_rank_while_others_wait(lockstep, start):
     script = lockstep.script(IN_COLLECTIVE.format("raise KeyError('gone')"))
     done = lockstep("run", "-n", "3", "--start", start, script, timeout=30)
@@ -250,6 +260,7 @@ def test_exception_in_one_rank_while_others_wait(lockstep, start):
     ],
 )
 @pytest.mark.ranks(2)
+@pytest.mark.forked
 def test_worker_killed_by_signal(lockstep, number, said):
     action = f"import signal; os.kill(os.getpid(), signal.{number})"
     done = lockstep("run", "-n", "2", lockstep.script(IN_COLLECTIVE.format(action)), timeout=30)
@@ -275,6 +286,7 @@ time.sleep(100)
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
 @pytest.mark.ranks(2)
+@pytest.mark.forked
 def test_signals_to_the_launcher_leave_no_process(lockstep, start, number, code):
     process = lockstep.start("run", "-n", "2", "--start", start, lockstep.script(SLEEPER))
     pids = " ".join(lockstep.wait_for("pid-0", "pid-1")).split()
@@ -297,6 +309,7 @@ def test_launcher_killed_leaves_no_process(lockstep, start):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.forked
 def test_worker_that_ignores_sigterm_is_killed(lockstep):
     stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEPER
     process = lockstep.start("run", "-n", "2", lockstep.script(stubborn))
@@ -361,6 +374,7 @@ def test_terminal_is_seen_by_the_main_rank_only(lockstep):
 
 
 @pytest.mark.ranks(4)
+@pytest.mark.forked
 def test_two_launches_at_the_same_time(lockstep):
     script = lockstep.script(COLLECTIVE)
     both = [lockstep.start("run", "-n", "2", "-r", "1:3", script) for _ in range(2)]
