@@ -126,7 +126,7 @@ def test_a_run_with_kills_on_a_terminal(lockstep: Lockstep, terminal: Terminal) 
     terminal.type(watch)
     terminal.until("step 40")
     (lockstep.directory / "go").touch()
-    text = terminal.until("code=")
+    text = terminal.until(r"code=\d")
     assert "small  finished" in text
     assert "code=0" in text
     assert lockstep.finish(run).code == 0, "the run has not noticed"
