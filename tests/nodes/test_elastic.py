@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -116,7 +117,8 @@ class Site:
             check=True,
         )
         for pid in inside.stdout.split():
-            os.kill(int(pid), signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # a worker ends with its launcher
+                os.kill(int(pid), signal.SIGKILL)
         process.communicate(timeout=10)
 
     @property
