@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 MPI := .mpi/mpich/.installed .mpi/openmpi/.installed
 
 # The longest first.
-TESTS := test-cli test-distributed test-cli-more test-nodes test-unit test-adversarial test-slurm
+TESTS := test-cli-more test-distributed test-cli test-nodes test-unit test-adversarial test-slurm
 
 .PHONY: install mpi demo test $(TESTS) test-adversary lint bench test-gpu clean
 
@@ -31,7 +31,7 @@ demo: install
 
 # Three at a time: most tests wait for processes that they have started.
 test: install mpi
-	$(MAKE) --no-print-directory --output-sync=target -j 3 $(TESTS)
+	$(MAKE) --no-print-directory --output-sync=target --keep-going -j 3 $(TESTS)
 
 test-cli:
 	$(BIN)/python -m pytest tests/cli/test_[a-m]*.py
