@@ -22,6 +22,8 @@ from lockstep.errors import CheckpointError, RunDirectoryError
 DIRECTORY = "checkpoints"
 #: What is being written or removed has a name that begins so, which no checkpoint has.
 DRAFT = ".draft-"
+#: How the names of checkpoints begin that are being removed.
+REMOVED = f"{DRAFT}removed-"
 _PATTERN = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 #: Which checkpoint it is: its step, and how many states of that step were saved before.
 Key = tuple[int, int]
@@ -220,7 +222,7 @@ def remove_old(
 
 def remove(path: Path) -> None:
     """Remove a checkpoint: a half removed one has no checkpoint's name."""
-    aside = path.with_name(f"{DRAFT}removed-{path.name}")
+    aside = path.with_name(f"{REMOVED}{path.name}")
     with contextlib.suppress(OSError):
         shutil.rmtree(aside, ignore_errors=True)
         path.rename(aside)

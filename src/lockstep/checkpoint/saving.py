@@ -157,12 +157,13 @@ class Workplace:
             (writers,) = peers.hear(begin, [f"{begin}/writers/0"], peers.patience)
             return Workplace(directory=directory, drafts=directory / name, writers=writers)
         try:
-            for left in directory.glob(f"{catalog.DRAFT}*"):
-                if _is_dead(left, peers.patience):
-                    shutil.rmtree(left, ignore_errors=True)
             directory.mkdir(mode=manifest.DIRECTORY_MODE, parents=True, exist_ok=True)
             drafts = directory / f"{catalog.DRAFT}{_machine()}-{secrets.token_hex(8)}"
             drafts.mkdir(mode=manifest.DIRECTORY_MODE)
+            for left in directory.glob(f"{catalog.DRAFT}*"):
+                # By the clock of the file system: those of hosts may differ.
+                if left != drafts and _is_dead(left, drafts.stat().st_mtime - peers.patience):
+                    shutil.rmtree(left, ignore_errors=True)
             peers.say(f"{begin}/name/0", drafts.name)
             keys = [f"{begin}/sees/{rank}" for rank in others]
             sees = peers.hear(begin, keys, peers.patience)
@@ -372,19 +373,20 @@ def _machine() -> str:
     return hashlib.sha256(host.identity().encode()).hexdigest()[:8]
 
 
-def _is_dead(drafts: Path, seconds: float) -> bool:
+def _is_dead(drafts: Path, since: float) -> bool:
     """Return whether the launch that writes to `drafts` is gone.
 
     The lock of the run directory says so of launches on this host. A file system without locks says nothing
-    of other hosts: their drafts are dead once nothing has been written for `seconds`.
+    of other hosts: their drafts are dead if nothing has been written there `since`.
     """
-    if drafts.name.startswith(f"{catalog.DRAFT}{_machine()}-"):
+    own = (f"{catalog.DRAFT}{_machine()}-", catalog.REMOVED)
+    if drafts.name.startswith(own):
         return True
     newest = 0.0
     for path in (drafts, *drafts.rglob("*")):
         with contextlib.suppress(OSError):
             newest = max(newest, path.stat().st_mtime)
-    return time.time() - newest > seconds
+    return newest < since
 
 
 def explained(error: BaseException) -> CheckpointError:
