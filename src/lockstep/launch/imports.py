@@ -11,9 +11,9 @@ import ast
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from lockstep.launch import source
@@ -50,10 +50,13 @@ class Import:
 
 def at_the_top(spec: LaunchSpec) -> tuple[Import, ...]:
     """Return what `spec` imports first, in order; nothing where it has no source."""
-    script = Path(spec.target).parent if spec.kind == "script" else Path.cwd()
-    reader = _Reader((str(script), *sys.path[1:]))
+    is_script = spec.kind == "script"
+    directory = Path(spec.target).parent if is_script else Path.cwd()
+    reader = _Reader((str(directory), *sys.path[1:]))
+    package = spec.target.rpartition(".")[0] if spec.kind == "module" else ""
     try:
-        return tuple(reader.read(source.parse(spec), is_main=True))
+        reader.follow(package, ())
+        return tuple(reader.read(source.parse(spec), package, is_main=True))
     except _ChangeError as change:
         return change.before
 
@@ -72,39 +75,70 @@ class _Reader:
     found: list[Import] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
 
-    def read(self, tree: ast.Module, *, is_main: bool = False) -> list[Import]:
-        """Return what a module and the user's modules that it imports have at their tops."""
+    def read(self, tree: ast.Module, parent: str, *, is_main: bool = False) -> list[Import]:
+        """Return what a module of the package `parent` and the user's modules that it imports import."""
         for node in _statements(tree.body, is_main=is_main):
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     self._add(alias.name, ())
             elif isinstance(node, ast.ImportFrom):
-                if node.level == 0 and node.module:
-                    self._add(node.module, tuple(a.name for a in node.names if a.name != "*"))
+                if module := _absolute(node, parent):
+                    self._add(module, tuple(a.name for a in node.names if a.name != "*"))
             elif any(_CHANGING.intersection(source.said(one)) for one in ast.walk(node)):
                 raise _ChangeError(tuple(self.found))
         return self.found
 
     def _add(self, module: str, names: tuple[str, ...]) -> None:
         package = module.partition(".")[0]
-        origin = _origin(package, self.path)
-        if origin is None:
+        if package in sys.builtin_module_names:
+            self.found.append(Import(module, "built-in", names))
+        elif (spec := _find(package, self.path)) is not None:
+            # A namespace package has no origin.
+            if spec.origin is not None and _is_installed(spec.origin):
+                self.found.append(Import(module, spec.origin, names))
+            else:
+                self.follow(module, names)
+
+    def follow(self, module: str, names: tuple[str, ...]) -> None:
+        """Read a module of the user's own in the order of its import: parents, itself, `names` in it."""
+        package, path = "", self.path
+        for part in filter(None, module.split(".")):
+            spec = _find(part, path)
+            if spec is None:
+                return
+            parent, package = package, f"{package}.{part}".lstrip(".")
+            path = tuple(spec.submodule_search_locations or ())
+            self._read_file(spec, package if path else parent)
+        for name in names:
+            if spec := _find(name, path):
+                is_package = bool(spec.submodule_search_locations)
+                self._read_file(spec, f"{package}.{name}" if is_package else package)
+
+    def _read_file(self, spec: ModuleSpec, parent: str) -> None:
+        origin = spec.origin
+        if origin is None or _is_installed(origin) or origin in self.seen:
             return
-        if _is_installed(origin):
-            self.found.append(Import(module, origin, names))
-        elif origin not in self.seen and len(self.seen) < _FILES:
+        if len(self.seen) < _FILES:
             self.seen.add(origin)
-            self.read(source.parse_file(Path(origin)))
+            self.read(source.parse_file(Path(origin)), parent)
 
 
-def _origin(package: str, path: tuple[str, ...]) -> str | None:
-    if package in sys.builtin_module_names:
-        return "built-in"
+def _find(name: str, path: Sequence[str]) -> ModuleSpec | None:
+    """Return where `path` has a module, by the last part of its name: nothing is imported."""
     try:
-        spec = PathFinder.find_spec(package, list(path))
+        return PathFinder.find_spec(name, list(path))
     except (ImportError, ValueError, OSError):
         return None
-    return None if spec is None else spec.origin
+
+
+def _absolute(node: ast.ImportFrom, parent: str) -> str:
+    """Return the full name of the module that is imported from; `""` where it has none."""
+    if not node.level:
+        return node.module or ""
+    above = parent.split(".") if parent else []
+    if node.level > len(above):
+        return ""
+    return ".".join([*above[: len(above) - node.level + 1], *filter(None, [node.module])])
 
 
 def _is_installed(origin: str) -> bool:

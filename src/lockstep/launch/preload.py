@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.launch import processes, source
-from lockstep.launch.imports import Import
+from lockstep.launch.imports import Import, at_the_top
 from lockstep.launch.openmp import untied
 from lockstep.launch.spec import LaunchSpec
 from lockstep.registry import STRATEGIES
@@ -34,7 +34,7 @@ MODULES = (
 )
 #: What `lockstep.Run` brings in, and the exchange that ranks of one host choose by themselves.
 _RUN = ("lockstep.training.run", "lockstep.exchange.shared_memory")
-#: A second of imports, which the first optimizer of a process brings in.
+#: A second of imports, which the first optimizer of a process brings in, and the first DDP wrapper.
 _DYNAMO = "torch._dynamo"
 #: Packages whose import reaches out of the process, or that keep what they find in the environment.
 _NEVER = ("mpi4py", "horovod", "ray", "tensorflow", "jax", "cupy")
@@ -45,8 +45,10 @@ def likely(spec: LaunchSpec, env: Mapping[str, str]) -> tuple[str, ...]:
     strategy = STRATEGIES.find(spec.settings.value("strategy", env) or "auto")
     if strategy.slow_import and isinstance(strategy.hold, str):
         return (*_RUN, _DYNAMO, strategy.hold.partition(":")[0])
-    run = _RUN if source.imports(spec, "lockstep") else ()
-    return (*run, _DYNAMO) if source.names(spec, "optim") else run
+    shared = at_the_top(spec)
+    if source.imports(spec, "lockstep") or any(one.package == "lockstep" for one in shared):
+        return (*_RUN, _DYNAMO)
+    return (_DYNAMO,) if source.names(spec, "optim") else ()
 
 
 def preload(more: Sequence[str] = ()) -> str | None:

@@ -60,3 +60,44 @@ def test_modules_of_the_user_are_followed_and_not_named(tmp_path: Path) -> None:
     )
     (tmp_path / "other.py").write_text("import mine, pickle")
     assert modules(tmp_path, "import mine\nimport json") == [("csv",), ("pickle",), ("json",)]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("from kit.nets import Net", ["glob", "csv"]),
+        ("import kit.nets as nets", ["glob", "csv"]),
+        ("from kit import nets", ["glob", "csv"]),
+        ("from kit.deep import inner", ["glob", "csv", "json"]),
+        ("from kit import no_such_name", ["glob"]),
+        ("import plain.part", ["bz2"]),
+        ("from plain.below.part import x", ["zlib"]),
+    ],
+)
+def test_packages_of_the_user_are_followed_into_their_modules(
+    tmp_path: Path, text: str, expected: list[str]
+) -> None:
+    files = {
+        "kit/__init__.py": "import glob",
+        "kit/nets.py": "import csv",
+        "kit/deep/__init__.py": "from .. import nets",
+        "kit/deep/inner.py": "from ..nets import Net\nimport json\nfrom ... import beyond",
+        "plain/part.py": "import bz2",
+        "plain/below/part.py": "import zlib",
+    }
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    assert modules(tmp_path, text) == [(name,) for name in expected]
+
+
+def test_a_module_run_by_name_imports_relative_to_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kit").mkdir()
+    (tmp_path / "kit/__init__.py").write_text("import glob")
+    (tmp_path / "kit/nets.py").write_text("import csv")
+    (tmp_path / "kit/train.py").write_text("from . import nets\nimport json")
+    found = at_the_top(LaunchSpec(kind="module", target="kit.train"))
+    assert [one.module for one in found] == ["glob", "csv", "json"]

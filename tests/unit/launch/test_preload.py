@@ -39,8 +39,9 @@ def test_a_script_without_one(tmp_path: Path, text: str) -> None:
 def test_a_script_of_lockstep(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import lockstep")
-    assert likely(LaunchSpec(target=str(script)), {}) == RUN
-    script.write_text("import torch.optim\nfrom lockstep import Run")
+    assert likely(LaunchSpec(target=str(script)), {}) == (*RUN, DYNAMO)
+    script.write_text("from training import main")
+    (tmp_path / "training.py").write_text("from lockstep import Run")
     assert likely(LaunchSpec(target=str(script)), {}) == (*RUN, DYNAMO)
 
 
