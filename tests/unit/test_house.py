@@ -69,6 +69,7 @@ ALLOWED: dict[str, set[str]] = {
     "bench": {"errors", "version", "registry", "layout", "world", "record", "launch", "report"},
     "watch": {"errors", "record"},
     "check": {"errors", "version"},
+    "doctor": {"errors", "world", "launch", "training"},
     "cli": {
         "errors",
         "version",
@@ -78,6 +79,7 @@ ALLOWED: dict[str, set[str]] = {
         "verify",
         "bench",
         "check",
+        "doctor",
         "submit",
         "report",
         "watch",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.cli import check, flags, torchrun
+from lockstep.cli import check, flags, nodes, torchrun
 from lockstep.cli.parser import Parser
 from lockstep.settings import TABLE
 
@@ -36,7 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     )
     parser.advice = lambda *_: "arguments of the script come after its name"
     _add_layout(parser)
-    _add_nodes(parser)
+    nodes.add(parser, elastic=True)
     flags.add_training(parser)
     _add_start(parser)
     flags.add(parser.add_argument_group("survival"), *flags.of_group("survival"))
@@ -77,7 +77,7 @@ def read(options: argparse.Namespace, asked: Asked) -> tuple[LaunchSpec, tuple[s
     from lockstep.launch.spec import LaunchSpec, parse_ranks
     from lockstep.launch.torchrun import meeting
 
-    nodes, notes = meeting(asked, _nodes(options))
+    several, notes = meeting(asked, nodes.given(options))
     spec = LaunchSpec(
         target=options.target,
         kind=asked.kind(module=options.module),
@@ -90,7 +90,7 @@ def read(options: argparse.Namespace, asked: Asked) -> tuple[LaunchSpec, tuple[s
         streams=_streams(options),
         role=options.role,
         local_rank_option=options.local_rank_option,
-        nodes=nodes,
+        nodes=several,
     )
     return spec, notes
 
@@ -98,25 +98,6 @@ def read(options: argparse.Namespace, asked: Asked) -> tuple[LaunchSpec, tuple[s
 def _settings(options: argparse.Namespace, asked: Asked) -> dict[str, object]:
     bound = {"bind": "cores"} if asked.numa_binding else {}
     return bound | flags.given(options, (name for name, one in TABLE.items() if one.flag))
-
-
-def _nodes(options: argparse.Namespace) -> dict[str, object]:
-    """Return what the flags say of nodes, by the names of `Nodes`."""
-    from lockstep.launch.nodes.config import parse_count
-
-    least, count = (None, None) if options.nnodes is None else parse_count(options.nnodes)
-    return {
-        "count": count,
-        "least": least,
-        "rank": options.node_rank,
-        "main_address": options.master_addr,
-        "main_port": options.master_port,
-        "endpoint": options.rdzv_endpoint,
-        "id": options.rdzv_id,
-        "interface": options.interface,
-        "join_timeout": options.join_timeout,
-        "last_call": options.last_call,
-    }
 
 
 def _streams(options: argparse.Namespace) -> Streams:
@@ -151,46 +132,6 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
     )
     flags.add(group, "replicas", "devices", "threads")
     flags.add(group, "bind", choices=TABLE["bind"].choices)
-
-
-def _add_nodes(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "several nodes",
-        "Under Slurm and mpiexec the launchers find each other without these flags.",
-    )
-    group.add_argument(
-        "--nnodes",
-        metavar="NODES",
-        help="number of nodes, each with such a launcher; MIN:MAX if they may come and go",
-    )
-    group.add_argument("--node-rank", type=int, metavar="K", help="number of this node, from 0")
-    group.add_argument("--master-addr", metavar="HOST", help="host or address of node 0")
-    group.add_argument(
-        "--master-port", type=int, metavar="PORT", help="its port (default: one that is free)"
-    )
-    group.add_argument(
-        "--rdzv-endpoint",
-        metavar="PLACE",
-        help="HOST[:PORT] or file:///DIRECTORY where nodes without numbers meet",
-    )
-    group.add_argument(
-        "--rdzv-id", metavar="ID", help="tells launches that meet at one place apart"
-    )
-    group.add_argument(
-        "--interface", metavar="NAME", help="network interface (default: one that all others reach)"
-    )
-    group.add_argument(
-        "--join-timeout",
-        type=float,
-        metavar="SECONDS",
-        help="how long nodes may take to come (default: 300)",
-    )
-    group.add_argument(
-        "--last-call",
-        type=float,
-        metavar="SECONDS",
-        help="how long a launch waits for more than MIN nodes before it begins (default: 30)",
-    )
 
 
 def _add_start(parser: argparse.ArgumentParser) -> None:

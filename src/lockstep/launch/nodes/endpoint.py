@@ -120,6 +120,14 @@ def elsewhere(config: RendezvousConfig) -> str | None:
     return f"{config.address} is no address of {host.name()} ({own}): is this node 0?"
 
 
+def missing_hint(config: RendezvousConfig, *, hosts: bool) -> str:
+    """Return what to look at if launchers are missing, on one that `hosts` the store or not."""
+    if config.directory is not None:
+        return "if the others say the same, the directory is not shared between the nodes"
+    wrong = elsewhere(config) if hosts else None
+    return wrong or "look at the output of the others: are they started, and on which node?"
+
+
 def is_here(config: RendezvousConfig) -> bool:
     """Return whether the endpoint's host is this one."""
     assert config.address is not None

@@ -19,7 +19,7 @@ from typing import Any
 from lockstep.errors import LockstepError, UnreachableError, WorldError
 from lockstep.launch.nodes.client import Owner
 from lockstep.launch.nodes.config import RendezvousConfig
-from lockstep.launch.nodes.endpoint import elsewhere, enter
+from lockstep.launch.nodes.endpoint import enter, missing_hint
 from lockstep.launch.nodes.join import Join, Terms
 from lockstep.launch.nodes.keys import Card, RendezvousKeys
 from lockstep.launch.nodes.membership import Launcher, Membership, owns
@@ -326,10 +326,7 @@ class Rounds:
         """Return what to look at if launchers are missing."""
         if not self._terms.fixed:
             return "--nnodes MIN:MAX says how many must come, --join-timeout how long they may take"
-        if self._config.directory is not None:
-            return "if the others say the same, the directory is not shared between the nodes"
-        wrong = elsewhere(self._config) if self._endpoint.hosts else None
-        return wrong or "look at the output of the others: are they started, and on which node?"
+        return missing_hint(self._config, hosts=self._endpoint.hosts)
 
     def _card(self) -> Card:
         if self.number:

@@ -14,7 +14,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -45,7 +45,7 @@ _AT_ONCE = 64
 _MOST_OFFERS = 8
 _MOST_PAIRS = 6
 #: A difference of clocks that makes the order of events in records misleading, in seconds.
-_CLOCK_TOLERANCE = 2.0
+CLOCK_TOLERANCE = 2.0
 #: Beginnings of the names that bridges and tunnels of containers and virtual machines have.
 _VIRTUAL = (
     *("docker", "br-", "virbr", "veth", "cni", "cali", "flannel", "vxlan", "weave", "cilium"),
@@ -134,6 +134,7 @@ def check_connectivity(
     seconds: float = 3.0,
     patience: float = 30.0,
     check: Check = go_on,
+    warn: Callable[[str], None] | None = None,
 ) -> tuple[Reach, ...]:
     """Return for each member the interface and address at which all others reach it.
 
@@ -147,6 +148,7 @@ def check_connectivity(
         seconds: how long an attempt may take.
         patience: how long a member may keep the others waiting, in seconds.
         check: called again and again meanwhile; may raise to end it.
+        warn: takes the warnings; by default they go to standard error.
 
     Raises:
         UnreachableError: on every member the same, if two cannot reach each other, or one did not come.
@@ -156,7 +158,7 @@ def check_connectivity(
     listener = listen(0, loopback=False)
     token = secrets.token_hex(16)
     with Announcer(listener, {"token": token}):
-        member = _Member(members, seconds, patience)
+        member = _Member(members, seconds, patience, warn or _warn)
         cards = member.introduce(token, listener.getsockname()[1], interface)
         return member.connect(cards, time.time())
 
@@ -164,7 +166,10 @@ def check_connectivity(
 class _Member:
     """One member's part."""
 
-    def __init__(self, members: Members, seconds: float, patience: float) -> None:
+    def __init__(
+        self, members: Members, seconds: float, patience: float, warn: Callable[[str], None]
+    ) -> None:
+        self._warn = warn
         self._members, self._index, self._labels = members, members.index, members.labels
         self._seconds, self._patience = seconds, patience
         self._own = interfaces()
@@ -229,7 +234,8 @@ class _Member:
             places = choose(cards, reports)
             if not last and not all(_reaches(report, places[0]) for report in reports[1:]):
                 return []
-            _compare_clocks(self._labels, [clock for clock, _ in told])
+            for text in _clock_problems(self._labels, [clock for clock, _ in told]):
+                self._warn(text)
             return [[(one.interface, one.address) for one in there] for there in places]
 
         told = self._members.ask(question, own, answer, seconds + self._patience)
@@ -364,14 +370,16 @@ def _no_common(reports: Sequence[Report], labels: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _compare_clocks(labels: Sequence[str], clocks: Sequence[float]) -> None:
+def _clock_problems(labels: Sequence[str], clocks: Sequence[float]) -> Iterator[str]:
     for label, clock in zip(labels[1:], clocks[1:], strict=True):
         ahead = clock - clocks[0]
-        if abs(ahead) > _CLOCK_TOLERANCE:
-            print(  # noqa: T201 - a warning for readers of the records
-                f"lockstep: warning: the clock of {label} is {abs(ahead):.0f} s "
+        if abs(ahead) > CLOCK_TOLERANCE:
+            yield (
+                f"the clock of {label} is {abs(ahead):.0f} s "
                 f"{'ahead of' if ahead > 0 else 'behind'} that of {labels[0]}: "
-                "times in records don't compare",
-                file=sys.stderr,
-                flush=True,
+                "times in records don't compare"
             )
+
+
+def _warn(text: str) -> None:
+    print(f"lockstep: warning: {text}", file=sys.stderr, flush=True)  # noqa: T201 - for readers of records

@@ -1,0 +1,72 @@
+"""`lockstep doctor`: what is wrong with these machines, before anything is trained on them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from lockstep.cli import nodes
+from lockstep.cli.parser import Parser
+from lockstep.errors import UsageError
+
+_EPILOG = """\
+Examples: `lockstep doctor` looks at this machine. `lockstep doctor --nnodes 2 --rdzv-endpoint a`, started
+on a and on b, looks at both and at the network between them; so does `srun -N 2 lockstep doctor`. Each line
+is ok, a warning or a failure, and says what to do. Nothing is changed. Exit codes: 0 no failure, 1 a
+failure, 2 usage, 3 the nodes did not meet.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """Add this verb to the command line."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="find what is wrong with machines and the network between them",
+        usage="lockstep doctor [options]",
+        epilog=_EPILOG,
+    )
+    nodes.add(parser, elastic=False)
+    parser.add_argument(
+        "--run-dir",
+        type=Path,
+        default=Path("runs"),
+        metavar="DIR",
+        help="where runs are to be kept: its file system is looked at (default: runs)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.set_defaults(handler=handle)
+
+
+def handle(options: argparse.Namespace) -> int:
+    """Examine what `options` say; return the exit code."""
+    import os
+
+    from lockstep.doctor.check import Asked
+    from lockstep.doctor.examine import examine
+    from lockstep.launch.nodes.config import Nodes, rendezvous_config
+    from lockstep.launch.output import say
+    from lockstep.world.meet import chosen_interface, join_timeout
+    from lockstep.world.waiting import go_on
+
+    given: dict[str, Any] = nodes.given(options)
+    several = Nodes(**given)
+    if several.least is not None:
+        raise UsageError(
+            f"--nnodes is {options.nnodes}; expected a number: all nodes are looked at"
+        )
+    config = rendezvous_config(several, ("lockstep doctor",), os.environ)
+    seconds = several.join_timeout or join_timeout().total_seconds()
+    if config is not None:
+        say(f"lockstep: waiting for the other nodes at {config.place}, {seconds:g} s at most")
+    report = examine(
+        Asked(run_dir=options.run_dir, address=None if config is None else config.address),
+        config,
+        interface=several.interface or chosen_interface(),
+        seconds=seconds,
+        check=go_on,
+    )
+    if report.speaks:
+        print(json.dumps(report.as_json()) if options.json else "\n".join(report.lines))
+    return report.exit_code

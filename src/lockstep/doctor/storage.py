@@ -1,0 +1,125 @@
+"""The file system of the run directory: locks, rename, space, and whether nodes share it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from lockstep.doctor.check import Asked, Facts, Finding, Level, Seen, check, check_each, size
+from lockstep.doctor.meeting import Meeting
+
+_GIB = 1 << 30
+_PREFIX = ".lockstep-doctor-"
+
+
+def _place(run_dir: Path) -> Path:
+    """Return the directory in which a run would make its own: the nearest that is there."""
+    return next(one for one in (run_dir, *run_dir.absolute().parents) if one.is_dir())
+
+
+def _look(asked: Asked) -> Facts:
+    place = _place(asked.run_dir)
+    found = os.statvfs(place)
+    facts = {"place": str(place.absolute()), "free": found.f_bavail * found.f_frsize}
+    with tempfile.TemporaryDirectory(dir=place, prefix=_PREFIX) as name:
+        return facts | {"locks": _locks(Path(name)), "renames": _renames(Path(name))}
+
+
+def _locks(directory: Path) -> str:
+    """Return what is wrong with locks there; nothing if they keep a second one out."""
+    with (directory / "lock").open("w") as first, (directory / "lock").open("w") as second:
+        try:
+            fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return f"has no locks (flock): {error.strerror}"
+        return "gives one lock (flock) twice" if _takes(second.fileno()) else ""
+
+
+def _takes(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _renames(directory: Path) -> str:
+    """Return what is wrong with renaming there: a file over another, and a directory to a new name."""
+    old, new = directory / "old", directory / "new"
+    old.write_text("1")
+    new.write_text("2")
+    with old.open("rb") as file:
+        os.fsync(file.fileno())
+    try:
+        old.replace(new)
+        (directory / "draft").mkdir()
+        (directory / "draft").rename(directory / "whole")
+    except OSError as error:
+        return f"does not rename in place: {error.strerror}"
+    is_right = new.read_text() == "1" and not old.exists() and (directory / "whole").is_dir()
+    return "" if is_right else "does not rename in place: the old file is still there"
+
+
+def _together(meeting: Meeting, seen: Seen, asked: Asked) -> Facts:
+    """Find out whether this node sees what node 0 has made there, and its lock."""
+    if meeting.alone:
+        return None
+    path = (
+        _place(asked.run_dir) / f"{_PREFIX}{meeting.gather('shared/name', secrets.token_hex(8))[0]}"
+    )
+    with contextlib.ExitStack() as stack:
+        held = None
+        if meeting.index == 0:
+            with contextlib.suppress(OSError):
+                held = stack.enter_context(path.open("w"))
+                stack.callback(lambda: path.unlink(missing_ok=True))
+                _takes(held.fileno())
+        meeting.gather("shared/made", own=True)
+        facts = {"sees": path.exists(), "takes": False}
+        if meeting.index > 0 and facts["sees"]:
+            with contextlib.suppress(OSError), path.open("r+") as other:
+                facts["takes"] = _takes(other.fileno())
+        meeting.gather("shared/seen", own=True)
+        return facts
+
+
+@check("shared", together=_together)
+def shared(seen: Seen) -> Iterator[Finding]:
+    """Find run directories that nodes do not share, and locks that do not reach from node to node."""
+    told = seen.of("shared")
+    apart = [label for label, facts in told if not facts["sees"]]
+    for label, facts in told:
+        if facts["takes"]:
+            text = f"{label} takes a lock in the run directory that {told[0][0]} holds"
+            advice = "mount it with locks between nodes: NFS 4, or Lustre with the option flock"
+            yield Finding("failure", text, advice)
+    if apart:
+        text = f"the run directory is not shared: {', '.join(apart)} does not see files of {told[0][0]}"
+        advice = (
+            "a checkpoint is lost with the node that wrote it: --run-dir on a shared file system"
+        )
+        yield Finding("warning", text, advice)
+    elif told and not any(facts["takes"] for _, facts in told):
+        yield Finding("ok", "all nodes share the run directory, and its locks")
+
+
+@check_each("storage", look=_look)
+def storage(facts: Facts) -> list[Finding] | str:
+    """Judge a file system: its locks, its rename, its room for checkpoints."""
+    place = facts["place"]
+    advice = "checkpoints need it: choose another place with --run-dir, or mount it with locks"
+    found = [
+        Finding("failure", f"the file system of {place} {problem}", advice)
+        for problem in (facts["locks"], facts["renames"])
+        if problem
+    ]
+    if facts["free"] < _GIB:
+        text = f"{size(facts['free'])} are free at {place}; expected at least 1 GiB"
+        level: Level = "failure" if facts["free"] < _GIB // 64 else "warning"
+        found.append(Finding(level, text, "free it, or choose another place with --run-dir"))
+    return found or f"{place}: locks, rename, {size(facts['free'])} free"
