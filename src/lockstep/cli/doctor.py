@@ -46,9 +46,6 @@ def handle(options: argparse.Namespace) -> int:
     from lockstep.doctor.check import Asked
     from lockstep.doctor.examine import examine
     from lockstep.launch.nodes.config import Nodes, rendezvous_config
-    from lockstep.launch.output import say
-    from lockstep.world.meet import chosen_interface, join_timeout
-    from lockstep.world.waiting import go_on
 
     given: dict[str, Any] = nodes.given(options)
     several = Nodes(**given)
@@ -57,16 +54,8 @@ def handle(options: argparse.Namespace) -> int:
             f"--nnodes is {options.nnodes}; expected a number: all nodes are looked at"
         )
     config = rendezvous_config(several, ("lockstep doctor",), os.environ)
-    seconds = several.join_timeout or join_timeout().total_seconds()
-    if config is not None:
-        say(f"lockstep: waiting for the other nodes at {config.place}, {seconds:g} s at most")
-    report = examine(
-        Asked(run_dir=options.run_dir, address=None if config is None else config.address),
-        config,
-        interface=several.interface or chosen_interface(),
-        seconds=seconds,
-        check=go_on,
-    )
+    address = None if config is None else config.address
+    report = examine(Asked(run_dir=options.run_dir, address=address), config, several)
     if report.speaks:
         print(json.dumps(report.as_json()) if options.json else "\n".join(report.lines))
     return report.exit_code

@@ -14,8 +14,10 @@ from lockstep.doctor.check import ENTERED, Asked, Check, Finding, Seen
 from lockstep.doctor.child import Child, LostError, bounded
 from lockstep.doctor.meeting import PATIENCE, Meeting, meet
 from lockstep.errors import WorldError
-from lockstep.launch.nodes.config import RendezvousConfig
+from lockstep.launch.nodes.config import Nodes, RendezvousConfig
+from lockstep.launch.output import say
 from lockstep.world import host
+from lockstep.world.meet import chosen_interface, join_timeout
 
 #: All checks by name, in the order of the report: each group imported has entered its own.
 _GROUPS = (software, gpus, limits, storage, network, links, reduction, training)
@@ -80,21 +82,14 @@ class Report:
 
 
 def examine(
-    asked: Asked,
-    config: RendezvousConfig | None,
-    *,
-    interface: str | None,
-    seconds: float,
-    check: Callable[[], None],
+    asked: Asked, config: RendezvousConfig | None = None, nodes: Nodes | None = None
 ) -> Report:
     """Examine this node, and all others where there are several.
 
     Args:
         asked: what the user said.
         config: how the nodes find each other; `None` for one that is alone.
-        interface: network interface that the user chose.
-        seconds: how long nodes may take to come.
-        check: called again and again while they are waited for.
+        nodes: what the user said of them.
     """
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
@@ -105,7 +100,7 @@ def examine(
             stack.callback(child.close)
         for child in looks.values():
             child.give(None)
-        meeting, apart = _meet(config, interface, seconds, check)
+        meeting, apart = _meet(config, nodes or Nodes())
         waited = time.monotonic() - began
         meeting.starters = starters
         stack.callback(_leave, meeting)
@@ -140,18 +135,15 @@ def _looks(one: Check, asked: Asked) -> Callable[[Any], Any]:
     return lambda _: look(asked)
 
 
-def _meet(
-    config: RendezvousConfig | None,
-    interface: str | None,
-    seconds: float,
-    check: Callable[[], None],
-) -> tuple[Meeting, Finding | None]:
+def _meet(config: RendezvousConfig | None, nodes: Nodes) -> tuple[Meeting, Finding | None]:
     """Meet the other nodes; where they did not, return a meeting of this node alone, and why."""
     alone = Meeting(labels=(host.name(),))
     if config is None:
         return alone, None
+    seconds = nodes.join_timeout or join_timeout().total_seconds()
+    say(f"lockstep: waiting for the other nodes at {config.place}, {seconds:g} s at most")
     try:
-        return meet(config, seconds, interface, check), None
+        return meet(config, seconds, nodes.interface or chosen_interface()), None
     except WorldError as error:
         return alone, Finding("failure", error.message.replace("\n", "; "), error.hint or "")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from lockstep.doctor.check import Asked, Facts, Finding, Seen, check, listed, size
@@ -53,7 +53,7 @@ def _gpu(index: int, nvml: Any) -> dict[str, Any]:
     import torch
 
     properties = torch.cuda.get_device_properties(index)
-    free, total = torch.cuda.mem_get_info(index)  # type: ignore[no-untyped-call]
+    free, total = torch.cuda.mem_get_info(index)
     facts = {"name": properties.name, "total": total, "free": free}
     if nvml is None:
         return facts
@@ -61,7 +61,7 @@ def _gpu(index: int, nvml: Any) -> dict[str, Any]:
         handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}")
     except nvml.NVMLError:
         return facts  # a part of a GPU (MIG)
-    asked = {
+    asked: dict[str, Callable[[], Any]] = {
         "processes": lambda: [
             one.pid
             for one in nvml.nvmlDeviceGetComputeRunningProcesses(handle)

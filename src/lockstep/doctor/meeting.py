@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -117,25 +116,22 @@ class Meeting:
         self.endpoint.close()
 
 
-def meet(
-    config: RendezvousConfig, seconds: float, interface: str | None, check: Callable[[], None]
-) -> Meeting:
+def meet(config: RendezvousConfig, seconds: float, interface: str | None) -> Meeting:
     """Meet the other nodes.
 
     Args:
         config: how they find each other.
         seconds: how long they may take to come.
         interface: the one that the user chose for this node.
-        check: called again and again meanwhile.
 
     Raises:
         WorldError: if one does not come; of those that came, all get the same.
     """
     with contextlib.ExitStack() as stack:
-        endpoint = enter(config, seconds, check)
+        endpoint = enter(config, seconds, go_on)
         stack.callback(endpoint.close)
         token = secrets.token_hex(8)
-        cards = _join(config, endpoint, token, seconds, check)
+        cards = _join(config, endpoint, token, seconds)
         stack.pop_all()
     return Meeting(
         index=[one.token for one in cards].index(token),
@@ -147,14 +143,10 @@ def meet(
 
 
 def _join(
-    config: RendezvousConfig,
-    endpoint: Endpoint,
-    token: str,
-    seconds: float,
-    check: Callable[[], None],
+    config: RendezvousConfig, endpoint: Endpoint, token: str, seconds: float
 ) -> tuple[Card, ...]:
     """Join the only round of this meeting; return the cards of all nodes in their order."""
-    keys = RendezvousKeys(endpoint.store, check)
+    keys = RendezvousKeys(endpoint.store, go_on)
     keys.found({"name": host.name()})
     first = 0 if endpoint.hosts else config.count
     card = Card(

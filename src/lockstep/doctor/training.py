@@ -74,28 +74,28 @@ def _compare(seen: Seen, good: dict[tuple[str, str], Facts]) -> Iterator[Finding
     versions = dict(seen.of("versions"))
     kinds: dict[tuple[str, str], dict[str, str]] = {}
     for (label, device), told in good.items():
-        kind = (told["kind"], str(versions.get(label, {}).get("bits")))
-        kinds.setdefault(kind, {})[f"{seen.on(label)}{device}"] = told["twice"][0]
-    fine = {}
+        of = (told["kind"], str(versions.get(label, {}).get("bits")))
+        kinds.setdefault(of, {})[f"{seen.on(label)}{device}"] = told["twice"][0]
+    fine: dict[str, list[str]] = {}
     for (kind, _), digests in kinds.items():
-        counts = Counter(digests.values()).most_common()
-        most = counts[0][0]
-        if len(counts) == 1:
-            fine[most] = f"{_short(most)} on {', '.join(digests)} ({kind})"
-        elif counts[0][1] > counts[1][1]:
+        (most, often), *others = Counter(digests.values()).most_common()
+        if not others:
+            fine.setdefault(most, []).append(f"{', '.join(digests)} ({kind})")
+        elif often > others[0][1]:
             for where, other in digests.items():
                 if other != most:
                     text = f"{where} computes other bits than the others: {_short(other)}"
                     yield Finding("failure", f"{text}; expected {_short(most)}", _ADVICE)
         else:
-            each = ", ".join(f"{where}: {_short(its)}" for where, its in digests.items())
+            each = ", ".join(f"{place}: {_short(one)}" for place, one in digests.items())
             text = f"{each}; expected the same on {kind}: one of them computes wrong bits"
             yield Finding("failure", text, _ADVICE)
+    each = "; ".join(f"{_short(one)} on {', '.join(places)}" for one, places in fine.items())
     if len(fine) > 1:
-        text = f"unlike devices or versions compute other bits: {'; '.join(fine.values())}"
+        text = f"unlike devices or versions compute other bits: {each}"
         yield Finding("warning", text, "train on one kind, with one set of versions")
     elif fine:
-        yield Finding("ok", f"ten steps, twice: {'; '.join(fine.values())}")
+        yield Finding("ok", f"ten steps, twice: {each}")
 
 
 def _short(digest: str) -> str:
