@@ -69,6 +69,7 @@ ALLOWED: dict[str, set[str]] = {
     "bench": {"errors", "version", "registry", "layout", "world", "record", "launch", "report"},
     "watch": {"errors", "record"},
     "check": {"errors", "version"},
+    "convert": {"errors", "check"},
     "doctor": {"errors", "world", "launch", "training"},
     "cli": {
         "errors",
@@ -79,6 +80,7 @@ ALLOWED: dict[str, set[str]] = {
         "verify",
         "bench",
         "check",
+        "convert",
         "doctor",
         "submit",
         "report",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import libcst as cst
@@ -9,6 +10,10 @@ from libcst.metadata import PositionProvider
 
 from lockstep.check.fix import Edit, Place
 
+#: A statement that stands where another part of a loop's body begins; in the loops to be, where one goes.
+PART = "lockstep: the next part"
+#: Begins the text of the statement that stands where a `with` is to begin.
+_WITH = "lockstep with: "
 _Statement = cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]
 
 
@@ -29,10 +34,20 @@ class Editor(cst.CSTTransformer):
     ) -> None:
         super().__init__()
         self._expressions, self._statements = expressions, statements
+        self._empty: list[cst.EmptyLine] = []
+        self._above: dict[cst.CSTNode, list[cst.EmptyLine]] = {}
 
     def _at(self, node: cst.CSTNode) -> Place:
         start = self.get_metadata(PositionProvider, node).start
         return start.line, start.column
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        """Give the empty lines above a statement that was deleted to the next one."""
+        if isinstance(node, cst.SimpleStatementLine | cst.BaseCompoundStatement) and self._empty:
+            if not (node.leading_lines and node.leading_lines[0].comment is None):
+                self._above[node] = self._empty
+            self._empty = []
+        return super().on_visit(node)
 
     def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> object:  # type: ignore[override]
         """Edit a node that is left."""
@@ -41,45 +56,236 @@ class Editor(cst.CSTTransformer):
         if isinstance(original_node, cst.SimpleStatementLine | cst.BaseCompoundStatement):
             assert isinstance(updated_node, cst.BaseStatement)
             return self._statement(original_node, updated_node)
+        if isinstance(updated_node, cst.IndentedBlock | cst.Module):
+            self._empty = []
+            return _under_with(updated_node)
         return super().on_leave(original_node, updated_node)
 
     def _expression(self, original: cst.BaseExpression, updated: cst.CSTNode) -> cst.CSTNode:
         for edit in self._expressions.get(self._at(original), ()):
-            if edit.kind == "argument" and _whole(original, edit):
+            if not _whole(original, edit):
+                continue
+            if edit.kind == "argument":
                 assert isinstance(updated, cst.Call)
                 updated = _with_argument(updated, edit)
-            elif edit.kind == "replace" and _whole(original, edit):
+            elif edit.kind == "replace":
                 updated = cst.parse_expression(edit.code)
+            elif edit.kind in _AROUND:
+                updated = _AROUND[edit.kind](updated, edit.code)
         return updated
 
     def _statement(
         self,
         original: cst.SimpleStatementLine | cst.BaseCompoundStatement,
         updated: cst.BaseStatement,
-    ) -> _Statement:
+    ) -> _Statement | cst.RemovalSentinel:
         before: list[cst.BaseStatement] = []
         after: list[cst.BaseStatement] = []
+        body: list[cst.BaseStatement] | None = None
+        if original in self._above:
+            updated = _with_lines(updated, [*self._above[original], *_lines(updated)])
         for edit in self._statements.get(self._at(original), ()):
-            made = cst.parse_statement(
-                f"if {edit.code}:\n    pass\n" if edit.kind == "guard" else edit.code
-            )
-            if edit.kind == "first" and isinstance(updated, cst.For | cst.While):
-                block = updated.body
-                assert isinstance(block, cst.IndentedBlock)
-                updated = updated.with_changes(body=block.with_changes(body=[made, *block.body]))
-            elif edit.kind == "statement" and isinstance(updated, cst.SimpleStatementLine):
-                assert isinstance(made, cst.SimpleStatementLine)
-                updated = updated.with_changes(body=made.body)
-            elif edit.kind == "guard" and isinstance(updated, cst.SimpleStatementLine):
-                assert isinstance(made, cst.If)
-                lines = updated.leading_lines
-                inside = cst.IndentedBlock(body=[updated.with_changes(leading_lines=[])])
-                updated = made.with_changes(body=inside, leading_lines=lines)
+            if edit.kind == "delete":
+                body = []
+                self._empty = _empty_lines(updated)
+            elif edit.kind == "splice" and isinstance(updated, cst.If):
+                body = _spliced(updated)
+            elif edit.kind == "with":
+                before.append(_marker(edit.code))
             elif edit.kind == "before":
-                before.append(made)
+                made = cst.parse_statement(edit.code)
+                before.append(_with_lines(made, _empty_lines(updated)))
+                updated = _with_lines(updated, _lines(updated)[len(_empty_lines(updated)) :])
             elif edit.kind == "after":
-                after.append(made)
-        return cst.FlattenSentinel([*before, updated, *after]) if before or after else updated
+                after.append(cst.parse_statement(edit.code))
+            else:
+                updated = _changed(updated, edit)
+        if body is None and not before and not after:
+            return updated
+        rest = [updated] if body is None else body
+        return (
+            cst.FlattenSentinel([*before, *rest, *after])
+            if before or rest or after
+            else cst.RemoveFromParent()
+        )
+
+
+def _changed(statement: cst.BaseStatement, edit: Edit) -> cst.BaseStatement:
+    """Return a statement after an edit that leaves one statement in its place."""
+    match edit.kind, statement:
+        case "comment", _:
+            line = cst.EmptyLine(comment=cst.Comment(edit.code))
+            return _with_lines(statement, [*_lines(statement), line])
+        case "parameter", cst.FunctionDef():
+            statement = _with_parameter(statement, edit.code)
+        case "guard", cst.SimpleStatementLine():
+            made = cst.parse_statement(f"if {edit.code}:\n    pass\n")
+            inside = cst.IndentedBlock(body=[statement.with_changes(leading_lines=[])])
+            statement = made.with_changes(body=inside, leading_lines=statement.leading_lines)
+        case "passes", cst.For():
+            statement = _passes(statement, edit.code)
+        case "statement", cst.SimpleStatementLine():
+            made = cst.parse_statement(edit.code)
+            assert isinstance(made, cst.SimpleStatementLine)
+            statement = statement.with_changes(body=made.body)
+        case "first", cst.For() | cst.While() | cst.FunctionDef():
+            statement = _with_first(statement, cst.parse_statement(edit.code))
+    return statement
+
+
+def _with_first(
+    statement: cst.For | cst.While | cst.FunctionDef, made: cst.BaseStatement
+) -> cst.BaseStatement:
+    block = statement.body
+    assert isinstance(block, cst.IndentedBlock)
+    text = isinstance(statement, cst.FunctionDef) and statement.get_docstring() is not None
+    body = [*block.body[:text], made, *block.body[text:]]
+    return statement.with_changes(body=block.with_changes(body=body))
+
+
+def _passes(loop: cst.For, code: str) -> cst.BaseStatement:
+    """Return the loops of `code`, with the parts of a loop's body where their markers stand in it."""
+    block = loop.body
+    assert isinstance(block, cst.IndentedBlock)
+    parts: list[list[cst.BaseStatement]] = [[]]
+    for one in block.body:
+        if _text(one) == PART:
+            parts.append([])
+        else:
+            assert isinstance(one, cst.BaseStatement)
+            parts[-1].append(one)
+    made = cst.parse_statement(code).visit(_Parts(parts))
+    assert isinstance(made, cst.BaseStatement)
+    return _with_lines(made, _lines(loop))
+
+
+class _Parts(cst.CSTTransformer):
+    def __init__(self, parts: list[list[cst.BaseStatement]]) -> None:
+        super().__init__()
+        self._left = iter(parts)
+
+    def leave_SimpleStatementLine(  # noqa: N802
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> cst.SimpleStatementLine | cst.FlattenSentinel[cst.BaseStatement]:
+        """Put the next part in the place of a marker."""
+        return (
+            cst.FlattenSentinel(next(self._left)) if _text(updated_node) == PART else updated_node
+        )
+
+
+def _text(statement: cst.CSTNode) -> str:
+    """Return the text that is a statement of its own, or an empty one."""
+    match statement:
+        case cst.SimpleStatementLine(body=[cst.Expr(value=cst.SimpleString() as text)]):
+            return str(text.evaluated_value)
+    return ""
+
+
+def _lines(statement: cst.BaseStatement) -> list[cst.EmptyLine]:
+    return list(getattr(statement, "leading_lines", ()))
+
+
+def _with_lines(statement: cst.BaseStatement, lines: Sequence[cst.EmptyLine]) -> cst.BaseStatement:
+    return statement.with_changes(leading_lines=list(lines))
+
+
+def _empty_lines(statement: cst.BaseStatement) -> list[cst.EmptyLine]:
+    """Return the empty lines above a statement, before any comment."""
+    return list(itertools.takewhile(lambda line: line.comment is None, _lines(statement)))
+
+
+def _spliced(node: cst.If) -> list[cst.BaseStatement]:
+    """Return the body of an `if`; what stands above it stands above the first statement."""
+    block = node.body
+    assert isinstance(block, cst.IndentedBlock)
+    first, *rest = block.body
+    return [_with_lines(first, [*node.leading_lines, *_lines(first)]), *rest]
+
+
+def _marker(code: str) -> cst.SimpleStatementLine:
+    """Return a statement that stands where a `with` begins, until its block is left."""
+    return cst.SimpleStatementLine([cst.Expr(cst.SimpleString(repr(_WITH + code)))])
+
+
+def _under_with(block: cst.IndentedBlock | cst.Module) -> cst.IndentedBlock | cst.Module:
+    """Put what follows a marker in a block under its `with`."""
+    for index, one in enumerate(block.body):
+        code = _text(one)
+        if code.startswith(_WITH):
+            inside = list(block.body[index + 1 :])
+            lines = _empty_lines(inside[0])
+            inside[0] = _with_lines(inside[0], _lines(inside[0])[len(lines) :])
+            made = cst.parse_statement(f"with {code.removeprefix(_WITH)}:\n    pass\n")
+            made = made.with_changes(body=cst.IndentedBlock(inside), leading_lines=lines)
+            return block.with_changes(body=[*block.body[:index], made.visit(_NoIndent())])
+    return block
+
+
+class _NoIndent(cst.CSTTransformer):
+    """Leaves empty lines empty where statements come to stand deeper."""
+
+    def leave_EmptyLine(  # noqa: N802
+        self, original_node: cst.EmptyLine, updated_node: cst.EmptyLine
+    ) -> cst.EmptyLine:
+        """Take the indentation off a line without a comment."""
+        return updated_node if updated_node.comment else updated_node.with_changes(indent=False)
+
+
+def _with_parameter(function: cst.FunctionDef, code: str) -> cst.FunctionDef:
+    params = function.params
+    bound = bool(params.params) and params.params[0].name.value in ("self", "cls")
+    if not code:
+        return function.with_changes(params=params.with_changes(params=params.params[1:]))
+    comma: cst.Comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+    if bound and isinstance(params.params[0].comma, cst.Comma):
+        comma = params.params[0].comma  # with its line end, where each parameter has a line
+    last = len(params.params) == bound and not (
+        params.kwonly_params or params.star_kwarg or isinstance(params.star_arg, cst.Param)
+    )
+    made = cst.Param(cst.Name(code), comma=cst.MaybeSentinel.DEFAULT if last else comma)
+    head = [one.with_changes(comma=comma) for one in params.params[:bound]]
+    changed = params.with_changes(params=[*head, made, *params.params[bound:]])
+    return function.with_changes(params=changed)
+
+
+def _call(code: str, *values: cst.BaseExpression) -> cst.Call:
+    return cst.Call(cst.parse_expression(code), [cst.Arg(value) for value in values])
+
+
+def _wrap(node: cst.CSTNode, code: str) -> cst.CSTNode:
+    assert isinstance(node, cst.BaseExpression)
+    return _call(code, node)
+
+
+def _callee(node: cst.CSTNode, code: str) -> cst.CSTNode:
+    assert isinstance(node, cst.Call)
+    return node.with_changes(func=cst.parse_expression(code))
+
+
+def _given(node: cst.CSTNode, code: str) -> cst.CSTNode:
+    assert isinstance(node, cst.Call)
+    comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+    made = cst.Arg(
+        cst.parse_expression(code), comma=comma if node.args else cst.MaybeSentinel.DEFAULT
+    )
+    return node.with_changes(args=[made, *node.args])
+
+
+def _inside(node: cst.CSTNode, code: str) -> cst.CSTNode:
+    if isinstance(node, cst.Call):
+        return node.args[0].value
+    assert isinstance(node, cst.Attribute)
+    return node.value
+
+
+def _owner(node: cst.CSTNode, code: str) -> cst.CSTNode:
+    assert isinstance(node, cst.Call)
+    assert isinstance(node.func, cst.Attribute)
+    value = node.func.value.with_changes(lpar=[], rpar=[])
+    return _call(code, value)
+
+
+_AROUND = {"wrap": _wrap, "callee": _callee, "given": _given, "inside": _inside, "owner": _owner}
 
 
 def _whole(node: cst.BaseExpression, edit: Edit) -> bool:
@@ -98,7 +304,10 @@ def _with_argument(call: cst.Call, edit: Edit) -> cst.Call:
     kept = [arg for arg in call.args if arg.keyword is None or arg.keyword.value != edit.name]
     if not edit.code:
         if kept and len(kept) < len(call.args) and call.args[-1] not in kept:
-            kept[-1] = kept[-1].with_changes(comma=call.args[-1].comma)
+            last = call.args[-1]
+            kept[-1] = kept[-1].with_changes(
+                comma=last.comma, whitespace_after_arg=last.whitespace_after_arg
+            )
         return call.with_changes(args=kept)
     value = cst.parse_expression(edit.code)
     equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))

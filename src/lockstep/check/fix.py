@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import os
+import stat
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from lockstep.errors import UsageError
+from lockstep.errors import OutputError, UsageError
 
 if TYPE_CHECKING:
     import libcst
@@ -16,6 +20,11 @@ if TYPE_CHECKING:
     from lockstep.check.source import Module
 
 Place = tuple[int, int]
+Kind = Literal[
+    "argument", "replace", "callee", "given", "wrap", "inside", "owner",
+    "statement", "first", "before", "after", "guard",
+    "delete", "splice", "with", "parameter", "comment", "passes",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -25,13 +34,20 @@ class Edit:
     Attributes:
         kind: `argument` sets or, without code, removes a keyword of a call; `replace` puts another
             expression there, `statement` another statement; `first` puts a statement at the head of a
-            loop's body; `before` and `after` put one beside a statement; `guard` puts it under `if CODE:`.
+            loop's or a function's body; `before` and `after` put one beside a statement; `guard` puts it
+            under `if CODE:`. `callee` calls another function, `given` gives a call one more argument
+            before the others, `wrap` makes an expression the argument of a call; `inside` leaves of a
+            call its first argument, of an attribute its object, and `owner` makes the object of a method
+            the argument of a function. `delete` removes a statement, `splice` leaves of an `if` its body,
+            `with` puts a statement and all that follow in its block under `with CODE:`, `parameter` adds
+            one before the others (after `self`) or, without code, removes the first, `comment` puts
+            a comment above, `passes` makes of a loop the loops of CODE, with the parts of its body.
         node: the call, the expression, the loop or the statement.
         code: what is put there.
         name: the keyword, of `argument`.
     """
 
-    kind: Literal["argument", "replace", "statement", "first", "before", "after", "guard"]
+    kind: Kind
     node: ast.expr | ast.stmt
     code: str = ""
     name: str = ""
@@ -68,6 +84,32 @@ def apply(module: Module, edits: Iterable[Edit]) -> str:
     tree = MetadataWrapper(libcst.parse_module(module.text), unsafe_skip_copy=True)
     changed: libcst.Module = tree.visit(Editor(expressions, statements))
     return changed.code
+
+
+def overwrite(path: Path, text: str, encoding: str) -> None:
+    """Put a text in the place of a file, whole or not at all; its mode stays.
+
+    Raises:
+        OutputError: if it cannot be written.
+    """
+    target = path.resolve()
+    try:
+        with target.open("r+b") as file:  # refuses a file that may not be written
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+        descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+        temporary = Path(name)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(text.encode(encoding))
+                os.fchmod(file.fileno(), mode)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(target)
+        except BaseException:
+            temporary.unlink()
+            raise
+    except OSError as error:
+        raise OutputError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def _place(node: ast.expr | ast.stmt, lines: list[str]) -> Place:

@@ -307,7 +307,7 @@ class Project:
         scope: Scope = module.scope(node)
         while True:
             values = module.bound.get((scope, node.id), [])
-            given = self._arguments(scope, node.id) if isinstance(scope, Function) else []
+            given = self.arguments(scope, node.id) if isinstance(scope, Function) else []
             if values or given:
                 return self._values(module, values) + given
             if isinstance(scope, ast.Module):
@@ -320,12 +320,13 @@ class Project:
         found: list[tuple[Module, ast.expr]] = []
         for value in values:
             if isinstance(value, Part):
-                found += self._part(module, value)
+                found += self.elements(module, value)
             else:
                 found.append((module, value))
         return found
 
-    def _part(self, module: Module, part: Part) -> list[tuple[Module, ast.expr]]:
+    def elements(self, module: Module, part: Part) -> list[tuple[Module, ast.expr]]:
+        """Return what an element may be of a value that several names are bound to."""
         call = part.value
         if not isinstance(call, ast.Call):
             return []
@@ -349,7 +350,7 @@ class Project:
             if isinstance(node, ast.Return) and node.value and home.scope(node) is called
         ]
 
-    def _arguments(self, function: Function, name: str) -> list[tuple[Module, ast.expr]]:
+    def arguments(self, function: Function, name: str) -> list[tuple[Module, ast.expr]]:
         """Return what calls give for a parameter, and its default."""
         spec = function.args
         names = [one.arg for one in (*spec.posonlyargs, *spec.args)]

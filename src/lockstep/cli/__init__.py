@@ -12,7 +12,19 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
-from lockstep.cli import bench, check, doctor, export, report, run, submit, torchrun, verify, watch
+from lockstep.cli import (
+    bench,
+    check,
+    convert,
+    doctor,
+    export,
+    report,
+    run,
+    submit,
+    torchrun,
+    verify,
+    watch,
+)
 from lockstep.cli.parser import Parser, split
 from lockstep.errors import LockstepError, UsageError
 from lockstep.version import __version__
@@ -66,6 +78,7 @@ def _parser() -> Parser:
     submit.add_parser(subparsers)
     verify.add_parser(subparsers)
     check.add_parser(subparsers)
+    convert.add_parser(subparsers)
     doctor.add_parser(subparsers)
     bench.add_parser(subparsers)
     export.add_parser(subparsers)

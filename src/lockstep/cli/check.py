@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
-import stat
 import sys
-import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.cli.parser import Parser
-from lockstep.errors import OutputError, UsageError
+from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
     from lockstep.check.config import Selection
@@ -72,7 +69,7 @@ def handle(options: argparse.Namespace) -> int:
         return _diff(outcome) and not options.exit_zero
     if options.fix and outcome.edits:
         for path, (module, edits) in outcome.edits.items():
-            _write(path, fix.apply(module, edits), module.encoding)
+            fix.overwrite(path, fix.apply(module, edits), module.encoding)
         before = _counted(outcome)
         outcome = engine.check(paths, flags)
         print(f"{(before - _counted(outcome)).total()} fixed", file=sys.stderr)
@@ -119,28 +116,6 @@ def _diff(outcome: Outcome) -> int:
 def _counted(outcome: Outcome) -> Counter[tuple[Path, str]]:
     """Return how many findings of each rule each file has."""
     return Counter((one.path, one.code) for one in outcome.findings)
-
-
-def _write(path: Path, text: str, encoding: str) -> None:
-    """Put a text in the place of a file, whole or not at all; its mode stays."""
-    target = path.resolve()
-    try:
-        with target.open("r+b") as file:  # refuses a file that may not be written
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-        descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-        temporary = Path(name)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(text.encode(encoding))
-                os.fchmod(file.fileno(), mode)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(target)
-        except BaseException:
-            temporary.unlink()
-            raise
-    except OSError as error:
-        raise OutputError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def _tell_rules(code: str | None) -> int:

@@ -89,6 +89,7 @@ class Loader:
     Attributes:
         number: in which order the run made its loaders; part of every key.
         batch_size: samples per global batch.
+        dataset: what it loads from, as of a DataLoader.
     """
 
     def __init__(
@@ -101,7 +102,9 @@ class Loader:
         device: torch.device | None,
         compare: Tell | None = None,
         measure: Measure = iter,
+        dataset: Any = None,
     ) -> None:
+        self.dataset = dataset
         self._source = source
         self._observer = observer
         self._device = device

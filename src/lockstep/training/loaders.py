@@ -85,6 +85,7 @@ class Loaders:
             device=None if context.device.type == "cpu" else context.device,
             compare=self._same_data.check_of(number),
             measure=context.record.pace.data.over,
+            dataset=dataset,
         )
         self._made.add(loader)
         context.record.loader_made(loader, dataset, settings)

@@ -1,0 +1,93 @@
+"""`lockstep convert`: turns a script for one device, or a plain DDP script, into a Lockstep script."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.cli.parser import Parser
+from lockstep.errors import OutputError, UsageError
+
+if TYPE_CHECKING:
+    from lockstep.convert.script import Converted
+
+_EPILOG = """\
+example:
+  lockstep convert train.py                     show what would change
+  lockstep convert train.py -o train_ls.py      write it, then prove it:
+  lockstep verify train_ls.py --layouts 1,2,3
+
+What cannot be decided is a comment `# lockstep: question: …` in the script, and listed at the end. Exit
+codes: 0 converted; 1 converted, with questions left, or OUT cannot be written; 2 usage, or not converted.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """Add this verb to the command line."""
+    parser = subparsers.add_parser(
+        "convert",
+        help="turn a script for one device, or a DDP script, into a Lockstep script",
+        usage="lockstep convert [-o OUT] SCRIPT",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("script", type=Path, metavar="SCRIPT", help="the script to convert")
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="OUT",
+        help="write the converted script to OUT, - for standard output (default: show a diff)",
+    )
+    parser.add_argument("--force", action="store_true", help="overwrite OUT, which may be SCRIPT")
+    parser.set_defaults(handler=handle)
+
+
+def handle(options: argparse.Namespace) -> int:
+    """Convert what `options` name; return the exit code."""
+    out = None if options.output in (None, "-") else Path(options.output)
+    if out is not None and out.exists() and not options.force:
+        raise UsageError(f"{out} exists", hint="--force overwrites it; without -o a diff is shown")
+    from lockstep.convert.script import convert
+
+    made = convert(options.script)
+    if out is not None:
+        _write(out, made)
+    elif options.output == "-":
+        print(made.text, end="")
+    else:
+        _diff(options.script, made)
+    _tell(options.script, out, made)
+    return int(bool(made.questions))
+
+
+def _write(out: Path, made: Converted) -> None:
+    from lockstep.check import fix
+
+    try:
+        if out.exists():
+            fix.overwrite(out, made.text, made.module.encoding)
+        else:
+            out.write_bytes(made.text.encode(made.module.encoding))
+    except OSError as error:
+        raise OutputError(f"{out} cannot be written: {error.strerror}") from None
+
+
+def _diff(script: Path, made: Converted) -> None:
+    import difflib
+
+    before, after = made.module.text.splitlines(True), made.text.splitlines(True)
+    sys.stdout.writelines(difflib.unified_diff(before, after, str(script), str(script)))
+
+
+def _tell(script: Path, out: Path | None, made: Converted) -> None:
+    """Say on standard error what is left to the user."""
+    for note in made.notes:
+        print(f"note: {note}", file=sys.stderr)
+    for question in made.questions:
+        line = question.before if out is None else question.after
+        print(f"{out or script}:{line}: question: {question.text}", file=sys.stderr)
+    count = len(made.questions)
+    left = f"{count} question{'s' * (count != 1)} left" if count else "no questions left"
+    print(f"lockstep: {script}: {made.changed} lines changed, {left}", file=sys.stderr)

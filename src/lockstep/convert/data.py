@@ -1,0 +1,56 @@
+"""Loaders: what a training loop goes over is given to `run.loader`."""
+
+from __future__ import annotations
+
+import ast
+
+from lockstep.check.arguments import argument
+from lockstep.check.script import EVALUATION, Script
+from lockstep.check.source import Loop
+from lockstep.convert import questions
+from lockstep.convert.draft import RUN, Draft, origins
+
+
+def convert(draft: Draft) -> None:
+    """Give the loaders of training loops to the run."""
+    script, held = draft.script, set()
+    for loop in script.step_loops:
+        given = script.iterated(loop)
+        found = [] if given is None else origins(script, given)
+        for one in _trained_on(script, found):
+            if one not in held:
+                held.add(one)
+                _loader(draft, loop, one)
+        if not found:
+            draft.ask(loop, questions.LOADER.format("what is no loader"))
+    _measured(draft, held)
+
+
+def _trained_on(script: Script, found: list[ast.expr]) -> list[ast.expr]:
+    """Return, where a loop trains and measures by turns, what it trains on."""
+    named = {one: script.bound_name(one).lower() for one in found}
+    left = [one for one in found if not EVALUATION.search(named[one])]
+    return left or found
+
+
+def _loader(draft: Draft, loop: Loop, made: ast.expr) -> None:
+    script = draft.script
+    calls = script.made_by(made, "DataLoader")
+    if not calls or made not in draft.module.parents:
+        draft.ask(loop, questions.LOADER.format(ast.unparse(made)[:60]))
+        return
+    for call in calls:
+        if argument(call, "batch_sampler") is not None:
+            draft.ask(call, questions.BATCH_SAMPLER)
+    draft.edit("wrap", made, f"{RUN}.loader")
+
+
+def _measured(draft: Draft, held: set[ast.expr]) -> None:
+    """Ask about loops that measure over a loader of the run: a rank sees its share there."""
+    script = draft.script
+    for loop in draft.module.loops:
+        if script.level(loop.body) is not None or isinstance(loop, ast.While):
+            continue
+        given = script.iterated(loop)
+        if given is not None and any(one in held for one in origins(script, given)):
+            draft.ask(loop, questions.SHARE)

@@ -1,0 +1,187 @@
+"""Loops and steps: `run.epochs`, `run.backward`, clipping, accumulation."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from lockstep.check.arguments import argument
+from lockstep.check.source import Loop, dotted
+from lockstep.convert import questions
+from lockstep.convert.draft import RUN, Draft, ancestors
+
+_CLIPPING = {
+    "torch.nn.utils.clip_grad_norm_": "clip_grad_norm_",
+    "torch.nn.utils.clip_grad_norm": "clip_grad_norm_",
+    "torch.nn.utils.clip_grad.clip_grad_norm_": "clip_grad_norm_",
+    "torch.nn.utils.clip_grad_value_": "clip_grad_value_",
+}
+
+
+def convert(draft: Draft) -> None:
+    """Let the run count epochs and send losses backward."""
+    for loop in draft.script.epoch_loops:
+        if draft.script.level(loop.body) == 1:
+            _epochs(draft, _counting(draft, loop))
+    for call in draft.script.methods("backward"):
+        if not any(edit.node is call for edit in draft.edits):  # of a loss that is scaled
+            _backward(draft, call)
+    for loop in draft.script.step_loops:
+        _accumulation(draft, loop)
+        _leaving(draft, loop)
+    for name, method in _CLIPPING.items():
+        for call in draft.script.calls(name):
+            draft.edit("callee", call, f"{RUN}.{method}")
+
+
+def _counting(draft: Draft, loop: Loop) -> Loop:
+    """Return the loop that counts epochs: this one, or one around it, as around phases of an epoch."""
+    around = [one for one in ancestors(draft.module, loop) if isinstance(one, Loop)]
+    for one in (loop, *around):
+        if isinstance(one, ast.For) and _range(one.iter):
+            return one
+    return loop
+
+
+def _epochs(draft: Draft, loop: Loop) -> None:
+    counted = None if isinstance(loop, ast.While) else _range(loop.iter)
+    if counted is None or not isinstance(loop, ast.For):
+        draft.ask(loop, questions.EPOCHS)
+        return
+    first, last = counted
+    source = draft.module.source
+    if first is None or (isinstance(first, ast.Constant) and first.value == 0):
+        draft.edit("replace", loop.iter, f"{RUN}.epochs({source(last)})")
+        return
+    draft.edit("replace", loop.iter, f"{RUN}.epochs({_difference(draft, first, last)})")
+    read = isinstance(loop.target, ast.Name) and any(
+        draft.mentions(loop.target.id, statement) for statement in loop.body
+    )
+    if read:
+        draft.edit("first", loop, f"{source(loop.target)} += {source(first)}")
+
+
+def _range(node: ast.expr) -> tuple[ast.expr | None, ast.expr] | None:
+    """Return where a `range`, also one with a bar, begins and ends."""
+    if not isinstance(node, ast.Call) or not node.args:
+        return None
+    name = dotted(node.func).rpartition(".")[2]
+    if name == "tqdm":
+        return _range(node.args[0])
+    if name not in ("range", "trange") or len(node.args) > 2:
+        return None
+    return (None, node.args[0]) if len(node.args) == 1 else (node.args[0], node.args[1])
+
+
+def _difference(draft: Draft, first: ast.expr, last: ast.expr) -> str:
+    """Return how many there are from `first` up to `last`, as one would write it."""
+    match last:
+        case ast.BinOp(op=ast.Add(), left=left, right=right):
+            for one, other in ((left, right), (right, left)):
+                if ast.dump(one) == ast.dump(first):
+                    return draft.module.source(other)
+    plain = isinstance(first, ast.Name | ast.Attribute | ast.Constant)
+    begin = draft.module.source(first)
+    return f"{draft.module.source(last)} - {begin if plain else f'({begin})'}"
+
+
+def _backward(draft: Draft, call: ast.Call) -> None:
+    if draft.script.step_loop(call) is None:
+        draft.ask(call, questions.OUTSIDE)
+    elif call.args or call.keywords:
+        draft.ask(call, questions.BACKWARD)
+    else:
+        draft.edit("owner", call, f"{RUN}.backward")
+
+
+# Steps that are not taken in each iteration -------------------------------------------------------------
+
+
+def _accumulation(draft: Draft, loop: Loop) -> None:
+    """Make of a step that every n-th batch takes one batch that is n times as large."""
+    every = [one for one in _inside(draft, loop, ast.If) if _steps(one) and _modulus(one.test)]
+    for branch in every:
+        number = _modulus(branch.test)
+        loaders = _loaders(draft, loop)
+        sized = [argument(one, "batch_size", 1) for one in loaders]
+        if number is None or branch.orelse or not sized or not all(sized):
+            draft.ask(branch, questions.EVERY)
+            continue
+        draft.edit("splice", branch)
+        count = draft.module.source(number)
+        for size in sized:
+            assert size is not None
+            draft.edit("replace", size, f"{_factor(draft, size)} * {count}")
+        _undivided(draft, number)
+        draft.notes.append(questions.ACCUMULATED.format(count))
+
+
+def _factor(draft: Draft, node: ast.expr) -> str:
+    """Return an expression as a factor; what it is to be replaced by already counts."""
+    known = [edit.code for edit in draft.edits if edit.kind == "replace" and edit.node is node]
+    draft.edits = [
+        edit for edit in draft.edits if not (edit.kind == "replace" and edit.node is node)
+    ]
+    plain = isinstance(node, ast.Name | ast.Attribute | ast.Constant | ast.Call)
+    text = draft.module.source(node)
+    return known[0] if known else text if plain else f"({text})"
+
+
+def _inside(draft: Draft, loop: Loop, kind: type[ast.If | ast.Break]) -> list[Any]:
+    """Return the nodes of a kind whose innermost loop is this one."""
+    found = []
+    for node in ast.walk(loop):
+        if isinstance(node, kind):
+            nearest = next(one for one in ancestors(draft.module, node) if isinstance(one, Loop))
+            if nearest is loop:
+                found.append(node)
+    return found
+
+
+def _steps(node: ast.AST) -> bool:
+    return any(
+        isinstance(one, ast.Call)
+        and isinstance(one.func, ast.Attribute)
+        and one.func.attr == "step"
+        for one in ast.walk(node)
+    )
+
+
+def _modulus(test: ast.expr) -> ast.expr | None:
+    """Return `n` of `(i + 1) % n == 0`, also beside `i + 1 == len(loader)`."""
+    first = test.values[0] if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or) else test
+    match first:
+        case ast.Compare(left=ast.BinOp(op=ast.Mod(), right=number), ops=[ast.Eq()]):
+            return number
+    return None
+
+
+def _loaders(draft: Draft, loop: Loop) -> list[ast.Call]:
+    given = draft.script.iterated(loop)
+    return [] if given is None else draft.script.made_by(given, "DataLoader")
+
+
+def _undivided(draft: Draft, number: ast.expr) -> None:
+    """Take away divisions of losses and of counts by the number of accumulated batches."""
+    same = ast.dump(number)
+    for node in ast.walk(draft.module.tree):
+        if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
+            if ast.dump(node.value) == same and "loss" in ast.unparse(node.target):
+                draft.remove(node)  # `loss /= n`
+        elif isinstance(node, ast.BinOp) and ast.dump(node.right) == same:
+            _undivide(draft, node)
+
+
+def _undivide(draft: Draft, node: ast.BinOp) -> None:
+    text = ast.unparse(node.left)
+    divided = isinstance(node.op, ast.Div | ast.FloorDiv) and ("loss" in text or "len(" in text)
+    if divided or (isinstance(node.op, ast.Mult) and "loss" in text):
+        draft.edit("replace", node, draft.module.source(node.left))
+        above = draft.module.parents.get(node)
+        if isinstance(above, ast.Assign) and ast.unparse(above.targets[0]) == text:
+            draft.remove(above)  # `loss = loss / n`
+
+
+def _leaving(draft: Draft, loop: Loop) -> None:
+    for node in _inside(draft, loop, ast.Break):
+        draft.ask(node, questions.LEAVES)

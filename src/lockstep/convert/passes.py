@@ -1,0 +1,149 @@
+"""Several updates per batch, as of a GAN: one pass over the microbatches for each (`run.batches`)."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+
+from lockstep.check.editor import PART
+from lockstep.check.source import Loop, dotted
+from lockstep.convert import questions
+from lockstep.convert.draft import RUN, Draft
+
+
+def convert(draft: Draft) -> None:
+    """Give each update of a batch a pass of its own, and add up the losses of one update."""
+    for loop in draft.script.step_loops:
+        starts = _starts(loop.body)
+        ends = [*starts[1:], len(loop.body)]
+        for start, end in zip(starts, ends, strict=True):
+            _one_backward(draft, loop.body[start:end])
+        if len(starts) > 2:
+            draft.ask(loop, questions.UPDATES)
+        elif len(starts) == 2:
+            _two_passes(draft, loop, starts[1])
+
+
+def _starts(body: Sequence[ast.stmt]) -> list[int]:
+    """Return where in a body the work for each update begins: after a step, if another backward follows."""
+    starts, stepped, sent = [0], False, False
+    for index, statement in enumerate(body):
+        sends = _calls(statement, "backward")
+        if sends and stepped:
+            starts.append(1 + max(n for n in range(index) if _calls(body[n], "step")))
+            stepped = False
+        sent = sent or sends
+        stepped = stepped or (sent and _calls(statement, "step"))
+    return starts
+
+
+def _calls(node: ast.AST, method: str) -> bool:
+    return any(
+        isinstance(one, ast.Call)
+        and isinstance(one.func, ast.Attribute)
+        and one.func.attr == method
+        for one in ast.walk(node)
+    )
+
+
+def _one_backward(draft: Draft, part: Sequence[ast.stmt]) -> None:
+    """Send the sum of losses backward where each was sent by itself."""
+    sent = [
+        (one, one.value) for one in part if isinstance(one, ast.Expr) and _is_backward(one.value)
+    ]
+    if len(sent) < 2:
+        return
+    losses = [draft.module.source(call.func.value) for _, call in sent]  # type: ignore[attr-defined]
+    *earlier, (_, last) = sent
+    for statement, call in earlier:
+        draft.edits = [edit for edit in draft.edits if edit.node is not call]
+        draft.remove(statement)
+    draft.edits = [edit for edit in draft.edits if edit.node is not last]
+    draft.edit("replace", last, f"{RUN}.backward({' + '.join(losses)})")
+
+
+def _is_backward(node: ast.expr) -> bool:
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "backward"
+    )
+
+
+def _two_passes(draft: Draft, loop: Loop, second: int) -> None:
+    """Write a loop over batches, with a pass for each update; what the second needs is kept."""
+    taken = _taken(loop)
+    if taken is None or not isinstance(loop, ast.For):
+        draft.ask(loop, questions.UPDATES)
+        return
+    source = draft.module.source
+    loader, number, target = taken
+    names = {one.id for one in ast.walk(draft.module.tree) if isinstance(one, ast.Name)}
+    batch, kept = (
+        ("batch" if "batch" not in names else "global_batch"),
+        ("kept" if "kept" not in names else "kept_values"),
+    )
+    needed = _needed(loop.body[:second], loop.body[second:])
+    head = (
+        f"for {source(number)}, {batch} in enumerate({RUN}.batches({source(loader)})):"
+        if number
+        else f"for {batch} in {RUN}.batches({source(loader)}):"
+    )
+    item = source(target)
+    lines = [head]
+    if needed:
+        lines.append(f"    {kept} = []  # of each microbatch, for the second pass")
+    lines += [f"    for {item} in {batch}:", f"        {PART!r}"]
+    if needed:
+        values = f"({', '.join(needed)}{',' * (len(needed) == 1)})"
+        lines.append(f"        {kept}.append({values})")
+        inner = f"({item})" if isinstance(target, ast.Tuple) and not item.startswith("(") else item
+        lines.append(f"    for {inner}, {values} in zip({batch}, {kept}):")
+    else:
+        lines.append(f"    for {item} in {batch}:")
+    lines.append(f"        {PART!r}")
+    draft.edit("passes", loop, "\n".join(lines) + "\n")
+    draft.edit("before", loop.body[second], repr(PART))
+
+
+def _taken(loop: Loop) -> tuple[ast.expr, ast.expr | None, ast.expr] | None:
+    """Return the loader of a loop, the number of a batch if it is counted, and what a batch is called."""
+    if not isinstance(loop, ast.For):
+        return None
+    match loop.iter, loop.target:
+        case ast.Call(func=ast.Name(id="enumerate"), args=[loader, *_]), ast.Tuple(
+            elts=[number, target]
+        ):
+            return (loader, number, target) if dotted(loader) else None
+        case (ast.Name() | ast.Attribute()) as loader, target:
+            return loader, None, target
+    return None
+
+
+def _needed(first: Sequence[ast.stmt], second: Sequence[ast.stmt]) -> list[str]:
+    """Return the names that the first statements bind and the second ones read before they bind them."""
+    bound = {
+        name.id
+        for one in first
+        for name in ast.walk(one)
+        if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
+    }
+    found: dict[str, None] = {}
+    again: set[str] = set()
+    for statement in second:
+        names = list(_names(statement))
+        found.update(
+            {
+                one.id: None
+                for one in names
+                if isinstance(one.ctx, ast.Load) and one.id in bound - again
+            }
+        )
+        again |= {one.id for one in names if isinstance(one.ctx, ast.Store)}
+    return list(found)
+
+
+def _names(statement: ast.stmt) -> Iterator[ast.Name]:
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Name):
+            yield node

@@ -1,0 +1,254 @@
+"""What a DDP script does by hand, and a run does: process group, ranks, samplers, devices, seeds."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from lockstep.check.arguments import argument
+from lockstep.check.script import Script
+from lockstep.check.source import Function, dotted
+from lockstep.convert import questions, unused
+from lockstep.convert.draft import REPLICAS, RUN, Draft
+from lockstep.convert.home import Home
+
+_GOES = ("dist.init_process_group", "dist.destroy_process_group")
+_ADDRESS = re.compile(r"^MASTER_(ADDR|PORT)$")
+#: Variables of the environment, and what a run calls their values.
+_VARIABLES = {
+    re.compile(r"^RANK$"): "rank",
+    re.compile(r"^LOCAL_RANK$"): "local_rank",
+    re.compile(r"^WORLD_SIZE$"): "size",
+}
+_ANSWERS = {"dist.get_rank": "rank", "dist.get_world_size": "size"}
+_COLLECTIVE = re.compile(
+    r"^dist\.(all_\w+|reduce\w*|broadcast\w*|gather\w*|scatter\w*|monitored_barrier)$"
+)
+
+
+def convert(draft: Draft) -> None:
+    """Take away what the run does, and ask it what ranks are asked for."""
+    _devices(draft)
+    if "ddp" not in draft.script.flavours:
+        return
+    script = draft.script
+    for call in [
+        *script.calls(*_GOES),
+        *script.methods("set_epoch"),
+        *script.calls("torch.cuda.set_device"),
+    ]:
+        _remove(draft, call)
+    for statement in ast.walk(draft.module.tree):
+        if isinstance(statement, ast.Assign) and _sets_address(statement):
+            draft.remove(statement)
+    for call in draft.module.calls:
+        _call(draft, call)
+    for node in ast.walk(draft.module.tree):
+        if isinstance(node, ast.Subscript) and (named := _variable(node)):
+            draft.edit("replace", _number(draft, node), f"{RUN}.world.{named}")
+    for call in list(script.calls("DataLoader")):
+        _sampler(draft, call)
+
+
+def _remove(draft: Draft, call: ast.Call) -> None:
+    statement = draft.module.statement(call)
+    if isinstance(statement, ast.Expr) and statement.value is call:
+        draft.remove(statement)
+    else:
+        draft.ask(call, questions.TAKEN)
+
+
+def _sets_address(statement: ast.Assign) -> bool:
+    target = statement.targets[0]
+    return (
+        isinstance(target, ast.Subscript)
+        and isinstance(target.slice, ast.Constant)
+        and bool(_ADDRESS.match(str(target.slice.value)))
+    )
+
+
+def _call(draft: Draft, call: ast.Call) -> None:
+    script, name = draft.script, draft.script.name(call.func)
+    if name in _ANSWERS and not call.args:
+        parent = draft.module.parents.get(call)
+        zero = isinstance(parent, ast.Compare) and isinstance(parent.ops[0], ast.Eq)
+        if zero and name == "dist.get_rank" and ast.unparse(parent.comparators[0]) == "0":  # type: ignore[union-attr]
+            draft.edit("replace", parent, f"{RUN}.is_main_process")  # type: ignore[arg-type]
+        else:
+            draft.edit("replace", call, f"{RUN}.world.{_ANSWERS[name]}")
+    elif name == "dist.barrier":
+        draft.edit("replace", call, f"{RUN}.barrier()")
+    elif _COLLECTIVE.match(name):
+        if script.evaluates(call) and script.step_loop(call) is None:
+            _remove(draft, call)  # each rank measures on all of the data
+        else:
+            draft.ask(call, questions.COLLECTIVE.format(name))
+    elif (
+        isinstance(call.func, ast.Attribute)
+        and call.func.attr == "get"
+        and (named := _variable(call))
+    ):
+        draft.edit("replace", _number(draft, call), f"{RUN}.world.{named}")
+
+
+def _variable(node: ast.Subscript | ast.Call) -> str:
+    """Return what a run calls the value of `os.environ["RANK"]` or `os.environ.get("RANK", 0)`."""
+    owner = node.value if isinstance(node, ast.Subscript) else getattr(node.func, "value", None)
+    key = node.slice if isinstance(node, ast.Subscript) else next(iter(node.args), None)
+    if owner is None or not dotted(owner).endswith("environ") or not isinstance(key, ast.Constant):
+        return ""
+    return next((name for form, name in _VARIABLES.items() if form.match(str(key.value))), "")
+
+
+def _number(draft: Draft, node: ast.expr) -> ast.expr:
+    """Return `int(…)` around an expression, if it is there."""
+    parent = draft.module.parents.get(node)
+    is_int = isinstance(parent, ast.Call) and dotted(parent.func) == "int"
+    return parent if is_int else node  # type: ignore[return-value]
+
+
+# Samplers ------------------------------------------------------------------------------------------
+
+
+def _sampler(draft: Draft, call: ast.Call) -> None:
+    """Give a DataLoader the order of its DistributedSampler, and the batch of all replicas."""
+    script, given = draft.script, argument(call, "sampler")
+    made = [] if given is None else script.made_by(given, "DistributedSampler")
+    trains = call in script.loaders
+    if made:
+        order = argument(made[0], "shuffle", 3)
+        asked = "True" if order is None else draft.module.source(order)
+        draft.edit("argument", call, name="sampler")
+        draft.edit("argument", call, "" if asked == "False" else asked, "shuffle")
+        for one in made:
+            _forget(draft, one)
+    if trains and made:
+        _batch(draft, call)
+
+
+def _forget(draft: Draft, made: ast.Call) -> None:
+    statement = draft.module.statement(made)
+    if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+        draft.fading.add(statement)
+
+
+def _batch(draft: Draft, call: ast.Call) -> None:
+    """Make the batch of a rank that of all replicas."""
+    given = argument(call, "batch_size", 1)
+    script, source = draft.script, draft.module.source
+    if given is None:
+        draft.edit("argument", call, f"{RUN}.replicas", "batch_size")
+    elif (
+        isinstance(given, ast.BinOp)
+        and isinstance(given.op, ast.Div | ast.FloorDiv)
+        and script.is_world_size(given.right)
+    ):
+        draft.edit("replace", given, source(given.left))
+    elif any(script.is_world_size(one) for one in script.sources(given)):
+        draft.ask(call, questions.BATCH_SIZE)
+    else:
+        plain = isinstance(given, ast.Name | ast.Attribute | ast.Constant | ast.Call)
+        text = source(given) if plain else f"({source(given)})"
+        draft.edit("replace", given, f"{text} * {RUN}.replicas")
+        draft.notes.append(questions.PER_RANK.format(text, REPLICAS))
+
+
+# Devices -------------------------------------------------------------------------------------------
+
+
+def _devices(draft: Draft) -> None:
+    """Replace devices that are named by a number: each rank has its own."""
+    script, module = draft.script, draft.module
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Constant) and re.fullmatch(r"cuda:\d+", str(node.value)):
+            draft.edit("replace", node, '"cuda"')
+    for call in module.calls:
+        method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+        if script.name(call.func) == "torch.device" and any(
+            _of_rank(script, one) for one in call.args
+        ):
+            draft.edit("replace", call, f"{RUN}.device")
+        elif method in ("to", "cuda") and call.args and _of_rank(script, call.args[0]):
+            if method == "cuda":
+                assert isinstance(call.func, ast.Attribute)
+                draft.edit("replace", call.func, f"{module.source(call.func.value)}.to")
+            draft.edit("replace", call.args[0], f"{RUN}.device")
+    for values in (*module.bound.values(), *module.attributes.values()):
+        for value in values:
+            text = isinstance(value, ast.JoinedStr) and "cuda" in ast.unparse(value)
+            modulo = isinstance(value, ast.BinOp) and "device_count" in ast.unparse(value)
+            if (text or modulo) and isinstance(value, ast.expr) and script.is_rank(value):
+                draft.edit("replace", value, f"{RUN}.device")
+
+
+def _of_rank(script: Script, node: ast.expr) -> bool:
+    """Whether a device is the number of a rank, or a text with it."""
+    if isinstance(node, ast.Call):
+        return False
+    return script.is_rank(node) or any(
+        script.is_rank(value)
+        for value in script.sources(node)
+        if isinstance(value, ast.Name | ast.Attribute) or "int(" in ast.unparse(value)[:4]
+    )
+
+
+# Together with the home ----------------------------------------------------------------------------
+
+
+def seeds(draft: Draft, home: Home) -> None:
+    """Make the seed of the script that of the run."""
+    script, module = draft.script, draft.module
+    for call in script.calls("torch.manual_seed", "torch.random.manual_seed"):
+        statement = module.statement(call)
+        if not call.args or not isinstance(statement, ast.Expr):
+            continue
+        given = _without_rank(script, call.args[0])
+        numbers = [one for one in script.constants(given) if type(one) is int]
+        if statement in home.block:
+            draft.seed = module.source(given)
+            draft.remove(statement)
+            home.start = min(home.start, home.block.index(statement))
+            return
+        above = module.parents.get(statement)
+        if (
+            isinstance(above, ast.If)
+            and above in home.block
+            and ast.unparse(given) in ast.unparse(above.test)
+        ):
+            draft.seed = f"{module.source(given)} or 0"
+        elif len(numbers) == 1:
+            draft.seed = str(numbers[0])
+
+
+def _without_rank(script: Script, node: ast.expr) -> ast.expr:
+    """Return a seed without the rank that is added to it."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) and script.is_rank(node):
+        return node.left if script.is_rank(node.right) else node.right
+    return node
+
+
+def in_home(draft: Draft, home: Home) -> None:
+    """Call what `mp.spawn` would start on each rank."""
+    script = draft.script
+    for call in script.calls("mp.spawn"):
+        target = script.project.definition(draft.module, call.args[0]) if call.args else None
+        given = argument(call, "args", 1)
+        if (
+            target is not home.scope
+            or not isinstance(target, Function)
+            or not isinstance(given, ast.Tuple)
+        ):
+            draft.ask(call, questions.SPAWN)
+            continue
+        words = [draft.module.source(one) for one in given.elts]
+        draft.edit("replace", call, f"{draft.module.source(call.args[0])}({', '.join(words)})")
+        draft.edit("parameter", target, "")
+        dead = set(unused.gone(draft))
+        rank, *others = [one.arg for one in target.args.args]
+        numbers = {rank: "rank"} | {
+            one: "size" for one in others if script.is_world_size(ast.Name(one))
+        }
+        start = home.block[home.start]
+        for name, value in numbers.items():
+            if any(one not in dead for one in draft.mentions(name, target)):
+                draft.edit("before", start, f"{name} = {RUN}.world.{value}")

@@ -1,0 +1,38 @@
+"""What is asked in a converted script, and noted beside it; the manual's page explains each question."""
+
+#: How a question begins in the converted script; what to search for.
+MARK = "# lockstep: question: "
+
+LOADER = (
+    "the batches of this loop come from {0}, not from a DataLoader that was found; every rank would train on "
+    "all of them: go over run.loader(dataset, batch_size=...)"
+)
+BATCH_SAMPLER = "run.loader takes no batch_sampler: give batch_size and, if it must be, sampler"
+SHARE = "a rank sees its share of this loader: run.mean and run.sum go over all of it"
+BATCH_SIZE = "batch_size is that of all ranks together now: is it here?"
+PARAMETERS = (
+    "the parameters of this optimizer cannot be followed to a model: give the model to run.model before this "
+    "line, and the optimizer to run.optimizer"
+)
+OPTIMIZER = "{0} cannot be followed to where it is made: give it to run.optimizer"
+EPOCHS = "epochs are not counted by range(...): let this loop go over run.epochs(number of epochs)"
+OUTSIDE = (
+    "this is in no training loop that was found: run.backward belongs into a loop over run.loader"
+)
+BACKWARD = "run.backward takes the loss alone, once per update: add losses up"
+EVERY = "a step is taken in each iteration: multiply batch_size instead"
+LEAVES = (
+    "this leaves a loop whose iterations are not the same on all layouts: count with run.step, and leave between "
+    "the batches of run.batches"
+)
+UPDATES = "this batch has several updates: give each a pass over run.batches"
+COLLECTIVE = "{0}: sums over ranks are run.sum and run.mean, over all samples"
+TAKEN = "the run does this: take it away"
+SPAWN = "lockstep run starts the ranks: call the function itself, without its rank"
+SCALER = "the run scales losses: take the scaler away"
+SAVE = "every rank writes this file: put it under if run.is_main_process"
+CLASS = "methods of this class need the run: give it to __init__, and keep it as self.{0}"
+CALLER = "no call of this function was found: it has the parameter {0} now"
+
+ACCUMULATED = "{0} batches were one step: they are one batch now; what is left of them at the end of an epoch is a step, too"
+PER_RANK = "{0} was the batch size of a rank: the batch of all {1} replicas is {0} * run.replicas"

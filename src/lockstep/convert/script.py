@@ -1,0 +1,187 @@
+"""A script, converted: all edits and questions put together, or a refusal."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.check import fix
+from lockstep.check.fix import Edit
+from lockstep.check.project import Project
+from lockstep.check.script import Script
+from lockstep.check.source import Module
+from lockstep.convert import data, home, loops, models, passes, precision, processes, saving, unused
+from lockstep.convert.draft import REPLICAS, RUN, Draft
+from lockstep.convert.questions import MARK
+from lockstep.errors import ScriptNotFoundError, UsageError
+
+
+@dataclass(frozen=True)
+class Question:
+    """What could not be decided.
+
+    Attributes:
+        before: the line in the script as it was.
+        after: the line of the comment in the converted script.
+        text: the question.
+    """
+
+    before: int
+    after: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What came of a script.
+
+    Attributes:
+        module: the script as it was.
+        text: the converted script.
+        questions: by line.
+        notes: what changed its meaning, and is no question.
+    """
+
+    module: Module
+    text: str
+    questions: list[Question]
+    notes: list[str]
+
+    @property
+    def changed(self) -> int:
+        """How many lines go, come or have changed by more than their indentation."""
+        before, after = (
+            [line.strip() for line in text.splitlines()] for text in (self.module.text, self.text)
+        )
+        blocks = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
+        return sum(max(b - a, d - c) for kind, a, b, c, d in blocks if kind != "equal")
+
+
+def convert(path: Path) -> Converted:
+    """Convert a script.
+
+    Raises:
+        UsageError: if it cannot be read as Python 3, is no script of one device or of DDP, or has no
+            training loop.
+    """
+    fix.available()
+    script = _read(path)
+    draft = Draft(script)
+    for part in (processes, precision, models, data, loops, passes, saving):
+        part.convert(draft)
+    edits = _placed(draft)
+    text = fix.apply(draft.module, edits)
+    compile(text, str(path), "exec")
+    return Converted(draft.module, text, _questions(draft, text), draft.notes)
+
+
+def _read(path: Path) -> Script:
+    if not path.is_file():
+        raise ScriptNotFoundError(f"{path} is not there, or is no file; expected a script")
+    if path.suffix == ".ipynb":
+        raise UsageError(
+            f"{path} is a notebook; expected a script",
+            hint="jupyter nbconvert --to script writes one",
+        )
+    project = Project()
+    try:
+        module = project.load(path)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    for broken in module.broken:
+        raise UsageError(f"{path}:{broken.line}:{broken.column}: {broken.message}")
+    script = Script(project, module)
+    if "lockstep" in script.flavours:
+        raise UsageError(f"{path} makes a lockstep.Run: it is a Lockstep script already")
+    if others := script.flavours & {"accelerate", "fabric"}:
+        raise UsageError(
+            f"{path} is a script of {' and '.join(sorted(others))}; expected one for a single device or of "
+            "DistributedDataParallel"
+        )
+    _check_loop(path, script)
+    return script
+
+
+def _check_loop(path: Path, script: Script) -> None:
+    if script.step_loops:
+        return
+    for module in script.program:
+        if script.of(module).step_loops:
+            raise UsageError(
+                f"the training loop is in {module.path}, which {path} imports; expected it in the script",
+                hint="move it there, or change it by hand (manual, training)",
+            )
+    raise UsageError(
+        f"{path}: no training loop found; looked for a for or while loop with .backward() in it, or in a "
+        "function that it calls"
+    )
+
+
+def _placed(draft: Draft) -> list[Edit]:
+    """Return all edits, with the run where it is needed."""
+    module = draft.module
+    unused.clear(draft)
+    removed = {node for one in draft.removed for node in ast.walk(one)}
+    draft.edits = [edit for edit in draft.edits if edit.node not in removed]
+    needing: list[ast.AST] = [edit.node for edit in draft.edits if RUN in edit.code]
+    needing += [one for one in draft.inside if one not in removed]
+    needing = needing or list(draft.script.step_loops[:1])
+    place = home.find(draft, needing)
+    processes.in_home(draft, place)
+    processes.seeds(draft, place)
+    unused.imports(draft)
+    name = "run" if "run" not in _names(module) else "lockstep_run"
+    edits = home.spread(draft, place, name)
+    called = re.sub(r"\W+", "-", module.path.stem.lower()).strip("-_") or "run"
+    start = place.block[place.start]
+    code = f'lockstep.Run("{called}", seed={draft.seed}, replicas={REPLICAS}{draft.precision}) as {name}'
+    head = [
+        Edit("with", start, code),
+        Edit("after", _last_import(module, start), "import lockstep"),
+    ]
+    asked = [
+        Edit("comment", statement, f"{MARK}{text}")
+        for statement, texts in draft.questions.items()
+        for text in texts
+        if statement not in draft.removed
+    ]
+    return [*head, *asked, *edits, *(Edit("delete", one) for one in draft.removed)]
+
+
+def _names(module: Module) -> set[str]:
+    """Return the names of variables, parameters and functions of a file."""
+    found = {node.id for node in ast.walk(module.tree) if isinstance(node, ast.Name)}
+    found |= {node.arg for node in ast.walk(module.tree) if isinstance(node, ast.arg)}
+    return found | {one.name for one in module.functions} | set(module.imports)
+
+
+def _last_import(module: Module, start: ast.stmt) -> ast.stmt:
+    """Return the last of the imports at the head of the file."""
+    found = None
+    for statement in module.tree.body:
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            found = statement
+        elif found is not None and not isinstance(statement, ast.Expr):
+            break
+    return found or start
+
+
+def _questions(draft: Draft, text: str) -> list[Question]:
+    """Return the questions with their lines before and after."""
+    left = sorted(
+        (statement.lineno, one)
+        for statement, texts in draft.questions.items()
+        for one in texts
+        if statement not in draft.removed
+    )
+    lines = text.split("\n")
+    found = []
+    for before, one in left:
+        after = next((n for n, line in enumerate(lines, 1) if line.strip() == MARK + one), 0)
+        if after:
+            lines[after - 1] = ""
+        found.append(Question(before, after, one))
+    return found

@@ -1,0 +1,64 @@
+"""Scripts before and after `lockstep convert`, and the example in the manual's page.
+
+`python -m tests.converted` converts them anew, and writes the diff into the page.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+
+from lockstep.convert.script import Converted, convert
+from tests.ports import ROOT
+
+PAGE = ROOT / "docs/manual/convert.md"
+SCRIPTS = ROOT / "tests/unit/convert/scripts"
+#: Each script, and how many questions conversion leaves in it.
+NAMES = {
+    "accumulation": 0,
+    "amp": 0,
+    "ddp": 0,
+    "ddp_trainer": 0,
+    "gan": 0,
+    "imagenet": 0,
+    "pair": 1,
+    "straight": 0,
+    "trainer": 0,
+    "transfer": 1,
+}
+#: In the page, the example stands between these two lines.
+_PLACE = re.compile(r"(?<=<!-- example -->\n).*?(?=<!-- end -->)", re.DOTALL)
+
+
+def made(name: str) -> Converted:
+    """Return a script, converted now."""
+    return convert(SCRIPTS / "plain" / f"{name}.py")
+
+
+def expected(name: str) -> Path:
+    """Return the file with the script as it was converted before."""
+    return SCRIPTS / "converted" / f"{name}.py"
+
+
+def written(page: str) -> str:
+    """Return the page with the diff of now, as `diff -w` shows it."""
+    one = made("straight")
+    before = one.module.text.splitlines()
+    after = one.text.splitlines()
+    plain, moved = ([line.strip() for line in lines] for lines in (before, after))
+    shown: list[str] = []
+    for kind, a, b, c, d in difflib.SequenceMatcher(None, plain, moved).get_opcodes():
+        if kind == "equal":
+            kept = [f" {line}" for line in after[c:d]]
+            shown += kept if len(kept) < 5 else [*kept[:1], "@@", *kept[-1:]]
+        else:
+            shown += [f"-{line}" for line in before[a:b]] + [f"+{line}" for line in after[c:d]]
+    text = "\n".join(line.rstrip() for line in shown)
+    return _PLACE.sub(lambda _: f"```diff\n{text}\n```\n", page)
+
+
+if __name__ == "__main__":
+    for each in NAMES:
+        expected(each).write_text(made(each).text)
+    PAGE.write_text(written(PAGE.read_text()))

@@ -1,0 +1,189 @@
+"""`lockstep convert`: what becomes of whole scripts, of single lines, and of what cannot be converted."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lockstep.check import engine
+from lockstep.check.config import Selection
+from lockstep.cli import main
+from lockstep.convert import questions
+from lockstep.convert.script import convert
+from lockstep.errors import UsageError
+from tests import converted
+
+#: A training that the tests of single lines put their lines into.
+LOOP = """\
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+{before}
+loader = DataLoader(list(range(8)), batch_size=4)
+model = nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(2):
+    for step, x in enumerate(loader):
+        loss = model(x).mean()
+        loss.backward()
+        {inside}
+        optimizer.step()
+{after}
+"""
+
+#: A class that trains, and that nothing makes.
+UNCALLED = """\
+import torch
+class Trainer:
+    def __init__(self, model):
+        self.model, self.optimizer = model, torch.optim.SGD(model.parameters())
+    def fit(self, data):
+        for x in data:
+            self.model(x).backward()
+"""
+
+
+def script(tmp_path: Path, before: str = "", inside: str = "pass", after: str = "") -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(LOOP.format(before=before, inside=inside, after=after))
+    return path
+
+
+@pytest.mark.parametrize("name", converted.NAMES)
+def test_scripts(name: str) -> None:
+    made = converted.made(name)
+    assert made.text == converted.expected(name).read_text(), "python -m tests.converted"
+    assert len(made.questions) == converted.NAMES[name]
+    lines = made.text.splitlines()
+    for question in made.questions:
+        assert lines[question.after - 1].strip() == questions.MARK + question.text
+
+
+def test_the_straight_script_changes_ten_lines_at_most() -> None:
+    assert converted.made("straight").changed <= 10
+
+
+def test_a_converted_script_has_nothing_that_corrupts() -> None:
+    paths = [converted.expected(name) for name, left in converted.NAMES.items() if not left]
+    found = engine.check(paths, Selection(("LS603", "LS606", "LS607"))).findings
+    assert found == []
+
+
+def test_the_manual_shows_the_conversion_of_now() -> None:
+    page = converted.PAGE.read_text()
+    assert converted.written(page) == page, "python -m tests.converted writes it anew"
+
+
+def test_the_manual_has_every_question() -> None:
+    page = converted.PAGE.read_text()
+    for name, text in vars(questions).items():
+        if name.isupper() and name not in ("MARK", "ACCUMULATED", "PER_RANK"):
+            assert re.sub(r"\{\d\}", "…", text.partition(":")[0]) in page, name
+
+
+@pytest.mark.parametrize(
+    ("before", "inside", "after", "line"),
+    [
+        ("torch.manual_seed(3)", "pass", "", "seed=3"),
+        ("run = 1", "pass", "", "as lockstep_run:"),
+        ("", "pass", "torch.save(model.state_dict(), 'a.pt')", "run.export('a.pt', model)"),
+        ("", "pass", "torch.save([model], 'a.pt')", "    if run.is_main_process:"),
+        ("", "nn.utils.clip_grad_value_(model.parameters(), 1)", "", "run.clip_grad_value_("),
+        ("device = 'cuda:0'", "pass", "", 'device = "cuda"'),
+        ("ä = 'ö' # ü", "pass", "ö = 1; ü = 2", "    ö = 1; ü = 2"),
+        ("", "if step == 3: break", "", f"        {questions.MARK}{questions.LEAVES}"),
+        ("", "if step % 2 == 1:\n            optimizer.step()", "", "batch_size=4 * 2"),
+    ],
+)
+def test_single_lines(tmp_path: Path, before: str, inside: str, after: str, line: str) -> None:
+    text = convert(script(tmp_path, before, inside, after)).text
+    assert line in text, text
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "question"),
+    [
+        ("model.parameters()", "things()", questions.PARAMETERS),
+        ("range(2)", "[0, 1]", questions.EPOCHS),
+        ("DataLoader(list(range(8)), batch_size=4)", "load()", questions.LOADER.format("load()")),
+        ("batch_size=4", "batch_sampler=s", questions.BATCH_SAMPLER),
+        ("backward()", "backward(retain_graph=True)", questions.BACKWARD),
+    ],
+)
+def test_questions(tmp_path: Path, old: str, new: str, question: str) -> None:
+    path = script(tmp_path)
+    path.write_text(path.read_text().replace(old, new))
+    made = convert(path)
+    assert [one.text for one in made.questions] == [question]
+    assert made.text.count(questions.MARK + question) == 1
+
+
+def test_line_ends_and_encodings_stay(tmp_path: Path) -> None:
+    path = script(tmp_path, "name = 'ö'")
+    text = "# -*- coding: latin-1 -*-\n" + path.read_text()
+    path.write_bytes(text.replace("\n", "\r\n").encode("latin-1"))
+    out = tmp_path / "out.py"
+    assert main(["convert", str(path), "-o", str(out)]) == 0
+    written = out.read_bytes()
+    assert written.count(b"\n") == written.count(b"\r\n")
+    assert "'ö'".encode("latin-1") in written
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.py", "x = (\n", r"a\.py:1:5: .*not valid Python 3"),
+        ("a.py", "import torch\nprint 'old'\n", r"a\.py:2:1: .*not valid Python 3"),
+        ("a.py", "x = 1\n", "no training loop found; looked for a for or while loop"),
+        ("a.ipynb", "{}", "is a notebook"),
+        ("a.py", "import lockstep\nlockstep.Run('a')\n", "is a Lockstep script already"),
+        ("a.py", "import accelerate\naccelerate.Accelerator()\n", "a script of accelerate"),
+        ("a.py", UNCALLED, "nothing that calls it"),
+        ("b.py", "", "the training loop is in .*, which"),
+        ("none.py", None, "is not there"),
+    ],
+)
+def test_what_cannot_be_converted(
+    tmp_path: Path, name: str, text: str | None, message: str
+) -> None:
+    (tmp_path / "loop.py").write_text("def f(y):\n for x in y:\n  x.backward()\n")
+    if text is not None:
+        (tmp_path / name).write_text(text or "from loop import f\nf([])\n")
+    with pytest.raises(UsageError, match=message):
+        convert(tmp_path / name)
+
+
+def test_where_it_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = script(tmp_path), tmp_path / "out.py"
+    assert main(["convert", str(path)]) == 0
+    shown = capsys.readouterr()
+    assert f"--- {path}\n+++ {path}\n" in shown.out
+    assert "+import lockstep" in shown.out
+    assert "no questions left" in shown.err
+    assert main(["convert", str(path), "-o", "-"]) == 0
+    text = capsys.readouterr().out
+    assert main(["convert", str(path), "-o", str(out)]) == 0
+    assert out.read_text() == text == convert(path).text
+    before = path.read_text()
+    assert main(["convert", str(path), "-o", str(path)]) == 2
+    assert path.read_text() == before
+    assert "--force overwrites it" in capsys.readouterr().err
+    assert main(["convert", str(path), "-o", str(path), "--force"]) == 0
+    assert path.read_text() == text
+    assert main(["convert", str(path)]) == 2
+    assert main(["convert", str(script(tmp_path)), "-o", str(tmp_path / "no/a.py")]) == 1
+
+
+def test_questions_are_listed_with_their_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = script(tmp_path, inside="if step: break"), tmp_path / "out.py"
+    assert main(["convert", str(path)]) == 1
+    line = path.read_text().splitlines().index("        if step: break") + 1
+    assert f"{path}:{line}: question: {questions.LEAVES}\n" in capsys.readouterr().err
+    assert main(["convert", str(path), "-o", str(out)]) == 1
+    ((number,),) = [re.findall(r":(\d+): question", capsys.readouterr().err)]
+    assert out.read_text().splitlines()[int(number) - 1].strip().startswith(questions.MARK)
