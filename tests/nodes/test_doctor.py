@@ -14,15 +14,18 @@ ROOT = Path(__file__).parents[2]
 
 
 def start(
-    made: list[Host], directory: Path, *flags: str, defects: dict[str, str] | None = None
+    made: list[Host],
+    directory: Path,
+    *flags: str,
+    defects: dict[str, str] | None = None,
 ) -> list[subprocess.Popen[str]]:
     """Start the doctor on all hosts; some of them have `defects`, by name."""
-    place = ("doctor", "--json", "--nnodes", str(len(made)), "--rdzv-endpoint", "a", *flags)
+    place = ("doctor", "--nnodes", str(len(made)), "--master-addr", "a", *flags)
     started = []
-    for host in made:
+    for rank, host in enumerate(made):
         has = (defects or {}).get(host.name)
         program = ("lockstep",) if has is None else ("tests.nodes.defective", has)
-        command = (sys.executable, "-m", *program, *place)
+        command = (sys.executable, "-m", *program, *place, "--node-rank", str(rank))
         env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         started.append(host.start(*command, cwd=directory, env=env))
     return started
@@ -44,7 +47,7 @@ def lines(report: dict[str, Any], *levels: str) -> dict[str, list[str]]:
 
 
 def test_two_healthy_nodes(hosts: Hosts, tmp_path: Path) -> None:
-    on_a, on_b = reports(hosts, start(hosts.lan(2), tmp_path), 0)
+    on_a, on_b = reports(hosts, start(hosts.lan(2), tmp_path, "--json"), 0)
     assert on_a["nodes"] == on_b["nodes"] == ["node 0 (a)", "node 1 (b)"]
     assert on_a["findings"] == on_b["findings"], "all nodes come to the same report"
     assert not lines(on_a, "failure")
@@ -61,7 +64,7 @@ def test_each_disturbance_is_named(hosts: Hosts, tmp_path: Path) -> None:
     made = hosts.lan(3)
     made[1].slow("100mbit")
     defects = {"b": "clock,shm,versions", "c": "bit"}
-    found = reports(hosts, start(made, tmp_path, defects=defects), 1)[0]
+    found = reports(hosts, start(made, tmp_path, "--json", defects=defects), 1)[0]
     failures, warnings = lines(found, "failure"), lines(found, "warning")
     assert set(failures) == {"shm", "versions", "training"}
     assert failures["shm"][0].startswith(
@@ -83,10 +86,12 @@ def test_each_disturbance_is_named(hosts: Hosts, tmp_path: Path) -> None:
 def test_a_wrong_route(hosts: Hosts, tmp_path: Path) -> None:
     made = hosts.lan(3)
     made[1].ip("route", "add", "blackhole", f"{made[2].address}/32")
-    found = reports(hosts, start(made, tmp_path), 1)[0]
+    found = reports(hosts, start(made, tmp_path, "--json"), 1)[0]
     failures = lines(found, "failure")
     assert set(failures) == {"network"}
-    assert "node 1 (b) and node 2 (c) cannot reach each other" in failures["network"][0]
+    assert failures["network"][0].startswith(
+        "node 1 (b) and node 2 (c) cannot reach each other: node 1 (b) from no interface to eth0"
+    )
     assert "no route" in failures["network"][0]
     assert set(lines(found, "skipped")) >= {"links", "all-reduce"}
     assert "training" in lines(found, "ok"), "the rest is looked at all the same"
@@ -94,7 +99,7 @@ def test_a_wrong_route(hosts: Hosts, tmp_path: Path) -> None:
 
 def test_an_interface_that_vanishes_while_it_is_measured(hosts: Hosts, tmp_path: Path) -> None:
     made = hosts.lan(2)
-    on_a, on_b = reports(hosts, start(made, tmp_path, defects={"b": "interface"}), 1)
+    on_a, on_b = reports(hosts, start(made, tmp_path, "--json", defects={"b": "interface"}), 1)
     (on_a,), (on_b,) = lines(on_a, "failure")["links"], lines(on_b, "failure")["links"]
     assert on_a.startswith("nothing more was heard of node 1 (b)")
     assert on_b.startswith(f"the interface eth0 {made[1].address} of node 1 (b) is gone")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -144,6 +145,11 @@ def listed(values: Sequence[tuple[str, str]], seen: Seen) -> str:
     if len(words) == 1 and len(values) == len(seen.labels):
         return words.pop()
     return "; ".join(f"{label}: {value}" for label, value in values)
+
+
+def one_line(text: str) -> str:
+    """Return a message of several lines in one."""
+    return re.sub(r"\n\s*", "; ", re.sub(r":\n\s*", ": ", text))
 
 
 def size(count: float) -> str:

@@ -7,10 +7,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from lockstep.doctor import gpus, limits, links, network, reduction, software, storage, training
-from lockstep.doctor.check import ENTERED, Asked, Check, Finding, Seen
+from lockstep.doctor.check import ENTERED, Asked, Check, Finding, Level, Seen, one_line
 from lockstep.doctor.child import Child, LostError, bounded
 from lockstep.doctor.meeting import PATIENCE, Meeting, meet
 from lockstep.errors import WorldError
@@ -64,7 +64,7 @@ class Report:
             advice = f". Do: {one.advice}" if one.advice else ""
             yield f"{one.level:8} {name:{wide}}  {one.text}{advice}"
         counts = Counter(one.level for _, one in self.findings)
-        told = ", ".join(f"{count} {level}" for level, count in counts.items())
+        told = ", ".join(f"{counts[level]} {level}" for level in get_args(Level))
         yield f"{len(self.seen.labels)} node(s), {self.seconds:.1f} s: {told}"
 
     def as_json(self) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def _meet(config: RendezvousConfig | None, nodes: Nodes) -> tuple[Meeting, Findi
     try:
         return meet(config, seconds, nodes.interface or chosen_interface()), None
     except WorldError as error:
-        return alone, Finding("failure", error.message.replace("\n", "; "), error.hint or "")
+        return alone, Finding("failure", one_line(error.message), error.hint or "")
 
 
 def _results(looks: dict[str, Child]) -> dict[str, Any]:
@@ -200,4 +200,5 @@ def _judged(name: str, seen: Seen) -> Iterator[Finding]:
         if why is not None:
             advice = "run it again; if it stays, look at the kernel's log of this node"
             yield Finding("failure", f"{seen.on(label)}{why}", advice)
-    yield from CHECKS[name].judge(seen)
+    if CHECKS[name].together is None or seen.of(name):  # else a node was lost before
+        yield from CHECKS[name].judge(seen)

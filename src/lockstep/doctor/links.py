@@ -21,6 +21,8 @@ from lockstep.world.network import listen, why_unreached
 #: Seconds for one direction of a pair, at most; and for one direction of all rounds together.
 _MOST, _ALL, _LEAST = 0.25, 3.0, 0.03
 _PATIENCE = 2.0
+#: How long a node may keep the others waiting at the end of a round: longer than a pair may take.
+_BARRIER = 8.0
 _PINGS = 20
 _BLOCK = bytes(1 << 14)
 _TOKEN = 16  # bytes
@@ -48,7 +50,7 @@ def tournament(count: int) -> list[list[tuple[int, int]]]:
 def _together(meeting: Meeting, _: Seen, __: Asked) -> Facts:
     """Measure all pairs that this node is in; return what it has received, or how that failed."""
     if not meeting.reach:
-        return None
+        return []
     token = secrets.token_bytes(_TOKEN)
     with listen(0, loopback=False) as listener:
         listener.settimeout(_PATIENCE)
@@ -61,7 +63,7 @@ def _together(meeting: Meeting, _: Seen, __: Asked) -> Facts:
             pair = next((one for one in pairs if meeting.index in one), None)
             if pair is not None:
                 found.append({"pair": pair, **_measure(meeting, pair, places, listener, seconds)})
-            meeting.gather(f"links/{number}", own=True)
+            meeting.gather(f"links/{number}", True, _BARRIER)
         return found
 
 

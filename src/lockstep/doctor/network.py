@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lockstep.doctor.check import Asked, Facts, Finding, Seen, check, listed
+from lockstep.doctor.check import Asked, Facts, Finding, Seen, check, listed, one_line
 from lockstep.doctor.meeting import Meeting
 from lockstep.errors import UnreachableError, UsageError
 from lockstep.world import host
@@ -33,13 +33,14 @@ def names(seen: Seen) -> Iterator[Finding]:
                 f"{seen.on(label)}{name} is {', '.join(addresses) or 'not known to the resolver'}"
             )
             if seen.alone or not all(map(is_loopback, addresses)):
-                fine.append((label, text))
+                if name == facts["own"]:
+                    fine.append(text)
                 continue
             which = "its own name" if name == facts["own"] else "the host where nodes meet"
             advice = "give it the address of the network in /etc/hosts: Gloo, NCCL and torchrun may use it"
             yield Finding("warning", f"{text}: {which} leads to no other node", advice)
     if fine:
-        yield Finding("ok", "; ".join(text for _, text in fine))
+        yield Finding("ok", "; ".join(fine))
 
 
 def _connect(meeting: Meeting, _: Seen, __: Asked) -> Facts:
@@ -58,7 +59,7 @@ def _connect(meeting: Meeting, _: Seen, __: Asked) -> Facts:
             warn=facts["clocks"].append,
         )
     except UsageError as error:
-        return facts | {"problem": error.message.replace("\n", "; "), "hint": error.hint}
+        return facts | {"problem": one_line(error.message), "hint": error.hint}
     return facts | {"reach": [str(one) for one in meeting.reach]}
 
 

@@ -65,6 +65,23 @@ def _renames(directory: Path) -> str:
     return "" if is_right else "does not rename in place: the old file is still there"
 
 
+@check_each("storage", look=_look)
+def storage(facts: Facts) -> list[Finding] | str:
+    """Judge a file system: its locks, its rename, its room for checkpoints."""
+    place = facts["place"]
+    advice = "checkpoints need it: choose another place with --run-dir, or mount it with locks"
+    found = [
+        Finding("failure", f"the file system of {place} {problem}", advice)
+        for problem in (facts["locks"], facts["renames"])
+        if problem
+    ]
+    if facts["free"] < _GIB:
+        text = f"{size(facts['free'])} are free at {place}; expected at least 1 GiB"
+        level: Level = "failure" if facts["free"] < _GIB // 64 else "warning"
+        found.append(Finding(level, text, "free it, or choose another place with --run-dir"))
+    return found or f"{place}: locks, rename, {size(facts['free'])} free"
+
+
 def _together(meeting: Meeting, seen: Seen, asked: Asked) -> Facts:
     """Find out whether this node sees what node 0 has made there, and its lock."""
     if meeting.alone:
@@ -106,20 +123,3 @@ def shared(seen: Seen) -> Iterator[Finding]:
         yield Finding("warning", text, advice)
     elif told and not any(facts["takes"] for _, facts in told):
         yield Finding("ok", "all nodes share the run directory, and its locks")
-
-
-@check_each("storage", look=_look)
-def storage(facts: Facts) -> list[Finding] | str:
-    """Judge a file system: its locks, its rename, its room for checkpoints."""
-    place = facts["place"]
-    advice = "checkpoints need it: choose another place with --run-dir, or mount it with locks"
-    found = [
-        Finding("failure", f"the file system of {place} {problem}", advice)
-        for problem in (facts["locks"], facts["renames"])
-        if problem
-    ]
-    if facts["free"] < _GIB:
-        text = f"{size(facts['free'])} are free at {place}; expected at least 1 GiB"
-        level: Level = "failure" if facts["free"] < _GIB // 64 else "warning"
-        found.append(Finding(level, text, "free it, or choose another place with --run-dir"))
-    return found or f"{place}: locks, rename, {size(facts['free'])} free"

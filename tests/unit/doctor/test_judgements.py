@@ -243,7 +243,7 @@ def test_the_report_has_a_line_for_each_finding() -> None:
     assert list(report.lines) == [
         "failure  shm  node 1 (b): there is no /dev/shm. Do: mount a tmpfs there",
         "ok       shm  node 0 (a): /dev/shm: 1.0 GiB of 1.0 GiB are free",
-        "2 node(s), 2.0 s: 1 failure, 1 ok",
+        "2 node(s), 2.0 s: 1 ok, 0 skipped, 0 warning, 1 failure",
     ]
     assert report.as_json()["facts"] == {
         "node 0 (a)": {"shm": SHM},
