@@ -13,15 +13,17 @@ TESTS := test-cli-more test-distributed test-cli test-nodes test-unit test-adver
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,lint]'
 	touch $(STAMP)
 
 mpi: $(MPI)
 
-.mpi/%/.installed: constraints.txt | $(STAMP)
+.mpi/%/.installed: constraints.txt | $(BIN)/python
 	rm -rf $(@D)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --ignore-installed --prefix $(@D) $* mpi4py
 	touch $@
