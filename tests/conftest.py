@@ -222,6 +222,19 @@ def template() -> Iterator[Template]:
     process.close()
 
 
+@pytest.fixture(scope="session")
+def examples_template() -> Iterator[Template]:
+    """The process that tests of the examples fork commands from: it has imported what examples import."""
+    process = Template(
+        "sklearn.datasets",
+        "examples.cpu_torchvision",  # before torchvision
+        *("torchvision.datasets", "torchvision.models", "torchvision.transforms.v2"),
+        "transformers.models.gpt2.modeling_gpt2",
+    )
+    yield process
+    process.close()
+
+
 @pytest.fixture
 def lockstep(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest

@@ -39,14 +39,18 @@ _MOST = 1 << 20
 
 
 class Template:
-    """The process, and its place among all that a session has."""
+    """The process, and its place among all that a session has.
+
+    Args:
+        more: modules that it imports besides, those of them that are installed.
+    """
 
     pids: ClassVar[set[int]] = set()
 
-    def __init__(self) -> None:
+    def __init__(self, *more: str) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.socket = ours
-        words = (sys.executable, "-m", "tests.template", str(theirs.fileno()))
+        words = (sys.executable, "-m", "tests.template", str(theirs.fileno()), *more)
         self._process = subprocess.Popen(words, cwd=ROOT, pass_fds=[theirs.fileno()])
         theirs.close()
         self.pids.add(self._process.pid)
@@ -200,6 +204,9 @@ def _become(
 def main() -> None:
     for name in _MODULES:
         importlib.import_module(name)
+    for name in sys.argv[2:]:
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()
     _serve(socket.socket(fileno=int(sys.argv[1])))

@@ -21,6 +21,12 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.forked
 
 
+@pytest.fixture
+def template(examples_template: Template) -> Template:
+    """The process that commands are forked from."""
+    return examples_template
+
+
 @dataclass(frozen=True)
 class Example:
     """A script and its smallest training.

@@ -26,12 +26,14 @@ from tests.distributed.on_digits import Told
 pytestmark = [pytest.mark.forked, pytest.mark.ranks(4)]
 
 REPLICAS = 4
-#: By how much a weight may differ from one process's after 120 steps: they are of the order of 1.
+#: By how much a weight may differ from one process's after 60 steps: they are of the order of 1.
 CLOSE = 1e-4
 #: By how much a run of other mathematics may recognise fewer of the 360 digits.
 WORSE = 0.03
 #: How long a way is trained, in epochs of 30 steps. What is not exact has shown itself after a few.
-EPOCHS = {"exact": 3, "close": 4, "approximate": 12}
+EPOCHS = {"exact": 3, "close": 2, "approximate": 12}
+#: What one process has to recognise by then.
+LEARNT = {"exact": 0.8, "close": 0.5, "approximate": 0.93}
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def test_a_run_keeps_the_class_that_it_states(way: Way, lockstep: Lockstep) -> N
     precision, late = way.settings.get("precision", "fp32"), way.settings.get("staleness")
     expected = reference(precision, way.norm, EPOCHS[way.stated], late)
     # Late gradients with these learning rates learn little in three epochs.
-    assert late or expected["accuracy"] > (0.93 if way.stated == "approximate" else 0.8)
+    assert late or expected["accuracy"] > LEARNT[way.stated]
     for ranks in way.ranks:
         told = go(way, ranks, lockstep)
         assert told["exactness"] == way.stated
