@@ -6,7 +6,7 @@ import ast
 
 from lockstep.check.arguments import argument
 from lockstep.check.script import EVALUATION, Script
-from lockstep.check.source import Loop
+from lockstep.check.source import Loop, dotted
 from lockstep.convert import questions
 from lockstep.convert.draft import RUN, Draft, origins
 
@@ -16,7 +16,7 @@ def convert(draft: Draft) -> None:
     script, held = draft.script, set()
     for loop in script.step_loops:
         given = script.iterated(loop)
-        found = [] if given is None else origins(script, given)
+        found = [] if given is None else _gone_over(script, given)
         for one in _trained_on(script, found):
             if one not in held:
                 held.add(one)
@@ -24,6 +24,22 @@ def convert(draft: Draft) -> None:
         if not found:
             draft.ask(loop, questions.LOADER.format("what is no loader"))
     _measured(draft, held)
+
+
+def _gone_over(script: Script, node: ast.expr) -> list[ast.expr]:
+    """Return what a loop goes over, where it is made: behind a bar, in either branch."""
+    found: list[ast.expr] = []
+    for one in origins(script, node):
+        match one:
+            case ast.IfExp(body=body, orelse=orelse):
+                found += [*_gone_over(script, body), *_gone_over(script, orelse)]
+            case ast.Call(func=func, args=[inner, *_]) if dotted(func).endswith("tqdm"):
+                found += _gone_over(script, inner)
+            case ast.Tuple(elts=[]) | ast.List(elts=[]):
+                pass
+            case _:
+                found.append(one)
+    return found
 
 
 def _trained_on(script: Script, found: list[ast.expr]) -> list[ast.expr]:
@@ -52,5 +68,5 @@ def _measured(draft: Draft, held: set[ast.expr]) -> None:
         if script.level(loop.body) is not None or isinstance(loop, ast.While):
             continue
         given = script.iterated(loop)
-        if given is not None and any(one in held for one in origins(script, given)):
+        if given is not None and any(one in held for one in _gone_over(script, given)):
             draft.ask(loop, questions.SHARE)

@@ -59,6 +59,12 @@ class Draft:
         if statement is not None:
             self.removed.add(statement)
 
+    def operand(self, node: ast.expr) -> str:
+        """Return an expression as it is written, in parentheses unless it binds as a name does."""
+        text = self.module.source(node)
+        plain = ast.Name | ast.Attribute | ast.Constant | ast.Call | ast.Subscript
+        return text if isinstance(node, plain) else f"({text})"
+
     def line_statement(self, node: ast.AST) -> ast.stmt:
         """Return the statement of a node that is the first on its line."""
         statement = node if isinstance(node, ast.stmt) else self.module.statement(node)

@@ -80,9 +80,7 @@ def _difference(draft: Draft, first: ast.expr, last: ast.expr) -> str:
             for one, other in ((left, right), (right, left)):
                 if ast.dump(one) == ast.dump(first):
                     return draft.module.source(other)
-    plain = isinstance(first, ast.Name | ast.Attribute | ast.Constant)
-    begin = draft.module.source(first)
-    return f"{draft.module.source(last)} - {begin if plain else f'({begin})'}"
+    return f"{draft.operand(last)} - {draft.operand(first)}"
 
 
 def _backward(draft: Draft, call: ast.Call) -> None:
@@ -122,9 +120,7 @@ def _factor(draft: Draft, node: ast.expr) -> str:
     draft.edits = [
         edit for edit in draft.edits if not (edit.kind == "replace" and edit.node is node)
     ]
-    plain = isinstance(node, ast.Name | ast.Attribute | ast.Constant | ast.Call)
-    text = draft.module.source(node)
-    return known[0] if known else text if plain else f"({text})"
+    return known[0] if known else draft.operand(node)
 
 
 def _inside(draft: Draft, loop: Loop, kind: type[ast.If | ast.Break]) -> list[Any]:
@@ -176,8 +172,10 @@ def _undivide(draft: Draft, node: ast.BinOp) -> None:
     text = ast.unparse(node.left)
     divided = isinstance(node.op, ast.Div | ast.FloorDiv) and ("loss" in text or "len(" in text)
     if divided or (isinstance(node.op, ast.Mult) and "loss" in text):
-        draft.edit("replace", node, draft.module.source(node.left))
         above = draft.module.parents.get(node)
+        inner = isinstance(above, ast.BinOp | ast.UnaryOp | ast.Attribute)
+        left = draft.operand(node.left) if inner else draft.module.source(node.left)
+        draft.edit("replace", node, left)
         if isinstance(above, ast.Assign) and ast.unparse(above.targets[0]) == text:
             draft.remove(above)  # `loss = loss / n`
 

@@ -147,8 +147,7 @@ def _batch(draft: Draft, call: ast.Call) -> None:
     elif any(script.is_world_size(one) for one in script.sources(given)):
         draft.ask(call, questions.BATCH_SIZE)
     else:
-        plain = isinstance(given, ast.Name | ast.Attribute | ast.Constant | ast.Call)
-        text = source(given) if plain else f"({source(given)})"
+        text = draft.operand(given)
         draft.edit("replace", given, f"{text} * {RUN}.replicas")
         draft.notes.append(questions.PER_RANK.format(text, REPLICAS))
 
@@ -171,7 +170,7 @@ def _devices(draft: Draft) -> None:
         elif method in ("to", "cuda") and call.args and _of_rank(script, call.args[0]):
             if method == "cuda":
                 assert isinstance(call.func, ast.Attribute)
-                draft.edit("replace", call.func, f"{module.source(call.func.value)}.to")
+                draft.edit("replace", call.func, f"{draft.operand(call.func.value)}.to")
             draft.edit("replace", call.args[0], f"{RUN}.device")
     for values in (*module.bound.values(), *module.attributes.values()):
         for value in values:

@@ -25,6 +25,8 @@ LEAVES = (
     "this leaves a loop whose iterations are not the same on all layouts: count with run.step, and leave between "
     "the batches of run.batches"
 )
+RATE = "this counts microbatches, of which a rank has as many as it hosts replicas: give a scheduler to run.scheduler, or count run.step"
+OWN = "this follows from what one rank has seen in training: run.mean over the loop that trains is the same on all ranks"
 UPDATES = "this batch has several updates: give each a pass over run.batches"
 COLLECTIVE = "{0}: sums over ranks are run.sum and run.mean, over all samples"
 TAKEN = "the run does this: take it away"

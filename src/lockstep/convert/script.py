@@ -13,7 +13,18 @@ from lockstep.check.fix import Edit
 from lockstep.check.project import Project
 from lockstep.check.script import Script
 from lockstep.check.source import Module
-from lockstep.convert import data, home, loops, models, passes, precision, processes, saving, unused
+from lockstep.convert import (
+    data,
+    decisions,
+    home,
+    loops,
+    models,
+    passes,
+    precision,
+    processes,
+    saving,
+    unused,
+)
 from lockstep.convert.draft import REPLICAS, RUN, Draft
 from lockstep.convert.questions import MARK
 from lockstep.errors import ScriptNotFoundError, UsageError
@@ -70,7 +81,7 @@ def convert(path: Path) -> Converted:
     fix.available()
     script = _read(path)
     draft = Draft(script)
-    for part in (processes, precision, models, data, loops, passes, saving):
+    for part in (processes, precision, models, data, loops, passes, decisions, saving):
         part.convert(draft)
     edits = _placed(draft)
     text = fix.apply(draft.module, edits)

@@ -111,6 +111,10 @@ def test_single_lines(tmp_path: Path, before: str, inside: str, after: str, line
         ("DataLoader(list(range(8)), batch_size=4)", "load()", questions.LOADER.format("load()")),
         ("batch_size=4", "batch_sampler=s", questions.BATCH_SAMPLER),
         ("backward()", "backward(retain_graph=True)", questions.BACKWARD),
+        ("pass", "optimizer.param_groups[0]['lr'] = 1 / (step + 1)", questions.RATE),
+        ("pass", "schedule.step(epoch + step / len(loader))", questions.RATE),
+        ("optimizer.step()\n", "optimizer.step()\n    schedule.step(loss.item())\n", questions.OWN),
+        ("optimizer.step()\n", "optimizer.step()\n    if loss < 1: break\n", questions.OWN),
     ],
 )
 def test_questions(tmp_path: Path, old: str, new: str, question: str) -> None:
@@ -119,6 +123,23 @@ def test_questions(tmp_path: Path, old: str, new: str, question: str) -> None:
     made = convert(path)
     assert [one.text for one in made.questions] == [question]
     assert made.text.count(questions.MARK + question) == 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ("range(2)", "range(1, 2 if a else 3)", "run.epochs((2 if a else 3) - 1)"),
+        ("range(2)", "trange(1, n + 1)", "run.epochs(n)"),
+        ("enumerate(loader)", "enumerate(() if a else tqdm(loader))", "run.loader(DataLoader("),
+        (".backward()", "\n        (loss * 2).backward()", "run.backward(loss * 2)"),
+        ("model = nn", "for net in ():\n    pass\nmodel = nn", "run.model(nn.Linear(1, 1))"),
+    ],
+)
+def test_other_forms(tmp_path: Path, old: str, new: str, line: str) -> None:
+    path = script(tmp_path)
+    path.write_text(path.read_text().replace(old, new))
+    text = convert(path).text
+    assert line in text, text
 
 
 def test_line_ends_and_encodings_stay(tmp_path: Path) -> None:
