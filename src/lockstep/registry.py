@@ -39,6 +39,7 @@ class ExchangeEntry:
             in the place of `build`.
         strategy: the only strategy that takes it; `None` for each that takes exchanges of this class.
         no_loss_scale: why it cannot go with the loss scale of fp16, if so.
+        compares_batches: whether it refuses gradients of different batches; where not, strategies do.
     """
 
     name: str = ""
@@ -49,6 +50,7 @@ class ExchangeEntry:
     hold: Function = ""
     strategy: str | None = None
     no_loss_scale: str = ""
+    compares_batches: bool = False
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -268,6 +270,7 @@ EXCHANGES = Registry(
             name="shared-memory",
             build="lockstep.exchange.shared_memory:build",
             check="lockstep.exchange.shared_memory:check",
+            compares_batches=True,
         ),
         ExchangeEntry(name="tree", build="lockstep.exchange.tree:build"),
         ExchangeEntry(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils.data import Subset, TensorDataset
@@ -20,15 +20,13 @@ from lockstep.layout.permutation import Indices
 Collate = Callable[[list[Any]], Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """One microbatch to fetch: the samples, and the numbers that name it among all."""
 
     indices: Indices
     numbers: tuple[int, int, int, int, int]
 
 
-@dataclass(frozen=True, slots=True)
 class Look(Request):
     """Samples that are to be compared with those of other ranks, and not collated."""
 
@@ -50,17 +48,15 @@ class FetchTensors:
     tensors: tuple[torch.Tensor, ...]
     subset: torch.Tensor | None
 
-    def __call__(self, request: Request) -> list[torch.Tensor]:
-        """Return one tensor per tensor of the dataset, each of shape `(samples, …)`."""
-        return self.samples(request)
-
     def samples(self, request: Request) -> list[torch.Tensor]:
-        """Return the same."""
+        """Return one tensor per tensor of the dataset, each of shape `(samples, …)`."""
         index = torch.from_numpy(request.indices)
         if self.subset is not None:
             index = self.subset[index]
         # `index_select` is several times cheaper than `tensor[index]` on small batches.
         return [tensor.index_select(0, index.to(tensor.device)) for tensor in self.tensors]
+
+    __call__ = samples
 
 
 @dataclass(frozen=True, slots=True)

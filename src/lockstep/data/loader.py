@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, MutableMapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,10 +23,9 @@ class GlobalBatch:
     twice per batch, such as a generator and a discriminator.
     """
 
-    def __init__(self, batch: Batch, observer: Observer, device: torch.device | None) -> None:
+    def __init__(self, batch: Batch, observer: Observer) -> None:
         self._batch = batch
         self._observer = observer
-        self._device = device
         self._seen: list[tuple[Microbatch, Any]] = []
         self._turn = 0
         self._is_over = False
@@ -39,20 +37,8 @@ class GlobalBatch:
                 hint="use each batch inside `for batch in run.batches(loader): …`",
             )
         turn, self._turn = self._turn, self._turn + 1
-        return self._pass((replace(m, turn=turn), data) for m, data in self._replayed())
-
-    def once(self) -> Iterator[Any]:
-        """Iterate for the only time: nothing is kept for another pass."""
-        return self._pass(self._fetched())
-
-    def _pass(self, pairs: Batch) -> Iterator[Any]:
-        microbatch = None
-        for microbatch, data in pairs:
-            if microbatch.size == 0 and not self._observer.needs_stand_ins():
-                continue
-            yield from self._show(microbatch, data)
-        if microbatch is not None:
-            self._observer.pass_ends(microbatch)
+        pairs = ((m._replace(turn=turn), data) for m, data in self._replayed())
+        return show(pairs, self._observer, shown=True)
 
     def pass_over(self) -> None:
         """Fetch what no pass has asked for, so that the next batch begins where it should."""
@@ -60,25 +46,29 @@ class GlobalBatch:
         for _ in self._batch:
             pass
 
-    def _fetched(self) -> Batch:
-        for microbatch, data in self._batch:
-            yield microbatch, data if self._device is None else to_device(data, self._device)
-
     def _replayed(self) -> Batch:
         """What earlier passes have seen, then the rest; a pass may have been left in the middle."""
         yield from tuple(self._seen)
-        for pair in self._fetched():
+        for pair in self._batch:
             self._seen.append(pair)
             yield pair
 
-    def _show(self, microbatch: Microbatch, data: Any) -> Iterator[Any]:
-        self._observer.microbatch_begins(microbatch)
+
+def show(pairs: Batch, observer: Observer, *, shown: bool) -> Iterator[Any]:
+    """Yield the data of one pass over a global batch, which is `shown` to the script as a whole, or not."""
+    microbatch = None
+    for microbatch, data in pairs:
+        if not microbatch.size and not observer.needs_stand_ins():
+            continue
+        observer.microbatch_begins(microbatch)
         left = True
         try:
             yield data
             left = False
         finally:
-            self._observer.microbatch_ends(microbatch, left=left)
+            observer.microbatch_ends(microbatch, left=left)
+    if microbatch is not None:
+        observer.pass_ends(microbatch, shown=shown)
 
 
 class Loader:
@@ -129,29 +119,34 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._loop(shown=False):
-            yield from batch.once()
+            yield from show(batch, self._observer, shown=False)
 
     def batches(self) -> Iterator[GlobalBatch]:
         """Yield each global batch, to be iterated over once or more."""
-        return self._loop(shown=True)
+        for batch in self._loop(shown=True):
+            whole = GlobalBatch(batch, self._observer)
+            yield whole
+            whole.pass_over()
 
-    def _loop(self, *, shown: bool) -> Iterator[GlobalBatch]:
+    def _loop(self, *, shown: bool) -> Iterator[Batch]:
         """Yield each global batch; where it is shown to the script, that may draw before its passes."""
         start = self._observer.loop_begins(self.number, self._source.batching)
         step = start.first
         early = True
         try:
             for batch in self._measure(self._batches(start)):
-                self._observer.batch_begins(self.number, start, step, shown=shown)
-                whole = GlobalBatch(self._measure(batch), self._observer, self._device)
-                yield whole
-                whole.pass_over()
+                self._observer.batch_begins(start, step, shown=shown)
+                yield self._moved(self._measure(batch))
                 step += 1
-                if self._observer.batch_ends(self.number, start):
+                if self._observer.batch_ends(start):
                     break
             early = start.is_over
         finally:
-            self._observer.loop_ends(self.number, start, step, early=early)
+            self._observer.loop_ends(start, step, early=early)
+
+    def _moved(self, batch: Batch) -> Batch:
+        device = self._device
+        return batch if device is None else ((m, to_device(data, device)) for m, data in batch)
 
     def _batches(self, start: Start) -> Iterator[Batch]:
         if start.is_over and start.again is None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 from lockstep.layout.permutation import Indices
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Microbatch:
+class Microbatch(NamedTuple):
     """What a replica computes on in one step.
 
     Attributes:
@@ -116,6 +115,7 @@ class Start:
         batch: the first global batch; the run was done with those before it when its state was saved.
         again: the last batch that it was done with, if that is computed again before the others.
         is_over: whether there is nothing left of the loop besides.
+        loop: the loop, as the observer knows it.
     """
 
     epoch: int
@@ -123,6 +123,7 @@ class Start:
     batch: int = 0
     again: int | None = None
     is_over: bool = False
+    loop: Any = None
 
     @property
     def first(self) -> int:
@@ -140,7 +141,7 @@ class Observer(Protocol):
         its state back, so that it is asked then.
         """
 
-    def batch_begins(self, loader: int, start: Start, step: int, *, shown: bool) -> None:
+    def batch_begins(self, start: Start, step: int, *, shown: bool) -> None:
         """The script is about to see global batch `step` of a loop; `shown` to it as a whole."""
 
     def needs_stand_ins(self) -> bool:
@@ -152,11 +153,11 @@ class Observer(Protocol):
     def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
         """The loop's body is done with this microbatch, or has `left` it by `break` or an exception."""
 
-    def pass_ends(self, microbatch: Microbatch) -> None:
+    def pass_ends(self, microbatch: Microbatch, *, shown: bool) -> None:
         """A pass over a global batch is over; `microbatch` was the last, seen or not."""
 
-    def batch_ends(self, loader: int, start: Start) -> bool:
+    def batch_ends(self, start: Start) -> bool:
         """The script is done with a global batch of a loop; return whether that was the last."""
 
-    def loop_ends(self, loader: int, start: Start, step: int, *, early: bool) -> None:
+    def loop_ends(self, start: Start, step: int, *, early: bool) -> None:
         """The loop is over in global batch `step`: early by `break`, or after the last one."""

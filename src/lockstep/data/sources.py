@@ -240,9 +240,9 @@ def split_batch(
 ) -> list[Microbatch]:
     """Return this rank's microbatches of the global batch that holds the samples `indices`."""
     loader, epoch, round_, step = numbers
-    microbatches = []
+    microbatches, total = [], len(indices)
     for replica in split.block:
-        part = share(len(indices), split.replicas, replica)
+        part = share(total, split.replicas, replica)
         microbatches.append(
             Microbatch(
                 loader=loader,
@@ -251,7 +251,7 @@ def split_batch(
                 step=step,
                 replica=replica,
                 size=len(part),
-                total=len(indices),
+                total=total,
                 first=replica == split.block.start,
                 last=replica == split.block.stop - 1,
                 indices=indices[part.start : part.stop] if part else indices[:1],

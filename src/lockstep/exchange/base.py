@@ -109,7 +109,7 @@ class Exchange(Protocol):
         Args:
             slots: what `slots()` gave, filled.
             last: whether it is the last bucket of a backward pass.
-            place: a number that is to be the same on all ranks, compared where that costs nothing.
+            place: of the batch, the same on all ranks; compared where the entry of the exchange says so.
 
         Raises:
             PeerError: if another rank is gone, or elsewhere.

@@ -77,7 +77,7 @@ class ServedModel(ReplicatedModel):
         assert context.group is not None
         exchange = ServerExchange(clients, context.forest)
         of_all = context.block, context.replicas, context.group, exchange, settings
-        super().__init__(module, *of_all, context.exchanging)
+        super().__init__(module, *of_all, context.exchanging, compares_batches=True)
         self._clients, self._context = clients, context
 
     def ends(self) -> dict[str, int]:

@@ -43,7 +43,7 @@ class Events:
         Raises:
             RunDirectoryError: if pending events are due and cannot be written.
         """
-        self.put(**fields)
+        self._pending.append((time.time(), fields))
         if time.monotonic() - self._flushed > _FLUSH_SECONDS:
             self.flush()
 
@@ -109,10 +109,12 @@ def append(directory: Path, name: str, /, **fields: Any) -> None:
         raise cannot_write(path, error) from error
 
 
-def _line(moment: float, fields: dict[str, Any]) -> str:
-    values = {name: _plain(value) for name, value in fields.items()}
-    return json.dumps({"time": round(moment, 6), **values}, default=str) + "\n"
-
-
 def _plain(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else value
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+_ENCODER = json.JSONEncoder(default=_plain)  # `json.dumps` would make one for each line
+
+
+def _line(moment: float, fields: dict[str, Any]) -> str:
+    return _ENCODER.encode({"time": round(moment, 6), **fields}) + "\n"

@@ -43,13 +43,12 @@ class Stopwatch:
 
     def over(self, items: Iterator[T]) -> Iterator[T]:
         """Yield `items`, and measure how long each takes to come."""
-        while True:
-            with self:
-                try:
-                    item = next(items)
-                except StopIteration:
-                    return
+        began = time.perf_counter()
+        for item in items:
+            self.seconds += time.perf_counter() - began
             yield item
+            began = time.perf_counter()
+        self.seconds += time.perf_counter() - began
 
 
 class Pace:

@@ -86,7 +86,7 @@ class Recorder:
         self._sampler: Sampler | None = None
         self._loggers: Forwarding | None = None
         self._lengths: dict[int, int | None] = {}
-        self._reached: dict[str, int | None] = {}  # where the newest step is in its loop
+        self._stepped: Microbatch | None = None  # of the newest step
         self._loops: list[bool] = []  # whether each of the loops that we are in trains
         self._generations, self._data = self._earlier()
         self._place: Place | None = None
@@ -232,20 +232,22 @@ class Recorder:
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
         """Trace the microbatch before this one, where no backward pass has come after it."""
-        self._trace_seen(microbatch.loader)
-        self._without_loss[microbatch.loader] = microbatch
+        if self._trace is not None:
+            self._trace_seen(self._trace, microbatch.loader)
+            self._without_loss[microbatch.loader] = microbatch
 
-    def _trace_seen(self, loader: int) -> None:
-        seen = self._without_loss.pop(loader, None)
+    def _trace_seen(self, trace: Trace, loader: int) -> None:
+        seen, place = self._without_loss.pop(loader, None), self._place
         if seen is None or not seen.size or self._settings.repeats:
             return
-        place = self._place
-        if self._trace is not None and place is not None and not place.is_on_the_way:
-            self._trace.seen(place.steps, seen)
+        if place is not None and not place.is_on_the_way:
+            trace.seen(place.steps, seen)
 
     def before_backward(self, microbatch: Microbatch, loss: torch.Tensor) -> None:
         """Trace a loss and the samples behind it."""
-        if self._trace is not None and self._place is not None and not self._settings.repeats:
+        if self._trace is None:
+            return
+        if self._place is not None and not self._settings.repeats:
             self._trace.microbatch(self._place.steps + 1, microbatch, loss)
         self._without_loss.pop(microbatch.loader, None)
 
@@ -254,24 +256,23 @@ class Recorder:
         if self._trace is not None:
             self._trace.step(step, self._digests())
         self._progress.step(microbatch.total)
-        self._reached = {
-            "batch": microbatch.step + 1,
-            "batches": self._lengths.get(microbatch.loader),
-        }
+        self._stepped = microbatch
         if self.pace.step(microbatch.total):
             self._window_ends(step)
 
     def _window_ends(self, step: int) -> None:
         """Record how fast the last steps were."""
-        window = self.pace.window()
-        if window is not None and self._place is not None:
-            place = {"epoch": self._place.epoch, "epochs": self._place.epochs, **self._reached}
-            self._events.add(kind="pace", step=step, **place, **window)
+        window, place, newest = self.pace.window(), self._place, self._stepped
+        if window is not None and place is not None and newest is not None:
+            epochs = {"epoch": place.epoch, "epochs": place.epochs}
+            batches = {"batch": newest.step + 1, "batches": self._lengths.get(newest.loader)}
+            self._events.add(kind="pace", step=step, **epochs, **batches, **window)
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
         """Close the bar and write what is pending."""
-        self._trace_seen(loader)
         trains = self._loops.pop()
+        if self._trace is not None:
+            self._trace_seen(self._trace, loader)
         if self._place is None or self._place.is_on_the_way:
             return
         if self._trace is not None:
@@ -295,10 +296,10 @@ class Recorder:
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Record values of the current step."""
-        taken = values.keys() & _OF_EVENTS
-        if taken:
+        if not _OF_EVENTS.isdisjoint(values):
+            taken = ", ".join(sorted(_OF_EVENTS.intersection(values)))
             raise UsageError(
-                f"run.log cannot record {', '.join(sorted(taken))}: every event has its own",
+                f"run.log cannot record {taken}: every event has its own",
                 hint="log it under another name",
             )
         # Copies: a running total goes on changing in place until the event is written.
@@ -307,12 +308,11 @@ class Recorder:
         }
         if place := self._place:
             # Inside a microbatch the step that it belongs to is not done yet.
-            inside = place.microbatch
-            step = place.steps + (inside is not None)
-            replica = None if inside is None else inside.replica
-            weight = {} if inside is None else {"weight": inside.weight}
-            where = {"epoch": place.epoch, "step": step, "replica": replica, **weight}
-            self._events.add(kind="log", **{**where, **kept})
+            where: dict[str, Any] = {"epoch": place.epoch, "step": place.steps, "replica": None}
+            if (inside := place.microbatch) is not None:
+                where["step"] += 1
+                where |= {"replica": inside.replica, "weight": inside.weight}
+            self._events.add(kind="log", **(where | kept))
         self._progress.log(kept)
 
     def traffic(self, model: int, moved: Mapping[str, int]) -> None:

@@ -94,13 +94,14 @@ class Buffers:
 
     def before_forward(self) -> None:
         """A forward pass is about to begin; in training mode it changes the buffers."""
-        if self.are_trained and self._count:
+        if self._count and self.are_trained:
             self.batch_begins()
             self.dirty = True
 
     def next_replica(self) -> None:
         """A replica of this rank is done; the next one starts from the same buffers."""
-        self._check_shapes()
+        if self._shapes is not None:
+            self._check_shapes(self._shapes)
         if not self.dirty or self._start is None:
             return
         if self._hosts_first and self._first is None:
@@ -109,7 +110,8 @@ class Buffers:
 
     def finish(self) -> None:
         """The global batch is done: all ranks take replica 0's buffers."""
-        self._check_shapes()
+        if self._shapes is not None:
+            self._check_shapes(self._shapes)
         if not self.dirty:
             self._start = None
             return
@@ -126,18 +128,15 @@ class Buffers:
 
     # --- what cannot be the same on every rank ---------------------------------------------------
 
-    def _check_shapes(self) -> None:
+    def _check_shapes(self, before: list[torch.Size]) -> None:
         """Refuse buffers that came, went or changed their shapes since the batch began.
 
         Raises:
             ModelError: if there are some: those of the replicas differ, and cannot be copied.
         """
-        if self._shapes is None:
+        if [buffer.shape for buffer in self._list()] == before:
             return
-        now = [buffer.shape for buffer in self._list()]
-        if now == self._shapes:
-            return
-        before, self._shapes = self._shapes, None
+        self._shapes = None
         raise ModelError(
             f"{_difference(self._module, before)} while a batch was computed; expected buffers that stay, "
             "with their shapes, since replica 0's are copied to all",

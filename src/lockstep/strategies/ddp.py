@@ -60,6 +60,7 @@ class ReplicatedModel(WrappedModel):
         exchange: how gradients meet.
         settings: keyword arguments for DistributedDataParallel.
         exchanging: see `ModelContext`.
+        compares_batches: see `ExchangeEntry`.
     """
 
     def __init__(
@@ -71,10 +72,13 @@ class ReplicatedModel(WrappedModel):
         exchange: Exchange,
         settings: dict[str, Any],
         exchanging: AbstractContextManager[object],
+        *,
+        compares_batches: bool,
     ) -> None:
         super().__init__(module, block, replicas, group if shares_buffers(settings) else None)
         self.exactness = "exact" if shares_buffers(settings) else "approximate"
         self._exchange = exchange
+        self._remembering = exchange if isinstance(exchange, Remembering) else None
         self._exchanging = exchanging
         self._places = {id(p): place for place, p in enumerate(self.parameters)}
         # As DDP sees them when it makes its buckets.
@@ -88,6 +92,7 @@ class ReplicatedModel(WrappedModel):
         self._finds_unused = not self._is_static and settings.get("find_unused_parameters", True)
         self._unused: set[int] = set()
         self._place = 0
+        self._place_bytes = 0 if compares_batches else _PLACE_BYTES
         self._size = dist.get_world_size(group)
         self._late: list[_Late] | None = None
         self._used_anywhere: torch.Tensor | None = None
@@ -200,8 +205,8 @@ class ReplicatedModel(WrappedModel):
     def _sum(self, parameters: list[torch.Tensor], gradients: torch.Tensor, *, last: bool) -> Sum:
         """Start to sum the flat gradients of `parameters`; behind the last ones go notes for all."""
         size = gradients.numel()
-        if isinstance(self._exchange, Remembering):
-            self._exchange.announce(parameters)
+        if self._remembering is not None:
+            self._remembering.announce(parameters)
         slots = self._exchange.slots(gradients, self._notes if last else 0)
         if last:
             self._write_notes([slot[size:] for slot in slots])
@@ -217,24 +222,27 @@ class ReplicatedModel(WrappedModel):
     @property
     def _notes(self) -> int:
         """How many elements go behind the last bucket: who uses what, and where each rank stands."""
-        return _PLACE_BYTES + (len(self.parameters) if self._finds_unused else 0)
+        return self._place_bytes + (len(self.parameters) if self._finds_unused else 0)
 
     def _write_notes(self, tails: list[torch.Tensor]) -> None:
         for tail in tails[1:]:
             tail.zero_()
         tails[0].fill_(1)
-        tails[0][:_PLACE_BYTES] = torch.tensor(list(self._place.to_bytes(_PLACE_BYTES, "big")))
+        size = self._place_bytes
+        if size:
+            tails[0][:size] = torch.tensor(list(self._place.to_bytes(size, "big")))
         nodes = self.contributions.nodes
         for place in self._unused if self._finds_unused else ():
             if all(node[place] is None for node in nodes):
-                tails[0][_PLACE_BYTES + place] = 0
+                tails[0][size + place] = 0
 
     def _read_notes(self, tail: torch.Tensor) -> None:
-        self._used_anywhere = tail[_PLACE_BYTES:] if self._finds_unused else None
-        if tail.is_cuda or tail.dtype not in (torch.float32, torch.float64):
+        size = self._place_bytes
+        self._used_anywhere = tail[size:] if self._finds_unused else None
+        if not size or tail.is_cuda or tail.dtype not in (torch.float32, torch.float64):
             return  # reading would wait for the device, or sums of bytes would be rounded
-        expected = [byte * self._size for byte in self._place.to_bytes(_PLACE_BYTES, "big")]
-        if tail[:_PLACE_BYTES].tolist() != expected:
+        expected = [byte * self._size for byte in self._place.to_bytes(size, "big")]
+        if tail[:size].tolist() != expected:
             raise PeerError(
                 f"ranks compute gradients of {type(self.module).__name__} for different batches",
                 hint="a loader was made, iterated over or left on some ranks only, or a batch was "
@@ -267,17 +275,15 @@ class ReplicatedModel(WrappedModel):
 
     def extras(self) -> dict[str, Any]:
         """Return what the exchange remembers from step to step, where it does."""
-        exchange, extras = self._exchange, super().extras()
-        return extras | (
-            {exchange.name: exchange.state()} if isinstance(exchange, Remembering) else {}
-        )
+        exchange, extras = self._remembering, super().extras()
+        return extras if exchange is None else {**extras, exchange.name: exchange.state()}
 
     def load_extras(self, extras: Mapping[str, Any]) -> None:
         """Take what `extras` returned."""
         super().load_extras(extras)
         # A run may go on with another exchange than it began with.
-        exchange = self._exchange
-        if isinstance(exchange, Remembering) and exchange.name in extras:
+        exchange = self._remembering
+        if exchange is not None and exchange.name in extras:
             exchange.load(extras[exchange.name])
 
     def ends(self) -> dict[str, int]:
@@ -355,6 +361,7 @@ def replicate(
         exchange,
         settings,
         holding.exchanging,
+        compares_batches=EXCHANGES.find(holding.exchange).compares_batches,
     )
 
 

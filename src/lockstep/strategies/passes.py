@@ -30,7 +30,7 @@ def _nothing(*_: object) -> None:
 def watch_forward(
     module: nn.Module,
     before: Callable[[], None],
-    after: Callable[[], None],
+    after: Callable[[], None] | None = None,
     *,
     always: bool = False,
 ) -> Callable[[], None]:
@@ -42,10 +42,9 @@ def watch_forward(
         after: called last, after a pass that raises only with `always`.
         always: see `after`.
     """
-    handles = [
-        module.register_forward_pre_hook(_Hook(before)),
-        module.register_forward_hook(_Hook(after), always_call=always),
-    ]
+    handles = [module.register_forward_pre_hook(_Hook(before))]
+    if after is not None:
+        handles.append(module.register_forward_hook(_Hook(after), always_call=always))
 
     def end() -> None:
         for handle in handles:

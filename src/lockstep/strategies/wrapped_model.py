@@ -80,7 +80,10 @@ class WrappedModel(abc.ABC):
         self._mixed: set[int] = set()
         self._watching = False
         self.gradient_bytes = 0
-        watch_forward(module, self._before_forward, self._after_forward)
+        if self._several_replicas:
+            watch_forward(module, self._before_forward, self._after_forward)
+        else:
+            watch_forward(module, self.before_forward)
 
     @property
     def several_replicas(self) -> bool:
@@ -118,7 +121,8 @@ class WrappedModel(abc.ABC):
             return
         self._buffers.before_forward()
         if torch.is_grad_enabled() and self.parameters:
-            self._check_not_stepped()
+            if self._stepped and self._several_replicas:
+                self._refuse_stepped()
             self.used = True
 
     def _choose_version(self) -> None:
@@ -137,22 +141,21 @@ class WrappedModel(abc.ABC):
     @property
     def _checks_passes(self) -> bool:
         # Where torch compiles the hooks, too, versions of tensors are those of the trace.
-        return self._watching and self._several_replicas and not torch.compiler.is_compiling()
+        return self._watching and not torch.compiler.is_compiling()
 
     def _after_forward(self) -> None:
         if self._checks_passes:
             self._buffers.after_evaluation()
             self._unchanged.after_forward()
 
-    def _check_not_stepped(self) -> None:
-        if self._stepped and self._several_replicas:
-            raise StepError(
-                f"{type(self.module).__name__} was used after optimizer.step() within one "
-                "microbatch; with several replicas on a rank the step has not happened yet there, "
-                "so the result would depend on the layout",
-                hint="loop over `for batch in run.batches(loader):` and within it once "
-                "`for … in batch:` per update",
-            )
+    def _refuse_stepped(self) -> None:
+        raise StepError(
+            f"{type(self.module).__name__} was used after optimizer.step() within one "
+            "microbatch; with several replicas on a rank the step has not happened yet there, "
+            "so the result would depend on the layout",
+            hint="loop over `for batch in run.batches(loader):` and within it once "
+            "`for … in batch:` per update",
+        )
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
         """The loop's body is about to see `microbatch`."""
@@ -160,18 +163,23 @@ class WrappedModel(abc.ABC):
         self.used = self._met = False
         self._is_last = microbatch.last
         if microbatch.first:
-            self.check_whole()
-            self._check_trainable()
-            self._mixed.clear()
+            if self._torn:
+                self.check_whole()
             self._buffers.finish()
-            if self._several_replicas:
-                self._buffers.look()
             self.contributions.take()
-            if self.trains_buffers:
-                self._buffers.batch_begins()
-        if torch.is_grad_enabled():
-            self.show_late()
+            if self._several_replicas:
+                self._batch_begins()
+        if self.versions is not None and torch.is_grad_enabled():
+            self.versions.show_oldest()
         self._prepare(microbatch)
+
+    def _batch_begins(self) -> None:
+        """Begin to compare what the replicas of a batch have with what it began with."""
+        self._check_trainable()
+        self._mixed.clear()
+        self._buffers.look()
+        if self.trains_buffers:
+            self._buffers.batch_begins()
 
     def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
         """The loop's body is done with `microbatch`.
@@ -184,9 +192,10 @@ class WrappedModel(abc.ABC):
         if not microbatch.last:
             self._buffers.next_replica()
         elif not left:
-            self._check_complete(expected=self._block_size)
+            if self._several_replicas:
+                self._check_complete(expected=self._block_size)
             self._buffers.finish()
-        if microbatch.last or left:
+        if self._several_replicas and (microbatch.last or left):
             self._buffers.look_away()
         if left and 0 < self.contributions.missing < self._block_size:
             self._torn = True
@@ -206,8 +215,6 @@ class WrappedModel(abc.ABC):
             )
 
     def _check_trainable(self) -> None:
-        if not self._several_replicas:
-            return
         # In any order: pruning gives a parameter another name, behind those that were there.
         now = {id(p) for p in self.module.parameters() if p.requires_grad}
         if now != self._trainable:
@@ -241,24 +248,29 @@ class WrappedModel(abc.ABC):
             StepError: if the model's gradients have met already in this pass, or an earlier backward
                 pass was interrupted by an exception.
         """
+        if self._several_replicas:
+            self._check_replica(microbatch)
+        self._before_backward(microbatch, alone=alone)
+        self._interrupted = True  # until gradients have met
+
+    def _check_replica(self, microbatch: Microbatch) -> None:
+        """Check that no gradients are there that another replica would not have, or has had already."""
         self._check_uninterrupted()
-        if self._met and self._several_replicas:
+        if self._met:
             raise StepError(
                 f"run.backward was called twice for {type(self.module).__name__} in one "
                 "microbatch; expected once, since its gradients have already met",
                 hint="add the losses: run.backward(loss_a + loss_b); wrap forwards that need no "
                 "gradients in torch.no_grad()",
             )
-        if microbatch.first and self._several_replicas:
+        if microbatch.first:
             self._drop_old_gradients()
-        if microbatch.last and self._several_replicas:
+        if microbatch.last:
             self._check_complete(expected=1)
-        self._before_backward(microbatch, alone=alone)
-        self._interrupted = True  # until gradients have met
 
     def _check_uninterrupted(self) -> None:
         """Refuse to go on after an exception in a backward pass: some of its gradients have met."""
-        if self._interrupted and self._several_replicas:
+        if self._interrupted:
             raise StepError(
                 f"a backward pass of {type(self.module).__name__} was interrupted by an exception, and "
                 "others may have some of its gradients",
@@ -304,7 +316,9 @@ class WrappedModel(abc.ABC):
             StepError: if plain PyTorch would have added gradients of an earlier batch, or if there
                 are gradients that have not met those of the other replicas.
         """
-        if self._several_replicas and not self._met and self._has_gradients(among):
+        if not self._several_replicas:
+            return
+        if not self._met and self._has_gradients(among):
             raise StepError(
                 f"{type(self.module).__name__} has gradients that have not met those of the other "
                 "replicas",

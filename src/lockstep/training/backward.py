@@ -38,15 +38,15 @@ class Backward:
         context: of the run.
         state: what the run has been told of.
         loop: where the run stands.
-        faults: those that this rank injects into itself.
+        faults: those that this rank injects into itself, if any.
 
     Attributes:
         has_run: whether there was a backward pass.
     """
 
-    def __init__(self, context: Context, state: State, loop: Loop, faults: Faults) -> None:
+    def __init__(self, context: Context, state: State, loop: Loop, faults: Faults | None) -> None:
         self._context, self._state, self._loop, self._faults = context, state, loop, faults
-        self._weights: dict[tuple[float, torch.dtype], torch.Tensor] = {}
+        self._weights: dict[tuple[float, torch.dtype, torch.Size], torch.Tensor] = {}
         self._weighting = Weighting(context)
         self.has_run = False
 
@@ -54,7 +54,7 @@ class Backward:
         """Compute the gradients of `loss` and let them meet; see `Run.backward`."""
         loop, scaler, watchdog = self._loop, self._state.scaler, self._context.watchdog
         microbatch = loop.require_microbatch("run.backward")
-        self._check(loss)
+        _check_loss(loss)
         if self._context.settings.stop_on_nan and not loop.is_on_the_way:
             self._check_finite(loss, microbatch)
         models = self._reached(loss)
@@ -85,8 +85,10 @@ class Backward:
             places = [self._state.models.index(model) for model in models]
             watchdog.backward_begins(microbatch, places)
         self.has_run = True
-        if not self._loop.is_on_the_way:
-            self._context.record.before_backward(microbatch, loss)
+        if self._loop.is_on_the_way:
+            return
+        self._context.record.before_backward(microbatch, loss)
+        if self._faults is not None:
             self._faults.before_backward(self._loop.steps + 1)
 
     def _reached(self, loss: torch.Tensor) -> list[WrappedModel]:
@@ -103,19 +105,6 @@ class Backward:
             )
         return used
 
-    def _check(self, loss: torch.Tensor) -> None:
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            what = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise ModelError(
-                f"the loss is {what}; expected a scalar, the mean over the microbatch's samples",
-                hint="take .mean() of it",
-            )
-        if not loss.requires_grad:
-            raise ModelError(
-                "the loss needs no gradient; expected one that a model computed",
-                hint="don't detach it, and don't compute it under torch.no_grad()",
-            )
-
     def _check_finite(self, loss: torch.Tensor, microbatch: Microbatch) -> None:
         if torch.isfinite(loss).item():
             return
@@ -127,12 +116,12 @@ class Backward:
 
     def _weight(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
         """Return the weight as a tensor like `loss`: the gradient that backward starts from."""
-        key = weight, loss.dtype
+        key = weight, loss.dtype, loss.shape
         if key not in self._weights:
             if len(self._weights) > _KEPT:  # weights of tokens are always others
                 self._weights.clear()
             self._weights[key] = torch.full_like(loss.detach(), weight)
-        return self._weights[key].reshape(loss.shape)
+        return self._weights[key]
 
 
 class Weighting:
@@ -161,7 +150,8 @@ class Weighting:
             UsageError: where ranks update by themselves before all weights are known.
         """
         if weight is None:
-            self._check_all(microbatch, models, 0)
+            if self._weights:
+                self._check_all(microbatch, models, 0)
             return microbatch.weight
         value = self._read(weight)
         if not value and not math.isfinite(loss.item()):
@@ -240,6 +230,20 @@ class Weighting:
             dist.all_reduce(shared, group=self._context.groups.data)
         numbers: list[float] = shared.tolist()
         return total(numbers, lambda a, b: a + b)
+
+
+def _check_loss(loss: torch.Tensor) -> None:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        what = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise ModelError(
+            f"the loss is {what}; expected a scalar, the mean over the microbatch's samples",
+            hint="take .mean() of it",
+        )
+    if not loss.requires_grad:
+        raise ModelError(
+            "the loss needs no gradient; expected one that a model computed",
+            hint="don't detach it, and don't compute it under torch.no_grad()",
+        )
 
 
 def _key(models: Sequence[WrappedModel]) -> tuple[int, ...]:

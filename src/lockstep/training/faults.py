@@ -29,8 +29,8 @@ class Faults:
     _done: int | None = None  # the step up to which signals have been sent
 
     @staticmethod
-    def of(environ: Mapping[str, str], world: World) -> Faults:
-        """Return the faults that are this rank's.
+    def of(environ: Mapping[str, str], world: World) -> Faults | None:
+        """Return the faults that are this rank's; `None` without any.
 
         Each kill is the last rank's and happens once: the first in the first generation, the second in
         the next. Rank 0 is asked to end, in any generation that does the step.
@@ -44,7 +44,8 @@ class Faults:
         terms = frozenset(step for kind, step in pairs if kind == "term")
         is_last = world.rank == world.size - 1
         due = kills[world.generation] if is_last and world.generation < len(kills) else 0
-        return Faults(due, terms if world.is_main else frozenset())
+        faults = Faults(due, terms if world.is_main else frozenset())
+        return faults if faults.kill or faults.term else None
 
     def go_on(self, step: int) -> None:
         """The run goes on after step number `step`: what was to come until then has come."""

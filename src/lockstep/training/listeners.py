@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from lockstep.data.microbatch import Microbatch
 
@@ -25,3 +26,9 @@ class Listener(Protocol):
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
         """A loop over a loader is over, in its global batch `step`."""
         return
+
+
+def overriding(listeners: Sequence[Listener], method: str) -> list[Callable[..., Any]]:
+    """Return `method` of those listeners that do something there."""
+    default = getattr(Listener, method)
+    return [getattr(one, method) for one in listeners if getattr(type(one), method) is not default]

@@ -13,7 +13,7 @@ from lockstep.errors import StepError
 from lockstep.layout import keys
 from lockstep.strategies.followed import FollowedModule
 from lockstep.strategies.wrapped_model import WrappedModel
-from lockstep.training.listeners import Listener
+from lockstep.training.listeners import Listener, overriding
 from lockstep.training.progress import Progress
 
 #: Gives everything its saved state; told whether everything is expected to be there.
@@ -33,7 +33,6 @@ class Loop:
         progress: the way through the script.
         epoch: number of the running epoch.
         epochs: how many epochs were asked for.
-        key: where generators were started last, outside of microbatches.
         resumed: after which step the run goes on; 0 where it begins.
         followed: modules whose buffers are replica 0's, too; the run adds to them.
     """
@@ -46,6 +45,8 @@ class Loop:
         self._models = models
         self.followed: Sequence[FollowedModule] = ()
         self._listeners = listeners
+        self._tells_microbatch = overriding(listeners, "microbatch_begins")
+        self._tells_step = overriding(listeners, "step_ends")
         self._active: list[Microbatch] = []
         self.progress = Progress()
         self._loops: list[LoopEvent] = []  # those that we are in
@@ -60,7 +61,7 @@ class Loop:
         self.closed = False
         self.warn: Callable[[str], None] = _nothing
         self.epoch = self.epochs = 0
-        self.key: int | None = None
+        self._key: int | None = None
         self.points = 0
         self.resumed = 0
         self.at_point: Callable[[], None] = _nothing
@@ -109,8 +110,19 @@ class Loop:
 
     def set_key(self, key: int) -> None:
         """Start all generators at `key`."""
-        self.key = key
+        self._key = key
         set_key(key)
+
+    @property
+    def key(self) -> int | None:
+        """Where generators are to be started outside of microbatches, after all that was passed."""
+        if self._key is None and self._passed is not None:
+            self._key = self._behind(self._passed)
+        return self._key
+
+    def _behind(self, microbatch: Microbatch) -> int:
+        """Return the key behind a pass, of which `microbatch` was the last."""
+        return keys.derive(self._seed, keys.BETWEEN, *microbatch.numbers[:-1], microbatch.turn)
 
     # --- points: places between batches and between epochs, where the state is whole -------------
 
@@ -210,8 +222,9 @@ class Loop:
         # batch after which all are whole.
         if self._has_met or not self._loops:
             self.come_together(waits=not self._loops)
-        if not all(model.is_whole for model in self._models):
-            return  # ranks that go ways of their own for some steps will be one again
+        for model in self._models:
+            if not model.is_whole:
+                return  # ranks that go ways of their own for some steps will be one again
         self._fresh = False
         self.points += 1
         self.at_point()
@@ -284,9 +297,9 @@ class Loop:
         """An optimizer is about to update its parameters."""
         self._updated = True
 
-    def stepped(self, models: Sequence[WrappedModel]) -> None:
-        """An optimizer has updated `models`: if they are whole, and others are not, they have just met."""
-        self._has_met |= all(model.is_whole for model in models)
+    def stepped(self, model: WrappedModel) -> None:
+        """A model that each rank trains by itself was updated: if it is whole now, ranks have just met."""
+        self._has_met |= model.is_whole
 
     def new_loader(self) -> int:
         """Return the number of a loader that the script makes now."""
@@ -301,7 +314,8 @@ class Loop:
         """
         self.require_meeting_point("iterating over a loader")
         self.approach()
-        loop, start = self.progress.loop_begins(loader, batching())
+        start = self.progress.loop_begins(loader, batching())
+        loop: LoopEvent = start.loop
         self.arrive()
         if not self._loops:
             self._trains = start.is_over or start.again is not None or start.batch > 0
@@ -311,23 +325,15 @@ class Loop:
             listener.loop_begins(loader, start.epoch, start.round)
         return start
 
-    def _loop(self, loader: int, start: Start) -> LoopEvent:
-        key = (loader, start.epoch, start.round)
-        return next(loop for loop in self._loops if loop.key == key)
-
-    def batch_begins(self, loader: int, start: Start, step: int, *, shown: bool) -> None:
+    def batch_begins(self, start: Start, step: int, *, shown: bool) -> None:
         """The script is about to see a global batch; where it is shown, what it draws is its own."""
+        loop: LoopEvent = start.loop
         if shown:
-            self._set_key(keys.BETWEEN, loader, start.epoch, start.round, step, -1)
-        if not self._is_again(start):
-            loop = self._loop(loader, start)
-            loop.last, loop.before = step, self.steps
+            self._set_key(keys.BETWEEN, *loop.key, step, -1)
+        if start.again is None or not self.progress.is_on_the_way:  # else it is computed again
+            loop.last, loop.before = step, self.progress.steps
             loop.losses.clear()
             loop.events.clear()
-
-    def _is_again(self, start: Start) -> bool:
-        """Whether the batch of a loop that started so is computed again."""
-        return start.again is not None and self.is_on_the_way
 
     def needs_stand_ins(self) -> bool:
         """Whether replicas without a sample take part: gradients, buffers or parts of a model meet."""
@@ -338,47 +344,42 @@ class Loop:
     def microbatch_begins(self, microbatch: Microbatch) -> None:
         """The loop's body is about to see this microbatch."""
         self._active.append(microbatch)
-        if not self._is_nested:
+        if len(self._active) == 1:  # else it is an evaluation inside of a microbatch
             for model in self._buffered:
                 model.microbatch_begins(microbatch)
-        for listener in self._listeners:
-            listener.microbatch_begins(microbatch)
+        for tell in self._tells_microbatch:
+            tell(microbatch)
         set_key(keys.derive(self._seed, keys.FORWARD, *microbatch.numbers, microbatch.turn))
-
-    @property
-    def _is_nested(self) -> bool:
-        """Whether this is an evaluation inside another loop's microbatch, as one replica allows."""
-        return len(self._active) > 1
 
     def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
         """The loop's body is done with this microbatch, or has left it."""
         if self.closed:
             return  # an exception ended the run; its loops are only now collected
-        if not self._is_nested:
+        if len(self._active) == 1:
             for model in self._buffered:
                 model.microbatch_ends(microbatch, left=left)
         self._active.pop()
-        if microbatch.last:
+        if self._updated and microbatch.last:
             self._count_update(microbatch)
 
-    def pass_ends(self, microbatch: Microbatch) -> None:
+    def pass_ends(self, microbatch: Microbatch, *, shown: bool) -> None:
         """A pass over a global batch is over; `microbatch` was the last, seen or not."""
-        loader, epoch, round_, step, _ = microbatch.numbers
-        self._set_key(keys.BETWEEN, loader, epoch, round_, step, microbatch.turn)
-        self._passed = microbatch
+        self._passed, self._key = microbatch, None
+        if shown:  # else nothing draws until the next microbatch, or the end of the loop
+            self.set_key(self._behind(microbatch))
 
-    def batch_ends(self, loader: int, start: Start) -> bool:
+    def batch_ends(self, start: Start) -> bool:
         """The script is done with a global batch of a loop; return whether that was the last."""
-        passed, loop = self._passed, self._loop(loader, start)
-        if passed is not None and not self._active:
-            self._count_update(passed)
-        if self._is_again(start):
+        loop: LoopEvent = start.loop
+        if self._updated and self._passed is not None and not self._active:
+            self._count_update(self._passed)
+        if start.again is not None and self.progress.is_on_the_way:
             self.progress.repeated(loop)
             self.arrive()
             return start.is_over
         if len(self._loops) != 1 or self._active:
             return False  # inside of another loop: its batch is not done
-        loop.batches, loop.steps = loop.batches + 1, self.steps
+        loop.batches, loop.steps = loop.batches + 1, self.progress.steps
         if self._fresh:
             self.progress.trained(loop)
             self._trains = True
@@ -386,31 +387,29 @@ class Loop:
         return False
 
     def _count_update(self, microbatch: Microbatch) -> None:
-        if not self._updated:
-            return
-        self._updated = False
-        self.progress.steps += 1
-        if self.is_on_the_way:
+        progress, self._updated = self.progress, False
+        progress.steps += 1
+        if progress.is_on_the_way:
             return
         self._fresh = True
-        for listener in self._listeners:
-            listener.step_ends(self.steps, microbatch)
+        for tell in self._tells_step:
+            tell(progress.steps, microbatch)
 
-    def loop_ends(self, loader: int, start: Start, step: int, *, early: bool) -> None:
+    def loop_ends(self, start: Start, step: int, *, early: bool) -> None:
         """The loop is over in global batch `step`: early by `break`, or after the last one."""
         if self.closed:
             return
-        self._set_key(keys.BETWEEN, loader, start.epoch, start.round, -1, 0)
-        ended = self._loop(loader, start)
-        self._loops.remove(ended)
+        ended: LoopEvent = start.loop
+        self._set_key(keys.BETWEEN, *ended.key, -1, 0)
+        self._loops = [loop for loop in self._loops if loop is not ended]
         if not self._loops:
             self._end_outermost(ended, early=early)
-        if self._is_again(start):
+        if start.again is not None and self.progress.is_on_the_way:
             self.progress.repeated(ended)  # it was left in the middle
         self.progress.loop_ends(ended, early=early)
         self.arrive()
         for listener in self._listeners:
-            listener.loop_ends(loader, start.epoch, start.round, step, early=early)
+            listener.loop_ends(*ended.key, step, early=early)
 
     def _end_outermost(self, ended: LoopEvent, *, early: bool) -> None:
         if not self.is_on_the_way and (self._fresh or self._trains):
@@ -435,7 +434,7 @@ class Loop:
         """
         if self._replicas > 1 or len(self._loops) != 1:
             return
-        if not self.is_on_the_way:
+        if not self.progress.is_on_the_way:
             self._loops[0].losses.append(loss.detach())
         elif self._losses:
             loss.detach().fill_(self._losses.pop(0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from types import MethodType
@@ -73,15 +72,30 @@ class _Gate:
         """
         microbatch, asked = self._loop.microbatch, self._asked
         self._asked = microbatch
-        if microbatch is not None:
+        if microbatch is None:
+            for model in self.own:
+                model.check_gradients(self.ids)
+            return
+        has_others = not (microbatch.first and microbatch.last)  # of this batch, on this rank
+        if has_others:
             self._check_all_asked(microbatch, asked)
         for model in self.own:
-            if microbatch is not None:
-                model.stepped(self.ids)
-            else:
-                model.check_gradients(self.ids)
-        if microbatch is not None:
+            model.stepped(self.ids)
+        if has_others:
             self._check_settings(microbatch)
+
+    def update(self, act: Callable[[], Any]) -> Any:
+        """Let the optimizer act; `act` is its own step."""
+        update = functools.partial(self.own[0].update, act) if len(self.own) == 1 else act
+        for model in self.own:
+            if model.versions is not None:
+                name = type(self._optimizer).__name__
+                update = model.versions.updating(self.ids, name)(update)
+        result = update()
+        for model in self.own:
+            if model.acts_alone:
+                self._loop.stepped(model)
+        return result
 
     def _check_all_asked(self, microbatch: Microbatch, asked: Microbatch | None) -> None:
         """Refuse steps in some microbatches of a batch only, as scripts make them that accumulate."""
@@ -103,8 +117,6 @@ class _Gate:
 
     def _check_settings(self, microbatch: Microbatch) -> None:
         """Refuse learning rates that change between the replicas of one batch."""
-        if microbatch.first and microbatch.last:
-            return
         now = [group.get("lr") for group in self._optimizer.param_groups]
         if microbatch.first:
             # Schedulers fill a tensor in place.
@@ -166,13 +178,7 @@ def gate_optimizer(
             # torch's schedulers warn where they find that no step came before theirs.
             self._opt_called = True  # type: ignore[attr-defined]
             return None
-        with contextlib.ExitStack() as updating:
-            for model in gate.own:
-                if model.versions is not None:
-                    updating.enter_context(model.versions.updating(gate.ids, type(self).__name__))
-            result = gate.own[0].update(act) if len(gate.own) == 1 else act()
-        loop.stepped(gate.own)
-        return result
+        return gate.update(act)
 
     act = optimizer.step
     optimizer.step = MethodType(functools.wraps(act)(step), optimizer)  # type: ignore[method-assign]

@@ -60,6 +60,7 @@ class Progress:
     Attributes:
         steps: updates until here.
         stretch: number of the stretch: another one for every epoch and every phase, part of all keys.
+        is_on_the_way: whether the target has not been reached yet.
         evaluated_again: loaders of loops that were gone through again, since they only evaluate.
     """
 
@@ -70,6 +71,7 @@ class Progress:
         self._loaders = 0
         self._levels = [_Level([])]
         self._target: Position | None = None
+        self.is_on_the_way = False
         self._last: Event | None = None  # that leads to the target
         self.evaluated_again: list[int] = []
 
@@ -202,8 +204,8 @@ class Progress:
         number, self._loaders = self._loaders, self._loaders + 1
         return number
 
-    def loop_begins(self, loader: int, batching: Batching) -> tuple[LoopEvent, Start]:
-        """Return a loop over `loader` that begins now, and where it starts.
+    def loop_begins(self, loader: int, batching: Batching) -> Start:
+        """Return where a loop over `loader` that begins now starts, with its event.
 
         Raises:
             RunDirectoryError: if the run was in the middle of it, when it had another `batching`.
@@ -214,11 +216,16 @@ class Progress:
         if done is None:
             event = LoopEvent(loader=loader, stretch=self.stretch, round=round_, batching=batching)
             self._levels.append(_Level(event.events, None if self._target else [], event))
-            return event, Start(epoch=self.stretch, round=round_)
+            return Start(epoch=self.stretch, round=round_, loop=event)
         _check_the_same(done, batching, self._epoch)
         again = None if many else _again(done)
         start = Start(
-            epoch=self.stretch, round=round_, batch=done.batches, again=again, is_over=done.complete
+            epoch=self.stretch,
+            round=round_,
+            batch=done.batches,
+            again=again,
+            is_over=done.complete,
+            loop=done,
         )
         if again is None:
             self.steps = done.steps
@@ -227,7 +234,7 @@ class Progress:
             ahead, done.events = done.events, []
             self.steps = done.before
             self._enter(done, ahead, waits=True)
-        return done, start
+        return start
 
     def _expect_loop(self, key: tuple[int, int, int]) -> tuple[LoopEvent | None, bool]:
         """Return the loop that was there, and whether it is one of many in the middle."""
@@ -356,7 +363,10 @@ class Progress:
     @property
     def _around(self) -> _Level:
         """The innermost level that is no loop's: iterators of loops that were left may be alive."""
-        return next(one for one in self._levels[::-1] if not isinstance(one.of, LoopEvent))
+        for level in reversed(self._levels):
+            if not isinstance(level.of, LoopEvent):
+                return level
+        raise AssertionError("the outermost level is no loop's")
 
     def _leave(self, event: Event) -> None:
         """Leave the inside of `event`: not always the innermost, where loops are zipped."""
@@ -369,7 +379,7 @@ class Progress:
 
     def set_out(self, target: Position) -> None:
         """The run was at `target` before: from here on, pass over what was done until then."""
-        self._target = target
+        self._target, self.is_on_the_way = target, True
         self._levels = [_Level([], list(target.events))]
         events = target.events
         while events:
@@ -380,11 +390,6 @@ class Progress:
     def is_entered_again(self) -> bool:
         """Whether the script has been before where it is, on the way back, and its results are known."""
         return self._target is not None and self._levels[-1].ahead is not None
-
-    @property
-    def is_on_the_way(self) -> bool:
-        """Whether the target has not been reached yet."""
-        return self._target is not None
 
     def check_arrived(self) -> None:
         """The script is at its end.
@@ -404,7 +409,7 @@ class Progress:
 
     def arrive(self) -> Position:
         """Return the target, which the run has reached: from here on nothing is passed over."""
-        target, self._target = self._target, None
+        target, self._target, self.is_on_the_way = self._target, None, False
         assert target is not None, "there was a position to come to"
         self._set(target.counters)
         return target

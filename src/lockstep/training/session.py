@@ -86,7 +86,7 @@ class Session:
         record.bind(self.loop, self.digests)
         with context.meeting.telling():
             self._checkpointing = checkpointing.begin(context, self.state, self.loop)
-        if self.loop.is_on_the_way:
+        if self._faults is not None and self.loop.is_on_the_way:
             self._faults.go_on(self.loop.resumed)
         self.loop.at_point, self.loop.at_epoch = self._at_point, self.state.epoch_begins
 
@@ -103,7 +103,8 @@ class Session:
         return listeners
 
     def _at_point(self) -> None:
-        self._faults.after_step(self.loop.steps)
+        if self._faults is not None:
+            self._faults.after_step(self.loop.steps)
         self._checkpointing.at_point()
 
     def open(self) -> None:

@@ -37,9 +37,9 @@ class Journal:
         self.batching = batching()
         self.lines.append(("loop", loader))
         self._rounds += 1
-        return replace(self.start, round=self._rounds - 1)
+        return replace(self.start, round=self._rounds - 1, loop=loader)
 
-    def batch_begins(self, loader: int, start: Start, step: int, *, shown: bool) -> None:
+    def batch_begins(self, start: Start, step: int, *, shown: bool) -> None:
         if shown:
             self.shown.append(step)
 
@@ -54,15 +54,15 @@ class Journal:
     def needs_stand_ins(self) -> bool:
         return torch.is_grad_enabled()
 
-    def pass_ends(self, microbatch: Microbatch) -> None:
+    def pass_ends(self, microbatch: Microbatch, *, shown: bool) -> None:
         self.passes.append((microbatch.step, microbatch.replica, microbatch.turn))
 
-    def batch_ends(self, loader: int, start: Start) -> bool:
+    def batch_ends(self, start: Start) -> bool:
         self.batches += 1
         return start.is_over
 
-    def loop_ends(self, loader: int, start: Start, step: int, *, early: bool) -> None:
-        self.lines.append(("over", loader, start.epoch, start.round, step, early))
+    def loop_ends(self, start: Start, step: int, *, early: bool) -> None:
+        self.lines.append(("over", start.loop, start.epoch, start.round, step, early))
 
 
 def loader(

@@ -78,7 +78,7 @@ class Quiet:
     def needs_stand_ins(self) -> bool:
         return True
 
-    def pass_ends(self, microbatch: Any) -> None: ...
+    def pass_ends(self, microbatch: Any, *, shown: bool) -> None: ...
 
     def batch_ends(self, *_args: Any) -> bool:
         return False

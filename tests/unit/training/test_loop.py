@@ -159,7 +159,7 @@ def count_points(every: tuple[int, ...], late: tuple[int, ...]) -> list[int]:
             if number >= first:
                 loop.updated()
                 model.step()
-                loop.stepped([model])
+                loop.stepped(model)
     return points
 
 

@@ -56,7 +56,7 @@ def stopped(*, complete: bool = False, batches: int = 2, epoch: int | None = 1) 
 
 def test_a_loop_that_makes_the_same_batches_goes_on() -> None:
     progress = stopped()
-    _, start = progress.loop_begins(0, BEFORE)
+    start = progress.loop_begins(0, BEFORE)
     assert (start.batch, start.again, start.is_over) == (2, None, False)
     assert progress.is_there
     progress.arrive()
@@ -65,11 +65,11 @@ def test_a_loop_that_makes_the_same_batches_goes_on() -> None:
 
 def test_a_loop_after_its_last_batch_computes_that_again() -> None:
     progress = stopped(batches=4)
-    event, start = progress.loop_begins(0, BEFORE)
+    start = progress.loop_begins(0, BEFORE)
     assert (start.batch, start.again, start.first, start.is_over) == (4, 3, 3, False)
     assert progress.steps == 7
     assert not progress.is_there
-    progress.repeated(event)
+    progress.repeated(start.loop)
     assert progress.is_there
     progress.arrive()
 
@@ -104,13 +104,13 @@ def test_a_loop_that_is_over_may_have_made_other_batches() -> None:
 
 def test_a_later_loop_may_make_other_batches() -> None:
     progress = stopped()
-    event, _ = progress.loop_begins(0, BEFORE)
+    event = progress.loop_begins(0, BEFORE).loop
     assert progress.is_there
     progress.arrive()
     progress.loop_ends(event, early=False)
     progress.epoch_ends()
     progress.epoch_begins(2)
-    _, start = progress.loop_begins(0, replace(BEFORE, samples=80, batch_size=8))
+    start = progress.loop_begins(0, replace(BEFORE, samples=80, batch_size=8))
     assert start.batch == 0
 
 
@@ -126,11 +126,11 @@ def test_of_thousands_of_loops_a_few_are_computed_again() -> None:
     progress = back_to(*loops)
     starts = []
     for _ in loops:
-        event, start = progress.loop_begins(0, BEFORE)
+        start = progress.loop_begins(0, BEFORE)
         starts.append(start)
         if start.again is not None:
-            progress.repeated(event)
-        progress.loop_ends(event, early=True)
+            progress.repeated(start.loop)
+        progress.loop_ends(start.loop, early=True)
     assert all(start.is_over for start in starts)
     assert sum(start.again is not None for start in starts) == 32
     assert starts[0].again is not None
@@ -160,10 +160,10 @@ def test_saves_and_metrics_may_be_others_than_before() -> None:
     progress = back_to(one, SaveEvent(), loop(complete=True), SaveEvent(), two, SaveEvent())
     assert progress.passes_save(), "the metric before it is missing"
     assert progress.passes_save(), "one more than there were: nothing happens"
-    event, start = progress.loop_begins(0, BEFORE)
+    start = progress.loop_begins(0, BEFORE)
     assert start.is_over
-    progress.repeated(event)
-    progress.loop_ends(event, early=True)
+    progress.repeated(start.loop)
+    progress.loop_ends(start.loop, early=True)
     assert progress.metric_begins("run.mean").value == 2.0
     assert not progress.is_there, "the save at which the run was may not be missing"
     assert progress.passes_save()
@@ -172,7 +172,7 @@ def test_saves_and_metrics_may_be_others_than_before() -> None:
 
 def test_what_is_in_a_loop_that_only_evaluates_is_computed_again() -> None:
     progress = back_to(SaveEvent())
-    event, _ = progress.loop_begins(3, BEFORE)
+    event = progress.loop_begins(3, BEFORE).loop
     metric = progress.metric_begins("run.mean")
     assert not metric.done
     progress.metric_ends(metric, 1.0, None)
