@@ -136,7 +136,8 @@ class Loader:
         try:
             for batch in self._measure(self._batches(start)):
                 self._observer.batch_begins(start, step, shown=shown)
-                yield self._moved(self._measure(batch))
+                pairs = self._measure(batch)
+                yield pairs if self._device is None else _moved(pairs, self._device)
                 step += 1
                 if self._observer.batch_ends(start):
                     break
@@ -144,15 +145,15 @@ class Loader:
         finally:
             self._observer.loop_ends(start, step, early=early)
 
-    def _moved(self, batch: Batch) -> Batch:
-        device = self._device
-        return batch if device is None else ((m, to_device(data, device)) for m, data in batch)
-
     def _batches(self, start: Start) -> Iterator[Batch]:
         if start.is_over and start.again is None:
             return iter(())
         compare, self._compare = self._compare, None  # in the first loop alone
         return self._source.batches(self.number, start.epoch, start.round, start.first, compare)
+
+
+def _moved(batch: Batch, device: torch.device) -> Batch:
+    return ((microbatch, to_device(data, device)) for microbatch, data in batch)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 from torch import nn
 
 from lockstep.errors import ModelError
+
+T = TypeVar("T")
 
 
 class _Hook:
@@ -65,11 +67,25 @@ class Parameters:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self._find_parts()
         # Tensors of inference mode count no versions, and those without a shape do nothing yet.
         self._own: list[Any] = [
             p for p in module.parameters() if not (nn.parameter.is_lazy(p) or p.is_inference())
         ]
         self._versions: list[int] = []
+
+    def _find_parts(self) -> None:
+        # Kept, since walking through a model takes longer than a small one's forward pass.
+        parts = list(self._module.modules())
+        self._inside = [part._modules for part in parts]
+        self._owners = [part._parameters for part in parts]
+        self._children = _values(self._inside)
+
+    def trainable(self) -> set[int]:
+        """Return the ids of those that are to be trained, also in parts that have come since."""
+        if _values(self._inside) != self._children:
+            self._find_parts()
+        return {id(p) for p in _values(self._owners) if p is not None and p.requires_grad}
 
     def before_forward(self) -> None:
         """A forward pass is about to begin."""
@@ -94,6 +110,10 @@ class Parameters:
             hint="compute with a changed copy in forward, as torch.nn.utils.parametrize does; or change "
             "parameters between the batches of run.batches(…)",
         )
+
+
+def _values(owners: Iterable[Mapping[str, T]]) -> list[T]:
+    return [value for own in owners for value in own.values()]
 
 
 def refuse_changing(module: nn.Module) -> None:

@@ -71,7 +71,7 @@ class WrappedModel(abc.ABC):
         self._several_replicas = replicas > 1
         self._block_size = len(block)
         self._buffers = Buffers(module, block, group)
-        self._unchanged = Parameters(module)
+        self._watched = Parameters(module)
         self._met = False
         self._interrupted = False
         self._torn = False
@@ -136,7 +136,7 @@ class WrappedModel(abc.ABC):
         self.before_forward()
         if self._checks_passes:
             self._buffers.before_evaluation()
-            self._unchanged.before_forward()
+            self._watched.before_forward()
 
     @property
     def _checks_passes(self) -> bool:
@@ -146,7 +146,7 @@ class WrappedModel(abc.ABC):
     def _after_forward(self) -> None:
         if self._checks_passes:
             self._buffers.after_evaluation()
-            self._unchanged.after_forward()
+            self._watched.after_forward()
 
     def _refuse_stepped(self) -> None:
         raise StepError(
@@ -216,7 +216,7 @@ class WrappedModel(abc.ABC):
 
     def _check_trainable(self) -> None:
         # In any order: pruning gives a parameter another name, behind those that were there.
-        now = {id(p) for p in self.module.parameters() if p.requires_grad}
+        now = self._watched.trainable()
         if now != self._trainable:
             raise ModelError(
                 f"{type(self.module).__name__} has {len(now)} trainable parameters; it had "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from typing import Any, ClassVar
@@ -86,9 +87,14 @@ class Session:
         record.bind(self.loop, self.digests)
         with context.meeting.telling():
             self._checkpointing = checkpointing.begin(context, self.state, self.loop)
-        if self._faults is not None and self.loop.is_on_the_way:
-            self._faults.go_on(self.loop.resumed)
-        self.loop.at_point, self.loop.at_epoch = self._at_point, self.state.epoch_begins
+        self.loop.at_point, self.loop.at_epoch = (
+            self._checkpointing.at_point,
+            self.state.epoch_begins,
+        )
+        if self._faults is not None:
+            self.loop.at_point = functools.partial(self._after_step, self._faults)
+            if self.loop.is_on_the_way:
+                self._faults.go_on(self.loop.resumed)
 
     def _listeners(self) -> list[Listener]:
         """Return what is told of steps and loops."""
@@ -102,9 +108,8 @@ class Session:
             listeners.append(self.state.scaler)
         return listeners
 
-    def _at_point(self) -> None:
-        if self._faults is not None:
-            self._faults.after_step(self.loop.steps)
+    def _after_step(self, faults: Faults) -> None:
+        faults.after_step(self.loop.steps)
         self._checkpointing.at_point()
 
     def open(self) -> None:

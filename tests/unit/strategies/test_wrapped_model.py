@@ -134,6 +134,24 @@ def test_backward_twice_with_one_replica_adds_as_plain_pytorch_does(net: nn.Modu
     assert torch.equal(net[0].weight.grad, once + once)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda net: setattr(net, "more", nn.Linear(1, 1)),
+        lambda net: setattr(net, "0", nn.Linear(5, 4)),
+        lambda net: net[0].register_parameter("more", nn.Parameter(torch.zeros(1))),
+        lambda net: net[2].requires_grad_(requires_grad=False),
+    ],
+    ids=["a part more", "another part", "a parameter more", "a part frozen"],
+)
+def test_parameters_that_changed_since_the_run_has_the_model(net: nn.Module, change: Any) -> None:
+    model, m = SingleModel(net, 2), microbatch(0, 2)
+    model.microbatch_begins(m)
+    change(net)
+    with pytest.raises(ModelError, match="trainable parameters; it had 4"):
+        model.microbatch_begins(m)
+
+
 class Broken(torch.autograd.Function):
     @staticmethod
     def forward(_context: Any, x: torch.Tensor) -> torch.Tensor:

@@ -121,6 +121,21 @@ def test_what_the_script_draws_between_batches_is_the_same_on_every_layout() -> 
     assert all(between(ranks, rank) == one for ranks in (2, 3, 4) for rank in range(ranks))
 
 
+def test_the_key_behind_a_batch_is_the_same_however_it_is_seen() -> None:
+    """A metric whose items leave a loop open goes on from there."""
+    loop, loader = make(1)
+    assert loop.key is None
+    batches = iter(loader)
+    next(batches), next(batches)
+    other, whole = make(1)
+    for batch in whole.batches():
+        for _ in batch:
+            pass
+        assert other.key == loop.key is not None
+        break
+    assert other.key != loop.key, "the loop is over"
+
+
 def test_what_evaluation_draws_between_batches_is_the_same_on_every_layout() -> None:
     with torch.no_grad():
         test_what_the_script_draws_between_batches_is_the_same_on_every_layout()
