@@ -189,7 +189,7 @@ class RemoteModel(WrappedModel):
 
     def _gradients_of(self, remote: RemoteOptimizer) -> list[Gradients]:
         """Return this rank's nodes, for the parameters of one optimizer."""
-        if not self._several_replicas:
+        if not self.several_replicas:
             return [[parameter.grad for parameter in remote.parameters]]
         places = {id(p): place for place, p in enumerate(self.parameters)}
         chosen = [places[id(p)] for p in remote.parameters]

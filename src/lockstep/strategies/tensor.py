@@ -59,7 +59,7 @@ class TensorModel(CutState, WrappedModel):
         pass  # nothing sits between the module and its gradients
 
     def _meet(self, microbatch: Microbatch) -> None:
-        if not self._several_replicas:
+        if not self.several_replicas:
             for parameter in self.parameters:
                 if parameter.grad is not None:  # whose state no rank could capture alone
                     parameter.grad = _placed(parameter.grad, parameter)

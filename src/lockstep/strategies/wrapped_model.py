@@ -43,6 +43,7 @@ class WrappedModel(abc.ABC):
         used: whether a forward pass with gradients has run since the last backward pass.
         optimized: the ids of parameters that optimizers of the run have.
         gradient_bytes: what this rank's gradients take, once they have been there.
+        several_replicas: whether the run has more replicas than one.
         exactness: `exact`, `close` or `approximate`: what holding it so makes of the run.
         is_split: whether this rank holds a part of it only.
         is_cut: whether that is a part of every tensor, so that its state is captured by each rank alone;
@@ -68,7 +69,7 @@ class WrappedModel(abc.ABC):
         self.optimized: set[int] = set()
         self.versions: Versions | None = None
         self.contributions = GradientAccumulation(block, replicas)
-        self._several_replicas = replicas > 1
+        self.several_replicas = replicas > 1
         self._block_size = len(block)
         self._buffers = Buffers(module, block, group)
         self._watched = Parameters(module)
@@ -80,15 +81,10 @@ class WrappedModel(abc.ABC):
         self._mixed: set[int] = set()
         self._watching = False
         self.gradient_bytes = 0
-        if self._several_replicas:
+        if self.several_replicas:
             watch_forward(module, self._before_forward, self._after_forward)
         else:
             watch_forward(module, self.before_forward)
-
-    @property
-    def several_replicas(self) -> bool:
-        """Whether the run has more replicas than one."""
-        return self._several_replicas
 
     @property
     def leaves(self) -> Sequence[torch.Tensor]:
@@ -121,8 +117,14 @@ class WrappedModel(abc.ABC):
             return
         self._buffers.before_forward()
         if torch.is_grad_enabled() and self.parameters:
-            if self._stepped and self._several_replicas:
-                self._refuse_stepped()
+            if self._stepped and self.several_replicas:
+                raise StepError(
+                    f"{type(self.module).__name__} was used after optimizer.step() within one "
+                    "microbatch; with several replicas on a rank the step has not happened yet there, "
+                    "so the result would depend on the layout",
+                    hint="loop over `for batch in run.batches(loader):` and within it once "
+                    "`for … in batch:` per update",
+                )
             self.used = True
 
     def _choose_version(self) -> None:
@@ -148,15 +150,6 @@ class WrappedModel(abc.ABC):
             self._buffers.after_evaluation()
             self._watched.after_forward()
 
-    def _refuse_stepped(self) -> None:
-        raise StepError(
-            f"{type(self.module).__name__} was used after optimizer.step() within one "
-            "microbatch; with several replicas on a rank the step has not happened yet there, "
-            "so the result would depend on the layout",
-            hint="loop over `for batch in run.batches(loader):` and within it once "
-            "`for … in batch:` per update",
-        )
-
     def microbatch_begins(self, microbatch: Microbatch) -> None:
         """The loop's body is about to see `microbatch`."""
         self._watching = True
@@ -167,19 +160,15 @@ class WrappedModel(abc.ABC):
                 self.check_whole()
             self._buffers.finish()
             self.contributions.take()
-            if self._several_replicas:
-                self._batch_begins()
+            if self.several_replicas:
+                self._check_trainable()
+                self._mixed.clear()
+                self._buffers.look()
+                if self.trains_buffers:
+                    self._buffers.batch_begins()
         if self.versions is not None and torch.is_grad_enabled():
             self.versions.show_oldest()
         self._prepare(microbatch)
-
-    def _batch_begins(self) -> None:
-        """Begin to compare what the replicas of a batch have with what it began with."""
-        self._check_trainable()
-        self._mixed.clear()
-        self._buffers.look()
-        if self.trains_buffers:
-            self._buffers.batch_begins()
 
     def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
         """The loop's body is done with `microbatch`.
@@ -192,10 +181,10 @@ class WrappedModel(abc.ABC):
         if not microbatch.last:
             self._buffers.next_replica()
         elif not left:
-            if self._several_replicas:
+            if self.several_replicas:
                 self._check_complete(expected=self._block_size)
             self._buffers.finish()
-        if self._several_replicas and (microbatch.last or left):
+        if self.several_replicas and (microbatch.last or left):
             self._buffers.look_away()
         if left and 0 < self.contributions.missing < self._block_size:
             self._torn = True
@@ -248,14 +237,19 @@ class WrappedModel(abc.ABC):
             StepError: if the model's gradients have met already in this pass, or an earlier backward
                 pass was interrupted by an exception.
         """
-        if self._several_replicas:
+        if self.several_replicas:
             self._check_replica(microbatch)
         self._before_backward(microbatch, alone=alone)
         self._interrupted = True  # until gradients have met
 
     def _check_replica(self, microbatch: Microbatch) -> None:
         """Check that no gradients are there that another replica would not have, or has had already."""
-        self._check_uninterrupted()
+        if self._interrupted:
+            raise StepError(
+                f"a backward pass of {type(self.module).__name__} was interrupted by an exception, and "
+                "others may have some of its gradients",
+                hint="let exceptions of run.backward end the run; it goes on from its newest state",
+            )
         if self._met:
             raise StepError(
                 f"run.backward was called twice for {type(self.module).__name__} in one "
@@ -267,15 +261,6 @@ class WrappedModel(abc.ABC):
             self._drop_old_gradients()
         if microbatch.last:
             self._check_complete(expected=1)
-
-    def _check_uninterrupted(self) -> None:
-        """Refuse to go on after an exception in a backward pass: some of its gradients have met."""
-        if self._interrupted:
-            raise StepError(
-                f"a backward pass of {type(self.module).__name__} was interrupted by an exception, and "
-                "others may have some of its gradients",
-                hint="let exceptions of run.backward end the run; it goes on from its newest state",
-            )
 
     def _drop_old_gradients(self) -> None:
         """Gradients from before this pass belong to no replica; whether that matters shows at the step.
@@ -316,7 +301,7 @@ class WrappedModel(abc.ABC):
             StepError: if plain PyTorch would have added gradients of an earlier batch, or if there
                 are gradients that have not met those of the other replicas.
         """
-        if not self._several_replicas:
+        if not self.several_replicas:
             return
         if not self._met and self._has_gradients(among):
             raise StepError(
@@ -389,7 +374,7 @@ class WrappedModel(abc.ABC):
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Return gradients that wait for a step, as they may where there is one replica."""
-        if self._several_replicas:
+        if self.several_replicas:
             return {}  # others refuse them
         named = self.module.named_parameters()
         return {name: value.grad for name, value in named if value.grad is not None}

@@ -210,22 +210,17 @@ class Progress:
         Raises:
             RunDirectoryError: if the run was in the middle of it, when it had another `batching`.
         """
-        round_ = self._rounds[loader]
+        epoch, round_ = self.stretch, self._rounds[loader]
         self._rounds[loader] += 1
-        done, many = self._expect_loop((loader, self.stretch, round_))
+        done, many = self._expect_loop((loader, epoch, round_))
         if done is None:
-            event = LoopEvent(loader=loader, stretch=self.stretch, round=round_, batching=batching)
+            event = LoopEvent(loader=loader, stretch=epoch, round=round_, batching=batching)
             self._levels.append(_Level(event.events, None if self._target else [], event))
-            return Start(epoch=self.stretch, round=round_, loop=event)
+            return Start(epoch=epoch, round=round_, loop=event)
         _check_the_same(done, batching, self._epoch)
-        again = None if many else _again(done)
+        again, over = None if many else _again(done), done.complete
         start = Start(
-            epoch=self.stretch,
-            round=round_,
-            batch=done.batches,
-            again=again,
-            is_over=done.complete,
-            loop=done,
+            epoch=epoch, round=round_, batch=done.batches, again=again, is_over=over, loop=done
         )
         if again is None:
             self.steps = done.steps

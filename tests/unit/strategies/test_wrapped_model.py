@@ -178,7 +178,7 @@ def test_a_backward_pass_after_one_that_an_exception_ended(net: nn.Module, repli
 
 
 @pytest.mark.parametrize("replica", [0, 1])
-def test_backward_twice_with_several_replicas(net: nn.Module, replica: int) -> None:
+def test_backward_twice_withseveral_replicas(net: nn.Module, replica: int) -> None:
     model = SingleModel(net, 2)
     for number in range(replica + 1):
         m = microbatch(number, 2)

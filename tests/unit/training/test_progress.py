@@ -98,7 +98,7 @@ def test_outside_of_epochs_none_is_named() -> None:
 
 
 def test_a_loop_that_is_over_may_have_made_other_batches() -> None:
-    _, start = stopped(complete=True).loop_begins(0, replace(BEFORE, samples=80))
+    start = stopped(complete=True).loop_begins(0, replace(BEFORE, samples=80))
     assert (start.is_over, start.again) == (True, 1)
 
 

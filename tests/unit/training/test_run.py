@@ -192,7 +192,7 @@ def test_a_gan_through_a_process_group(make_run, request, replicas: int) -> None
     assert train_gan(make_run(seed=SEED, replicas=replicas)) == alone
 
 
-def test_two_updates_in_one_microbatch_are_refused_with_several_replicas(make_run) -> None:
+def test_two_updates_in_one_microbatch_are_refused_withseveral_replicas(make_run) -> None:
     with (  # noqa: PT012
         pytest.raises(StepError, match="used after optimizer") as caught,
         make_run(replicas=4) as run,

@@ -94,7 +94,7 @@ class PipelinedModel(WrappedModel):
         self._schedule.calls.where = OUTSIDE
 
     def _meet(self, microbatch: Microbatch) -> None:
-        if not self._several_replicas:
+        if not self.several_replicas:
             return
         self.contributions.push(take_gradients(self._own))
         if not microbatch.last:
