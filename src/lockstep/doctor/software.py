@@ -21,6 +21,7 @@ def _look(_: Asked) -> Facts:
     if torch.version.cuda is not None:
         more["CUDA"] = torch.version.cuda
         more["cuDNN"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
+    if torch.distributed.is_nccl_available():
         nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
         more["NCCL"] = ".".join(map(str, nccl))
     if torch.version.hip is not None:
