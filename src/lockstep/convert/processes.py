@@ -14,13 +14,14 @@ from lockstep.convert.home import Home
 
 _GOES = ("dist.init_process_group", "dist.destroy_process_group")
 _ADDRESS = re.compile(r"^MASTER_(ADDR|PORT)$")
-#: Variables of the environment, and what a run calls their values.
+#: Variables of the environment, and what a run calls their values. The number of ranks is that of replicas:
+#: what is computed from it is the same on every layout.
 _VARIABLES = {
-    re.compile(r"^RANK$"): "rank",
-    re.compile(r"^LOCAL_RANK$"): "local_rank",
-    re.compile(r"^WORLD_SIZE$"): "size",
+    re.compile(r"^RANK$"): "world.rank",
+    re.compile(r"^LOCAL_RANK$"): "world.local_rank",
+    re.compile(r"^WORLD_SIZE$"): "replicas",
 }
-_ANSWERS = {"dist.get_rank": "rank", "dist.get_world_size": "size"}
+_ANSWERS = {"dist.get_rank": "world.rank", "dist.get_world_size": "replicas"}
 _COLLECTIVE = re.compile(
     r"^dist\.(all_\w+|reduce\w*|broadcast\w*|gather\w*|scatter\w*|monitored_barrier)$"
 )
@@ -45,7 +46,9 @@ def convert(draft: Draft) -> None:
         _call(draft, call)
     for node in ast.walk(draft.module.tree):
         if isinstance(node, ast.Subscript) and (named := _variable(node)):
-            draft.edit("replace", _number(draft, node), f"{RUN}.world.{named}")
+            draft.edit("replace", _number(draft, node), f"{RUN}.{named}")
+        elif isinstance(node, ast.Slice) and script.is_rank(node):
+            draft.ask(node, questions.PART)
     for call in list(script.calls("DataLoader")):
         _sampler(draft, call)
 
@@ -75,7 +78,7 @@ def _call(draft: Draft, call: ast.Call) -> None:
         if zero and name == "dist.get_rank" and ast.unparse(parent.comparators[0]) == "0":  # type: ignore[union-attr]
             draft.edit("replace", parent, f"{RUN}.is_main_process")  # type: ignore[arg-type]
         else:
-            draft.edit("replace", call, f"{RUN}.world.{_ANSWERS[name]}")
+            draft.edit("replace", call, f"{RUN}.{_ANSWERS[name]}")
     elif name == "dist.barrier":
         draft.edit("replace", call, f"{RUN}.barrier()")
     elif _COLLECTIVE.match(name):
@@ -88,7 +91,7 @@ def _call(draft: Draft, call: ast.Call) -> None:
         and call.func.attr == "get"
         and (named := _variable(call))
     ):
-        draft.edit("replace", _number(draft, call), f"{RUN}.world.{named}")
+        draft.edit("replace", _number(draft, call), f"{RUN}.{named}")
 
 
 def _variable(node: ast.Subscript | ast.Call) -> str:
@@ -244,10 +247,10 @@ def in_home(draft: Draft, home: Home) -> None:
         draft.edit("parameter", target, "")
         dead = set(unused.gone(draft))
         rank, *others = [one.arg for one in target.args.args]
-        numbers = {rank: "rank"} | {
-            one: "size" for one in others if script.is_world_size(ast.Name(one))
+        numbers = {rank: "world.rank"} | {
+            one: "replicas" for one in others if script.is_world_size(ast.Name(one))
         }
         start = home.block[home.start]
         for name, value in numbers.items():
             if any(one not in dead for one in draft.mentions(name, target)):
-                draft.edit("before", start, f"{name} = {RUN}.world.{value}")
+                draft.edit("before", start, f"{name} = {RUN}.{value}")

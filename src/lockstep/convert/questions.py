@@ -29,6 +29,7 @@ RATE = "this counts microbatches, of which a rank has as many as it hosts replic
 OWN = "this follows from what one rank has seen in training: run.mean over the loop that trains is the same on all ranks"
 UPDATES = "this batch has several updates: give each a pass over run.batches"
 COLLECTIVE = "{0}: sums over ranks are run.sum and run.mean, over all samples"
+PART = "this is a rank's part of the data: run.loader splits all of it"
 TAKEN = "the run does this: take it away"
 SPAWN = "lockstep run starts the ranks: call the function itself, without its rank"
 SCALER = "the run scales losses: take the scaler away"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 
 from lockstep.check.source import Function
-from lockstep.convert.draft import Draft
+from lockstep.convert.draft import RUN, Draft
 
 
 def clear(draft: Draft) -> None:
@@ -48,7 +48,8 @@ def _remove_function(draft: Draft, function: Function) -> None:
 
 def _unread(draft: Draft) -> None:
     """Remove assignments of ranks and samplers that nothing reads any more."""
-    ranks = [edit.node for edit in draft.edits if edit.kind == "replace" and ".world." in edit.code]
+    numbers = re.compile(rf"{RUN}\.(world\.\w+|replicas)")
+    ranks = [edit.node for edit in draft.edits if numbers.fullmatch(edit.code)]
     faded = draft.fading | {
         statement
         for node in ranks

@@ -45,6 +45,9 @@ class Trainer:
             self.model(x).backward()
 """
 
+#: The head of a DDP script.
+DDP = "import torch.distributed as dist\ndist.init_process_group('gloo')"
+
 
 def script(tmp_path: Path, before: str = "", inside: str = "pass", after: str = "") -> Path:
     path = tmp_path / "train.py"
@@ -92,6 +95,15 @@ def test_the_manual_has_every_question() -> None:
         ("", "pass", "torch.save(model.state_dict(), 'a.pt')", "run.export('a.pt', model)"),
         ("", "pass", "torch.save([model], 'a.pt')", "    if run.is_main_process:"),
         ("", "nn.utils.clip_grad_value_(model.parameters(), 1)", "", "run.clip_grad_value_("),
+        (f"{DDP}\nlr = 0.1 * dist.get_world_size()", "pass", "", "    lr = 0.1 * run.replicas"),
+        (
+            f"{DDP}\nif dist.get_rank() == 0: print()",
+            "pass",
+            "",
+            "    if run.is_main_process: print()",
+        ),
+        (f"{DDP}\npart = x[dist.get_rank() :: 2]", "pass", "", questions.MARK + questions.PART),
+        (f"{DDP}\nn = dist.get_world_size()\nprint(n)", "pass", "", "    n = run.replicas"),
         ("device = 'cuda:0'", "pass", "", 'device = "cuda"'),
         ("ä = 'ö' # ü", "pass", "ö = 1; ü = 2", "    ö = 1; ü = 2"),
         ("", "if step == 3: break", "", f"        {questions.MARK}{questions.LEAVES}"),
@@ -140,6 +152,15 @@ def test_other_forms(tmp_path: Path, old: str, new: str, line: str) -> None:
     path.write_text(path.read_text().replace(old, new))
     text = convert(path).text
     assert line in text, text
+
+
+def test_what_nothing_needs_any_more_goes(tmp_path: Path) -> None:
+    ranks = "n = dist.get_world_size()\ndef setup():\n    dist.barrier()\n"
+    cleared = "def clean():\n    dist.destroy_process_group()\n"
+    text = convert(script(tmp_path, f"{DDP}\n{ranks}{cleared}", after="clean()")).text
+    assert "def setup" in text
+    for gone in ("dist", "clean", "n = "):
+        assert gone not in text, text
 
 
 def test_line_ends_and_encodings_stay(tmp_path: Path) -> None:
