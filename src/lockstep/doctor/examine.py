@@ -31,7 +31,7 @@ _STARTERS = 2
 #: How much longer a node waits for the others than they may take.
 _SLACK = 20.0
 #: How long a node may take to look by itself: as long as the slowest check, and a little more.
-_LOOKS_SECONDS = 45.0
+_LOOKS_SECONDS = 25.0
 _AT_LEAST = 0.1
 _LEAVING_SECONDS = 5.0
 #: Among what a node tells: how its looks failed, by check.

@@ -90,7 +90,7 @@ def _is_of_another(pid: int) -> bool:
         return False
 
 
-@check("gpus", look=_look, seconds=40)
+@check("gpus", look=_look, seconds=20)
 def gpus(seen: Seen) -> Iterator[Finding]:
     """Find GPUs that are in use, slowed, defective or unlike, and pairs without a way to each other."""
     for label, facts in seen.of("gpus"):

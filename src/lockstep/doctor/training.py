@@ -44,7 +44,7 @@ def _kind(device: str) -> str:
     return f"{model} ({torch.backends.cpu.get_cpu_capability()})"
 
 
-@check("training", look=_look, seconds=30)
+@check("training", look=_look, seconds=20)
 def training(seen: Seen) -> Iterator[Finding]:
     """Find devices that compute wrong bits, or other ones than those of their kind."""
     from lockstep.doctor.arithmetic import EXACT
