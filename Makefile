@@ -9,7 +9,7 @@ MPI := .mpi/mpich/.installed .mpi/openmpi/.installed
 # The longest first.
 TESTS := test-cli-more test-distributed test-cli test-nodes test-unit test-adversarial test-slurm
 
-.PHONY: install mpi demo test $(TESTS) test-adversary lint bench test-gpu clean
+.PHONY: install mpi demo test $(TESTS) test-adversary lint docs bench test-gpu clean
 
 install: $(STAMP)
 
@@ -18,7 +18,7 @@ $(BIN)/python:
 
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,lint]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,lint,docs]'
 	touch $(STAMP)
 
 mpi: $(MPI)
@@ -65,6 +65,11 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The site, from scratch: a link, an anchor or a page that leads nowhere is an error.
+docs: install
+	$(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --fresh-env --quiet docs build/site
+	@echo "build/site/index.html"
 
 test-gpu: install
 	$(BIN)/python -m pytest -m gpu

@@ -1,6 +1,6 @@
-"""What changes from an example's form for one device to the example: the diffs of docs/manual/examples.md.
+"""Diffs of the manual and the README: a loop without Lockstep, and the same loop with it.
 
-`python -m tests.ports` writes them into the page.
+`python -m tests.ports` writes them into their pages.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs/manual/examples.md"
-#: In the page, a diff stands between these two lines.
-_PLACE = re.compile(r"(?<=<!-- port of )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
+EXAMPLES = ROOT / "examples"
+PAGES = [ROOT / name for name in ("docs/manual/examples.md", "docs/manual/migrate.md", "README.md")]
+#: In a page, a diff stands between these two lines; a name is an example, or a file of examples/migrate.
+_PLACE = re.compile(r"(?<=<!-- port of )([\w/]+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
 _CONTEXT = 1
 
 
@@ -28,8 +29,17 @@ def names(page: str) -> list[str]:
     return [found[1] for found in _PLACE.finditer(page)]
 
 
+def files(name: str) -> tuple[Path, Path]:
+    """Return the file without Lockstep and the one with it."""
+    if name.startswith("migrate/"):
+        return EXAMPLES / f"{name}.py", EXAMPLES / "migrate/with_lockstep.py"
+    return EXAMPLES / f"plain_{name}.py", EXAMPLES / f"{name}.py"
+
+
 def _section(name: str) -> str:
-    plain, port = (_code(ROOT / "examples" / f"{file}.py") for file in (f"plain_{name}", name))
+    if name.startswith("migrate/"):
+        return "\n".join(["```diff", *_diff(*map(_loop, files(name))), "```\n"])
+    plain, port = map(_code, files(name))
     lines = list(_diff(plain, port))
     added, gone = (
         sum(line[:1] == sign and line[1:].strip() != "" for line in lines) for sign in "+-"
@@ -48,6 +58,14 @@ def _code(file: Path) -> list[str]:
     return text.splitlines()[docstring.end_lineno :]
 
 
+def _loop(file: Path) -> list[str]:
+    """Return the lines of a script below its docstring and its imports."""
+    text = file.read_text()
+    kinds = (ast.Expr, ast.Import, ast.ImportFrom)
+    first = next(node for node in ast.parse(text).body if not isinstance(node, kinds))
+    return text.splitlines()[first.lineno - 1 :]
+
+
 def _diff(plain: list[str], port: list[str]) -> Iterator[str]:
     """Yield a unified diff that passes over indentation: common lines are those of the port."""
     matcher = difflib.SequenceMatcher(
@@ -64,4 +82,5 @@ def _diff(plain: list[str], port: list[str]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text()))
+    for one in PAGES:
+        one.write_text(written(one.read_text()))

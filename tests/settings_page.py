@@ -46,8 +46,8 @@ over the argument of `lockstep.Run`. `lockstep submit`, `lockstep verify` and `l
 flags from `--replicas` to `--threads`. In a variable a switch is `1` or `0`, and names
 stand between commas.
 
-Arguments of `lockstep.Run` that say where ranks meet are under [Training](training.md#the-run), the other
-flags and variables of launchers under [Launching](launching.md#variables).
+Arguments of `lockstep.Run` for the rendezvous of the ranks are under [Training](training.md#the-run), the
+other flags and variables of launchers under [Launching](launching.md#variables).
 """
 
 

@@ -225,7 +225,7 @@ class Settings:
     )
     exchange: str = _setting(
         "auto",
-        "how gradients meet; `auto` is the fastest exact one",
+        "how gradients are summed; `auto` is the fastest exact one",
         str,
         choices=EXCHANGES.own,
         check=EXCHANGES.require,

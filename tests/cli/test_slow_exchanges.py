@@ -78,7 +78,7 @@ def test_fp16(lockstep: Lockstep) -> None:
         (
             ("--exchange", "tree", "--sync-every", "8"),
             2,
-            "sync_every is 8 with exchange=tree, whose ranks meet in every step",
+            "sync_every is 8 with exchange=tree, whose ranks synchronize in every step",
         ),
         (("--sync-every", "0"), 2, "--sync-every is 0; expected at least 1"),
         (("--sync-every", "often"), 2, "argument --sync-every: invalid int value: 'often'"),

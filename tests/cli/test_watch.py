@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import pytest
 
 from tests.conftest import Lockstep
 from tests.recorded import Run
+from tests.terminal import Terminal
 
 pytestmark = pytest.mark.forked
 
@@ -41,51 +41,6 @@ with lockstep.Run("small", replicas=2) as run:
         run.print(f"epoch {epoch} is done")
 """
 KILLS = {"LOCKSTEP_FAULTS": "kill@8,kill@22"}
-
-
-class Terminal:
-    """A terminal of tmux, with a shell in it.
-
-    Args:
-        directory: where the shell stands.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._tmux = ["tmux", "-S", str(directory / "tmux"), "-f", "/dev/null"]
-        self._do("new-session", "-d", "-x", "100", "-y", "30", "-c", str(directory), "sh")
-
-    def _do(self, *words: str) -> str:
-        env = {**os.environ, "TERM": "xterm-256color", "PS1": "$ ", "ENV": ""}
-        done = subprocess.run(
-            [*self._tmux, *words], env=env, capture_output=True, text=True, check=True, timeout=10
-        )
-        return done.stdout
-
-    def keys(self, *keys: str) -> None:
-        """Press keys."""
-        self._do("send-keys", *keys)
-
-    def type(self, text: str) -> None:
-        """Type a line."""
-        self._do("send-keys", "-l", text)
-        self.keys("Enter")
-
-    @property
-    def text(self) -> str:
-        """What the terminal shows."""
-        return self._do("capture-pane", "-p")
-
-    def until(self, pattern: str, seconds: float = 30) -> str:
-        """Wait until the terminal shows something; return all of it."""
-        deadline = time.monotonic() + seconds
-        while not re.search(pattern, text := self.text):
-            assert time.monotonic() < deadline, f"no {pattern!r} after {seconds} s in:\n{text}"
-            time.sleep(0.05)
-        return text
-
-    def close(self) -> None:
-        """End it."""
-        self._do("kill-server")
 
 
 @pytest.fixture

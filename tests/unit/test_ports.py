@@ -1,18 +1,24 @@
-"""The manual's page on the examples shows what changes from one device to Lockstep, as it is."""
+"""Diffs in the manual and the README are those of the files."""
 
 from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
 
 from tests import ports
 
 
-def test_the_diffs_are_those_of_the_files() -> None:
-    page = ports.PAGE.read_text()
-    assert ports.names(page) == ["cifar10", "imagenet", "voc", "language_model"]
-    assert ports.written(page) == page, "python -m tests.ports writes the diffs anew"
+@pytest.mark.parametrize("page", ports.PAGES, ids=lambda page: page.name)
+def test_the_diffs_are_those_of_the_files(page: Path) -> None:
+    text = page.read_text()
+    assert ports.names(text)
+    assert ports.written(text) == text, "python -m tests.ports writes the diffs anew"
 
 
-def test_forms_for_one_device_do_not_know_lockstep() -> None:
-    for name in ports.names(ports.PAGE.read_text()):
-        text = (ports.ROOT / "examples" / f"plain_{name}.py").read_text()
-        assert "lockstep" not in text
-        assert "run." not in text
+def test_forms_without_lockstep_do_not_know_it() -> None:
+    for page in ports.PAGES:
+        for name in ports.names(page.read_text()):
+            text = ports.files(name)[0].read_text()
+            assert "lockstep" not in text
+            assert "run." not in text

@@ -10,8 +10,8 @@ from lockstep.cli.parser import Parser
 _EPILOG = """\
 The page shows losses and metrics, speed, memory and utilisation of each rank, starts, failures, restarts
 and checkpoints, identity and digest; several runs beside each other. It is one file, which loads nothing
-from elsewhere. A run that goes on is shown as far as it is. Exit codes: 0 written, 1 a record cannot be
-read or the file not be written, 2 usage.
+from elsewhere. A run that is still training is shown as far as it is. Exit codes: 0 written, 1 a record
+cannot be read or the file not be written, 2 usage.
 """
 
 

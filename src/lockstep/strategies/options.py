@@ -67,6 +67,6 @@ def _refuse_own_buffers(strategy: str, settings: dict[str, Any]) -> None:
     if name is not None:
         raise ModelError(
             f"{name}=False with strategy={strategy}, whose ranks hold parts of one model; expected buffers "
-            "that are everybody's",
+            "that all ranks share",
             hint=f"leave {name} out, or choose strategy='ddp': there each rank may keep its own",
         )

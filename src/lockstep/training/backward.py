@@ -111,7 +111,7 @@ class Backward:
         raise NonFiniteLossError(
             f"the loss is {loss.item()} in epoch {microbatch.epoch}, batch {microbatch.step}, "
             f"replica {microbatch.replica}, step {self._loop.steps + 1}",
-            hint="look at the samples and the learning rate; without --stop-on-nan the run goes on",
+            hint="look at the samples and the learning rate; without --stop-on-nan the run continues",
         )
 
     def _weight(self, loss: torch.Tensor, weight: float) -> torch.Tensor:

@@ -185,8 +185,8 @@ def _check_meetings(settings: Settings) -> None:
     if settings.sync_every is not None and not EXCHANGES.find(settings.exchange).hold:
         seldom = EXCHANGES.where(lambda one: one.hold)
         raise UsageError(
-            f"sync_every is {settings.sync_every} with exchange={settings.exchange}, whose ranks meet in "
-            f"every step; expected an exchange of {', '.join(seldom)}",
+            f"sync_every is {settings.sync_every} with exchange={settings.exchange}, whose ranks "
+            f"synchronize in every step; expected an exchange of {', '.join(seldom)}",
             hint="--exchange local-sgd, or leave out --sync-every",
         )
 

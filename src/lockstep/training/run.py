@@ -42,7 +42,7 @@ class Run(RunProperties):
         replicas: number of logical workers, at least as many as ranks; by default the number of ranks.
         exact: refuse what would make the result depend on the layout.
         strategy: how models are held: `single`, `ddp`, `dp`, `ps`, `fsdp`, `pipeline`, `tensor`, or `auto`.
-        exchange: how gradients meet: `shared-memory`, `tree`, `native`, `mpi`, or `auto`, the fastest
+        exchange: how gradients are summed: `shared-memory`, `tree`, `native`, `mpi`, or `auto`, the fastest
             exact one of the first three; `server`, which is that of `ps`. With `exact=False` also `bf16`,
             `fp16` and `powersgd`, which ship less of them, and `local-sgd` and `diloco`, which ship
             weights now and then.
@@ -59,7 +59,7 @@ class Run(RunProperties):
         checkpoint_every: seconds between checkpoints that the script doesn't ask for; 0 for none.
         keep: how many of the latest checkpoints stay, besides the best.
         loggers: `tensorboard`, `wandb`, `mlflow` or objects with `log(values, step)`, for `run.log`.
-        init_method: where the ranks meet, where the script knows better than its environment:
+        init_method: rendezvous of the ranks, in place of what the environment says:
             `tcp://host:port`, `file:///shared/path` or `env://`.
         rank: number of this process, given with `world_size` or not at all.
         world_size: number of processes.

@@ -25,7 +25,7 @@ from lockstep.watch.watcher import Watcher
 _ENDS = {"finished": 0, "failed": 1, "dead": 1, "preempted": PREEMPTED}
 #: Of what happened before, so many lines at most are printed.
 _MOMENTS = 10
-_KEYS = "q or Ctrl-C leaves; the run goes on"
+_KEYS = "q or Ctrl-C leaves; the run continues"
 
 
 def watch(watcher: Watcher, seconds: float | None) -> int:

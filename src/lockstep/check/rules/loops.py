@@ -21,9 +21,9 @@ def runs(script: Script) -> bool:
 @rule(
     "LS601",
     "value that decides later and is not registered",
-    "this decides in a later epoch, and a run that goes on after a crash starts with its first value: run.register it",
+    "this decides in a later epoch, and a run that resumes after a crash starts with its first value: run.register it",
     "corrupts",
-    why="""A run that goes on passes over the epochs that are done, so a variable of the script has its first value. A value
+    why="""A resumed run passes over the epochs that are done, so a variable of the script has its first value. A value
     that decides something later, such as the best accuracy so far, is part of the state.""",
     bad="""
     import lockstep
@@ -65,7 +65,7 @@ def not_registered(script: Script) -> Iterator[Hit]:
             name = _changed(node)
             before = _starts_before(script, loop, name) if name in tested else False
             if before and script.module.scope(node) is scope and isinstance(node, ast.stmt):
-                message = f"{name} decides in a later epoch, and a run that goes on after a crash starts with its first value: run.register it"
+                message = f"{name} decides in a later epoch, and a run that resumes after a crash starts with its first value: run.register it"
                 yield Hit(node, message)
 
 

@@ -82,7 +82,7 @@ class Nodes:
         if self.endpoint is not None and fixed != (None, None, None):
             raise UsageError(
                 "--rdzv-endpoint and --node-rank, --master-addr or --master-port contradict each other",
-                hint="launchers that meet at an endpoint are numbered as they come",
+                hint="launchers are numbered in the order in which they reach an endpoint",
             )
 
 

@@ -111,7 +111,7 @@ class LocalModel(WrappedModel):
         if self._optimizer is not None:
             raise ModelError(
                 f"{type(self.module).__name__} has two optimizers; expected one, whose steps are counted "
-                "until ranks meet",
+                "until ranks synchronize",
                 hint="one optimizer may have several parameter groups",
             )
         self._optimizer = optimizer

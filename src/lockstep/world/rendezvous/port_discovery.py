@@ -119,7 +119,7 @@ def announce(
             listener = listen(candidate, loopback=loopback)
             return Announcer(listener, {"name": _hash(name), "port": store_port})
     raise WorldError(
-        f"no port is free for the ranks to meet at: {', '.join(map(str, ports))}",
+        f"no port is free for the rendezvous: {', '.join(map(str, ports))}",
         hint="set MASTER_PORT or --master-port to one that is",
     )
 

@@ -154,7 +154,7 @@ def test_a_closed_announcer_leaves_its_port(name: str) -> None:
 def test_no_port_is_free(name: str) -> None:
     with (
         foreign(None) as taken,
-        pytest.raises(WorldError, match=f"no port is free for the ranks to meet at: {taken}"),
+        pytest.raises(WorldError, match=f"no port is free for the rendezvous: {taken}"),
     ):
         announce(name, 1, loopback=True, port=taken)
 
