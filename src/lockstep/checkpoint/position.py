@@ -141,6 +141,8 @@ def _count_or_none(told: Any) -> int | None:
 
 def _batching(told: dict[str, Any]) -> Batching:
     numbers = {"batch_size": _count(told["batch_size"]), "samples": _count_or_none(told["samples"])}
+    if not numbers["batch_size"]:
+        raise ValueError("a batch of 0 samples")
     return Batching(**{**told, **numbers})
 
 

@@ -62,3 +62,10 @@ def test_what_is_no_position_is_refused(told: dict) -> None:
     with pytest.raises(CheckpointError, match="does not say where the run was") as caught:
         Position.parse(told)
     assert "--fresh" in (caught.value.hint or "")
+
+
+def test_a_batch_of_no_samples_is_refused() -> None:
+    told, _ = Position(events=[LOOP]).as_json()
+    told["events"][0]["batching"]["batch_size"] = 0
+    with pytest.raises(CheckpointError, match="does not say where the run was"):
+        Position.parse(told)
