@@ -35,6 +35,7 @@ class Editor(cst.CSTTransformer):
         super().__init__()
         self._expressions, self._statements = expressions, statements
         self._empty: list[cst.EmptyLine] = []
+        self._beside: set[cst.CSTNode] = set()
         self._above: dict[cst.CSTNode, list[cst.EmptyLine]] = {}
 
     def _at(self, node: cst.CSTNode) -> Place:
@@ -47,6 +48,8 @@ class Editor(cst.CSTTransformer):
             if not (node.leading_lines and node.leading_lines[0].comment is None):
                 self._above[node] = self._empty
             self._empty = []
+        if isinstance(node, cst.SimpleStatementLine) and _is_shared(node):
+            self._beside.update(node.body)
         return super().on_visit(node)
 
     def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> object:  # type: ignore[override]
@@ -56,6 +59,10 @@ class Editor(cst.CSTTransformer):
         if isinstance(original_node, cst.SimpleStatementLine | cst.BaseCompoundStatement):
             assert isinstance(updated_node, cst.BaseStatement)
             return self._statement(original_node, updated_node)
+        if original_node in self._beside:  # `a = 1; b = 2`
+            edits = self._statements.get(self._at(original_node), ())
+            gone = any(edit.kind == "delete" for edit in edits)
+            return cst.RemoveFromParent() if gone else updated_node
         if isinstance(updated_node, cst.IndentedBlock | cst.Module):
             self._empty = []
             return _under_with(updated_node)
@@ -85,7 +92,7 @@ class Editor(cst.CSTTransformer):
         if original in self._above:
             updated = _with_lines(updated, [*self._above[original], *_lines(updated)])
         for edit in self._statements.get(self._at(original), ()):
-            if edit.kind == "delete":
+            if edit.kind == "delete" and not _is_shared(original):
                 body = []
                 self._empty = _empty_lines(updated)
             elif edit.kind == "splice" and isinstance(updated, cst.If):
@@ -108,6 +115,11 @@ class Editor(cst.CSTTransformer):
             if before or rest or after
             else cst.RemoveFromParent()
         )
+
+
+def _is_shared(statement: cst.BaseStatement) -> bool:
+    """Whether a line holds several statements."""
+    return isinstance(statement, cst.SimpleStatementLine) and len(statement.body) > 1
 
 
 def _changed(statement: cst.BaseStatement, edit: Edit) -> cst.BaseStatement:

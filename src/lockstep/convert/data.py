@@ -22,8 +22,12 @@ def convert(draft: Draft) -> None:
                 held.add(one)
                 _loader(draft, loop, one)
         if not found:
-            draft.ask(loop, questions.LOADER.format("what is no loader"))
+            draft.ask(loop, questions.LOADER.format(_text(given)))
     _measured(draft, held)
+
+
+def _text(node: ast.expr | None) -> str:
+    return "a while loop" if node is None else ast.unparse(node)[:60]
 
 
 def _gone_over(script: Script, node: ast.expr) -> list[ast.expr]:
@@ -53,7 +57,7 @@ def _loader(draft: Draft, loop: Loop, made: ast.expr) -> None:
     script = draft.script
     calls = script.made_by(made, "DataLoader")
     if not calls or made not in draft.module.parents:
-        draft.ask(loop, questions.LOADER.format(ast.unparse(made)[:60]))
+        draft.ask(loop, questions.LOADER.format(_text(made)))
         return
     for call in calls:
         if argument(call, "batch_sampler") is not None:

@@ -91,6 +91,7 @@ def test_the_manual_has_every_question() -> None:
     ("before", "inside", "after", "line"),
     [
         ("torch.manual_seed(3)", "pass", "", "seed=3"),
+        ("torch.manual_seed(3); y = 4; torch.manual_seed(3)", "pass", "", "    y = 4"),
         ("run = 1", "pass", "", "as lockstep_run:"),
         ("", "pass", "torch.save(model.state_dict(), 'a.pt')", "run.export('a.pt', model)"),
         ("", "pass", "torch.save([model], 'a.pt')", "    if run.is_main_process:"),
