@@ -138,10 +138,10 @@ def test_function_survives_a_kill(lockstep):
 
 #: Says what each generation was born with; the first two die at once.
 SHARED = (
-    "import sys; before = set(sys.modules)\nimport colorsys, helpers, lockstep\n"
+    "import sys; before = set(sys.modules)\nimport wave, helpers, lockstep\n"
     + HEAD
     + """
-print(*sorted({"colorsys", "helpers"} & before), flush=True)
+print(*sorted({"helpers", "wave"} & before), flush=True)
 if generation < 2:
     die()
 """
@@ -153,7 +153,7 @@ def test_what_a_script_imports_is_there_when_its_workers_begin(lockstep):
     lockstep.script("", "helpers.py")
     script = lockstep.script(SHARED)
     done = lockstep("run", "--max-restarts", "2", script)
-    assert (done.code, done.out) == (0, "colorsys\n" * 3), done.err
+    assert (done.code, done.out) == (0, "wave\n" * 3), done.err
     done = lockstep("run", "--max-restarts", "2", script, env={"LOCKSTEP_PRELOAD": "0"})
     assert (done.code, done.out) == (0, "\n" * 3), done.err
 
@@ -162,10 +162,10 @@ def test_what_a_script_imports_is_there_when_its_workers_begin(lockstep):
 def test_a_package_that_prints_is_left_to_the_workers(lockstep):
     """`this` prints when it is imported: once for each rank, of which the terminal shows the first."""
     script = lockstep.script(
-        "import sys; before = set(sys.modules)\nimport this, colorsys, lockstep\n"
-        "print(*sorted({'this', 'colorsys'} & before), flush=True)"
+        "import sys; before = set(sys.modules)\nimport this, wave, lockstep\n"
+        "print(*sorted({'this', 'wave'} & before), flush=True)"
     )
     done = lockstep("run", "-n", "2", script)
     assert done.code == 0, done.err
     assert done.out.count("The Zen of Python") == 1
-    assert done.out.splitlines()[-1] == "colorsys"
+    assert done.out.splitlines()[-1] == "wave"

@@ -64,6 +64,10 @@ FOUND = {
 }
 
 SILENT = {
+    "a device with its index": (
+        "LS104",
+        "device = torch.device('cuda', rank)\nmodel = DDP(nn.Linear(1, 1).to(device))\n",
+    ),
     "an evaluation reads each batch's loss": (
         "LS402",
         (

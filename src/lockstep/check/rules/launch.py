@@ -204,7 +204,7 @@ def cuda_without_index(script: Script) -> Iterator[Hit]:
         )
         bare = bare and not script.name(call.func).startswith("torch")
         to = isinstance(call.func, ast.Attribute) and call.func.attr == "to"
-        to = to or script.name(call.func) == "torch.device"
+        to = to or (script.name(call.func) == "torch.device" and argument(call, "index", 1) is None)
         first = call.args[0] if call.args else None
         if bare or (to and isinstance(first, ast.Constant) and first.value == "cuda"):
             yield Hit(call)
