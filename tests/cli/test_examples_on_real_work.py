@@ -232,7 +232,7 @@ def test_the_same_command_goes_on_and_the_best_weights_can_be_taken_out(
     first = lockstep(*command, *arguments, env={"LOCKSTEP_FAULTS": "term@2"})
     second = lockstep(*command, *arguments)
     assert (first.code, second.code) == (PREEMPTED, 0), first.err + second.err
-    assert re.search(r", goes on after step [123] \(step-", second.err)
+    assert re.search(r", resuming after step [123] \(step-", second.err)
     tested = re.findall(
         r"^test top-1 ([\d.]+)% top-5 [\d.]+%$", first.out + second.out, re.MULTILINE
     )

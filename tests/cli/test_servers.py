@@ -237,7 +237,7 @@ def test_a_run_that_makes_room_goes_on_with_another_way_to_update(
         assert done.code == 75, done.err
         assert all(lockstep.gone(pid, 1) for pid in pids)
     again = lockstep("run", *words, script, "-1")
-    assert "goes on after step" in again.err
+    assert "resuming after step" in again.err
     assert finished(again.out) == nothing_killed
 
 

@@ -144,7 +144,7 @@ def test_a_run_that_makes_room_goes_on_on_another_layout(lockstep: Lockstep) -> 
     assert other.code == 1
     assert "staleness" in other.err, "it is another run"
     again = lockstep("run", *words, "-n", "1", *PS, "--servers", "1", script)
-    assert "goes on after step" in again.err
+    assert "resuming after step" in again.err
     assert re.findall("digest=(.*)", again.out) == expected
 
 

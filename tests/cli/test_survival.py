@@ -70,7 +70,7 @@ def test_the_launcher_is_killed_and_the_newest_checkpoint_is_damaged(lockstep):
     assert done.code == 0, done.err
     assert f"warning: the checkpoint {damaged} is skipped" in done.err
     step = int(good.name.removeprefix("step-"))
-    assert f"goes on after step {step} ({good.name})" in done.err
+    assert f"resuming after step {step} ({good.name})" in done.err
     lockstep.script(SCRIPT.format(pause=0), "fast.py")
     # The script's name is part of what a run is, and not of what it computes.
     assert digest(done.out) == digest(lockstep.python("fast.py").out)

@@ -157,7 +157,7 @@ def _read_torch(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path} is no file of weights alone: {str(error).splitlines()[0]}",
+            f"{path} is not weights-only, it contains pickled objects: {str(error).splitlines()[0]}",
             hint="save a state_dict; objects of Python are not read, since they could be programs",
         ) from error
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:

@@ -111,7 +111,7 @@ class Recorder:
         self._sampler = Sampler(self._settings.device, self._sampled)
         if source is not None:
             self._events.add(kind="resume", step=step, source=source)
-            self._origin = f", goes on after step {step} ({_short(source)})"
+            self._origin = f", resuming after step {step} ({_short(source)})"
         if self._world.is_main and self._settings.loggers:
             self._loggers = self._forward(step)
         self._events.flush()
@@ -435,6 +435,8 @@ def _changed(loader: str, recorded: Mapping[str, str], now: Mapping[str, str]) -
 
 def _short(source: str) -> str:
     """Return a source as users know it: a checkpoint by its name."""
+    if source == "memory":
+        return "in-memory snapshot"
     return Path(source).name if "/" in source else source
 
 

@@ -68,7 +68,7 @@ def _start(row: str, life: Life) -> str:
     where = f" on {said['host']}" if "host" in said else ""
     source = f" ({said['source'].rpartition('/')[2]})" if "source" in said else ""
     return f"{row} starts{where}" + (
-        f", goes on after step {life.step}{source}" if life.step else ""
+        f", resumed after step {life.step}{source}" if life.step else ""
     )
 
 

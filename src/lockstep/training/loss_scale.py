@@ -121,7 +121,7 @@ class Scaler(Listener):
         if self._skipped:
             self.scale, self._good, self._skipped = self.scale * BACKOFF, 0, False
             self._warn(
-                f"lockstep: step {step} is left out: gradients that fp16 cannot hold; "
+                f"lockstep: fp16 overflow: skipped step {step}; "
                 f"the loss scale is {self.scale:g} from here on"
             )
         else:

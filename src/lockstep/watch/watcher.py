@@ -94,7 +94,7 @@ def _of_rank(rank: RankView, number: int, event: Event) -> Moment | None:
         rank.values |= dict(values_of(event))
     if kind == "start" and number == 0 and event["step"]:
         return Moment(
-            event["time"], f"goes on after step {event['step']} on {event['ranks']} ranks"
+            event["time"], f"resumed after step {event['step']} on {event['ranks']} ranks"
         )
     if kind == "checkpoint":
         return Moment(

@@ -90,7 +90,7 @@ def test_the_timeline_says_what_happened(run: Shown) -> None:
         "rank 1 starts on n1",
         "rank 1 was killed by signal 9 (SIGKILL)",
         "restart 1",
-        "rank 0 starts on n1, goes on after step 18 (memory)",
+        "rank 0 starts on n1, resumed after step 18 (memory)",
     ]
 
 

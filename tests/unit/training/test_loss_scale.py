@@ -53,7 +53,7 @@ def test_a_step_is_left_out_and_the_scale_halved(bad: float) -> None:
     assert made.step(bad)
     assert made.scaler.scale == 32768.0
     assert made.logged == [{"scale": 32768.0}]
-    assert made.said[0].startswith("lockstep: step 1 is left out")
+    assert made.said[0].startswith("lockstep: fp16 overflow: skipped step 1")
     assert not made.step(1.0)
 
 

@@ -86,7 +86,7 @@ def test_a_restart_forgets_the_pace(going_on: Path) -> None:
     assert (view.rate, view.ranks[0].step, view.moments[-1].text) == (
         None,
         68,
-        "goes on after step 68 on 2 ranks",
+        "resumed after step 68 on 2 ranks",
     )
 
 
