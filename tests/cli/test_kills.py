@@ -107,7 +107,8 @@ def test_a_kill_at_every_moment(lockstep, script):
     assert done.err.count("killed by signal 9") == len(MOMENTS), done.err
     steps = [generation.get("step", 0) for generation in generations]
     assert steps == sorted(steps), "no snapshot was lost"
-    assert steps[-1] >= 23
+    # The step after a restart has a snapshot; when the next is due is a matter of time.
+    assert steps[-3] < steps[-2] < steps[-1], steps
     lines = (lockstep.directory / "run/events/launcher-0.jsonl").read_text().splitlines()
     told = [json.loads(line) for line in lines]
     expected = [["failure", generation] for generation in range(len(MOMENTS))]
