@@ -8,7 +8,7 @@ from typing import Any
 from lockstep.check.arguments import argument
 from lockstep.check.source import Loop, dotted
 from lockstep.convert import questions
-from lockstep.convert.draft import RUN, Draft, ancestors
+from lockstep.convert.draft import RUN, Draft, ancestors, origins
 
 _CLIPPING = {
     "torch.nn.utils.clip_grad_norm_": "clip_grad_norm_",
@@ -29,6 +29,7 @@ def convert(draft: Draft) -> None:
     for loop in draft.script.step_loops:
         _accumulation(draft, loop)
         _leaving(draft, loop)
+    _sums(draft)
     for name, method in _CLIPPING.items():
         for call in draft.script.calls(name):
             draft.edit("callee", call, f"{RUN}.{method}")
@@ -97,12 +98,13 @@ def _backward(draft: Draft, call: ast.Call) -> None:
 
 def _accumulation(draft: Draft, loop: Loop) -> None:
     """Make of a step that every n-th batch takes one batch that is n times as large."""
-    every = [one for one in _inside(draft, loop, ast.If) if _steps(one) and _modulus(one.test)]
-    for branch in every:
+    for branch in _inside(draft, loop, ast.If):
         number = _modulus(branch.test)
-        loaders = _loaders(draft, loop)
-        sized = [argument(one, "batch_size", 1) for one in loaders]
-        if number is None or branch.orelse or not sized or not all(sized):
+        if not _calls(branch, "step") or not (number or _varies(loop, branch.test)):
+            continue
+        sized = [argument(one, "batch_size", 1) for one in _loaders(draft, loop)]
+        divided = [] if number is None else _divisions(draft, loop, number)
+        if number is None or not divided or not _accumulates(loop, branch) or not all(sized):
             draft.ask(branch, questions.EVERY)
             continue
         draft.edit("splice", branch)
@@ -110,7 +112,8 @@ def _accumulation(draft: Draft, loop: Loop) -> None:
         for size in sized:
             assert size is not None
             draft.edit("replace", size, f"{_factor(draft, size)} * {count}")
-        _undivided(draft, number)
+        for node in divided:
+            _undivide(draft, node)
         draft.notes.append(questions.ACCUMULATED.format(count))
 
 
@@ -123,7 +126,7 @@ def _factor(draft: Draft, node: ast.expr) -> str:
     return known[0] if known else draft.operand(node)
 
 
-def _inside(draft: Draft, loop: Loop, kind: type[ast.If | ast.Break]) -> list[Any]:
+def _inside(draft: Draft, loop: Loop, *kind: type[ast.stmt]) -> list[Any]:
     """Return the nodes of a kind whose innermost loop is this one."""
     found = []
     for node in ast.walk(loop):
@@ -134,13 +137,34 @@ def _inside(draft: Draft, loop: Loop, kind: type[ast.If | ast.Break]) -> list[An
     return found
 
 
-def _steps(node: ast.AST) -> bool:
-    return any(
+def _calls(node: ast.AST, *methods: str) -> int:
+    return sum(
         isinstance(one, ast.Call)
         and isinstance(one.func, ast.Attribute)
-        and one.func.attr == "step"
+        and one.func.attr in methods
         for one in ast.walk(node)
     )
+
+
+def _accumulates(loop: Loop, branch: ast.If) -> bool:
+    """Whether all steps of a loop are in a branch, and all of its backward passes before it."""
+    updates = ("step", "zero_grad")
+    return (
+        not branch.orelse
+        and _calls(branch, *updates) == _calls(loop, *updates)
+        and not _calls(branch, "backward")
+        and _calls(loop, "backward") > 0
+    )
+
+
+def _varies(loop: Loop, test: ast.expr) -> bool:
+    """Whether a condition reads what the loop binds."""
+    stored = {
+        one.id
+        for one in ast.walk(loop)
+        if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)
+    }
+    return any(isinstance(one, ast.Name) and one.id in stored for one in ast.walk(test))
 
 
 def _modulus(test: ast.expr) -> ast.expr | None:
@@ -157,29 +181,90 @@ def _loaders(draft: Draft, loop: Loop) -> list[ast.Call]:
     return [] if given is None else draft.script.made_by(given, "DataLoader")
 
 
-def _undivided(draft: Draft, number: ast.expr) -> None:
-    """Take away divisions of losses and of counts by the number of accumulated batches."""
+def _divisions(draft: Draft, loop: Loop, number: ast.expr) -> list[ast.AugAssign | ast.BinOp]:
+    """Return where the loop divides losses by a number, and where the length of its loader is divided.
+
+    None where no loss is: a loss that is a sum over batches is another one when the batch is larger.
+    """
     same = ast.dump(number)
-    for node in ast.walk(draft.module.tree):
+    found: list[ast.AugAssign | ast.BinOp] = []
+    for node in ast.walk(loop):
         if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
             if ast.dump(node.value) == same and "loss" in ast.unparse(node.target):
-                draft.remove(node)  # `loss /= n`
-        elif isinstance(node, ast.BinOp) and ast.dump(node.right) == same:
-            _undivide(draft, node)
+                found.append(node)  # `loss /= n`
+        elif (
+            isinstance(node, ast.BinOp)
+            and isinstance(node.op, ast.Div)
+            and ast.dump(node.right) == same
+            and "loss" in ast.unparse(node.left)
+        ):
+            found.append(node)
+    if not found:
+        return []
+    loaders = set(_loaders(draft, loop))
+    for node in ast.walk(draft.module.tree):
+        if isinstance(node, ast.BinOp) and ast.dump(node.right) == same and node not in found:
+            length = isinstance(node.op, ast.Div | ast.FloorDiv) and _length(draft, node, loaders)
+            logged = isinstance(node.op, ast.Mult) and "loss" in ast.unparse(node.left)
+            if length or (logged and draft.module.scope(node) is draft.module.scope(loop)):
+                found.append(node)
+    return found
 
 
-def _undivide(draft: Draft, node: ast.BinOp) -> None:
-    text = ast.unparse(node.left)
-    divided = isinstance(node.op, ast.Div | ast.FloorDiv) and ("loss" in text or "len(" in text)
-    if divided or (isinstance(node.op, ast.Mult) and "loss" in text):
-        above = draft.module.parents.get(node)
-        inner = isinstance(above, ast.BinOp | ast.UnaryOp | ast.Attribute)
-        left = draft.operand(node.left) if inner else draft.module.source(node.left)
-        draft.edit("replace", node, left)
-        if isinstance(above, ast.Assign) and ast.unparse(above.targets[0]) == text:
-            draft.remove(above)  # `loss = loss / n`
+def _length(draft: Draft, node: ast.BinOp, loaders: set[ast.Call]) -> bool:
+    """Whether a number is computed from the length of one of some loaders."""
+    return any(
+        isinstance(one, ast.Call)
+        and dotted(one.func) == "len"
+        and loaders.intersection(draft.script.made_by(one.args[0], "DataLoader"))
+        for one in ast.walk(node.left)
+    )
+
+
+def _undivide(draft: Draft, node: ast.AugAssign | ast.BinOp) -> None:
+    if isinstance(node, ast.AugAssign):
+        draft.remove(node)
+        return
+    above = draft.module.parents.get(node)
+    inner = isinstance(above, ast.BinOp | ast.UnaryOp | ast.Attribute)
+    left = draft.operand(node.left) if inner else draft.module.source(node.left)
+    draft.edit("replace", node, left)
+    if isinstance(above, ast.Assign) and ast.unparse(above.targets[0]) == ast.unparse(node.left):
+        draft.remove(above)  # `loss = loss / n`
 
 
 def _leaving(draft: Draft, loop: Loop) -> None:
-    for node in _inside(draft, loop, ast.Break):
+    for node in _inside(draft, loop, ast.Break, ast.Return):
         draft.ask(node, questions.LEAVES)
+    for node in _inside(draft, loop, ast.Continue):
+        draft.ask(node, questions.SKIPS)
+
+
+# Losses that are sums ------------------------------------------------------------------------------------
+
+
+def _sums(draft: Draft) -> None:
+    """Ask about losses of training that are sums over samples."""
+    script, module = draft.script, draft.module
+    trained = {
+        called
+        for call in module.calls
+        if script.step_loop(call) is not None and (called := script.project.callee(module, call))
+    }
+    for call in module.calls:
+        trains = script.step_loop(call) is not None or module.scope(call) in trained
+        if _takes_sum(call) and (trains or script.name(call.func).endswith("Loss")):
+            draft.ask(call, questions.SUMS)
+    for call in script.methods("backward"):
+        assert isinstance(call.func, ast.Attribute)
+        for value in origins(script, call.func.value):
+            summing = value.func if isinstance(value, ast.Call) else None
+            if isinstance(summing, ast.Attribute) and summing.attr == "sum":
+                draft.ask(value, questions.SUMS)
+
+
+def _takes_sum(call: ast.Call) -> bool:
+    return any(
+        (one.arg, ast.unparse(one.value)) in (("reduction", "'sum'"), ("size_average", "False"))
+        for one in call.keywords
+    )

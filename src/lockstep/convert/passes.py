@@ -10,6 +10,9 @@ from lockstep.check.source import Loop, dotted
 from lockstep.convert import questions
 from lockstep.convert.draft import RUN, Draft
 
+#: What reads a tensor without its graph.
+_NUMBERS = ("detach", "item", "data", "shape", "size")
+
 
 def convert(draft: Draft) -> None:
     """Give each update of a batch a pass of its own, and add up the losses of one update."""
@@ -53,13 +56,44 @@ def _one_backward(draft: Draft, part: Sequence[ast.stmt]) -> None:
     ]
     if len(sent) < 2:
         return
-    losses = [draft.module.source(call.func.value) for _, call in sent]  # type: ignore[attr-defined]
+    if not _may_join(part, [one for one, _ in sent]):
+        draft.ask(sent[0][0], questions.BACKWARD)
+        return
+    losses = [draft.operand(_loss(call)) for _, call in sent]
     *earlier, (_, last) = sent
     for statement, call in earlier:
         draft.edits = [edit for edit in draft.edits if edit.node is not call]
         draft.remove(statement)
     draft.edits = [edit for edit in draft.edits if edit.node is not last]
     draft.edit("replace", last, f"{RUN}.backward({' + '.join(losses)})")
+
+
+def _loss(call: ast.expr) -> ast.expr:
+    """Return what is sent backward: of a scaled loss the loss."""
+    assert isinstance(call, ast.Call)
+    assert isinstance(call.func, ast.Attribute)
+    match call.func.value:
+        case ast.Call(func=ast.Attribute(attr="scale"), args=[loss]):
+            return loss
+    return call.func.value
+
+
+def _may_join(part: Sequence[ast.stmt], sent: Sequence[ast.Expr]) -> bool:
+    """Whether losses may be added up: without gradients of their own, and not bound again in between."""
+    if any(
+        one.value.args or {word.arg for word in one.value.keywords} - {"retain_graph"}
+        for one in sent
+        if isinstance(one.value, ast.Call)
+    ):
+        return False
+    first, last = part.index(sent[0]), part.index(sent[-1])
+    for statement in sent[:-1]:
+        read = {one.id for one in _names(statement)}
+        after = part[max(first, part.index(statement)) : last]
+        stored = {n.id for one in after for n in _names(one) if isinstance(n.ctx, ast.Store)}
+        if read & stored:
+            return False
+    return True
 
 
 def _is_backward(node: ast.expr) -> bool:
@@ -72,8 +106,13 @@ def _is_backward(node: ast.expr) -> bool:
 
 def _two_passes(draft: Draft, loop: Loop, second: int) -> None:
     """Write a loop over batches, with a pass for each update; what the second needs is kept."""
-    taken = _taken(loop)
-    if taken is None or not isinstance(loop, ast.For):
+    taken, first = _taken(loop), loop.body[:second]
+    needed = _needed(first, loop.body[second:])
+    with_graph = _keeps_attributes(first, loop.body[second:]) or any(
+        _goes_through(draft, loop.body[second:], name) and _has_graph(draft, first, name)
+        for name in needed
+    )
+    if taken is None or not isinstance(loop, ast.For) or with_graph:
         draft.ask(loop, questions.UPDATES)
         return
     source = draft.module.source
@@ -83,7 +122,6 @@ def _two_passes(draft: Draft, loop: Loop, second: int) -> None:
         ("batch" if "batch" not in names else "global_batch"),
         ("kept" if "kept" not in names else "kept_values"),
     )
-    needed = _needed(loop.body[:second], loop.body[second:])
     head = (
         f"for {source(number)}, {batch} in enumerate({RUN}.batches({source(loader)})):"
         if number
@@ -141,6 +179,55 @@ def _needed(first: Sequence[ast.stmt], second: Sequence[ast.stmt]) -> list[str]:
         )
         again |= {one.id for one in names if isinstance(one.ctx, ast.Store)}
     return list(found)
+
+
+def _keeps_attributes(first: Sequence[ast.stmt], second: Sequence[ast.stmt]) -> bool:
+    """Whether the second statements read an attribute that the first ones set."""
+    set_, read = (
+        {
+            dotted(node)
+            for one in part
+            for node in ast.walk(one)
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, kind)
+        }
+        for part, kind in ((first, ast.Store), (second, ast.Load))
+    )
+    return bool(set_ & read)
+
+
+def _goes_through(draft: Draft, second: Sequence[ast.stmt], name: str) -> bool:
+    """Whether statements read a value otherwise than as numbers."""
+    parents = draft.module.parents
+    reads = [one for part in second for one in _names(part) if one.id == name]
+    return any(
+        not (isinstance(above := parents.get(one), ast.Attribute) and above.attr in _NUMBERS)
+        for one in reads
+    )
+
+
+def _has_graph(draft: Draft, first: Sequence[ast.stmt], name: str) -> bool:
+    """Whether a model may have computed a value: the second update would go through its graph."""
+    for statement in first:
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Assign) and any(
+                isinstance(one, ast.Name) and one.id == name for one in node.targets
+            ):
+                detached = ast.unparse(node.value).endswith((".detach()", ".item()"))
+                if not detached and any(_runs_model(draft, one) for one in ast.walk(node.value)):
+                    return True
+    return False
+
+
+def _runs_model(draft: Draft, node: ast.AST) -> bool:
+    """Whether a node calls something that the script has made, and no function of it."""
+    if not isinstance(node, ast.Call):
+        return False
+    root = node.func
+    if isinstance(root, ast.Attribute) and dotted(root.value) == "self":
+        return draft.script.project.callee(draft.module, node) is None
+    return isinstance(root, ast.Name) and any(
+        isinstance(one, ast.Call) for one in draft.script.sources(root)
+    )
 
 
 def _names(statement: ast.stmt) -> Iterator[ast.Name]:

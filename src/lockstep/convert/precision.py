@@ -23,9 +23,8 @@ def convert(draft: Draft) -> None:
         statement = module.statement(made)
         if isinstance(statement, ast.Assign):
             draft.fading.add(statement)
-    for call in script.methods("scale", "step", "unscale_", "update"):
-        assert isinstance(call.func, ast.Attribute)
-        if script.made_by(call.func.value, *_SCALERS):
+    for call in draft.module.calls:
+        if isinstance(call.func, ast.Attribute) and script.made_by(call.func.value, *_SCALERS):
             _call(draft, call, call.func.attr)
 
 

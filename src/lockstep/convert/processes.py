@@ -218,8 +218,10 @@ def seeds(draft: Draft, home: Home) -> None:
             and ast.unparse(given) in ast.unparse(above.test)
         ):
             draft.seed = f"{module.source(given)} or 0"
-        elif len(numbers) == 1:
+        elif len(numbers) == 1 and len(script.sources(given)) == 1:
             draft.seed = str(numbers[0])
+        else:
+            draft.ask(call, questions.SEED)
 
 
 def _without_rank(script: Script, node: ast.expr) -> ast.expr:

@@ -20,7 +20,16 @@ OUTSIDE = (
     "this is in no training loop that was found: run.backward belongs into a loop over run.loader"
 )
 BACKWARD = "run.backward takes the loss alone, once per update: add losses up"
-EVERY = "a step is taken in each iteration: multiply batch_size instead"
+EVERY = (
+    "iterations are microbatches, of which a rank has as many as it hosts replicas: take each step in each "
+    "iteration, and multiply batch_size instead"
+)
+SKIPS = "this skips microbatches, which are parts of a batch: a batch is the same on all layouts, its parts are not"
+SUMS = (
+    "gradients are averaged over replicas, and this loss is a sum over samples: multiply it by run.replicas, or "
+    "take the mean"
+)
+SEED = "this seed is not seen where the run begins: give it to lockstep.Run as seed="
 LEAVES = (
     "this leaves a loop whose iterations are not the same on all layouts: count with run.step, and leave between "
     "the batches of run.batches"

@@ -12,6 +12,11 @@ from lockstep.convert.draft import RUN, Draft, ancestors
 _WRITES = re.compile(
     r"^shutil\.(copy\w*|move|rmtree)$|^os\.(rename|replace|remove|unlink|symlink)$"
 )
+#: What writes files by other names than torch's.
+_OTHERS = re.compile(
+    r"(^|\.)(savefig|save_image|SummaryWriter)$|^numpy\.save\w*$|^(json|pickle)\.dump$"
+)
+_OF_OPTIMIZERS = re.compile(r"^torch\.optim\.")
 
 
 def convert(draft: Draft) -> None:
@@ -28,6 +33,8 @@ def convert(draft: Draft) -> None:
         alone = isinstance(statement, ast.Expr) and statement.value is call
         if _WRITES.match(script.name(call.func)) and alone and _near_save(draft, call):
             draft.edit("guard", draft.line_statement(call), f"{RUN}.is_main_process")
+        elif _OTHERS.search(script.name(call.func)) and script.guard(call) is None:
+            draft.ask(call, questions.SAVE)
 
 
 def _save(draft: Draft, call: ast.Call, statement: ast.Expr) -> None:
@@ -36,11 +43,20 @@ def _save(draft: Draft, call: ast.Call, statement: ast.Expr) -> None:
         case [ast.Call(func=ast.Attribute(value=model, attr="state_dict"), args=[]), path] if (
             not call.keywords
         ):
-            if not _by_value(draft, call):
+            if not _by_value(draft, call) and not _is_optimizer(draft, model):
                 name = module.source(model).removesuffix(".module")
                 draft.edit("replace", call, f"{RUN}.export({module.source(path)}, {name})")
                 return
     draft.edit("guard", statement, f"{RUN}.is_main_process")
+
+
+def _is_optimizer(draft: Draft, node: ast.expr) -> bool:
+    """Whether a state is that of an optimizer, a schedule or an average, which are no models of the run."""
+    script = draft.script
+    return any(
+        isinstance(one, ast.Call) and bool(_OF_OPTIMIZERS.match(script.name(one.func)))
+        for one in script.sources(node)
+    )
 
 
 def _by_value(draft: Draft, node: ast.AST) -> bool:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import difflib
 import re
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.check import fix
+from lockstep.check import engine, fix
+from lockstep.check.config import Selection
 from lockstep.check.fix import Edit
 from lockstep.check.project import Project
 from lockstep.check.script import Script
@@ -86,7 +88,29 @@ def convert(path: Path) -> Converted:
     edits = _placed(draft)
     text = fix.apply(draft.module, edits)
     compile(text, str(path), "exec")
-    return Converted(draft.module, text, _questions(draft, text), draft.notes)
+    text, found = _checked(draft, text)
+    return Converted(draft.module, text, _questions(draft, text) + found, draft.notes)
+
+
+def _checked(draft: Draft, text: str) -> tuple[str, list[Question]]:
+    """Ask what `lockstep check` finds in a converted script: what a resume loses, work per microbatch."""
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / draft.module.path.name
+        file.write_text(text, encoding="utf-8")
+        findings = engine.check([file], Selection(("LS601", "LS602", "LS604", "LS605"))).findings
+    lines, found = text.split("\n"), []
+    before = [line.strip() for line in draft.module.text.splitlines()]
+    for one in sorted(findings, key=lambda one: -one.line):
+        line = lines[one.line - 1]
+        asked = f"{one.code}: {one.message}"
+        lines.insert(one.line - 1, f"{line[: len(line) - len(line.lstrip())]}{MARK}{asked}")
+        number = before.index(line.strip()) + 1 if line.strip() in before else 1
+        found.append(Question(number, one.line, asked))
+    shifted = [
+        Question(one.before, one.after + index, one.text)
+        for index, one in enumerate(reversed(found))
+    ]
+    return "\n".join(lines), shifted
 
 
 def _read(path: Path) -> Script:

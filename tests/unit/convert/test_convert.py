@@ -108,7 +108,12 @@ def test_the_manual_has_every_question() -> None:
         ("device = 'cuda:0'", "pass", "", 'device = "cuda"'),
         ("ä = 'ö' # ü", "pass", "ö = 1; ü = 2", "    ö = 1; ü = 2"),
         ("", "if step == 3: break", "", f"        {questions.MARK}{questions.LEAVES}"),
-        ("", "if step % 2 == 1:\n            optimizer.step()", "", "batch_size=4 * 2"),
+        (
+            "",
+            "if step % 2 == 1:\n            optimizer.step()",
+            "",
+            f"        {questions.MARK}{questions.EVERY}",
+        ),
     ],
 )
 def test_single_lines(tmp_path: Path, before: str, inside: str, after: str, line: str) -> None:
@@ -230,3 +235,104 @@ def test_questions_are_listed_with_their_lines(
     assert main(["convert", str(path), "-o", str(out)]) == 1
     ((number,),) = [re.findall(r":(\d+): question", capsys.readouterr().err)]
     assert out.read_text().splitlines()[int(number) - 1].strip().startswith(questions.MARK)
+
+
+#: Trainings that look like others, and are none: what is left of a step loop's body, and the question.
+UNLIKE = {
+    "a scheduler each second batch": (
+        "(loss / 2).backward()\nopt.step()\nopt.zero_grad()\nif i % 2 == 0:\n    sched.step()",
+        questions.EVERY,
+    ),
+    "a gradient that is not divided": (
+        "loss.backward()\nif (i + 1) % 2 == 0:\n    opt.step()\n    opt.zero_grad()",
+        questions.EVERY,
+    ),
+    "a condition of another form": (
+        "(loss / 2).backward()\nif not (i + 1) % 2:\n    opt.step()\n    opt.zero_grad()",
+        questions.EVERY,
+    ),
+    "one name for two losses": (
+        "loss = model(x).mean()\nloss.backward()\nloss = model(x).std()\nloss.backward()\nopt.step()",
+        questions.BACKWARD,
+    ),
+    "a gradient of backward": (
+        "a = model(x).mean()\nb = model(x).std()\na.backward(one)\nb.backward(two)\nopt.step()",
+        questions.BACKWARD,
+    ),
+    "a sum over samples": ("model(x).sum().backward()\nopt.step()", questions.SUMS),
+    "a small batch is skipped": (
+        "if len(x) < 4:\n    continue\nloss.backward()\nopt.step()",
+        questions.SKIPS,
+    ),
+    "a function is left": ("loss.backward()\nopt.step()\nif i > 3:\n    return", questions.LEAVES),
+    "a graph in two updates": (
+        "fake = model(x)\nfake.mean().backward()\nopt.step()\nother(fake).mean().backward()\nopt2.step()",
+        questions.UPDATES,
+    ),
+    "an attribute in two updates": (
+        "box.fake = x\nloss.backward()\nopt.step()\nother(box.fake).mean().backward()\nopt2.step()",
+        questions.UPDATES,
+    ),
+}
+
+TRAIN = """\
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+def seeded(number):
+    torch.manual_seed(number)
+
+def main(options, box, one, two):
+    loader = DataLoader(list(range(8)), batch_size=4)
+    model, other = nn.Linear(1, 1), nn.Linear(1, 1)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    opt2 = torch.optim.SGD(other.parameters(), lr=0.1)
+    sched = torch.optim.lr_scheduler.StepLR(opt, 1)
+    for epoch in range(2):
+        for i, x in enumerate(loader):
+            loss = model(x).mean()
+"""
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_what_only_looks_alike_is_a_question(tmp_path: Path, name: str) -> None:
+    body, question = UNLIKE[name]
+    path = tmp_path / "train.py"
+    path.write_text(TRAIN + "".join(f"            {line}\n" for line in body.splitlines()))
+    made = convert(path)
+    assert question in [one.text for one in made.questions], made.text
+    lines = made.text.splitlines()
+    for one in made.questions:
+        assert lines[one.after - 1].strip() == questions.MARK + one.text
+
+
+def test_divisions_of_other_numbers_stay(tmp_path: Path) -> None:
+    body = "(loss / 2).backward()\nif (i + 1) % 2 == 0:\n    opt.step()\n    opt.zero_grad()\n"
+    path = tmp_path / "train.py"
+    text = TRAIN + "".join(f"            {line}\n" for line in body.splitlines())
+    path.write_text(f"{text}    held = len(one) // 2\n    batches = len(loader) // 2\n")
+    made = convert(path)
+    assert "batch_size=4 * 2" in made.text
+    assert "held = len(one) // 2\n" in made.text
+    assert "batches = len(loader)\n" in made.text
+    assert "run.backward(loss)" in made.text
+
+
+def test_a_seed_that_a_function_is_given_is_a_question(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    text = TRAIN.replace("    loader =", "    seeded(options.seed)\n    loader =")
+    path.write_text(f"{text}            loss.backward()\n            opt.step()\n")
+    assert questions.SEED in [one.text for one in convert(path).questions]
+
+
+def test_what_check_finds_in_the_converted_script_is_a_question(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    average = "    mean = torch.optim.swa_utils.AveragedModel(model)\n    sched ="
+    lines = ("loss.backward()", "opt.step()", "mean.update_parameters(model)")
+    body = "".join(f"            {line}\n" for line in lines)
+    path.write_text(TRAIN.replace("    sched =", average) + body)
+    made = convert(path)
+    (one,) = [one for one in made.questions if one.text.startswith("LS605")]
+    assert made.text.splitlines()[one.after - 1].strip() == questions.MARK + one.text
+    assert path.read_text().splitlines()[one.before - 1].strip() == "mean.update_parameters(model)"
