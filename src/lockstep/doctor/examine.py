@@ -28,6 +28,8 @@ CHECKS = {
 OK, FAILED, APART = 0, 1, 3
 #: All-reduces, each by another backend, that may be started at most.
 _STARTERS = 2
+#: What facts of another version of Lockstep may raise.
+_UNLIKE = (KeyError, TypeError, ValueError, IndexError, AttributeError)
 #: How much longer a node waits for the others than they may take.
 _SLACK = 20.0
 #: How long a node may take to look by itself: as long as the slowest check, and a little more.
@@ -175,6 +177,8 @@ def _together(name: str, meeting: Meeting, seen: Seen, asked: Asked) -> Seen:
         facts = bounded(lambda: work(meeting, seen, asked), one.seconds)
     except (WorldError, OSError, RuntimeError) as error:
         facts, problem = None, str(error).partition("\n")[0]
+    except _UNLIKE as error:
+        facts, problem = None, f"{type(error).__name__} in what nodes told: {error}"
     told = _bounded(meeting, f"check/{name}", [facts, problem], PATIENCE)
     more = []
     for (its, why), before in zip(told, seen.told, strict=True):
@@ -201,4 +205,8 @@ def _judged(name: str, seen: Seen) -> Iterator[Finding]:
             advice = "run it again; if it stays, look at the kernel's log of this node"
             yield Finding("failure", f"{seen.on(label)}{why}", advice)
     if CHECKS[name].together is None or seen.of(name):  # else a node was lost before
-        yield from CHECKS[name].judge(seen)
+        try:
+            yield from list(CHECKS[name].judge(seen))
+        except _UNLIKE as error:
+            text = f"what nodes told cannot be compared: {type(error).__name__}: {error}"
+            yield Finding("failure", text, "install one version of Lockstep on all nodes")

@@ -19,15 +19,21 @@ _PREFIX = ".lockstep-doctor-"
 
 def _place(run_dir: Path) -> Path:
     """Return the directory in which a run would make its own: the nearest that is there."""
-    return next(one for one in (run_dir, *run_dir.absolute().parents) if one.is_dir())
+    return next(one for one in (run_dir, *run_dir.absolute().parents) if one.exists())
 
 
 def _look(asked: Asked) -> Facts:
     place = _place(asked.run_dir)
-    found = os.statvfs(place)
-    facts = {"place": str(place.absolute()), "free": found.f_bavail * found.f_frsize}
-    with tempfile.TemporaryDirectory(dir=place, prefix=_PREFIX) as name:
-        return facts | {"locks": _locks(Path(name)), "renames": _renames(Path(name))}
+    facts = {"place": str(place.absolute())}
+    if not place.is_dir():
+        return facts | {"problem": "is a file; expected a directory"}
+    try:
+        found = os.statvfs(place)
+        with tempfile.TemporaryDirectory(dir=place, prefix=_PREFIX) as name:
+            tried = {"locks": _locks(Path(name)), "renames": _renames(Path(name))}
+    except OSError as error:
+        return facts | {"problem": f"cannot be written: {error.strerror}"}
+    return facts | tried | {"free": found.f_bavail * found.f_frsize}
 
 
 def _locks(directory: Path) -> str:
@@ -41,9 +47,14 @@ def _locks(directory: Path) -> str:
 
 
 def _takes(file: int) -> bool:
+    """Return whether a lock can be had; not where another holds it.
+
+    Raises:
+        OSError: if the file system has no locks.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return False
     return True
 
@@ -69,6 +80,9 @@ def _renames(directory: Path) -> str:
 def storage(facts: Facts) -> list[Finding] | str:
     """Judge a file system: its locks, its rename, its room for checkpoints."""
     place = facts["place"]
+    if "problem" in facts:
+        advice = "choose another place with --run-dir"
+        return [Finding("failure", f"{place} {facts['problem']}", advice)]
     advice = "checkpoints need it: choose another place with --run-dir, or mount it with locks"
     found = [
         Finding("failure", f"the file system of {place} {problem}", advice)
@@ -89,26 +103,37 @@ def _together(meeting: Meeting, seen: Seen, asked: Asked) -> Facts:
     path = (
         _place(asked.run_dir) / f"{_PREFIX}{meeting.gather('shared/name', secrets.token_hex(8))[0]}"
     )
+    facts = {"sees": False, "takes": False, "problem": ""}
     with contextlib.ExitStack() as stack:
-        held = None
         if meeting.index == 0:
-            with contextlib.suppress(OSError):
+            try:
                 held = stack.enter_context(path.open("w"))
                 stack.callback(lambda: path.unlink(missing_ok=True))
                 _takes(held.fileno())
+            except OSError as error:
+                facts["problem"] = f"{error.strerror}"
         meeting.gather("shared/made", own=True)
-        facts = {"sees": path.exists(), "takes": False}
+        facts["sees"] = path.exists()
         if meeting.index > 0 and facts["sees"]:
-            with contextlib.suppress(OSError), path.open("r+") as other:
-                facts["takes"] = _takes(other.fileno())
+            try:
+                with path.open("r+") as other:
+                    facts["takes"] = _takes(other.fileno())
+            except OSError as error:
+                facts["problem"] = f"{error.strerror}"
         meeting.gather("shared/seen", own=True)
-        return facts
+    return facts
 
 
 @check("shared", together=_together)
 def shared(seen: Seen) -> Iterator[Finding]:
     """Find run directories that nodes do not share, and locks that do not reach from node to node."""
     told = seen.of("shared")
+    failed = [(label, facts["problem"]) for label, facts in told if facts["problem"]]
+    for label, problem in failed:
+        text = f"{label} cannot open and lock a file in the run directory: {problem}"
+        yield Finding("failure", text, "choose a place with --run-dir that all nodes can write")
+    if told and told[0][1]["problem"]:
+        return
     apart = [label for label, facts in told if not facts["sees"]]
     for label, facts in told:
         if facts["takes"]:
@@ -121,5 +146,5 @@ def shared(seen: Seen) -> Iterator[Finding]:
             "a checkpoint is lost with the node that wrote it: --run-dir on a shared file system"
         )
         yield Finding("warning", text, advice)
-    elif told and not any(facts["takes"] for _, facts in told):
+    elif told and not failed and not any(facts["takes"] for _, facts in told):
         yield Finding("ok", "all nodes share the run directory, and its locks")

@@ -18,6 +18,7 @@ SHM = {"size": GIB, "free": GIB}
 LIMITS = {"files": 4096, "locked": -1, "addresses": -1, "processes": -1, "rdma": True}
 MEMORY = {"free": 8 * GIB, "total": 16 * GIB, "group": None}
 CORES = {"machine": 8, "affinity": "0-7", "quota": None, "usable": 8}
+SHARED = {"sees": True, "takes": False, "problem": ""}
 STORAGE = {"place": "/runs", "free": GIB, "locks": "", "renames": ""}
 GPU = {
     "name": "H100",
@@ -111,14 +112,21 @@ CASES: list[tuple[str, list[Any], list[tuple[str, str]]]] = [
         [names("10.0.0.1"), names("127.0.1.1")],
         [("warning", "b is 127.0.1.1: its own name"), ("ok", "10")],
     ),
-    ("shared", [{"sees": True, "takes": False}] * 2, [("ok", "all nodes share the run directory")]),
+    ("storage", [{"place": "/f", "problem": "is a file"}], [("failure", "/f is a file")]),
+    ("shared", [SHARED] * 2, [("ok", "all nodes share the run directory")]),
     (
         "shared",
-        [
-            {"sees": True, "takes": False},
-            {"sees": False, "takes": False},
-            {"sees": True, "takes": True},
-        ],
+        [SHARED, {**SHARED, "problem": "No locks available"}],
+        [("failure", "node 1 (b) cannot open and lock a file in the run directory: No locks")],
+    ),
+    (
+        "shared",
+        [{**SHARED, "sees": False, "problem": "Permission denied"}, {**SHARED, "sees": False}],
+        [("failure", "node 0 (a) cannot open and lock a file")],
+    ),
+    (
+        "shared",
+        [SHARED, {**SHARED, "sees": False}, {**SHARED, "takes": True}],
         [("failure", "(c) takes a lock"), ("warning", "not shared: node 1 (b) does not see")],
     ),
     (
