@@ -187,6 +187,16 @@ def ancestors(module: Module, node: ast.AST) -> Iterator[ast.AST]:
         node = parent
 
 
+def calls(node: ast.AST, *methods: str) -> int:
+    """Return how many calls of methods with these names stand in a node."""
+    return sum(
+        isinstance(one, ast.Call)
+        and isinstance(one.func, ast.Attribute)
+        and one.func.attr in methods
+        for one in ast.walk(node)
+    )
+
+
 def in_loop(module: Module, node: ast.AST) -> bool:
     """Whether a node stands in a loop of its own function."""
     for one in ancestors(module, node):

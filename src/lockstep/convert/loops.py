@@ -8,7 +8,7 @@ from typing import Any
 from lockstep.check.arguments import argument
 from lockstep.check.source import Loop, dotted
 from lockstep.convert import questions
-from lockstep.convert.draft import RUN, Draft, ancestors, origins
+from lockstep.convert.draft import RUN, Draft, ancestors, calls, origins
 
 _CLIPPING = {
     "torch.nn.utils.clip_grad_norm_": "clip_grad_norm_",
@@ -100,7 +100,7 @@ def _accumulation(draft: Draft, loop: Loop) -> None:
     """Make of a step that every n-th batch takes one batch that is n times as large."""
     for branch in _inside(draft, loop, ast.If):
         number = _modulus(branch.test)
-        if not _calls(branch, "step") or not (number or _varies(loop, branch.test)):
+        if not calls(branch, "step") or not (number or _varies(loop, branch.test)):
             continue
         sized = [argument(one, "batch_size", 1) for one in _loaders(draft, loop)]
         divided = [] if number is None else _divisions(draft, loop, number)
@@ -137,23 +137,14 @@ def _inside(draft: Draft, loop: Loop, *kind: type[ast.stmt]) -> list[Any]:
     return found
 
 
-def _calls(node: ast.AST, *methods: str) -> int:
-    return sum(
-        isinstance(one, ast.Call)
-        and isinstance(one.func, ast.Attribute)
-        and one.func.attr in methods
-        for one in ast.walk(node)
-    )
-
-
 def _accumulates(loop: Loop, branch: ast.If) -> bool:
     """Whether all steps of a loop are in a branch, and all of its backward passes before it."""
     updates = ("step", "zero_grad")
     return (
         not branch.orelse
-        and _calls(branch, *updates) == _calls(loop, *updates)
-        and not _calls(branch, "backward")
-        and _calls(loop, "backward") > 0
+        and calls(branch, *updates) == calls(loop, *updates)
+        and not calls(branch, "backward")
+        and calls(loop, "backward") > 0
     )
 
 

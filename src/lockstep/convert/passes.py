@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from lockstep.check.editor import PART
 from lockstep.check.source import Loop, dotted
 from lockstep.convert import questions
-from lockstep.convert.draft import RUN, Draft
+from lockstep.convert.draft import RUN, Draft, calls
 
 #: What reads a tensor without its graph.
 _NUMBERS = ("detach", "item", "data", "shape", "size")
@@ -31,22 +31,13 @@ def _starts(body: Sequence[ast.stmt]) -> list[int]:
     """Return where in a body the work for each update begins: after a step, if another backward follows."""
     starts, stepped, sent = [0], False, False
     for index, statement in enumerate(body):
-        sends = _calls(statement, "backward")
+        sends = calls(statement, "backward") > 0
         if sends and stepped:
-            starts.append(1 + max(n for n in range(index) if _calls(body[n], "step")))
+            starts.append(1 + max(n for n in range(index) if calls(body[n], "step")))
             stepped = False
         sent = sent or sends
-        stepped = stepped or (sent and _calls(statement, "step"))
+        stepped = stepped or (sent and calls(statement, "step") > 0)
     return starts
-
-
-def _calls(node: ast.AST, method: str) -> bool:
-    return any(
-        isinstance(one, ast.Call)
-        and isinstance(one.func, ast.Attribute)
-        and one.func.attr == method
-        for one in ast.walk(node)
-    )
 
 
 def _one_backward(draft: Draft, part: Sequence[ast.stmt]) -> None:
