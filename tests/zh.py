@@ -1,0 +1,89 @@
+"""The Chinese pages in docs/zh, and the English pages that they translate.
+
+`python -m tests.zh` names the pages whose English has changed. `python -m tests.zh PAGE …` (`manual/data`,
+or `all`) is for after their translation: it copies the English code blocks into them, and notes the hash of
+the English text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+from pathlib import Path
+
+from tests.ports import ROOT
+
+DOCS = ROOT / "docs"
+#: The parts of the manual that are translated; the reference is not.
+PARTS = ("get-started", "guides", "concepts")
+_HEAD = re.compile(r"\A---\ntranslation_of: (\w*)\n---\n\n?")
+_BLOCK = re.compile(r"(?ms)^ *(`{3,})(.*?)^ *\1$")
+_TOCTREE = "{toctree}"
+
+
+def names() -> list[str]:
+    """Return the pages that are translated: the home page, the parts, and what these list."""
+    listed = [
+        line
+        for part in PARTS
+        for found in _BLOCK.finditer(english(part))
+        for line in found[2].splitlines()[1:]
+        if found[2].startswith(_TOCTREE) and line and not line.startswith(":")
+    ]
+    return ["index", *PARTS, *listed]
+
+
+def english(name: str) -> str:
+    """Return the text of an English page. That of the home page is the README."""
+    return (ROOT / "README.md" if name == "index" else DOCS / f"{name}.md").read_text()
+
+
+def page(name: str) -> Path:
+    """Return the file of a Chinese page."""
+    return DOCS / "zh" / f"{name}.md"
+
+
+def fingerprint(text: str) -> str:
+    """Return a hash of an English page without its code blocks: those are compared."""
+    return hashlib.sha256(_BLOCK.sub("", text).encode()).hexdigest()[:16]
+
+
+def stale(name: str) -> bool:
+    """Return whether the English page has changed since its translation."""
+    found = _HEAD.match(page(name).read_text())
+    return found is None or found[1] != fingerprint(english(name))
+
+
+def blocks(text: str) -> list[str]:
+    """Return the code blocks of a page; a list of contents is none."""
+    return [found[0] for found in _BLOCK.finditer(text) if not found[2].startswith(_TOCTREE)]
+
+
+def prose(text: str) -> str:
+    """Return a page without its code blocks and front matter."""
+    return _BLOCK.sub("", _HEAD.sub("", text))
+
+
+def noted(text: str, of: str) -> str:
+    """Return a Chinese page with the code blocks and the hash of an English one."""
+    new = blocks(of)
+    if len(new) != len(blocks(text)):
+        raise SystemExit(f"{len(blocks(text))} code blocks; the English page has {len(new)}")
+    body = _BLOCK.sub(
+        lambda found: found[0] if found[2].startswith(_TOCTREE) else new.pop(0), _HEAD.sub("", text)
+    )
+    return f"---\ntranslation_of: {fingerprint(of)}\n---\n\n{body}"
+
+
+def main(pages: list[str]) -> None:
+    """Print which pages are to be translated anew; or note that these pages are translated."""
+    for name in names() if pages == ["all"] else pages:
+        page(name).write_text(noted(page(name).read_text(), english(name)))
+    for name in names():
+        if not page(name).exists() or stale(name):
+            sys.stdout.write(f"{name}: the English page has changed since its translation\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
