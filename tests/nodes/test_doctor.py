@@ -114,3 +114,5 @@ def test_a_node_that_does_not_come(hosts: Hosts, tmp_path: Path) -> None:
     assert first[:2] == ["failure", "nodes"]
     assert first[2].startswith("1 of 2 nodes did not come within 1 s: node 1; came: a. Do: ")
     assert "ok       training " in done.out, "this node is looked at all the same"
+    assert "skipped  clocks      not compared: the other nodes did not come" in done.out
+    assert done.out.splitlines()[-1].startswith("1 of 2 nodes, ")

@@ -43,6 +43,9 @@ def handle(options: argparse.Namespace) -> int:
     """Examine what `options` say; return the exit code."""
     import os
 
+    # Read when torch is imported: its stacks of a lost node's connection would stand before the report.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+
     from lockstep.doctor.check import Asked
     from lockstep.doctor.examine import examine
     from lockstep.launch.nodes.config import Nodes, rendezvous_config

@@ -50,10 +50,12 @@ class Seen:
     Attributes:
         labels: what to call each node.
         told: by node, what it found for each check.
+        asked: how many nodes there were to be.
     """
 
     labels: tuple[str, ...]
     told: tuple[Mapping[str, Facts], ...]
+    asked: int = 1
 
     def of(self, name: str) -> list[tuple[str, Facts]]:
         """Return the label and the facts of each node that found something for a check."""
@@ -64,6 +66,11 @@ class Seen:
     def alone(self) -> bool:
         """Whether there is one node."""
         return len(self.labels) == 1
+
+    @property
+    def missed(self) -> bool:
+        """Whether nodes were asked for that did not come."""
+        return len(self.labels) < self.asked
 
     def on(self, label: str) -> str:
         """Return how a line about a node begins; a node that is alone needs no name."""

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from lockstep.doctor import gpus, limits, links, network, reduction, software, storage, training
@@ -67,7 +67,9 @@ class Report:
             yield f"{one.level:8} {name:{wide}}  {one.text}{advice}"
         counts = Counter(one.level for _, one in self.findings)
         told = ", ".join(f"{counts[level]} {level}" for level in get_args(Level))
-        yield f"{len(self.seen.labels)} node(s), {self.seconds:.1f} s: {told}"
+        count = len(self.seen.labels)
+        nodes = f"{count} of {self.seen.asked} nodes" if self.seen.missed else f"{count} node(s)"
+        yield f"{nodes}, {self.seconds:.1f} s: {told}"
 
     def as_json(self) -> dict[str, Any]:
         """Return the report in JSON's types."""
@@ -75,6 +77,7 @@ class Report:
             "exit_code": self.exit_code,
             "seconds": round(self.seconds, 2),
             "nodes": list(self.seen.labels),
+            "nodes_asked": self.seen.asked,
             "findings": [
                 {"check": name, "level": one.level, "text": one.text, "advice": one.advice}
                 for name, one in self.findings
@@ -108,11 +111,13 @@ def examine(
         stack.callback(_leave, meeting)
         own = _results(looks)
         findings = [] if apart is None else [("nodes", apart)]
-        seen = Seen((meeting.labels[meeting.index],), (own,))
+        told: list[Any] = [{_PROBLEMS: {}} for _ in meeting.labels]
+        told[meeting.index] = own
+        seen = Seen(meeting.labels, tuple(told), 1 if config is None else config.count)
         stage = "nodes"
         try:
             told = _bounded(meeting, "looks", own, _LOOKS_SECONDS)
-            seen = Seen(meeting.labels, tuple(told))
+            seen = replace(seen, told=tuple(told))
             for stage in CHECKS:
                 seen = _together(stage, meeting, seen, asked)
         except LostError as error:
@@ -184,7 +189,7 @@ def _together(name: str, meeting: Meeting, seen: Seen, asked: Asked) -> Seen:
     for (its, why), before in zip(told, seen.told, strict=True):
         problems = before[_PROBLEMS] | ({} if why is None else {name: why})
         more.append({**before, name: its, _PROBLEMS: problems})
-    return Seen(seen.labels, tuple(more))
+    return replace(seen, told=tuple(more))
 
 
 def _bounded(meeting: Meeting, question: str, own: Any, seconds: float) -> list[Any]:
@@ -208,5 +213,13 @@ def _judged(name: str, seen: Seen) -> Iterator[Finding]:
         try:
             yield from list(CHECKS[name].judge(seen))
         except _UNLIKE as error:
-            text = f"what nodes told cannot be compared: {type(error).__name__}: {error}"
+            each = "; ".join(f"{label} has {_version(told)}" for label, told in seen.of("versions"))
+            text = f"what nodes told cannot be compared ({type(error).__name__}: {error}): {each}"
             yield Finding("failure", text, "install one version of Lockstep on all nodes")
+
+
+def _version(told: Any) -> str:
+    try:
+        return f"lockstep {told['bits']['lockstep']}"
+    except _UNLIKE:
+        return "another version of lockstep"

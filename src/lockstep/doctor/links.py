@@ -188,6 +188,7 @@ def links(seen: Seen) -> Iterator[Finding]:
     if not ways and not failures:
         parted = any("problem" in facts for _, facts in seen.of("network"))
         why = "not all nodes reach each other" if parted else "one host"
+        why = "the other nodes did not come" if seen.missed else why
         yield Finding("skipped", f"{why}: nothing to measure")
         return
     for (low, high), why in failures.items():

@@ -32,7 +32,7 @@ def names(seen: Seen) -> Iterator[Finding]:
             text = (
                 f"{seen.on(label)}{name} is {', '.join(addresses) or 'not known to the resolver'}"
             )
-            if seen.alone or not all(map(is_loopback, addresses)):
+            if (seen.alone and not seen.missed) or not all(map(is_loopback, addresses)):
                 if name == facts["own"]:
                     fine.append(text)
                 continue
@@ -78,20 +78,29 @@ def network(seen: Seen) -> Iterator[Finding]:
         yield Finding("ok", f"{text}; each connects to each other")
     else:
         each = [(label, ", ".join(one["interfaces"]) or "no interface") for label, one in told]
-        yield Finding("ok", f"{listed(each, seen)}; one host, nothing to connect to")
+        why = "the other nodes did not come" if seen.missed else "one host"
+        yield Finding("ok", f"{listed(each, seen)}; {why}, nothing to connect to")
 
 
 @check("clocks")
 def clocks(seen: Seen) -> Iterator[Finding]:
     """Find nodes whose clock differs from that of node 0."""
     told = [facts for _, facts in seen.of("network")]
-    if not told:
-        yield Finding("skipped", "not compared: a node was lost before")
-        return
-    if "alone" in told[0]:
-        yield Finding("skipped", "one host has one clock")
-        return
-    for text in told[0]["clocks"]:
+    for text in told[0]["clocks"] if told else ():
         yield Finding("warning", text, "set it: timedatectl set-ntp true, or chronyc makestep")
-    if not told[0]["clocks"]:
+    if why := _not_compared(seen, told):
+        yield Finding("skipped", why)
+    elif not told[0]["clocks"]:
         yield Finding("ok", f"within {CLOCK_TOLERANCE:g} s of that of {seen.labels[0]}")
+
+
+def _not_compared(seen: Seen, told: list[Facts]) -> str:
+    """Return why clocks were not compared, or not all of them."""
+    if seen.missed:
+        return "not compared: the other nodes did not come"
+    if told and "alone" in told[0]:
+        return "one host has one clock"
+    if not told and not any("network" in one["problems"] for one in seen.told):
+        return "not compared: a node was lost before"
+    failed = not told or ("problem" in told[0] and not told[0]["clocks"])
+    return "not compared: the network check failed" if failed else ""

@@ -18,8 +18,13 @@ _PREFIX = ".lockstep-doctor-"
 
 
 def _place(run_dir: Path) -> Path:
-    """Return the directory in which a run would make its own: the nearest that is there."""
-    return next(one for one in (run_dir, *run_dir.absolute().parents) if one.exists())
+    """Return the directory in which a run would make its own: the nearest that this process can see."""
+    return next(one for one in (run_dir, *run_dir.absolute().parents) if _is_there(one))
+
+
+def _is_there(path: Path) -> bool:
+    """Whether a path exists; `Path.exists` raises below a directory that may not be searched."""
+    return os.access(path, os.F_OK)
 
 
 def _look(asked: Asked) -> Facts:
@@ -113,7 +118,7 @@ def _together(meeting: Meeting, seen: Seen, asked: Asked) -> Facts:
             except OSError as error:
                 facts["problem"] = f"{error.strerror}"
         meeting.gather("shared/made", own=True)
-        facts["sees"] = path.exists()
+        facts["sees"] = _is_there(path)
         if meeting.index > 0 and facts["sees"]:
             try:
                 with path.open("r+") as other:
