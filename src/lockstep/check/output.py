@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import quote
 
 from lockstep.check.engine import Finding, Outcome
 from lockstep.check.rules import RULES
@@ -84,7 +85,8 @@ def sarif(outcome: Outcome) -> str:
 def _result(finding: Finding) -> dict[str, Any]:
     region = {"startLine": finding.line, "startColumn": finding.column, "endLine": finding.end}
     cell = "" if finding.cell is None else f"cell {finding.cell}: "
-    location = {"artifactLocation": {"uri": finding.path.as_posix()}, "region": region}
+    uri = quote(finding.path.as_posix())
+    location = {"artifactLocation": {"uri": uri}, "region": region}
     return {
         "ruleId": finding.code,
         "level": "error" if finding.harm in SEVERE else "warning",

@@ -77,6 +77,7 @@ class Project:
         self._imported: dict[Path, list[Module]] = {}
         self._programs: dict[Path, list[Module]] = {}
         self._matches: dict[tuple[Module, str], list[str]] = {}
+        self._named: dict[Module, dict[str, list[ast.Call]]] = {}
         self._called: dict[Module, set[str]] = {}
         self._found: dict[tuple[Path, str], Path | None] = {}
 
@@ -151,10 +152,21 @@ class Project:
     def called(self, module: Module) -> set[str]:
         """Return what a module calls: functions by name, methods by `.` and their last name."""
         if module not in self._called:
-            names = {self.name(module, call.func) for call in module.calls}
             methods = [one.func for one in module.calls if isinstance(one.func, ast.Attribute)]
+            names = self._named_calls(module).keys()
             self._called[module] = names | {f".{method.attr}" for method in methods}
         return self._called[module]
+
+    def calls(self, module: Module, name: str) -> list[ast.Call]:
+        """Return a module's calls of the function with a name, in their order."""
+        return self._named_calls(module).get(name, [])
+
+    def _named_calls(self, module: Module) -> dict[str, list[ast.Call]]:
+        if module not in self._named:
+            found = self._named[module] = defaultdict(list)
+            for call in module.calls:
+                found[self.name(module, call.func)].append(call)
+        return self._named[module]
 
     # Names ---------------------------------------------------------------------------------------
 

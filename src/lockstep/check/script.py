@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import cast
 
+from lockstep.check.arguments import argument
 from lockstep.check.project import Project
 from lockstep.check.source import Function, Loop, Module, dotted
 
@@ -71,9 +72,8 @@ class Script:
 
     def calls(self, *names: str) -> Iterator[ast.Call]:
         """Yield the calls in this file of functions with these names."""
-        for call in self.module.calls:
-            if self.name(call.func) in names:
-                yield call
+        for name in names:
+            yield from self.project.calls(self.module, name)
 
     def methods(self, *names: str) -> Iterator[ast.Call]:
         """Yield the calls in this file of methods with these names."""
@@ -97,7 +97,12 @@ class Script:
     @cached_property
     def flavours(self) -> set[str]:
         """Which kinds of distributed script the program is: ddp, accelerate, fabric, lockstep."""
-        return {FLAVOURS[name] for name in self.called if name in FLAVOURS}
+        names = FLAVOURS.keys() & self.called
+        made = [one for module in self.program for one in self.project.calls(module, "Fabric")]
+        devices = [argument(one, "devices", 2) for one in made]
+        if devices and all(isinstance(one, ast.Constant) and one.value == 1 for one in devices):
+            names -= {"Fabric"}
+        return {FLAVOURS[name] for name in names}
 
     @cached_property
     def plain(self) -> bool:
@@ -179,7 +184,8 @@ class Script:
         for one in ast.walk(node):
             match one:
                 case ast.Name(id=name) | ast.Attribute(attr=name):
-                    if _WORLD.match(name) or name == "get_world_size":
+                    own = dotted(one).endswith("world.size")
+                    if own or _WORLD.match(name) or name == "get_world_size":
                         return True
                 case ast.Constant(value=str(text)):
                     if re.search(r"WORLD_SIZE$", text):

@@ -75,6 +75,8 @@ def handle(options: argparse.Namespace) -> int:
         print(f"{(before - _counted(outcome)).total()} fixed", file=sys.stderr)
     if written := FORMS[options.format](outcome):
         print(written)
+    for note in outcome.notes if options.format != "text" else ():
+        print(f"note: {note}", file=sys.stderr)
     return int(bool(outcome.findings) and not options.exit_zero)
 
 

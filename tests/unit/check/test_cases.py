@@ -22,6 +22,8 @@ dist.init_process_group("nccl")
 rank = int(os.environ["LOCAL_RANK"])
 """
 
+STEP = "for i, x in enumerate(d):\n    loss = f(x)\n    loss.backward()\n"
+
 FOUND = {
     "the guard is in the caller": (
         "LS401",
@@ -53,6 +55,94 @@ FOUND = {
     "a move before the first loop": (
         "LS304",
         "o = torch.optim.SGD(net.parameters())\nnet.cuda()\nfor x in d:\n    net(x).backward()\n",
+    ),
+    "a place to meet at": (
+        "LS101",
+        "dist.init_process_group('nccl', init_method='tcp://127.0.0.1:29500', rank=rank)\n",
+    ),
+    "spawned by a function that the module calls": (
+        "LS108",
+        (
+            "import torch.multiprocessing as mp\n\ndef work(n):\n    pass\n\ndef main():\n"
+            "    if 1 < 2:\n        mp.spawn(work, nprocs=2)\n\nmain()\n"
+        ),
+    ),
+    "processes of a context": (
+        "LS108",
+        (
+            "import multiprocessing\n\ncontext = multiprocessing.get_context('spawn')\n"
+            "context.Process(target=print).start()\n"
+        ),
+    ),
+    "processes by a start method": (
+        "LS108",
+        (
+            "import torch.multiprocessing as mp\n\nmp.set_start_method('spawn')\n"
+            "for n in range(2):\n    mp.Process(target=print).start()\n"
+        ),
+    ),
+    "workers that are spawned": (
+        "LS108",
+        "DataLoader(d, num_workers=2, multiprocessing_context='spawn')\n",
+    ),
+    "a prepared loader, times the ranks": (
+        "LS204",
+        (
+            "from accelerate import Accelerator\n\na = Accelerator()\n"
+            "a.prepare(DataLoader(d, batch_size=8 * a.num_processes))\n"
+        ),
+    ),
+    "a batch size by its name": (
+        "LS216",
+        "global_batch_size = 64\nDataLoader(d, global_batch_size, sampler=DistributedSampler(d))\n",
+    ),
+    "an archive that all ranks unpack": (
+        "LS206",
+        "import tarfile\n\ntarfile.open('data.tar').extractall('data')\n",
+    ),
+    "a split by the rank": (
+        "LS210",
+        (
+            "from torch.utils.data import random_split\n\n"
+            "g = torch.Generator().manual_seed(rank)\nrandom_split(d, [1, 1], generator=g)\n"
+        ),
+    ),
+    "numbers of a set": ("LS207", "index = {c: i for i, c in enumerate(set(names))}\n"),
+    "a set as a list, in a dataset": (
+        "LS207",
+        (
+            "class D(torch.utils.data.Dataset):\n    def __init__(self, names):\n"
+            "        self.names = list(set(names))\n"
+        ),
+    ),
+    "an optimizer's own learning rate": ("LS215", "torch.optim.Adam(DDP(net).parameters())\n"),
+    "a learning rate by an option": (
+        "LS215",
+        (
+            "import argparse\n\np = argparse.ArgumentParser()\np.add_argument('--lr', default=0.1)\n"
+            "args = p.parse_args()\ntorch.optim.SGD(DDP(net).parameters(), lr=args.lr)\n"
+        ),
+    ),
+    "a tensor that is printed": ("LS402", f"{STEP}    print(f'loss {{loss}}')\n"),
+    "a tensor beside a bar": ("LS402", f"{STEP}    bar.set_postfix(loss=loss)\n"),
+    "a tensor as a number": ("LS402", f"{STEP}    total += float(loss)\n"),
+    "rank 0 leaves the loop": (
+        "LS407",
+        f"net = DDP(net)\n{STEP}    if rank == 0 and i > 7:\n        break\n",
+    ),
+    "patience by an evaluation that is dealt out": (
+        "LS407",
+        (
+            "net = DDP(net)\nval_sampler = DistributedSampler(val_set)\nfor e in range(9):\n"
+            "    for x in d:\n        net(x).backward()\n    if waited > patience:\n        break\n"
+        ),
+    ),
+    "layers that FSDP does not know": (
+        "LS305",
+        (
+            "from torch.distributed.fsdp import fully_shard\n\nfully_shard(net)\n"
+            "net = nn.SyncBatchNorm.convert_sync_batchnorm(net)\n"
+        ),
     ),
     "the loop is two functions": (
         "LS403",
@@ -144,11 +234,105 @@ SILENT = {
             "        scaler.update()\n    else:\n        loss.backward()\n        opt.step()\n"
         ),
     ),
+    "a port that is found": (
+        "LS101",
+        "dist.init_process_group('nccl', init_method=f'tcp://127.0.0.1:{port()}')\n",
+    ),
+    "spawned by a function under a guard": (
+        "LS108",
+        (
+            "import torch.multiprocessing as mp\n\ndef work(n):\n    pass\n\ndef main():\n"
+            "    mp.spawn(work, nprocs=2)\n\nif __name__ == '__main__':\n    main()\n"
+        ),
+    ),
+    "forked processes": ("LS108", "import multiprocessing\n\nmultiprocessing.Process().start()\n"),
+    "a global batch that is divided": (
+        "LS216",
+        (
+            "total_batch_size = 64\nown = total_batch_size // dist.get_world_size()\n"
+            "DataLoader(d, own, sampler=DistributedSampler(d))\n"
+        ),
+    ),
+    "batches that Accelerate splits": (
+        "LS204",
+        (
+            "from accelerate import Accelerator\n\na = Accelerator(split_batches=True)\n"
+            "a.prepare(DataLoader(d, batch_size=8 * a.num_processes))\n"
+        ),
+    ),
+    "an option that is divided": (
+        "LS216",
+        (
+            "import argparse\n\np = argparse.ArgumentParser()\n"
+            "p.add_argument('--batch', help='of all GPUs')\nargs = p.parse_args()\n"
+            "args.batch = int(args.batch / n)\n"
+            "DataLoader(d, args.batch, sampler=DistributedSampler(d))\n"
+        ),
+    ),
+    "a directory of the process's own": ("LS301", "torch.save(x, os.path.join(tmp_path, 'm'))\n"),
+    "parameters that an optimizer gets by hand": (
+        "LS304",
+        (
+            "from torch.distributed.fsdp import fully_shard\n\no = torch.optim.SGD(net.parameters())\n"
+            "fully_shard(net)\no.param_groups[0]['params'] = list(net.parameters())\n"
+        ),
+    ),
+    "the elements of a set in order": ("LS207", "list(enumerate(sorted(set(names))))\n"),
+    "a number that is printed": (
+        "LS402",
+        "for x in d:\n    loss = float(f(x))\n    net(x).backward()\n    print(loss)\n",
+    ),
+    "ranks without a file to save leave the epoch": (
+        "LS407",
+        (
+            "net = DDP(net)\nfor e in range(9):\n    for x in d:\n        net(x).backward()\n"
+            "    if rank != 0:\n        continue\n    torch.save(net, 'm')\n"
+        ),
+    ),
+    "an evaluation that every rank makes alike": (
+        "LS407",
+        (
+            "net = DDP(net)\nfor e in range(9):\n    for x in d:\n        net(x).backward()\n"
+            "    if waited > patience:\n        break\n"
+        ),
+    ),
     "a port only where none is given": (
         "LS101",
         "if 'MASTER_PORT' not in os.environ:\n    os.environ['MASTER_PORT'] = '29500'\n",
     ),
 }
+
+
+LOOP = """\
+import lockstep
+import numpy as np
+import torch
+
+with lockstep.Run("toy", replicas=2) as run:
+    rng = np.random.default_rng(0)
+    for x in run.loader(data, batch_size=4, num_workers=8 // run.world.size):
+        {}
+        run.backward(model(x))
+        optimizer.step()
+    run.print(run.world.size * 4)
+"""
+#: A line in the body of a Lockstep loop, and the rule that finds it.
+LOOPS = [
+    ("x = x + rng.normal()", ["LS609"]),
+    ("x = x + np.random.default_rng(torch.initial_seed()).normal()", []),
+    ("torch.manual_seed(run.world.rank)", ["LS608"]),
+    ("x = x[run.world.rank :: run.world.size]", ["LS608"]),
+    ("own = np.random.default_rng(torch.initial_seed())\n        x = x + own.normal()", []),
+    ("run.log(x=x, rank=run.world.rank)", []),
+]
+
+
+@pytest.mark.parametrize(("line", "expected"), LOOPS)
+def test_loops_of_lockstep(line: str, expected: list[str], tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LOOP.format(line))
+    found = engine.check([script], Selection(select=("LS60",))).findings
+    assert [one.code for one in found if one.code != "LS603"] == expected
 
 
 def codes(tmp_path: Path, text: str, code: str) -> list[str]:
@@ -192,6 +376,18 @@ def test_no_warning_at_exit_over_gloo(tmp_path: Path) -> None:
         script.write_text(text.replace("nccl", backend))
         found = engine.check([script], Selection(select=("LS107",))).findings
         assert [one.code for one in found] == expected
+
+
+@pytest.mark.parametrize(("devices", "expected"), [("1", []), ("2", ["LS206"])])
+def test_fabric_on_one_device_is_one_process(
+    devices: str, expected: list[str], tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from lightning import Fabric\nfrom torchvision.datasets import MNIST\n\n"
+        f"fabric = Fabric(devices={devices})\nfabric.launch()\nMNIST('data', download=True)\n"
+    )
+    assert [one.code for one in engine.check([script]).findings] == expected
 
 
 SAVE = "torch.save(net, 'm.pt')\n"

@@ -148,6 +148,8 @@ def test_forms(tmp_path: Path) -> None:
     (run,) = json.loads(FORMS["sarif"](outcome))["runs"]
     (result,) = run["results"]
     assert result["level"] == "error"
+    place = result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]
+    assert place.endswith("a%2Cb.py")
     assert result["ruleId"] in [one["id"] for one in run["tool"]["driver"]["rules"]]
     annotation = FORMS["github"](outcome)
     assert annotation.startswith("::error title=lockstep check (LS202),file=")

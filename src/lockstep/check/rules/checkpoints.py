@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from lockstep.check.arguments import argument, spread
@@ -51,14 +52,19 @@ def save_everywhere(script: Script) -> Iterator[Hit]:
             continue
         if any(script.is_rank(value) for value in [path, *script.sources(path)]):
             continue
-        if _in_memory(script, path) or _launcher_only(script, call):
+        if _own(script, path) or _launcher_only(script, call):
             continue
         yield Hit(call, None, tuple(_guarded(script, call)))
 
 
-def _in_memory(script: Script, path: ast.expr) -> bool:
-    made = [dotted(one.func) for one in script.sources(path) if isinstance(one, ast.Call)]
-    return any(name.endswith(("BytesIO", "open")) for name in made)
+def _own(script: Script, path: ast.expr) -> bool:
+    """Whether what is written is this process's own: memory, an open file, a temporary directory."""
+    values = script.sources(path)
+    made = [dotted(one.func) for one in values if isinstance(one, ast.Call)]
+    private = r"\btmp_?(path|dir)\b|tempfile\.|mkdtemp|TemporaryDirectory|TemporaryFile"
+    return any(name.endswith(("BytesIO", "open")) for name in made) or any(
+        re.search(private, ast.unparse(one)) for one in values
+    )
 
 
 def _launcher_only(script: Script, call: ast.Call) -> bool:

@@ -16,7 +16,7 @@ from lockstep.check.source import Function, dotted
 @rule(
     "LS206",
     "download on all ranks",
-    "all ranks download to one place at once: let one rank download, and the others wait",
+    "all ranks download or unpack to one place at once: let one rank do it, and the others wait",
     "corrupts",
     why="""Ranks of a node write the same files at the same time, and read them half written: checksums fail, archives
     are corrupt, now and then.""",
@@ -46,14 +46,25 @@ def download_everywhere(script: Script) -> Iterator[Hit]:
     if script.says("FileLock") or not script.flavours - {"lockstep"}:
         return
     for call in script.module.calls:
-        asked = true(argument(call, "download"))
-        fetched = script.name(call.func) in ("urllib.request.urlretrieve", "wget.download")
-        if (asked or fetched) and script.guard(call) is None and _before_work(script, call):
+        method = isinstance(call.func, ast.Attribute) and call.func.attr == "extractall"
+        fetches = method or script.name(call.func) in _FETCHES or true(argument(call, "download"))
+        if fetches and script.guard(call) is None and _before_work(script, call):
             yield Hit(call)
 
 
+#: Functions that leave files half written for others to read; `load_dataset`, `from_pretrained` lock theirs.
+_FETCHES = {
+    *("urllib.request.urlretrieve", "wget.download", "gdown.download", "nltk.download"),
+    *("torch.hub.load", "shutil.unpack_archive"),
+    *("torchvision.datasets.utils.download_and_extract_archive",),
+    *("torchvision.datasets.utils.download_url",),
+}
+
+
 def _before_work(script: Script, call: ast.Call) -> bool:
-    """Whether a call is made by ranks: not at the top of a file whose ranks `mp.spawn` starts."""
+    """Whether ranks make a call: not a hub's entry point, nor the top of a file that `mp.spawn` starts from."""
+    if script.module.path.name == "hubconf.py":
+        return False
     main = isinstance(script.module.scope(call), ast.Module)
     return not (main and "mp.spawn" in script.called)
 
@@ -95,6 +106,9 @@ def _before_work(script: Script, call: ast.Call) -> bool:
 def unordered(script: Script) -> Iterator[Hit]:
     """Find listings in datasets that are not sorted."""
     for call in script.module.calls:
+        if _numbers_set(script, call):
+            name = ast.unparse(call)
+            yield Hit(call, f"{name} has another order in every process: sort it")
         owner = script.module.enclosing_class(call)
         bases = "" if owner is None else " ".join(ast.unparse(base) for base in owner.bases)
         if "Dataset" not in bases or not _lists(script, call) or _sorted(script, call):
@@ -105,6 +119,20 @@ def unordered(script: Script) -> Iterator[Hit]:
         how = "sort it by name" if entries else "sort it"
         message = f"{ast.unparse(call.func)} has another order on another machine: {how}"
         yield Hit(call, message, () if entries or managed else (edit,))
+
+
+def _numbers_set(script: Script, call: ast.Call) -> bool:
+    """Whether the elements of a set get numbers here; in a dataset, also by a list of them."""
+    owner = script.module.enclosing_class(call)
+    within = owner is not None and any("Dataset" in ast.unparse(base) for base in owner.bases)
+    match call:
+        case ast.Call(func=ast.Name(id="enumerate" | "list" as name), args=[first, *_]):
+            made = isinstance(first, ast.Call) and dotted(first.func) in ("set", "frozenset")
+            literal = isinstance(first, ast.Set | ast.SetComp)
+            return (
+                (made or literal) and (name == "enumerate" or within) and not _sorted(script, call)
+            )
+    return False
 
 
 #: Functions whose result does not depend on the order of what they are given.

@@ -1,4 +1,4 @@
-"""LS1: how ranks start: addresses, devices, processes, the end."""
+"""LS1, first part: how ranks start: addresses, devices, the end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from lockstep.check.arguments import argument
 from lockstep.check.fix import Edit
 from lockstep.check.rule import Hit, rule
 from lockstep.check.script import Script
-from lockstep.check.source import Function
 
 
 @rule(
@@ -19,7 +18,8 @@ from lockstep.check.source import Function
     "MASTER_ADDR and MASTER_PORT are written over with constants: two runs on a machine collide, and a launcher's values are lost",
     "fails",
     why="""torchrun and other launchers set `MASTER_ADDR` and `MASTER_PORT`. A script that assigns constants sends every
-    rank to its own machine when there are several nodes, and a second run on the machine meets the first one's port.""",
+    rank to its own machine when there are several nodes, and a second run on the machine meets the first one's port.
+    A constant `init_method="tcp://…"` does the same.""",
     bad="""
     import os
     import torch.distributed as dist
@@ -41,7 +41,11 @@ from lockstep.check.source import Function
     fix="writes `os.environ.setdefault` for the assignment",
 )
 def hard_coded_address(script: Script) -> Iterator[Hit]:
-    """Find assignments of constants to `os.environ["MASTER_…"]`, outside conditions."""
+    """Find constants for `os.environ["MASTER_…"]`, outside conditions, and for the place to meet at."""
+    for call in script.calls("dist.init_process_group"):
+        place = argument(call, "init_method", 1)
+        if isinstance(place, ast.Constant) and str(place.value).startswith("tcp://"):
+            yield Hit(place, _WRITTEN_PLACE)
     for node, key, value in _environment(script):
         if not re.search(r"^MASTER_(ADDR|PORT)$", key) or not isinstance(value, ast.Constant):
             continue
@@ -52,6 +56,9 @@ def hard_coded_address(script: Script) -> Iterator[Hit]:
         code = f'{ast.unparse(target.value)}.setdefault("{key}", {script.module.source(value)})'
         message = f"{key} is written over with a constant: two runs on a machine collide, and a launcher's value is lost"
         yield Hit(node, message, (Edit("statement", node, code),))
+
+
+_WRITTEN_PLACE = "this address and port are the same in every run: two runs on a machine collide; let a launcher choose them"
 
 
 def _environment(script: Script) -> Iterator[tuple[ast.Assign, str, ast.expr]]:
@@ -270,60 +277,6 @@ _BEFORE_START = {
 
 
 @rule(
-    "LS106",
-    "fork after CUDA, or what cannot be pickled",
-    "a forked process cannot use CUDA, and a local function cannot be pickled: spawn a function of the module",
-    "fails",
-    why="""A process forked from one that has used CUDA cannot use it: "Cannot re-initialize CUDA in forked subprocess".
-    `mp.spawn` starts fresh processes and sends the function by pickle, which takes functions of a module's top level only:
-    no lambda, and no function defined in another.""",
-    bad="""
-    import torch
-    import torch.multiprocessing as mp
-    import torch.distributed as dist
-
-    def work(rank):
-        dist.init_process_group("nccl", rank=rank)
-        dist.destroy_process_group()
-
-    if __name__ == "__main__":
-        mp.spawn(lambda rank: work(rank), nprocs=torch.cuda.device_count())
-    """,
-    good="""
-    import torch
-    import torch.multiprocessing as mp
-    import torch.distributed as dist
-
-    def work(rank):
-        dist.init_process_group("nccl", rank=rank)
-        dist.destroy_process_group()
-
-    if __name__ == "__main__":
-        mp.spawn(work, nprocs=torch.cuda.device_count())
-    """,
-)
-def cannot_start(script: Script) -> Iterator[Hit]:
-    """Find `mp.spawn` of what has no importable name, and fork where CUDA is used."""
-    for call in script.calls("mp.spawn"):
-        target = argument(call, "fn", 0)
-        definition = None if target is None else script.project.definition(script.module, target)
-        local = definition is not None and definition in script.module.parents
-        local = local and isinstance(script.module.scope(definition or call), Function)
-        if isinstance(target, ast.Lambda) or local:
-            what = "mp.spawn pickles its function: define it at the top of the module"
-            yield Hit(call, what)
-    for call in script.calls("mp.set_start_method", "mp.get_context", "mp.start_processes"):
-        method = argument(call, "method", 0) or argument(call, "start_method")
-        starts = "mp.Process" in script.called or ".Process" in script.called
-        starts = starts or script.name(call.func) != "mp.get_context"
-        forks = method is not None and script.constants(method) == ["fork"]
-        if starts and forks and script.says("nccl"):
-            yield Hit(
-                call, "a forked process cannot use CUDA if this one has: start processes by spawn"
-            )
-
-
-@rule(
     "LS107",
     "no destroy_process_group",
     "the process group is never destroyed: call dist.destroy_process_group() at the end",
@@ -359,52 +312,6 @@ def no_destroy(script: Script) -> Iterator[Hit]:
         if any("nccl" in str(one) for one in backends) or (not backends and script.cuda):
             yield Hit(call)
             return
-
-
-@rule(
-    "LS108",
-    "processes started outside the main guard",
-    "each process that starts imports this module and comes here again: put it under if __name__ == '__main__'",
-    "fails",
-    why="""Spawned processes import the main module, and its top level runs in each of them: they would start processes
-    themselves, which Python refuses with "bootstrapping phase".""",
-    bad="""
-    import torch.multiprocessing as mp
-    import torch.distributed as dist
-
-    def work(rank):
-        dist.init_process_group("gloo", rank=rank, world_size=2)
-        dist.destroy_process_group()
-
-    mp.spawn(work, nprocs=2)
-    """,
-    good="""
-    import torch.multiprocessing as mp
-    import torch.distributed as dist
-
-    def work(rank):
-        dist.init_process_group("gloo", rank=rank, world_size=2)
-        dist.destroy_process_group()
-
-    if __name__ == "__main__":
-        mp.spawn(work, nprocs=2)
-    """,
-)
-def no_main_guard(script: Script) -> Iterator[Hit]:
-    """Find `mp.spawn` at the top level of a script."""
-    for call in script.calls("mp.spawn", "mp.start_processes"):
-        guarded = any(isinstance(one, ast.If) for one in _above(script, call))
-        method = argument(call, "start_method")
-        forks = method is not None and script.constants(method) == ["fork"]
-        if isinstance(script.module.scope(call), ast.Module) and not guarded and not forks:
-            yield Hit(call)
-
-
-def _above(script: Script, node: ast.AST) -> Iterator[ast.AST]:
-    current: ast.AST | None = script.module.parents.get(node)
-    while current is not None:
-        yield current
-        current = script.module.parents.get(current)
 
 
 @rule(

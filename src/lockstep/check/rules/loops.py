@@ -1,4 +1,4 @@
-"""LS6: loops of `lockstep.Run`."""
+"""LS6, first part: loops of `lockstep.Run`."""
 
 from __future__ import annotations
 

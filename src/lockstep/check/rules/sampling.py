@@ -1,4 +1,4 @@
-"""LS2, first part: samplers, loaders and batch sizes: which samples a rank gets."""
+"""LS2, first part: samplers: which samples a rank gets."""
 
 from __future__ import annotations
 
@@ -165,46 +165,6 @@ def padding_sampler(script: Script) -> Iterator[Hit]:
 
 
 @rule(
-    "LS204",
-    "batch size multiplied by the ranks",
-    "with a DistributedSampler batch_size is that of one rank: times the ranks, the whole is their square",
-    "corrupts",
-    why="""Each rank has a loader of its own. With a DistributedSampler `batch_size` samples go to each rank, and the global
-    batch has `batch_size * world_size`: multiplied once more, it grows with the square of the ranks.""",
-    bad="""
-    import torch.distributed as dist
-    from torch.utils.data import DataLoader, DistributedSampler
-
-    def load(dataset, per_rank):
-        dist.init_process_group()
-        batch = per_rank * dist.get_world_size()
-        return DataLoader(dataset, batch_size=batch, sampler=DistributedSampler(dataset))
-    """,
-    good="""
-    import torch.distributed as dist
-    from torch.utils.data import DataLoader, DistributedSampler
-
-    def load(dataset, per_rank):
-        dist.init_process_group()
-        return DataLoader(dataset, batch_size=per_rank, sampler=DistributedSampler(dataset))
-    """,
-)
-def multiplied_batch(script: Script) -> Iterator[Hit]:
-    """Find loaders of one rank's samples whose batch size has the number of ranks as a factor."""
-    for call in script.calls("DataLoader"):
-        sampler, size = argument(call, "sampler", 3), argument(call, "batch_size", 1)
-        if sampler is None or size is None or not script.made_by(sampler, "DistributedSampler"):
-            continue
-        for value in script.sources(size):
-            factor = isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult)
-            factors = [one for one in ast.walk(value) if isinstance(one, ast.Name | ast.Attribute)]
-            world = any(script.is_world_size(of) for one in factors for of in script.sources(one))
-            if factor and (world or script.is_world_size(value)):
-                yield Hit(call)
-                break
-
-
-@rule(
     "LS205",
     "no sampler for several ranks",
     "every rank reads the whole dataset: give the loader a DistributedSampler",
@@ -255,11 +215,12 @@ def no_sampler(script: Script) -> Iterator[Hit]:
 
 @rule(
     "LS210",
-    "sampler seeded by the rank",
-    "ranks have to shuffle alike to share samples out: give all samplers one seed",
+    "seed with the rank in it",
+    "ranks have to draw alike here to share samples out: give all of them one seed",
     "corrupts",
-    why="""Every DistributedSampler shuffles the whole dataset and takes each n-th sample. With a seed of its own, a rank
-    takes them from another order: samples are read twice, and others never.""",
+    why="""Every DistributedSampler shuffles the whole dataset and takes each n-th sample, and every rank cuts the dataset by
+    itself in `random_split`. With a seed of its own, a rank does so in another order: samples are read twice, and others
+    never, or one rank tests with what another trains on.""",
     bad="""
     import torch.distributed as dist
     from torch.utils.data import DistributedSampler
@@ -277,86 +238,17 @@ def no_sampler(script: Script) -> Iterator[Hit]:
         return DistributedSampler(dataset, seed=42)
     """,
 )
-def sampler_seed(script: Script) -> Iterator[Hit]:
-    """Find samplers whose seed has the rank in it."""
+def seed_by_rank(script: Script) -> Iterator[Hit]:
+    """Find samplers and splits whose seed has the rank in it."""
     for call in script.calls("DistributedSampler"):
         seed = argument(call, "seed", 4)
         if seed is not None and any(script.is_rank(value) for value in script.sources(seed)):
             yield Hit(call)
-
-
-@rule(
-    "LS213",
-    "evaluation that drops samples",
-    "drop_last=True leaves the last samples out of the evaluation",
-    "misleads",
-    why="""The samples of the last, smaller batch are never measured, and how many these are depends on batch size and
-    number of ranks.""",
-    bad="""
-    import torch.distributed as dist
-    from torch.utils.data import DataLoader
-
-    def load(val_set):
-        dist.init_process_group()
-        return DataLoader(val_set, batch_size=32, drop_last=True)
-    """,
-    good="""
-    import torch.distributed as dist
-    from torch.utils.data import DataLoader
-
-    def load(val_set):
-        dist.init_process_group()
-        return DataLoader(val_set, batch_size=32)
-    """,
-)
-def dropped_evaluation(script: Script) -> Iterator[Hit]:
-    """Find loaders of evaluation data that drop."""
-    for call in script.calls("DataLoader"):
-        if for_evaluation(script, call) and true(argument(call, "drop_last", 8)):
-            yield Hit(call)
-
-
-@rule(
-    "LS215",
-    "learning rate that ignores the ranks",
-    "each rank adds its batch to the global batch, and this learning rate is the same for any number: scale it, or say why not",
-    "misleads",
-    why="""With a batch size per rank the global batch grows with the ranks, and each epoch has fewer steps. Whether the
-    learning rate follows (linearly, with a warm-up) or the batch is divided is a decision that a script should show.""",
-    bad="""
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    def build(net):
-        dist.init_process_group()
-        model = DDP(net)
-        return torch.optim.SGD(model.parameters(), lr=0.1)
-    """,
-    good="""
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    def build(net):
-        dist.init_process_group()
-        model = DDP(net)
-        lr = 0.1 * dist.get_world_size()
-        return torch.optim.SGD(model.parameters(), lr=lr)
-    """,
-    default=False,
-)
-def plain_learning_rate(script: Script) -> Iterator[Hit]:
-    """Find constant learning rates in programs that neither scale them nor divide a batch."""
-    if not script.plain or "DDP" not in script.called:
-        return
-    if script.says(
-        r"(lr|learning_rate)\w*\s*\*|\*\s*[\w.]*(lr|learning_rate)|batch_size\s*/|=\s*[\d.]+\s*\*\s*[\w.]*world"
-    ):
-        return
-    for call in script.module.calls:
-        rate = (
-            argument(call, "lr", 1) if script.name(call.func).startswith("torch.optim.") else None
-        )
-        if rate is not None and script.constants(rate):
-            yield Hit(call)
+    for call in script.calls("torch.utils.data.random_split"):
+        generator = argument(call, "generator", 2)
+        for made in () if generator is None else script.sources(generator):
+            match made:
+                case ast.Call(func=ast.Attribute(attr="manual_seed"), args=[seed]) if any(
+                    script.is_rank(value) for value in script.sources(seed)
+                ):
+                    yield Hit(call)

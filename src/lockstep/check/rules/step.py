@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from lockstep.check.arguments import argument
 from lockstep.check.rule import Hit, rule
 from lockstep.check.script import Script
+from lockstep.check.source import dotted
 
 _COLLECTIVES = {
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast"),
@@ -105,6 +106,8 @@ def _matched(script: Script, call: ast.Call, guard: ast.AST) -> bool:
 
 
 _TENSOR = re.compile(r"loss|logits|outputs?\b|preds?\b|grad|norm|correct|acc")
+#: What makes a text or a number of what it is given, whether that is shown or not.
+_SHOWS = {"print", "info", "add_scalar", "set_postfix", "set_description", "float"}
 
 
 @rule(
@@ -112,8 +115,8 @@ _TENSOR = re.compile(r"loss|logits|outputs?\b|preds?\b|grad|norm|correct|acc")
     "waiting for the GPU in each step",
     "reading a tensor waits for the GPU in each step: keep the tensor, and read it every so many steps",
     "slow",
-    why="""`.item()`, `.cpu()`, `.tolist()` and printing a tensor wait until the GPU has done all that was asked of it. In
-    each step the CPU then cannot run ahead, and the GPU waits for the next step's kernels.""",
+    why="""`.item()`, `.cpu()`, `.tolist()`, `float(…)`, and printing a tensor or giving it to a progress bar or a logger wait
+    until the GPU has done all that was asked of it. In each step the CPU then cannot run ahead, and the GPU waits for the next step's kernels.""",
     bad="""
     import torch.distributed as dist
 
@@ -146,17 +149,54 @@ def waits_each_step(script: Script) -> Iterator[Hit]:
     """Find reads of tensors in every step of training, where there is a GPU."""
     if not script.cuda or "lockstep" in script.flavours:
         return
-    for call in script.methods("item", "tolist", "cpu", "numpy"):
-        assert isinstance(call.func, ast.Attribute)
-        tensor = ast.unparse(call.func.value)
-        if not _TENSOR.search(tensor.lower()) or script.evaluates(call) or ".cpu()" in tensor:
-            continue
-        if script.step_loop(call, always=True) is not None:
-            what = f"{tensor}.{call.func.attr}()"
+    for call in script.module.calls:
+        what = _reads(script, call)
+        if what and not script.evaluates(call) and script.step_loop(call, always=True) is not None:
             yield Hit(
                 call,
                 f"{what} waits for the GPU in each step: keep the tensor, and read it every so many steps",
             )
+
+
+def _reads(script: Script, call: ast.Call) -> str:
+    """Return how a call reads a tensor, nothing where it reads none."""
+    match call.func:
+        case ast.Attribute(value=of, attr="item" | "tolist" | "cpu" | "numpy" as method):
+            text = ast.unparse(of)
+            fits = _TENSOR.search(text.lower()) and ".cpu()" not in text
+            return f"{text}.{method}()" if fits else ""
+    name = dotted(call.func).rpartition(".")[2]
+    given = [*call.args, *(one.value for one in call.keywords)] if name in _SHOWS else []
+    for value in given:
+        for one in _shown(value):
+            if _is_tensor(script, one):
+                return f"{name} of {ast.unparse(one)}"
+    return ""
+
+
+def _shown(value: ast.expr) -> list[ast.expr]:
+    """Return what a text is made of, or the value itself."""
+    match value:
+        case ast.JoinedStr(values=parts):
+            return [part.value for part in parts if isinstance(part, ast.FormattedValue)]
+        case ast.Call(func=ast.Attribute(attr="format"), args=given):
+            return given
+        case ast.BinOp(op=ast.Mod(), right=ast.Tuple(elts=given)):
+            return given
+        case ast.BinOp(op=ast.Mod(), right=given):
+            return [given]
+    return [value]
+
+
+def _is_tensor(script: Script, node: ast.expr) -> bool:
+    """Whether a value is called a loss or an output, and comes from a call that reads no tensor."""
+    name = dotted(node).rpartition(".")[2]
+    if not re.search(r"(^|_)(loss|logits|outputs?)$", name):
+        return False
+    values = script.sources(node)
+    read = r"\.item\(|\.tolist\(|\bfloat\(|\bnp\.|numpy|\.avg\b|round\("
+    made = any(isinstance(one, ast.Call) for one in values)
+    return made and not any(re.search(read, ast.unparse(one)) for one in values)
 
 
 @rule(
@@ -266,114 +306,3 @@ def every_nth(script: Script) -> Iterator[ast.Call]:
         )
         if modulo and not inside and script.step_loop(branch) is not None:
             yield call
-
-
-@rule(
-    "LS407",
-    "leaving the loop by one rank's value",
-    "a rank decides this by a value of its own, and the others wait for it: reduce the value over ranks first",
-    "hangs",
-    why="""A loss is that of one rank's samples. A rank that leaves a loop or skips a step by it makes fewer reductions than the
-    others, which wait for it until the timeout.""",
-    bad="""
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    def train(net, loader, optimizer):
-        dist.init_process_group()
-        model = DDP(net)
-        for x in loader:
-            loss = model(x)
-            if torch.isnan(loss):
-                break
-            loss.backward()
-            optimizer.step()
-        dist.destroy_process_group()
-    """,
-    good="""
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    def train(net, loader, optimizer):
-        dist.init_process_group()
-        model = DDP(net)
-        for x in loader:
-            loss = model(x)
-            mean = loss.detach().clone()
-            dist.all_reduce(mean)
-            if torch.isnan(mean):
-                break
-            loss.backward()
-            optimizer.step()
-        dist.destroy_process_group()
-    """,
-)
-def leaves_alone(script: Script) -> Iterator[Hit]:
-    """Find `break`, `continue` and `return` in training steps, by a loss that was not reduced."""
-    if not script.plain or "DDP" not in script.called:
-        return
-    for branch in script.module.parents:
-        if not isinstance(branch, ast.If) or not isinstance(
-            branch.body[-1], ast.Break | ast.Continue | ast.Return
-        ):
-            continue
-        text = ast.unparse(branch.test)
-        own = re.search(r"is(nan|finite|inf)\(|\bloss(\.item\(\))? *[<>]", text)
-        loop = script.step_loop(branch) if own else None
-        scope = script.module.scope(branch)
-        if loop is None or re.search(r"reduce|gather|broadcast", ast.unparse(scope)):
-            continue
-        if not script.evaluates(branch):
-            yield Hit(branch.body[-1])
-
-
-@rule(
-    "LS408",
-    "step of some ranks only",
-    "only some ranks come to this: the others wait for its gradients, or have other weights afterwards",
-    "hangs",
-    why="""A backward pass of DistributedDataParallel is a collective call: all ranks have to make it. An optimizer that steps on
-    one rank changes that rank's weights alone.""",
-    bad="""
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    def train(net, loader, optimizer):
-        dist.init_process_group()
-        model = DDP(net)
-        for x in loader:
-            model(x).backward()
-            if dist.get_rank() == 0:
-                optimizer.step()
-        dist.destroy_process_group()
-    """,
-    good="""
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    def train(net, loader, optimizer):
-        dist.init_process_group()
-        model = DDP(net)
-        for x in loader:
-            model(x).backward()
-            optimizer.step()
-        dist.destroy_process_group()
-    """,
-)
-def step_of_some(script: Script) -> Iterator[Hit]:
-    """Find backward passes and optimizer steps under a guard by the rank."""
-    backward = "only some ranks run this backward pass, which waits for the gradients of the others"
-    step = "only some ranks take this step: the others have other weights afterwards"
-    others = {"dist.send", "dist.recv", "dist.isend", "dist.irecv"}
-    if "DDP" not in script.called or others & script.called or script.says("dist.rpc"):
-        return
-    for call in script.methods("backward", "step"):
-        assert isinstance(call.func, ast.Attribute)
-        optimizer = re.search(r"optim|opt$", ast.unparse(call.func.value))
-        if call.func.attr == "step" and not optimizer:
-            continue
-        if isinstance(script.guard(call), ast.If) and script.step_loop(call) is not None:
-            alone = call.func.attr == "step"
-            yield Hit(call, step if alone else backward, harm="corrupts" if alone else "hangs")

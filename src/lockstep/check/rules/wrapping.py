@@ -44,6 +44,8 @@ from lockstep.check.source import dotted
 )
 def early_optimizer(script: Script) -> Iterator[Hit]:
     """Find a move or a sharding of a model, by its name, after the optimizer of its parameters."""
+    if script.says(r"\[['\"]params['\"]\]\s*="):
+        return  # gives the optimizer other parameters by hand
     for made in script.module.calls:
         if not script.name(made.func).startswith("torch.optim."):
             continue
@@ -75,6 +77,59 @@ def _moves(script: Script, call: ast.Call, name: str) -> bool:
             loops = [one for one in script.step_loops if script.module.scope(one) is scope]
             return all(call.lineno < loop.lineno for loop in loops)
     return False
+
+
+@rule(
+    "LS305",
+    "SyncBatchNorm after the wrapper",
+    "the model is in its wrapper already: convert it before, as PyTorch's documentation does",
+    "misleads",
+    why="""`convert_sync_batchnorm` makes new layers from the old ones' parameters. FSDP gathers parameters for the layers that it
+    has wrapped, and the new ones compute with shards. DistributedDataParallel finds the same parameters in them, and PyTorch's
+    documentation asks for the same order.""",
+    bad="""
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    def build(net):
+        dist.init_process_group("nccl")
+        model = DDP(net)
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    """,
+    good="""
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    def build(net):
+        dist.init_process_group("nccl")
+        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
+        return DDP(net)
+    """,
+)
+def late_sync_batchnorm(script: Script) -> Iterator[Hit]:
+    """Find conversions of a model that is wrapped."""
+    for call in script.methods("convert_sync_batchnorm"):
+        model = argument(call, "module", 0)
+        if model is None:
+            continue
+        if script.wrapped_before(model, "FSDP") is not None or _sharded_before(script, model):
+            yield Hit(call, _NEW_LAYERS, harm="fails")
+        elif script.wrapped_before(model, "DDP") is not None:
+            yield Hit(call)
+
+
+#: Of FSDP, which knows the layers that it has wrapped.
+_NEW_LAYERS = "FSDP gathers parameters for the layers before this, and the new ones compute with shards: convert before"
+
+
+def _sharded_before(script: Script, model: ast.expr) -> bool:
+    """Whether `fully_shard`, which returns its model, was called for a name before."""
+    if not isinstance(model, ast.Name):
+        return False
+    made = script.calls("fully_shard")
+    return any(_shards(script, one, model.id) and script.earlier(one, model) for one in made)
 
 
 @rule(
