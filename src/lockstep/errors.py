@@ -8,13 +8,13 @@ LockstepError
 │   └── DeviceError                     a device that this machine does not have
 ├── OutputError                exit 1   a file that was asked for cannot be written
 ├── CheckFailedError           exit 3   a check ran, and did not hold
-└── RunError                   exit 1   a run started and cannot go on
+└── RunError                   exit 1   a run that started and failed
     ├── ModelError                      a model that the run does not hold, or ranks that differ
     ├── LoaderError                     data that cannot be split as asked
     ├── StepError                       calls in an order that depends on the layout
     ├── NonFiniteLossError              a loss that is NaN or infinite
     ├── ExactnessError                  a setting that breaks the promise, with `exact=True`
-    ├── MismatchError                   ranks are in different calls that all of them make together
+    ├── MismatchError                   ranks are in different calls that all ranks make together
     ├── DivergenceError                 ranks that should hold the same bits do not
     ├── RunDirectoryError               the run directory cannot be used
     ├── CheckpointError                 a checkpoint or a file of weights cannot be written or read
@@ -25,6 +25,9 @@ A message says what was seen and what was expected; the hint names the flag or t
 """
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 #: Exit code of a run that was told to make room, and saved its state before: `EX_TEMPFAIL`.
 PREEMPTED = 75
@@ -82,7 +85,7 @@ class CheckFailedError(LockstepError):
 
 
 class RunError(LockstepError):
-    """A run started and cannot go on."""
+    """A run that started and failed."""
 
 
 class ModelError(RunError):
@@ -127,3 +130,9 @@ class PeerError(RunError):
 
 class EarlyExitError(PeerError):
     """Another rank left a loop that this rank is still in."""
+
+
+def did_you_mean(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """Return a hint with the known word that is nearest to `word`; `None` where none is near."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return f"did you mean {near[0]}?" if near else None

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, TypeVar
 
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, did_you_mean
 
 Exactness = Literal["exact", "close", "approximate"]
 #: A function, or where to import it from: `module:function`.
@@ -135,7 +135,10 @@ class Registry(Generic[EntryT]):
             UsageError: listing the names that there are.
         """
         if name not in self._entries and name not in self.names():
-            raise UsageError(f"{said} is {name!r}; expected one of {', '.join(self.names())}")
+            raise UsageError(
+                f"{said} is {name!r}; expected one of {', '.join(self.names())}",
+                hint=did_you_mean(str(name), self.names()),
+            )
 
     def find(self, name: str) -> EntryT:
         """Return the entry of a name; that of another package is imported when it is first asked for.

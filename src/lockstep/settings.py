@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, did_you_mean
 from lockstep.layout.classes import PRECISIONS
 from lockstep.layout.mesh import parse as parse_mesh
 from lockstep.registry import EXCHANGES, STRATEGIES, WITH_SERVERS, resolve
@@ -111,7 +111,10 @@ class Setting:
             UsageError: if it cannot work.
         """
         if self.check is None and self.choices and value not in self.choices:
-            raise UsageError(f"{said} is {value!r}; expected one of {', '.join(self.choices)}")
+            raise UsageError(
+                f"{said} is {value!r}; expected one of {', '.join(self.choices)}",
+                hint=did_you_mean(str(value), self.choices),
+            )
         if self.check is not None and value is not None:
             resolve(self.check)(value, said)
 

@@ -15,6 +15,7 @@ from typing import NoReturn
 from lockstep.cli import (
     bench,
     check,
+    completion,
     convert,
     doctor,
     export,
@@ -29,6 +30,12 @@ from lockstep.cli.parser import Parser, split
 from lockstep.errors import LockstepError, UsageError
 from lockstep.version import __version__
 
+_EXAMPLES = {
+    "lockstep run -n 2 train.py": "train on two ranks of this machine",
+    "lockstep convert train.py": "show what a script for one device needs",
+    "lockstep verify train.py --layouts 1,2": "prove that 1 and 2 ranks give the same weights",
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv`; return the exit code.
@@ -40,10 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _end_as_exceptions_do()
     try:
         given = torchrun.with_environment(sys.argv[1:] if argv is None else argv, os.environ)
-        words, script_args = split(given)
-        if words[:1] == ["verify"]:
-            words = verify.one_layout_each(words)
-        options = _parser().parse_args(words, argparse.Namespace(script_args=script_args))
+        options = parse(given)
         code: int = options.handler(options)
     except LockstepError as error:
         code = _tell(error)
@@ -54,6 +58,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None and "torch" in sys.modules:
         _leave(code)
     return code
+
+
+def parse(given: Sequence[str]) -> argparse.Namespace:
+    """Return what the words after `lockstep` say; `handler` is the function of their verb.
+
+    Raises:
+        UsageError: if they are no command.
+    """
+    words, script_args = split(given)
+    if words[:1] == ["verify"]:
+        words = verify.one_layout_each(words)
+    return _parser().parse_args(words, argparse.Namespace(script_args=script_args))
 
 
 def _end_as_exceptions_do() -> None:
@@ -71,6 +87,8 @@ def _parser() -> Parser:
     parser = Parser(
         prog="lockstep",
         description="Train PyTorch models on any number of devices, with the same result on each.",
+        epilog="lockstep COMMAND --help shows the options of a command.",
+        examples=_EXAMPLES,
     )
     parser.add_argument("--version", action="version", version=f"lockstep {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -84,6 +102,7 @@ def _parser() -> Parser:
     export.add_parser(subparsers)
     report.add_parser(subparsers)
     watch.add_parser(subparsers)
+    completion.add_parser(subparsers, parser)
     return parser
 
 

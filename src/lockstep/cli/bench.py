@@ -24,6 +24,11 @@ combinations, then all again. The first step of each run is left out. Arguments 
 after `--`. A script without lockstep.Run is measured by its wall time. Exit codes: 0 done, 1 the script
 failed on a layout (the others are reported), 2 usage, or results that do not compare.
 """
+_EXAMPLES = {
+    "lockstep bench train.py --ranks 1,2,4": "compare 1, 2 and 4 ranks",
+    "lockstep bench train.py --project 8,64 --html bench.html": "project to 8 and 64 ranks, with charts",
+    "lockstep bench train.py -- --epochs 1": "--epochs 1 is for the script",
+}
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
@@ -33,6 +38,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         help="measure a script on several layouts, and project it to others",
         usage="lockstep bench [options] SCRIPT [-- ARG ...]",
         epilog=_EPILOG,
+        examples=_EXAMPLES,
     )
     parser.advice = lambda options, left: (
         f"arguments of the script come after --: lockstep bench {options.target} -- {' '.join(left)}"
@@ -47,8 +53,16 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
 def _add_what(parser: Parser) -> None:
     add = parser.add_argument
     add("--ranks", default="1,2", metavar="N,…", help="numbers of ranks (default: 1,2)")
-    add("--strategies", metavar="S,…", help="each with each of these: ddp,fsdp,ps")
-    add("--exchanges", metavar="E,…", help="each with each of these: tree,shared-memory")
+    add(
+        "--strategies",
+        metavar="S,…",
+        help="run each number of ranks with each strategy: ddp,fsdp,ps",
+    )
+    add(
+        "--exchanges",
+        metavar="E,…",
+        help="run each number of ranks with each exchange: tree,shared-memory",
+    )
     add("--repeat", type=int, default=3, metavar="K", help="rounds that are measured (default: 3)")
     flags.add(parser, "replicas", help="replicas on all layouts (default: the ranks)")
     flags.add(

@@ -21,6 +21,11 @@ Rules are for scripts of torch.distributed, Accelerate, Fabric and Lockstep; oth
 select and ignore. Exit codes: 0 no findings, or all fixed; 1 findings, or with --diff something to fix;
 2 usage.
 """
+_EXAMPLES = {
+    "lockstep check train.py": "show what breaks, hangs or slows the script",
+    "lockstep check --diff src": "show what --fix would change in all scripts of a directory",
+    "lockstep check --explain LS201": "explain a rule",
+}
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
@@ -30,6 +35,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         help="find what breaks, hangs or slows a distributed script",
         usage="lockstep check [options] PATH [PATH ...]",
         epilog=_EPILOG,
+        examples=_EXAMPLES,
     )
     add = parser.add_argument
     add("paths", nargs="*", type=Path, metavar="PATH", help="scripts, notebooks, directories")

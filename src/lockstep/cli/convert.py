@@ -14,14 +14,15 @@ if TYPE_CHECKING:
     from lockstep.convert.script import Converted
 
 _EPILOG = """\
-example:
-  lockstep convert train.py                     show what would change
-  lockstep convert train.py -o train_ls.py      write it, then prove it:
-  lockstep verify train_ls.py --layouts 1,2,3
-
-What cannot be decided is a comment `# lockstep: question: …` in the script, and listed at the end. Exit
-codes: 0 converted; 1 converted, with questions left, or OUT cannot be written; 2 usage, or not converted.
+Questions that are left to you are comments `# lockstep: question: …` in the script, and listed at the
+end. Exit codes: 0 converted; 1 converted, with questions left, or OUT cannot be written; 2 usage, or not
+converted.
 """
+_EXAMPLES = {
+    "lockstep convert train.py": "show what would change",
+    "lockstep convert train.py -o train_ls.py": "write the converted script",
+    "lockstep verify train_ls.py --layouts 1,2,3": "prove that it gives the same weights on every layout",
+}
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
@@ -31,7 +32,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         help="turn a script for one device, or a DDP script, into a Lockstep script",
         usage="lockstep convert [-o OUT] SCRIPT",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=_EXAMPLES,
     )
     parser.add_argument("script", type=Path, metavar="SCRIPT", help="the script to convert")
     parser.add_argument(

@@ -12,11 +12,14 @@ from lockstep.cli.parser import Parser
 from lockstep.errors import UsageError
 
 _EPILOG = """\
-Examples: `lockstep doctor` looks at this machine. `lockstep doctor --nnodes 2 --rdzv-endpoint a`, started
-on a and on b, looks at both and at the network between them; so does `srun -N 2 lockstep doctor`. Each line
-is ok, a warning or a failure, and says what to do. Nothing is changed. Exit codes: 0 no failure, 1 a
-failure, 2 usage, 3 the nodes did not meet.
+Under Slurm, `srun -N 2 lockstep doctor` looks at two nodes and at the network between them. Each line is
+ok, a warning or a failure, and says what to do. Nothing is changed. Exit codes: 0 no failure, 1 a failure,
+2 usage, 3 a node did not arrive.
 """
+_EXAMPLES = {
+    "lockstep doctor": "look at this machine",
+    "lockstep doctor --nnodes 2 --rdzv-endpoint node0": "on each of two nodes: look at both",
+}
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
@@ -26,6 +29,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         help="find what is wrong with machines and the network between them",
         usage="lockstep doctor [options]",
         epilog=_EPILOG,
+        examples=_EXAMPLES,
     )
     nodes.add(parser, elastic=False)
     parser.add_argument(

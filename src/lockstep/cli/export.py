@@ -12,6 +12,10 @@ _EPILOG = """\
 The file is a state_dict, for torch.load or safetensors, without `module.` before the names. Exit codes:
 0 written, 1 the checkpoint cannot be read or the file not be written, 2 usage.
 """
+_EXAMPLES = {
+    "lockstep export runs/train/20261122-103512 -o model.safetensors": "the newest checkpoint",
+    "lockstep export runs/train/20261122-103512 --best": "the best one, to model.pt in the run directory",
+}
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
@@ -21,6 +25,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         help="write the weights of a run to a plain file",
         usage="lockstep export [options] RUN_DIR",
         epilog=_EPILOG,
+        examples=_EXAMPLES,
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the directory of the run")
     parser.add_argument(

@@ -6,7 +6,7 @@ import argparse
 
 
 def add(parser: argparse.ArgumentParser, *, elastic: bool) -> None:
-    """Add the flags that say how many nodes there are, and where they meet.
+    """Add the flags for the number of nodes and their rendezvous.
 
     Args:
         parser: of the verb.
@@ -30,10 +30,10 @@ def add(parser: argparse.ArgumentParser, *, elastic: bool) -> None:
     group.add_argument(
         "--rdzv-endpoint",
         metavar="PLACE",
-        help="HOST[:PORT] or file:///DIRECTORY where nodes without numbers meet",
+        help="HOST[:PORT] or file:///DIRECTORY rendezvous of nodes without numbers",
     )
     group.add_argument(
-        "--rdzv-id", metavar="ID", help="tells launches that meet at one place apart"
+        "--rdzv-id", metavar="ID", help="name of this launch, where several use one endpoint"
     )
     group.add_argument(
         "--interface", metavar="NAME", help="network interface (default: one that all others reach)"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, did_you_mean
 
 _CHOICE = re.compile(r"invalid choice: '(?P<word>.*)' \(choose from (?P<choices>.*)\)")
 
@@ -34,15 +33,31 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 class Parser(argparse.ArgumentParser):
     """An argument parser whose flags may be spelled with underscores for dashes.
 
+    Args:
+        examples: commands, each with what it does: the end of the help.
+        given: what `argparse.ArgumentParser` takes.
+
     Attributes:
         advice: what to do about words that nothing takes; `None` for no advice but the likeliest flag.
         abbreviated: destinations of the flags that may be cut short, as torchrun's may.
     """
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, *, examples: Mapping[str, str] | None = None, **given: Any) -> None:
         super().__init__(**{**given, "allow_abbrev": True})  # `_get_option_tuples` decides
+        self.examples = examples or {}
         self.advice: Advice | None = None
         self.abbreviated: set[str] = set()
+
+    @property
+    def verbs(self) -> Mapping[str, Parser]:
+        """The parsers of its verbs, by name."""
+        found = [one for one in self._actions if isinstance(one, argparse._SubParsersAction)]
+        return found[0].choices if found else {}
+
+    def format_help(self) -> str:
+        """Return the help, with the examples at its end."""
+        lines = [f"  # {what}\n  {command}\n" for command, what in self.examples.items()]
+        return super().format_help() + "\nexamples:\n" * bool(lines) + "".join(lines)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse `args`; raise `UsageError` where words are left over."""
@@ -60,8 +75,10 @@ class Parser(argparse.ArgumentParser):
         """Raise `UsageError`: the command line prints it and chooses the exit code."""
         found = _CHOICE.search(message)
         choices = re.findall(r"[\w-]+", found["choices"]) if found else []
-        near = difflib.get_close_matches(found["word"], choices, n=1) if found else []
-        raise UsageError(message, hint=f"did you mean {near[0]}?" if near else self._see)
+        hint = did_you_mean(found["word"], choices) if found else None
+        if found and hint is None and found["word"].endswith(".py"):
+            hint = f"did you mean {self.prog} run {found['word']}?"
+        raise UsageError(message, hint=hint or self._see)
 
     @property
     def _see(self) -> str:
@@ -70,8 +87,7 @@ class Parser(argparse.ArgumentParser):
     def _meant(self, word: str) -> str | None:
         flag = word.partition("=")[0].replace("_", "-")
         known = [one for one in self._option_string_actions if one.startswith("--")]
-        near = difflib.get_close_matches(flag, known, n=1, cutoff=0.7)
-        return f"did you mean {near[0]}?" if near else None
+        return did_you_mean(flag, known, cutoff=0.7)
 
     def _get_option_tuples(self, option_string: str) -> Any:
         """Return what an option that is not known as it stands may mean: argparse asks this last."""

@@ -13,6 +13,10 @@ and checkpoints, identity and digest; several runs beside each other. It is one 
 from elsewhere. A run that is still training is shown as far as it is. Exit codes: 0 written, 1 a record
 cannot be read or the file not be written, 2 usage.
 """
+_EXAMPLES = {
+    "lockstep report runs/train/20261122-103512": "one run, to report.html in its directory",
+    "lockstep report runs/train/* -o all.html": "several runs beside each other",
+}
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
@@ -22,6 +26,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         help="write what runs recorded to one HTML page",
         usage="lockstep report [options] RUN_DIR [RUN_DIR ...]",
         epilog=_EPILOG,
+        examples=_EXAMPLES,
     )
     parser.add_argument(
         "run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="the directories of the runs"

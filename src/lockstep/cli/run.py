@@ -24,6 +24,12 @@ The promise: a script that uses lockstep.Run gives the same weights, bit for bit
 with R fixed by --replicas and the threads by --threads, on one kind of hardware, with one version
 of Python, PyTorch and Lockstep. Without --replicas, R is the number of ranks.
 """
+_EXAMPLES = {
+    "lockstep run -n 4 train.py --lr 0.1": "4 ranks on this machine; --lr 0.1 is for the script",
+    "lockstep run -n gpu --replicas 8 train.py": "one rank for each GPU, with the result of 8 ranks",
+    "lockstep run --nnodes 2 --node-rank 0 --master-addr a train.py": "2 nodes; node 1 has --node-rank 1",
+    "lockstep run --run-dir runs/train/20261122-103512 train.py": "continue an interrupted run",
+}
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
@@ -33,6 +39,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         help="launch a script on any number of ranks",
         usage="lockstep run [options] SCRIPT [ARG ...]",
         epilog=_EPILOG,
+        examples=_EXAMPLES,
     )
     parser.advice = lambda *_: "arguments of the script come after its name"
     _add_layout(parser)

@@ -19,6 +19,10 @@ _EPILOG = """\
 Everything after SCRIPT belongs to the script. Exit codes: that of the job; 2 if there is none; 130
 if Ctrl-C left it to itself.
 """
+_EXAMPLES = {
+    "lockstep submit --nodes 2 -n 4 --time 2:00:00 train.py": "2 nodes of 4 ranks, for two hours",
+    "lockstep submit --dry-run --nodes 2 -n 4 train.py": "show the job script",
+}
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
@@ -28,6 +32,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         help="run a script as a job of Slurm",
         usage="lockstep submit [options] SCRIPT [ARG ...]",
         epilog=_EPILOG,
+        examples=_EXAMPLES,
     )
     _add_job(parser)
     _add_run(parser)

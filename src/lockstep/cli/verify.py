@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lockstep.verify.verdict import Verdict
 
 _EPILOG = """\
-A layout is a number of ranks, or ranks that change on the way: "4>2@30>3@60" begins on 4, goes on with
+A layout is a number of ranks, or ranks that change on the way: "4>2@30>3@60" begins on 4, continues with
 2 after step 30 and with 3 after step 60. Faults follow after commas: "2,kill@30" kills a rank in step
 30, "2,term@25" preempts the run after step 25. Arguments for the script come after `--`. A script
 that names no replicas gets as many as the largest layout has ranks. Exit codes: 0 the same on all
@@ -32,6 +32,12 @@ layouts, 1 the script failed, 2 usage, 3 not the same. The promise that is
 checked: the same weights on 1 to R ranks, for R replicas (--replicas), T threads (--threads), one
 kind of hardware, and one version of Python, PyTorch and Lockstep.
 """
+_EXAMPLES = {
+    "lockstep verify train.py --layouts 1,2,4": "compare 1, 2 and 4 ranks",
+    'lockstep verify train.py --layouts 1 "4>2@30" "2,kill@30"': "with fewer ranks, and with a kill",
+    "lockstep verify train.py --layouts 1,2 -- --epochs 1": "--epochs 1 is for the script",
+    "lockstep verify train.py --layouts 1,2 --strategies ddp,fsdp": "compare strategies as well",
+}
 #: What may follow after `--layouts` and one layout; a script does not look like that.
 _LAYOUT = re.compile(r"\d+([,>@].*)?|(kill|term)@\d+(,.*)?")
 
@@ -43,6 +49,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         help="prove that a script gives the same weights on every layout",
         usage="lockstep verify [options] SCRIPT [-- ARG ...]",
         epilog=_EPILOG,
+        examples=_EXAMPLES,
     )
     parser.advice = lambda options, left: (
         f"arguments of the script come after --: lockstep verify {options.target} -- {' '.join(left)}"
@@ -56,7 +63,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "--strategies",
         metavar="S,…",
-        help="run each layout with each of these strategies: ddp,ps,fsdp",
+        help="run each layout with each strategy: ddp,ps,fsdp",
     )
     parser.add_argument(
         "--kills", type=int, metavar="K", help="add a layout in which K random workers are killed"

@@ -1,4 +1,4 @@
-"""`lockstep watch`: a run that goes on, seen from outside."""
+"""`lockstep watch`: the progress of a run, from its records."""
 
 from __future__ import annotations
 
@@ -9,20 +9,25 @@ from lockstep.cli.parser import Parser
 from lockstep.errors import UsageError
 
 _EPILOG = """\
-It reads the run directory and nothing else: starting or ending it does not affect the run. On a
-terminal it draws a picture, q or Ctrl-C leaves; elsewhere it prints lines. It ends when the run does.
+`lockstep watch` reads the run directory and nothing else: the run is not affected. On a terminal it draws
+a picture, q or Ctrl-C leaves; elsewhere it prints lines. It ends when the run does.
 Exit codes: 0 finished, or left before; 1 the run failed, its processes were killed, or the record cannot
 be read; 2 usage; 75 the run was preempted.
 """
+_EXAMPLES = {
+    "lockstep watch": "the newest run in runs/",
+    "lockstep watch runs/train/20261122-103512 --rank 1": "another run, with the log of rank 1",
+}
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """Add this verb to the command line."""
     parser = subparsers.add_parser(
         "watch",
-        help="show how a run gets on, on the terminal",
+        help="show the progress of a run on the terminal",
         usage="lockstep watch [options] [RUN_DIR]",
         epilog=_EPILOG,
+        examples=_EXAMPLES,
     )
     parser.add_argument(
         "run_dir",

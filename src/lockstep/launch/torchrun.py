@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
-from lockstep.errors import UnreachableError, UsageError
+from lockstep.errors import UnreachableError, UsageError, did_you_mean
 from lockstep.launch.nodes.config import Nodes, endpoint_place
 from lockstep.launch.spec import StartMethod, TargetKind
 from lockstep.world import network
@@ -233,14 +232,13 @@ def _conf(text: str | None) -> dict[str, object]:
             settings[_CONF[key]] = _seconds(key, value)
         elif (key, value) == ("store_type", "file"):
             raise UsageError(
-                "--rdzv-conf says store_type=file; Lockstep's nodes meet in a directory",
+                "--rdzv-conf says store_type=file; Lockstep's rendezvous is a directory",
                 hint="--rdzv-endpoint file:///SHARED/DIRECTORY, without store_type",
             )
         elif key not in _CONF_WITHOUT_EFFECT:
-            near = difflib.get_close_matches(key, [*_CONF, *_CONF_WITHOUT_EFFECT], n=1)
             raise UsageError(
                 f"--rdzv-conf has {key!r}; expected one of {', '.join(_CONF)}",
-                hint=f"did you mean {near[0]}?" if near else None,
+                hint=did_you_mean(key, [*_CONF, *_CONF_WITHOUT_EFFECT]),
             )
     return settings
 

@@ -1,0 +1,56 @@
+"""`lockstep completion`: the script by which a shell completes Lockstep's commands."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+
+from lockstep.cli.parser import Parser
+from lockstep.settings import TABLE
+
+_EPILOG = """\
+The script lists the verbs, flags and values of this version: a shell that reads it starts no Python to
+complete a word. Exit codes: 0 printed, 2 usage.
+"""
+_EXAMPLES = {
+    'eval "$(lockstep completion bash)"': "in ~/.bashrc",
+    'eval "$(lockstep completion zsh)"': "in ~/.zshrc, after compinit",
+    "lockstep completion fish | source": "in ~/.config/fish/config.fish",
+}
+#: Words in the help for a value that is a file or a directory.
+_FILES = ("SCRIPT", "ARG", "FILE", "OUT", "PATH")
+_DIRECTORIES = ("DIR", "RUN_DIR")
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Parser], whole: Parser) -> None:
+    """Add this verb to the command line.
+
+    Args:
+        subparsers: those of all verbs.
+        whole: the parser of the whole command line.
+    """
+    parser = subparsers.add_parser(
+        "completion",
+        help="print the completion script for bash, zsh or fish",
+        usage="lockstep completion SHELL",
+        epilog=_EPILOG,
+        examples=_EXAMPLES,
+    )
+    parser.add_argument(
+        "shell", choices=("bash", "zsh", "fish"), metavar="SHELL", help="bash, zsh or fish"
+    )
+    parser.set_defaults(handler=functools.partial(handle, whole))
+
+
+def handle(whole: Parser, options: argparse.Namespace) -> int:
+    """Print the script for the shell that `options` name; return the exit code."""
+    import shtab
+
+    for action in (one for parser in (whole, *whole.verbs.values()) for one in parser._actions):
+        if action.metavar in (*_FILES, *_DIRECTORIES):
+            kind = shtab.DIRECTORY if action.metavar in _DIRECTORIES else shtab.FILE
+            action.complete = kind  # type: ignore[attr-defined]
+        elif action.dest in TABLE and not action.choices:
+            action.choices = TABLE[action.dest].choices or None
+    print(shtab.complete(whole, shell=options.shell))
+    return 0

@@ -1,0 +1,83 @@
+"""The completion scripts, in the shells that read them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli import main
+from tests.terminal import Terminal
+
+#: What is typed, and what the shell makes of it; there are `train.py` and the directory `runs`.
+COMPLETED = [
+    ("lockstep ru", "run"),
+    ("lockstep verify --lay", "--layouts"),
+    ("lockstep run -n 2 --strategy pip", "pipeline"),
+    ("lockstep run -n 2 tra", "train.py"),
+    ("lockstep report ru", "runs/"),
+    ("lockstep completion z", "zsh"),
+]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A directory with things to complete."""
+    (tmp_path / "train.py").touch()
+    (tmp_path / "runs").mkdir()
+    return tmp_path
+
+
+def _script(shell: str, place: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    if shutil.which(shell) is None:
+        pytest.skip(f"there is no {shell}: apt-get install {shell}")
+    assert main(["completion", shell]) == 0
+    path = place / f"completion.{shell}"
+    path.write_text(capsys.readouterr().out)
+    return path
+
+
+def _ask(place: Path, *words: str) -> list[str]:
+    done = subprocess.run(words, cwd=place, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    return [line.partition("\t")[0] for line in done.stdout.splitlines()]
+
+
+def test_bash(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = f'eval "$(cat {_script("bash", place, capsys)})"\n'
+    for typed, _ in COMPLETED:
+        script += (
+            f"COMP_WORDS=({typed}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _shtab_lockstep\n"
+        )
+        script += "echo ${COMPREPLY[@]}\n"
+    found = _ask(place, "bash", "--norc", "-c", script)
+    assert found == [word.rstrip("/") for _, word in COMPLETED]
+
+
+def test_fish(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = _script("fish", place, capsys)
+    for typed, word in COMPLETED:
+        asked = f"source {script}; complete -C '{typed}'"
+        assert _ask(place, "fish", "--no-config", "-c", asked) == [word]
+
+
+def test_zsh(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = _script("zsh", place, capsys)
+    if shutil.which("tmux") is None:
+        pytest.skip("there is no tmux: apt-get install tmux")
+    terminal = Terminal(place)
+    try:
+        terminal.type("zsh -f")
+        terminal.type(
+            f'PS1="% "; autoload -Uz compinit && compinit -D; eval "$(cat {script})"; clear'
+        )
+        terminal.until(r"\A%\s*\Z")
+        for typed, word in COMPLETED:
+            terminal.keys("C-u")
+            terminal._do("send-keys", "-l", typed)
+            terminal.keys("Tab")
+            terminal.until(rf"(?m)^% .* {word}\s*$")
+    finally:
+        terminal.close()
