@@ -72,6 +72,16 @@ class _Sink:
 
 
 @dataclass(slots=True)
+class _Cursor:
+    """Whether the terminal's cursor stands in a line, as after a progress bar."""
+
+    in_line: bool = False
+
+
+_CURSOR = _Cursor()
+
+
+@dataclass(slots=True)
 class _Source:
     """One readable end: where its bytes go, and the prefix of each line on the terminal."""
 
@@ -84,6 +94,8 @@ class _Source:
         self.log.write(data)
         if not self.prefix:
             self.shown.write(data)
+            if _is_terminal(self.shown):
+                _CURSOR.in_line = not data.endswith((b"\n", b"\r"))
             return
         self.rest += data
         whole, newline, rest = self.rest.rpartition(b"\n")
@@ -102,10 +114,12 @@ class _Source:
 
 
 def say(text: str) -> None:
-    """Tell the user something of the launcher's own."""
+    """Tell the user something of the launcher's own, below a progress bar that a rank has left."""
+    begin = "\n" * (_CURSOR.in_line and sys.stderr.isatty())
+    _CURSOR.in_line = False
     with contextlib.suppress(OSError, ValueError):
         # In one piece: with PYTHONUNBUFFERED each is written at once, and ranks' lines come between.
-        sys.stderr.write(f"{text}\n")
+        sys.stderr.write(f"{begin}{text}\n")
         sys.stderr.flush()
 
 

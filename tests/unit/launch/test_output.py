@@ -7,7 +7,8 @@ import os
 import pytest
 
 from lockstep.errors import RunDirectoryError
-from lockstep.launch.output import Output
+from lockstep.launch import output as module
+from lockstep.launch.output import Output, say
 from lockstep.launch.streams import Streams
 
 
@@ -85,3 +86,25 @@ def test_each_stream_goes_where_it_is_asked_to_go(show):
     assert out == "1o\n"
     assert sorted(err.splitlines()) == ["0e", "[rank 1] 1e"]
     assert [sorted(log.split()) for log in logs] == [[b"0e", b"0o"], [b"1e", b"1o"], [b"2e", b"2o"]]
+
+
+@pytest.mark.parametrize(
+    ("shown", "before"),
+    [
+        (b"\repoch 1: 50%", b"\repoch 1: 50%\n"),
+        (b"\repoch 1: 50%\r             \r", b"\repoch 1: 50%\r             \r"),
+        (b"epoch 1\n", b"epoch 1\n"),
+    ],
+)
+def test_a_verdict_stands_below_a_progress_bar(tmp_path, monkeypatch, shown, before):
+    reader, writer = module._open_terminal(1)
+    with os.fdopen(writer, "w") as terminal, (tmp_path / "log").open("wb") as log:
+        monkeypatch.setattr("sys.stderr", terminal)
+        monkeypatch.setattr("sys.__stderr__", terminal)
+        source = module._Source(module._Sink(writer), module._Sink(log.fileno()), b"")
+        source.feed(shown)
+        say("lockstep: rank 1 was killed")
+        say("lockstep: restart 1")
+        told = os.read(reader, 1 << 10)
+    os.close(reader)
+    assert told == before + b"lockstep: rank 1 was killed\nlockstep: restart 1\n"
