@@ -36,7 +36,7 @@ test: install mpi
 	$(MAKE) --no-print-directory --output-sync=target --keep-going -j 3 $(TESTS)
 
 test-cli:
-	$(BIN)/python -m pytest tests/cli/test_[a-o]*.py
+	$(BIN)/python -m pytest tests/cli/test_[a-o]*.py -m "not wide"
 
 test-cli-more:
 	$(BIN)/python -m pytest tests/cli/test_[p-z]*.py
@@ -56,10 +56,10 @@ test-slurm:
 test-nodes:
 	$(BIN)/python -m pytest tests/nodes
 
-# All scripts of tests/adversary, with the libraries that some of them need.
+# All scripts of tests/adversary, with the libraries that some of them need, and the manual's long console sessions.
 test-adversary: install
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[adversary]'
-	$(BIN)/python -m pytest tests/adversary
+	$(BIN)/python -m pytest tests/adversary tests/cli/test_console_blocks.py
 
 lint: install
 	$(BIN)/ruff check .

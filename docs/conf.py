@@ -52,6 +52,7 @@ html_show_sourcelink = False
 html_show_copyright = False
 html_sidebars = {"index": [], "zh/index": [], "changelog": [], "contributing": []}
 html_theme_options = {
+    # The version stands in the title: the theme's switcher fetches its list, which browsers refuse on file://.
     "logo": {"text": html_title},
     "navbar_align": "left",
     "navbar_end": ["theme-switcher"],

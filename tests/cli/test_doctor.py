@@ -31,7 +31,7 @@ def test_one_machine(lockstep):
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (("--nnodes", "2"), "--nnodes is 2, but nothing says where the nodes meet"),
+        (("--nnodes", "2"), "--nnodes is 2, but no rendezvous address is given"),
         (("--nnodes", "1:2", "--rdzv-endpoint", "a"), "--nnodes is 1:2; expected a number"),
         (("train.py",), "lockstep doctor takes no train.py"),
     ],

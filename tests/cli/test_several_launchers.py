@@ -142,9 +142,9 @@ def test_a_launcher_that_is_killed_is_lost(lockstep: Lockstep) -> None:
     ("words", "said"),
     [
         (("--nnodes", "1:"), "--nnodes is '1:'; expected a number of nodes, or MIN:MAX"),
-        (("--nnodes", "1:2"), "--nnodes is 1:2, but nothing says where the nodes meet"),
+        (("--nnodes", "1:2"), "--nnodes is 1:2, but no rendezvous address is given"),
         (("--nnodes", "3:2", "--rdzv-endpoint", "x"), "expected MIN:MAX with 1 <= MIN <= MAX"),
-        (("--nnodes", "2"), "nothing says where the nodes meet"),
+        (("--nnodes", "2"), "no rendezvous address is given"),
         (("--nnodes", "2", "--node-rank", "2", *STATIC), "--node-rank is 2 with --nnodes 2"),
         (("--nnodes", "2", *STATIC), "--master-addr without --node-rank"),
         (("--master-addr", "192.0.2.1"), "without --nnodes"),

@@ -2,30 +2,51 @@
 
 from __future__ import annotations
 
+import argparse
+import ast
 import re
 from collections.abc import Iterator
 
 import pytest
 
+from lockstep import cli
 from lockstep.settings import TABLE
 from tests.errors_page import messages
 from tests.ports import ROOT
 
+#: Where a sentence, a point of a list or a cell of a table begins.
+_BEGINS = r"(?:(?<=[.:;|] )|(?<=\*\* )|(?:\A|(?<=\n))(?:- )?)"
 #: What is not written, and what is written in its place.
 PHRASES = {
-    r"\b(nobody|somebody|everybody|whoever)\b": "the component: rank, launcher, process",
+    r"\b(nobody|somebody|everybody|whoever|anyone|someone|everyone)\b": "the component: rank, process",
     r"\bwhom\b": "that, which",
     r"\b(he|she|his|him)\b": "it, the process, the user",
     r"\bboth of (it|them)\b": "the noun",
     r"\bwhich is said\b": "a line says so",
-    r"(^|\. |\| )Who (does|is|has|can|may|types|wants|waits|knows)\b": "the noun",
+    rf"{_BEGINS}(?-i:Wh(o|at|atever|ichever)) (?!happened|it costs)[^.?!|\n]*([.!|\n]|\Z)": "the noun",
     r"\b(call the roll|roll call)\b": "check in at rendezvous",
-    r"\b(gradients|ranks|launchers|replicas)( that| to)? meet\b": "are summed; rendezvous; synchronize",
-    r"\b(run|script|launch|training|node|rank)s? (that )?go(es)? on\b": "continues, resumes",
-    r"\bhow a run gets on\b": "the progress of a run",
-    r"\bknows nothing of\b": "does not import, does not use",
+    r"\b(gradients?|ranks?|nodes?|launchers?|replicas?)( that| to| did not)? meets?\b": (
+        "are summed; rendezvous; synchronize"
+    ),
+    r"\b(goes|go|went|going) on\b": "continues, resumes",
+    r"\bgets? on\b": "the progress of a run",
+    r"\bknows? nothing\b": "does not import, does not use",
     r"\b(is|are) parted with\b": "is closed",
 }
+#: The same for text without a sentence before it: messages, help and docstrings.
+ALONE = {
+    r"\A(?-i:It|They|Them|That|Those|These|This)\b": "the noun",
+    r"\b(all|each|some|none|any|most|neither|either) of (it|them|these|those)\b": "the noun",
+}
+#: Modules whose docstrings are the reference of the API, from `docs/manual/api.md`.
+API = [
+    ROOT / "src/lockstep" / name
+    for name in (
+        *("errors.py", "data/loader.py", "launch/api.py", "testing/layouts.py", "testing/ranks.py"),
+        *("training/run.py", "training/run_properties.py"),
+        *("world/detect.py", "world/model.py"),
+    )
+]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").glob("*.md")),
@@ -33,27 +54,41 @@ PAGES = [
 ]
 
 
-def _texts() -> Iterator[tuple[str, str]]:
-    """Yield what users read, each with a name: pages without their code, messages, help."""
-    for page in PAGES:
-        yield page.name, re.sub(r"(?ms)^```.*?^```$|`[^`\n]+`", "…", page.read_text())
+def _without_code(text: str) -> str:
+    return re.sub(r"(?ms)^```.*?^```$|`[^`\n]+`", "…", text)
+
+
+def _messages() -> Iterator[tuple[str, str]]:
+    """Yield messages and hints, help and docstrings, each with a name."""
     for kind, told in messages().items():
-        yield from ((kind, f"{message} {hint}") for message, hint in told.items())
+        for pair in told.items():
+            yield from ((kind, text) for text in pair)
     for name, setting in TABLE.items():
         yield name, setting.help
+    whole = cli._parser()
+    for parser in (whole, *whole.verbs.values()):
+        groups = [group.description for group in parser._action_groups]
+        flags = [action.help for action in parser._actions if action.help != argparse.SUPPRESS]
+        texts = (parser.description, parser.epilog, *parser.examples.values(), *groups, *flags)
+        yield from ((f"{parser.prog} --help", text) for text in texts if text)
+    for file in API:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                yield file.name, _without_code(ast.get_docstring(node) or "")
 
 
-TEXTS = list(_texts())
+PAGES_READ = [(page.name, _without_code(page.read_text())) for page in PAGES]
+MESSAGES = list(_messages())
 
 
-@pytest.mark.parametrize("phrase", PHRASES)
+@pytest.mark.parametrize("phrase", [*PHRASES, *ALONE])
 def test_phrases_that_are_not_used(phrase: str) -> None:
     found = [
         f"{name}: {text[max(0, one.start() - 40) : one.end() + 20]!r}"
-        for name, text in TEXTS
+        for name, text in (*MESSAGES, *PAGES_READ * (phrase in PHRASES))
         for one in re.finditer(phrase, text, re.IGNORECASE)
     ]
-    assert not found, f"say {PHRASES[phrase]}:\n" + "\n".join(found)
+    assert not found, f"say {(PHRASES | ALONE)[phrase]}:\n" + "\n".join(found)
 
 
 def test_the_readme_fits_one_look() -> None:

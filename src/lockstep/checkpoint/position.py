@@ -205,7 +205,7 @@ class Position:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
                 f"a saved state does not say where the run was, as this version reads it ({error!r})",
-                hint="go on with the version of Lockstep that wrote it; --fresh begins anew",
+                hint="continue with the version of Lockstep that wrote it; --fresh begins anew",
             ) from error
 
 

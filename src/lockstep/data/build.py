@@ -146,7 +146,7 @@ def _build_stream(
     if settings.workers.count > 1:
         raise LoaderError(
             f"{settings.workers.count} workers for the stream {type(dataset).__name__}: each would "
-            "read all of it, so that items come several times; expected 0 or 1",
+            "read the whole stream, so that items come several times; expected 0 or 1",
             hint="num_workers=1, or a map-style dataset",
         )
     return StreamSource(
@@ -194,7 +194,7 @@ def _order_of(sampler: Any, dataset: Any) -> dict[str, Any]:
     if isinstance(sampler, DistributedSampler):
         raise LoaderError(
             f"the sampler {kind.__name__} yields one rank's part of the data; "
-            "expected an order of all of it",
+            "expected an order of the whole data",
             hint="leave the split over ranks to run.loader, and pass the order alone",
         )
     return {"sampler": sampler}

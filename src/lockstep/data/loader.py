@@ -47,7 +47,7 @@ class GlobalBatch:
             pass
 
     def _replayed(self) -> Batch:
-        """What earlier passes have seen, then the rest; a pass may have been left in the middle."""
+        """Yield microbatches of earlier passes, then the rest; a pass may have been left in the middle."""
         yield from tuple(self._seen)
         for pair in self._batch:
             self._seen.append(pair)
@@ -159,7 +159,7 @@ def _moved(batch: Batch, device: torch.device) -> Batch:
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return `batch` with every tensor inside lists, tuples and mappings moved to `device`.
 
-    What has a `to` of its own moves itself.
+    An object with a method `to` is moved by it.
 
     From pinned memory the copies don't block the host.
     """

@@ -60,7 +60,7 @@ def _peers_may_be_gone() -> Iterator[None]:
         yield
     except mpi.library().Exception as error:
         raise PeerError(
-            f"MPI cannot go on: {error}",
+            f"MPI failed: {error}",
             hint="another rank is gone, most likely; what happened to it is the cause",
         ) from error
 

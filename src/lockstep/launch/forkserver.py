@@ -170,7 +170,7 @@ class ForkServer:
     @staticmethod
     def _gone() -> RunError:
         return RunError(
-            "the fork server ended while the run was going on; expected it to live as long as the run",
+            "the fork server ended during the run; expected it to live as long as the run",
             hint="it may have been killed for memory, or by hand",
         )
 

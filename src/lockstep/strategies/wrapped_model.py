@@ -199,7 +199,7 @@ class WrappedModel(abc.ABC):
             self._torn = False
             raise StepError(
                 f"a loop was left between the replicas of a batch, with gradients of "
-                f"{type(self.module).__name__} for some of them",
+                f"{type(self.module).__name__} for some replicas",
                 hint="count steps with run.step, not microbatches",
             )
 
@@ -248,7 +248,7 @@ class WrappedModel(abc.ABC):
             raise StepError(
                 f"a backward pass of {type(self.module).__name__} was interrupted by an exception, and "
                 "others may have some of its gradients",
-                hint="let exceptions of run.backward end the run; it goes on from its newest state",
+                hint="let exceptions of run.backward end the run; it resumes from its newest state",
             )
         if self._met:
             raise StepError(

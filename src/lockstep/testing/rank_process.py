@@ -17,7 +17,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a rank says at its end.
+    """The message of a rank at its end.
 
     Attributes:
         value: what its function returned.

@@ -198,7 +198,7 @@ class Weighting:
         if len(weights) != expected:
             raise StepError(
                 f"run.backward was given weight= for {len(weights)} of this rank's microbatches of a "
-                "batch; expected it for all of them, or for none"
+                "batch; expected it for all microbatches, or for none"
             )
 
     def finish(self, microbatch: Microbatch, models: Sequence[WrappedModel]) -> None:

@@ -60,7 +60,7 @@ def _check(context: Context, state: State, module: nn.Module) -> None:
         )
     if strategy.has_servers and context.settings.staleness:
         raise ModelError(
-            f"run.sync_batchnorm with staleness={context.settings.staleness}, under which workers go on "
+            f"run.sync_batchnorm with staleness={context.settings.staleness}, under which workers run "
             "without each other; expected workers that wait for each other",
             hint="leave staleness out, or use a normalisation without statistics of the batch",
         )

@@ -349,7 +349,7 @@ def _check_rows(value: torch.Tensor, microbatch: Microbatch) -> None:
     if value.dim() == 0 or value.shape[0] != expected:
         raise StepError(
             f"a metric of shape {tuple(value.shape)} for a microbatch of {expected} samples; "
-            "expected one number for all of them, or one row per sample",
+            "expected one number for the microbatch, or one row per sample",
             hint="take .mean() or .sum() over what is not the samples' own dimension; run.sum takes any "
             "shape with per_sample=False",
         )

@@ -65,8 +65,8 @@ class Run(RunProperties):
         world_size: number of processes.
         store: a store that all ranks have, of the script's own.
 
-    Each of them except `name`, `rank`, `world_size` and `store` gives way to the environment variable
-    `LOCKSTEP_` plus its name.
+    The environment variable `LOCKSTEP_` plus the name of an argument wins over the argument; `name`,
+    `rank`, `world_size` and `store` have none.
 
     Raises:
         UsageError: for a setting that makes no sense, or more ranks than replicas.
@@ -176,7 +176,7 @@ class Run(RunProperties):
         else changes. All ranks call it.
 
         Raises:
-            ExactnessError: with more replicas than ranks: their statistics cannot meet.
+            ExactnessError: with more replicas than ranks: their statistics cannot be summed.
             ModelError: if it is held already, or has a layer that cannot be converted.
         """
         session = self._session
@@ -217,8 +217,8 @@ class Run(RunProperties):
     def save(self, *, best: float | None = None) -> None:
         """Save the state of the run to disk, beside the training.
 
-        It is the state as it is; inside a loop, the one when the script is done with this batch. That is
-        where the run can go on. All ranks call it.
+        Inside a loop, the state is saved when the script is done with this batch. The run resumes from
+        there. All ranks call it.
 
         Args:
             best: how good this state is, larger is better; the best one is kept besides the latest.
@@ -277,7 +277,7 @@ class Run(RunProperties):
     # --- a step ----------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, weight: torch.Tensor | float | None = None) -> None:
-        """Compute gradients of `loss`, the mean over this microbatch's samples, and let them meet.
+        """Compute gradients of `loss`, the mean over this microbatch's samples, summed over the replicas.
 
         Args:
             loss: a scalar.

@@ -1,4 +1,4 @@
-"""Who a rank is in its run, and where the run stands: what a script may ask at any time."""
+"""Properties of a run that a script may read at any time: its rank, its layout, its position."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RunProperties:
 
     @property
     def world(self) -> World:
-        """Who this process is among all."""
+        """The rank of this process, and its place among all."""
         return self._session.context.world
 
     @property
@@ -82,7 +82,7 @@ class RunProperties:
 
     @property
     def scale(self) -> float:
-        """What losses are multiplied with in `precision="fp16"`, until gradients have met; 1 otherwise."""
+        """The factor of losses in `precision="fp16"`, until gradients are summed; 1 otherwise."""
         scaler = self._session.state.scaler
         return 1.0 if scaler is None else scaler.scale
 

@@ -36,7 +36,7 @@ def detect(environ: Mapping[str, str] | None = None) -> World:
     """Return the world that `environ` describes.
 
     `LOCKSTEP_ENVIRONMENT` names an environment and overrules the precedence; `LOCKSTEP_INIT_METHOD`
-    says where the ranks meet.
+    has the rendezvous address.
 
     Args:
         environ: variables to read; the process's own by default.
@@ -95,7 +95,7 @@ def given(
     """Return the world that a script describes itself, as for `init_process_group`.
 
     Args:
-        init_method_url: where the ranks meet; gives way to `LOCKSTEP_INIT_METHOD`.
+        init_method_url: the rendezvous address; gives way to `LOCKSTEP_INIT_METHOD`.
         rank: number of this process; by default what the environment says.
         world_size: number of processes; given with `rank`, or not at all.
         has_store: whether the script has a store of its own to meet at.

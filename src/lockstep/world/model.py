@@ -9,7 +9,7 @@ from lockstep.errors import WorldError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """Who this process is, as its environment says.
+    """The rank of this process and the rendezvous of all, as its environment says.
 
     Attributes:
         rank: number of this process among all, `0 <= rank < size`.
@@ -19,13 +19,13 @@ class World:
         node_rank: number of this node among all nodes.
         node_count: number of nodes.
         placed: whether local and node numbers are known; if not, they are guesses of a single node, and
-            the ranks find out when they meet.
-        address: host of the store where the ranks meet: rank 0's, unless the launcher hosts it.
+            the ranks find out at rendezvous.
+        address: host of the rendezvous store: rank 0's, unless the launcher hosts it.
         port: port of that store; `None` where none is given: then the ranks agree on one under `key`.
         key: a name that the processes of this job share, and no other process on their nodes.
-        file: a file on a directory that all nodes share, in which the ranks meet instead.
-        launch_file: a file of the launcher's, which no other user can open, in which the ranks meet.
-        by_mpi: whether only MPI can tell the ranks where to meet; they ask it then.
+        file: a file in a directory that all nodes share, which is the rendezvous store instead.
+        launch_file: a rendezvous store of the launcher's, which no other user can open.
+        by_mpi: whether only MPI has the address of the rendezvous.
         generation: how many times the processes were (re)started before these.
         agent_store: whether the launcher hosts the store, so that every rank is a client of it.
         environment: which environment was detected.
@@ -65,7 +65,7 @@ class World:
             )
         if self.size > 1 and not self._has_meeting_place:
             raise WorldError(
-                f"{self.environment}: {self.size} processes but no address to meet at",
+                f"{self.environment}: {self.size} processes but no rendezvous address",
                 hint="set MASTER_ADDR and MASTER_PORT, or start with `lockstep run`",
             )
 

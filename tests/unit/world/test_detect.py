@@ -75,7 +75,7 @@ def test_an_environment_can_be_named():
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "9"}, WorldError, "9 local processes in a world of 8"),
         ({**TORCHRUN, "GROUP_RANK": "2"}, WorldError, "node_rank is 2 with node_count 2"),
         ({"LOCKSTEP_LAUNCHER": "0.1.0"}, WorldError, "RANK is not set"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, WorldError, "no address to meet at"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, WorldError, "no rendezvous address"),
     ],
 )
 def test_contradictions_are_named(variables, error, said):
@@ -157,7 +157,7 @@ def test_half_of_who_a_script_is(rank, size):
         (2, 2, "given: rank is 2 with size 2"),
         (-1, 2, "given: rank is -1 with size 2"),
         (0, 0, "given: rank is 0 with size 0"),
-        (0, 2, "given: 2 processes but no address to meet at"),
+        (0, 2, "given: 2 processes but no rendezvous address"),
     ],
 )
 def test_a_script_that_contradicts_itself(rank, size, said):

@@ -122,8 +122,8 @@ def test_a_lone_process_is_placed() -> None:
         ({"RANK": ""}, "RANK is ''; expected an integer"),
         ({"MASTER_PORT": "65536"}, "MASTER_PORT is 65536; expected a port"),
         ({"MASTER_PORT": "-1"}, "MASTER_PORT is -1; expected a port"),
-        ({"MASTER_PORT": "0"}, "no address to meet at"),
-        ({"MASTER_ADDR": ""}, "no address to meet at"),
+        ({"MASTER_PORT": "0"}, "no rendezvous address"),
+        ({"MASTER_ADDR": ""}, "no rendezvous address"),
         ({"TORCHELASTIC_RESTART_COUNT": "x"}, "TORCHELASTIC_RESTART_COUNT is 'x'"),
     ],
 )

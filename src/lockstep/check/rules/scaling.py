@@ -17,7 +17,7 @@ from lockstep.check.source import Function
     "these gradients are still multiplied by the loss scale: call scaler.unscale_(optimizer) before",
     "corrupts",
     why="""After `scaler.scale(loss).backward()` gradients are multiplied by the loss scale, 65,536 at first. Clipped
-    then, nearly every gradient is cut down to `max_norm / scale`, and training stands still or goes on by noise.""",
+    then, nearly every gradient is cut down to `max_norm / scale`, and training stands still or follows noise.""",
     bad="""
     import torch
     from torch.nn.parallel import DistributedDataParallel

@@ -35,7 +35,7 @@ class Nodes:
         main_address: host of launcher 0.
         main_port: the port at which launcher 0 listens; by default one they agree on.
         endpoint: `HOST`, `HOST:PORT` or `file:///DIRECTORY`: where launchers meet that have no numbers.
-        id: name of the launch, which keeps two launches that meet at one place apart.
+        id: name of the launch, which keeps two launches at one rendezvous address apart.
         interface: network interface to use; by default one at which all others reach this node.
         join_timeout: seconds that launchers may take to come; `None` leaves `LOCKSTEP_JOIN_TIMEOUT`.
         last_call: seconds that a launch waits for more nodes, once there are as many as it needs.
@@ -170,7 +170,7 @@ def rendezvous_config(
     if (nodes.count or 1) == 1:
         return None
     raise UsageError(
-        f"--nnodes is {_shown(nodes)}, but nothing says where the nodes meet", hint=_MEETING_HINT
+        f"--nnodes is {_shown(nodes)}, but no rendezvous address is given", hint=_MEETING_HINT
     )
 
 
@@ -248,8 +248,8 @@ def _by_environment(nodes: Nodes, world: World, work: Sequence[str]) -> Rendezvo
     if nodes.least is not None:
         raise UsageError(
             f"--nnodes is {_shown(nodes)}, but {world.environment} started {world.size} launchers, "
-            "and ends all of them when one is lost; expected a number",
-            hint="leave --nnodes out, or say where nodes that come and go meet: --rdzv-endpoint",
+            "and ends all launchers when one is lost; expected a number",
+            hint="leave --nnodes out, or give the rendezvous address of elastic nodes: --rdzv-endpoint",
         )
     if nodes.count not in (None, world.size):
         raise UsageError(
@@ -261,7 +261,7 @@ def _by_environment(nodes: Nodes, world: World, work: Sequence[str]) -> Rendezvo
         raise UsageError(
             f"--node-rank is {nodes.rank}, but {world.environment} started this launcher as number "
             f"{world.rank}; expected the same",
-            hint="leave --node-rank out, or say where the nodes meet: --master-addr HOST",
+            hint="leave --node-rank out, or give the rendezvous address: --master-addr HOST",
         )
     if world.address is None:
         raise UsageError(

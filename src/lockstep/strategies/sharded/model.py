@@ -169,7 +169,7 @@ class ShardedModel(CutState, WrappedModel):
             raise ModelError(
                 f"{', '.join(left_out)} of {type(self.module).__name__} took no part in a forward pass; "
                 "expected every unit in each, since ranks gather its parameters together",
-                hint='run.model(…, gather="batch") gathers all of them once per batch; or name other '
+                hint='run.model(…, gather="batch") gathers all units once per batch; or name other '
                 "units by wrap=",
             )
 

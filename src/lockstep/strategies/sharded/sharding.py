@@ -182,7 +182,7 @@ def _check_ties(module: nn.Module, names: Sequence[str]) -> None:
             shown = " and ".join(sorted(unit or "the rest of the model" for unit in units))
             raise ModelError(
                 f"{shown} share a parameter; expected units of `wrap` that share none",
-                hint="wrap what holds both, or none of them",
+                hint="wrap a module that holds both, or neither",
             )
 
 

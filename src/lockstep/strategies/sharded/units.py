@@ -212,7 +212,7 @@ class Gathers:
                 f"rank 0 is about to gather {self.names[first[-1]]}, rank {other} "
                 f"{self.names[there[-1]]}; expected the same units in the same order on all ranks, "
                 "since they gather them together",
-                hint='where the data decides, run.model(…, gather="batch") gathers all of them once per '
+                hint='where the data decides, run.model(…, gather="batch") gathers all units once per '
                 "batch; and no rank may call the model alone",
             )
 

@@ -18,7 +18,7 @@ def integer(environ: Mapping[str, str], name: str, default: int | None = None) -
         if default is None:
             raise WorldError(
                 f"{name} is not set, though its sister variables are",
-                hint="let one launcher set all of them, or none",
+                hint="let one launcher set all variables, or none",
             )
         return default
     try:

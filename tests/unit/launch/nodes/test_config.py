@@ -179,7 +179,7 @@ def test_launches_have_names() -> None:
         ({"count": 2, "least": 3}, "--nnodes is 3:2; expected MIN:MAX with 1 <= MIN <= MAX"),
         ({"count": 2, "least": 0}, "--nnodes is 0:2; expected MIN:MAX"),
         ({"last_call": 0.0}, "--last-call is 0.0; expected more than 0"),
-        ({"count": 2, "least": 1}, "--nnodes is 1:2, but nothing says where the nodes meet"),
+        ({"count": 2, "least": 1}, "--nnodes is 1:2, but no rendezvous address is given"),
         ({"count": -2}, "--nnodes is -2; expected at least 1"),
         ({"count": 2, "rank": 2}, "--node-rank is 2 with --nnodes 2; expected 0 to 1"),
         ({"count": 2, "rank": -1}, "--node-rank is -1 with --nnodes 2"),
@@ -200,9 +200,9 @@ def test_launches_have_names() -> None:
         ({"main_address": "h"}, "--rdzv-endpoint or --master-addr without --nnodes"),
         ({"main_address": "h", "rank": 0}, "--rdzv-endpoint or --master-addr without --nnodes"),
         ({"count": 2, "main_address": "h"}, "--master-addr without --node-rank"),
-        ({"count": 2}, "--nnodes is 2, but nothing says where the nodes meet"),
-        ({"count": 2, "rank": 1}, "--nnodes is 2, but nothing says where the nodes meet"),
-        ({"count": 2, "main_port": 1}, "--nnodes is 2, but nothing says where the nodes meet"),
+        ({"count": 2}, "--nnodes is 2, but no rendezvous address is given"),
+        ({"count": 2, "rank": 1}, "--nnodes is 2, but no rendezvous address is given"),
+        ({"count": 2, "main_port": 1}, "--nnodes is 2, but no rendezvous address is given"),
     ],
 )
 def test_flags_that_cannot_work(nodes: dict[str, Any], said: str) -> None:
