@@ -38,12 +38,14 @@ REASONS = (
 )
 _BLOCK = re.compile(r"(?ms)^(?:<!-- ([^\n]*) -->\n)?```console\n(.*?)^```$")
 _SAVED = re.compile(r"(?ms)^Save this as `([\w.]+)`:\n\n```python\n(.*?)^```$")
-_FENCED = re.compile(r"(?ms)^```(?:console|sh)\n(.*?)^```$")
-_COMMAND = re.compile(r"(?:^|[ `])(lockstep [a-z]+(?: [^|`\n]*)?)")
+_FENCED = re.compile(r"(?ms)^```(console|sh)\n(.*?)^```$")
+#: A command, after a prompt or in a shell script; not one that the page shows to be refused.
+_COMMAND = re.compile(r"(?m)^(.*?)(\blockstep [a-z]+( [^|\n]*)?)$(?!\nlockstep: error: lockstep)")
 #: What is not compared, and what stands for it.
 _MASKS = (
     (re.compile(r"[─━┏┳┓┡╇┩└┴┘│┃]+"), " "),
     (re.compile(r"\d{8}-\d{6}"), "TIME"),
+    (re.compile(r"rank \d+ of|rank-\d+(?=\.log)"), "rank K of"),  # the first that failed
     (re.compile(r"/\S*/bin/python[\d.]*"), "PYTHON"),
     (re.compile(r"/\S*/(?=runs/)"), "DIR/"),
     (re.compile(r"(?<![\w.])(/\w[\w.-]*){2,}"), "DIR"),
@@ -95,8 +97,9 @@ def blocks() -> Iterator[Block]:
 
 def _steps(body: str) -> Iterator[tuple[str, str]]:
     for part in re.split(r"(?m)^\$ ", body)[1:]:
-        command, _, shown = re.sub(r"\\\n\s*", "", part).partition("\n")
-        yield command, shown
+        command = re.match(r"(?:.*\\\n)*.*\n", part)
+        assert command is not None
+        yield command[0].rstrip(), part[command.end() :]
 
 
 def flags_of_spans() -> Iterator[tuple[str, str, str]]:
@@ -108,16 +111,14 @@ def flags_of_spans() -> Iterator[tuple[str, str, str]]:
             yield from ((page.name, verb, one.partition("=")[0]) for one in ours if one[0] == "-")
 
 
-def commands() -> Iterator[tuple[str, int, str]]:
-    """Yield each `lockstep` command of the fenced blocks of all pages, with its page and line."""
+def commands() -> Iterator[tuple[str, str]]:
+    """Yield each `lockstep` command of the fenced blocks of all pages, with its page."""
     for page in PAGES:
         text = page.read_text()
-        for block in _FENCED.finditer(text):
-            body = re.sub(r"\\\n\s*", "", block[1])
-            for found in _COMMAND.finditer(body):
-                line = text.count("\n", 0, block.start()) + body.count("\n", 0, found.start()) + 2
-                words = shlex.split(found[1], comments=True)
-                yield page.name, line, shlex.join(words)
+        for kind, body in _FENCED.findall(text):
+            for before, found, _ in _COMMAND.findall(re.sub(r"\\\n\s*", "", body)):
+                if kind == "sh" or "$ " in before:
+                    yield page.name, shlex.join(shlex.split(found, comments=True))
 
 
 def matches(shown: str, printed: str) -> bool:

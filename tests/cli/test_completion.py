@@ -70,14 +70,13 @@ def test_zsh(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     terminal = Terminal(place)
     try:
         terminal.type("zsh -f")
-        terminal.type(
-            f'PS1="% "; autoload -Uz compinit && compinit -D; eval "$(cat {script})"; clear'
-        )
-        terminal.until(r"\A%\s*\Z")
+        terminal.until(r"zsh -f\s+\S*[#%]\s*\Z")
+        read = f'autoload -Uz compinit && compinit -u -D; eval "$(cat {script})"'
+        terminal.type(f"PS1='> '; {read}; clear")
+        terminal.until(r"\A>\s*\Z")
         for typed, word in COMPLETED:
             terminal.keys("C-u")
-            terminal._do("send-keys", "-l", typed)
-            terminal.keys("Tab")
-            terminal.until(rf"(?m)^% .* {word}\s*$")
+            terminal.keys(*typed.replace(" ", " Space ").split(), "Tab")
+            terminal.until(rf"(?m)^> .* {word}\s*$")
     finally:
         terminal.close()
