@@ -70,7 +70,7 @@ def test_zsh(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     terminal = Terminal(place)
     try:
         terminal.type("zsh -f")
-        terminal.until(r"zsh -f\s+\S*[#%]\s*\Z")
+        terminal.until(r"(?s)zsh -f.*[#%]\s*\Z")
         read = f'autoload -Uz compinit && compinit -u -D; eval "$(cat {script})"'
         terminal.type(f"PS1='> '; {read}; clear")
         terminal.until(r"\A>\s*\Z")
