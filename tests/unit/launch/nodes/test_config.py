@@ -240,7 +240,7 @@ def test_nodes_that_may_come_and_go() -> None:
 
 
 def test_tasks_of_a_scheduler_do_not_come_and_go() -> None:
-    with pytest.raises(UsageError, match="slurm started 4 launchers, and ends all of them"):
+    with pytest.raises(UsageError, match="slurm started 4 launchers, and ends all launchers"):
         find(recorded.STEP_RANK_2, least=1, count=4)
 
 
