@@ -19,6 +19,7 @@ DOCS = ROOT / "docs"
 PARTS = ("get-started", "guides", "concepts")
 _HEAD = re.compile(r"\A---\ntranslation_of: (\w*)\n---\n\n?")
 _BLOCK = re.compile(r"(?ms)^ *(`{3,})(.*?)^ *\1$")
+_COMMENT = re.compile(r"(?m)^<!-- .* -->\n")
 _TOCTREE = "{toctree}"
 
 
@@ -45,8 +46,8 @@ def page(name: str) -> Path:
 
 
 def fingerprint(text: str) -> str:
-    """Return a hash of an English page without its code blocks: those are compared."""
-    return hashlib.sha256(_BLOCK.sub("", text).encode()).hexdigest()[:16]
+    """Return a hash of an English page without comments and code blocks: those are compared."""
+    return hashlib.sha256(_COMMENT.sub("", _BLOCK.sub("", text)).encode()).hexdigest()[:16]
 
 
 def stale(name: str) -> bool:
