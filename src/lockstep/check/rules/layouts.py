@@ -76,7 +76,7 @@ def _of_layout(script: Script, node: ast.expr) -> bool:
     "the run neither sets nor saves this generator: draw from the global ones, or make it here from torch.initial_seed()",
     "corrupts",
     why="""The run sets the global generators of torch, NumPy and Python for each sample and each microbatch, so that draws depend
-    on neither the layout nor a restart. A generator that the script keeps goes on from draw to draw: a rank that hosts
+    on neither the layout nor a restart. A generator that the script keeps continues from draw to draw: a rank that hosts
     two replicas draws twice as often, and after a crash it begins anew.""",
     bad="""
     import lockstep
