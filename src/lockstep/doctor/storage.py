@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
@@ -119,6 +120,8 @@ def _together(meeting: Meeting, seen: Seen, asked: Asked) -> Facts:
                 facts["problem"] = f"{error.strerror}"
         meeting.gather("shared/made", own=True)
         facts["sees"] = _is_there(path)
+        if not os.access(path.parent, os.X_OK):
+            facts["problem"] = os.strerror(errno.EACCES)
         if meeting.index > 0 and facts["sees"]:
             try:
                 with path.open("r+") as other:
@@ -139,7 +142,7 @@ def shared(seen: Seen) -> Iterator[Finding]:
         yield Finding("failure", text, "choose a place with --run-dir that all nodes can write")
     if told and told[0][1]["problem"]:
         return
-    apart = [label for label, facts in told if not facts["sees"]]
+    apart = [label for label, facts in told if not facts["sees"] and not facts["problem"]]
     for label, facts in told:
         if facts["takes"]:
             text = f"{label} takes a lock in the run directory that {told[0][0]} holds"

@@ -116,7 +116,7 @@ CASES: list[tuple[str, list[Any], list[tuple[str, str]]]] = [
     ("shared", [SHARED] * 2, [("ok", "all nodes share the run directory")]),
     (
         "shared",
-        [SHARED, {**SHARED, "problem": "No locks available"}],
+        [SHARED, {**SHARED, "sees": False, "problem": "No locks available"}],
         [("failure", "node 1 (b) cannot open and lock a file in the run directory: No locks")],
     ),
     (
