@@ -86,6 +86,16 @@ def apply(module: Module, edits: Iterable[Edit]) -> str:
     return changed.code
 
 
+def diff(path: Path, before: str, after: str) -> str:
+    """Return what differs between two texts of a file, as `diff -u` writes it."""
+    import difflib
+
+    texts = before.splitlines(True), after.splitlines(True)
+    lines = difflib.unified_diff(*texts, str(path), str(path))
+    last = "\n\\ No newline at end of file\n"
+    return "".join(one if one.endswith("\n") else one + last for one in lines)
+
+
 def overwrite(path: Path, text: str, encoding: str) -> None:
     """Put a text in the place of a file, whole or not at all; its mode stays.
 

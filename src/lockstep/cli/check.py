@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections import Counter
 from pathlib import Path
@@ -80,7 +81,8 @@ def handle(options: argparse.Namespace) -> int:
         outcome = engine.check(paths, flags)
         print(f"{(before - _counted(outcome)).total()} fixed", file=sys.stderr)
     if written := FORMS[options.format](outcome):
-        print(written)
+        with contextlib.suppress(BrokenPipeError):  # `| head`
+            print(written)
     for note in outcome.notes if options.format != "text" else ():
         print(f"note: {note}", file=sys.stderr)
     return int(bool(outcome.findings) and not options.exit_zero)
@@ -111,13 +113,10 @@ def _selection(options: argparse.Namespace) -> Selection:
 
 def _diff(outcome: Outcome) -> int:
     """Print what fixes would change; return 1 if that is anything."""
-    import difflib
-
     from lockstep.check import fix
 
     for path, (module, edits) in outcome.edits.items():
-        before, after = module.text.splitlines(True), fix.apply(module, edits).splitlines(True)
-        sys.stdout.writelines(difflib.unified_diff(before, after, str(path), str(path)))
+        sys.stdout.write(fix.diff(path, module.text, fix.apply(module, edits)))
     return int(bool(outcome.edits))
 
 

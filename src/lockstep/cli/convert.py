@@ -76,10 +76,9 @@ def _write(out: Path, made: Converted) -> None:
 
 
 def _diff(script: Path, made: Converted) -> None:
-    import difflib
+    from lockstep.check import fix
 
-    before, after = made.module.text.splitlines(True), made.text.splitlines(True)
-    sys.stdout.writelines(difflib.unified_diff(before, after, str(script), str(script)))
+    sys.stdout.write(fix.diff(script, made.module.text, made.text))
 
 
 def _tell(script: Path, out: Path | None, made: Converted) -> None:

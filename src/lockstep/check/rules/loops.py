@@ -10,7 +10,7 @@ from lockstep.check.arguments import argument
 from lockstep.check.rule import Hit, rule
 from lockstep.check.rules.step import every_nth
 from lockstep.check.script import Script
-from lockstep.check.source import Loop, dotted
+from lockstep.check.source import Function, Loop, dotted
 
 
 def runs(script: Script) -> bool:
@@ -176,6 +176,9 @@ def not_given(script: Script) -> Iterator[Hit]:
         kind = "scheduler" if name.startswith("torch.optim.lr_scheduler.") else "optimizer"
         if not re.match(r"torch\.optim\.(lr_scheduler\.)?[A-Z]\w+$", name) or call in given:
             continue
+        scope = script.module.scope(call)
+        if isinstance(scope, Function) and not re.search(r"\brun\b|lockstep", ast.unparse(scope)):
+            continue  # a loop of another kind beside
         if kind == "optimizer" or call not in inner:
             message = f"the run does not know this {kind}: it acts on every microbatch, and is not saved; pass it through run.{kind}"
             yield Hit(call, message)
