@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PYTEST := $(BIN)/python -m pytest -m "not wide"
 # Each has an mpiexec and a libmpi of its own: neither can go into the virtual environment with the other.
 MPI := .mpi/mpich/.installed .mpi/openmpi/.installed
 
 # The longest first.
 TESTS := test-cli-more test-distributed test-cli test-nodes test-unit test-adversarial test-slurm
 
-.PHONY: install mpi demo test $(TESTS) test-adversary lint docs bench test-gpu clean
+.PHONY: install mpi demo test $(TESTS) test-wide test-adversary lint docs bench test-gpu clean
 
 install: $(STAMP)
 
@@ -17,49 +18,55 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,lint,docs]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[test,lint,docs]'
 	touch $(STAMP)
 
 mpi: $(MPI)
 
 .mpi/%/.installed: constraints.txt | $(BIN)/python
 	rm -rf $(@D)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --ignore-installed --prefix $(@D) $* mpi4py
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --ignore-installed --prefix $(@D) $* mpi4py
 	touch $@
 
 demo: install
 	$(BIN)/lockstep run -n 2 examples/digits.py
 
 # Three at a time: most tests wait for processes that they have started.
+# More combinations of what these tests show are in `make test-wide`.
 test: install mpi
 	$(MAKE) --no-print-directory --output-sync=target --keep-going -j 3 $(TESTS)
 
 test-cli:
-	$(BIN)/python -m pytest tests/cli/test_[a-o]*.py -m "not wide"
+	$(PYTEST) tests/cli/test_[a-o]*.py
 
 test-cli-more:
-	$(BIN)/python -m pytest tests/cli/test_[p-z]*.py
+	$(PYTEST) tests/cli/test_[p-z]*.py
 
 test-distributed:
-	$(BIN)/python -m pytest tests/distributed tests/mpi tests/gpu
+	$(PYTEST) tests/distributed tests/mpi tests/gpu
 
 test-unit:
-	$(BIN)/python -m pytest tests/unit
+	$(PYTEST) tests/unit
 
 test-adversarial:
-	$(BIN)/python -m pytest tests/adversary -m "not wide"
+	$(PYTEST) tests/adversary
 
 test-slurm:
-	$(BIN)/python -m pytest tests/slurm
+	$(PYTEST) tests/slurm
 
 test-nodes:
-	$(BIN)/python -m pytest tests/nodes
+	$(PYTEST) tests/nodes
 
-# All scripts of tests/adversary, with the libraries that some of them need, and the manual's long console sessions.
+# Further layouts, start methods, models, faults and scripts: before a release, and after a change of what they try.
+test-wide: install mpi
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[adversary]'
+	$(BIN)/python -m pytest -m wide
+
+# All scripts of tests/adversary, with the libraries that some of them need.
 test-adversary: install
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[adversary]'
-	$(BIN)/python -m pytest tests/adversary tests/cli/test_console_blocks.py
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[adversary]'
+	$(BIN)/python -m pytest tests/adversary
 
 lint: install
 	$(BIN)/ruff check .
@@ -75,7 +82,7 @@ test-gpu: install
 	$(BIN)/python -m pytest -m gpu
 
 bench: install mpi
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python benchmarks/run_all.py
 
 clean:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,18 @@ _GRACE = 2.0
 _PERMANENT = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 #: Variables that are nobody's leak: pytest sets one in every test, torch one when dynamo is imported.
 _OTHERS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let the first cases of a test that is `wide(beyond=N)` be part of `make test`."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("wide")
+        test = item.nodeid.partition("[")[0]
+        if mark is not None and seen[test] < mark.kwargs.get("beyond", 0):
+            item.own_markers.remove(mark)
+        seen[test] += 1
 
 
 @pytest.fixture(autouse=True)

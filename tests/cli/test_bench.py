@@ -111,6 +111,7 @@ def test_a_layout_that_fails_does_not_take_the_others_with_it(bench: Lockstep) -
     assert "2 ranks: failed, exit code 1" in done.err
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("verb", [("bench", "--ranks", "1"), ("verify", "--layouts", "1,2")])
 def test_a_signal_ends_the_launch_too(lockstep: Lockstep, verb: tuple[str, ...]) -> None:
     script = lockstep.script(

@@ -67,6 +67,7 @@ def server(lockstep: Lockstep, monkeypatch: pytest.MonkeyPatch) -> Server:
     return found
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.forked
 @pytest.mark.parametrize("start", ["fork", "spawn", "exec"])
 @pytest.mark.ranks(2)
@@ -163,6 +164,7 @@ print(os.environ["RANK"], torch.get_num_threads(), *lists)
 """
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize(
     ("start", "environ"),
     [("fork", {}), ("spawn", {}), ("exec", {}), ("fork", {"OMP_PROC_BIND": "true"})],
@@ -183,6 +185,7 @@ def test_bound_ranks_and_their_threads_keep_to_their_cores(lockstep, start, envi
     assert found == {"0": f"2 {shown[0]}", "1": f"2 {shown[1]}"}
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("start", ["fork", "exec"])
 @pytest.mark.ranks(2)
 def test_a_launcher_that_openmp_would_tie_leaves_its_ranks_free(lockstep, start):

@@ -33,6 +33,7 @@ def test_generators_of_a_plain_script_differ_from_rank_to_rank(lockstep):
     assert all(a != b for a, b in zip(one, other, strict=True)), (one, other)
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_generators_of_a_script_that_uses_lockstep_are_equal(lockstep, start):
     script = lockstep.script(SEEDED)
@@ -73,6 +74,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_generators_of_functions(lockstep, start):
     done = lockstep.python(lockstep.script(FUNCTION), start)
@@ -122,6 +124,7 @@ with lockstep.Run("test", replicas=2) as run:
 """
 
 
+@pytest.mark.wide(beyond=3)
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -35,6 +35,7 @@ def test_digits_are_the_same_on_1_and_3_ranks(lockstep: Lockstep) -> None:
     assert done.code == 0, done.out + done.err
 
 
+@pytest.mark.wide
 def test_stages_of_a_pipeline_give_the_weights_of_whole_models(lockstep: Lockstep) -> None:
     script = str(EXAMPLES / "pipeline.py")
     words = ("--strategies", "ddp,pipeline", "--layouts", "2", script, "--", "--epochs", "1")
@@ -43,6 +44,7 @@ def test_stages_of_a_pipeline_give_the_weights_of_whole_models(lockstep: Lockste
     assert "same: yes" in done.out
 
 
+@pytest.mark.wide
 def test_digits_are_cut_into_stages_as_they_are(lockstep: Lockstep) -> None:
     script = str(EXAMPLES / "digits.py")
     one = lockstep("run", script, "--epochs", "1", timeout=120)
@@ -53,6 +55,7 @@ def test_digits_are_cut_into_stages_as_they_are(lockstep: Lockstep) -> None:
     assert _digest(four.out) == _digest(one.out)
 
 
+@pytest.mark.wide
 def test_two_dimensions_learn(lockstep: Lockstep) -> None:
     script = str(EXAMPLES / "two_d.py")
     done = lockstep("run", "-n", "4", "--mesh", "2x2", script, "--epochs", "3", timeout=120)

@@ -130,6 +130,7 @@ def test_small_data_can_be_learnt(lockstep: Lockstep, example: Example) -> None:
     assert max(map(float, accuracies)) >= 50, done.out + done.err
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("example", params())
 def test_the_form_for_one_device_runs(lockstep: Lockstep, example: Example) -> None:
     arguments = with_data(example, lockstep.directory / "data")
@@ -139,6 +140,7 @@ def test_the_form_for_one_device_runs(lockstep: Lockstep, example: Example) -> N
     assert len(done.out.splitlines()) == 2
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("example", params("voc", "cifar10", "imagenet"))
 def test_without_data_an_example_names_what_writes_some(
     lockstep: Lockstep, example: Example
@@ -168,6 +170,7 @@ IMAGES = {
 }
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("example", params(*IMAGES))
 def test_a_truncated_image_is_named_with_its_index(lockstep: Lockstep, example: Example) -> None:

@@ -50,6 +50,7 @@ def digest(text: str) -> str:
     return found
 
 
+@pytest.mark.wide
 @pytest.mark.ranks(3)
 def test_launchers_killed_while_checkpoints_are_written(lockstep: Lockstep) -> None:
     # Long enough for any of them to be killed on the way.

@@ -95,6 +95,7 @@ def digest(text: str) -> str:
     return str(found)
 
 
+@pytest.mark.wide
 def test_a_kill_at_every_moment(lockstep, script):
     undisturbed = lockstep.python(script, *MOMENTS)
     assert undisturbed.code == 0, undisturbed.err

@@ -31,6 +31,7 @@ def main():
 """
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize(
     "end",
     [
@@ -66,6 +67,7 @@ print(max(counts[20:]) <= max(counts[:20]))
 """
 
 
+@pytest.mark.wide
 @pytest.mark.ranks(2)
 def test_groups_made_and_destroyed_for_ever_do_not_pile_up(lockstep):
     done = lockstep("run", "-n", "2", "-r", "1:3", lockstep.script(AGAIN))

@@ -37,6 +37,7 @@ def script(body: str) -> str:
     return f"{HEAD}\nif __name__ == '__main__':\n{lines}\n    assert not children(), children()\n"
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("start", ["auto", "fork", "spawn"])
 @pytest.mark.ranks(2)
 def test_values_come_back_in_the_order_of_ranks(lockstep, start):

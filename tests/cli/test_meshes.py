@@ -24,6 +24,7 @@ def test_ranks_that_are_killed_come_back(lockstep: Lockstep) -> None:
     assert "resuming after step" in done.err
 
 
+@pytest.mark.wide
 def test_a_list_of_modules_on_any_strategy(lockstep: Lockstep) -> None:
     lockstep.script(SCRIPT)
     expected = digest_of(lockstep.python("train.py").out)
@@ -34,6 +35,7 @@ def test_a_list_of_modules_on_any_strategy(lockstep: Lockstep) -> None:
         assert digest_of(done.out) == expected
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize(
     ("words", "message"),
     [

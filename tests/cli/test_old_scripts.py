@@ -59,6 +59,7 @@ def seen(done: Done) -> set[str]:
     return {line.partition("] ")[2] for line in done.out.splitlines()}
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize(
     ("spelling", "start"),
     [("--local_rank", "fork"), ("--local-rank", "spawn"), ("--local_rank", "exec")],
@@ -155,6 +156,7 @@ if args.local_rank != -1:
 """
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("flags", [[], ["--legacy-local_rank"]])
 @pytest.mark.ranks(2)
 def test_a_parser_made_from_a_dataclass(lockstep, flags):
@@ -197,6 +199,7 @@ print("place", args.local_process_index, args.process_index, args.world_size, tr
 """
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("transformers", "accelerate"))),
     reason="needs transformers and accelerate: not installed",
@@ -241,6 +244,7 @@ MEETINGS = {
 }
 
 
+@pytest.mark.wide(beyond=2)
 @pytest.mark.parametrize(
     ("meeting", "start"),
     [*((meeting, "fork") for meeting in MEETINGS), ("own", "spawn"), ("own", "exec")],
@@ -290,6 +294,7 @@ def test_ranks_that_a_lockstep_script_spawns(lockstep):
     assert sorted(places) == ["place 0 0 2", "place 1 1 2"]
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("libuv", ["0", "1"])
 @pytest.mark.ranks(1)
 def test_a_lone_rank_makes_process_groups_again_and_again(lockstep, libuv):

@@ -46,6 +46,7 @@ with lockstep.Run("fails", replicas=1, strategy="pipeline", progress=False) as r
 """
 
 
+@pytest.mark.wide(beyond=2)
 @pytest.mark.parametrize(
     ("how", "match"),
     [

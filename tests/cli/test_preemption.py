@@ -95,6 +95,7 @@ def the_workers(pids: list[list[int]]) -> None:
         os.kill(pid, signal.SIGTERM)
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("whom", [every_process, the_workers])
 @pytest.mark.ranks(2)
 def test_signals_that_the_launcher_does_not_get(lockstep, whom: Callable[[list[list[int]]], None]):

@@ -119,6 +119,7 @@ def test_a_page_that_is_used(tmp_path: Path, lockstep: Lockstep, chromium: Brows
     assert page.errors == []
 
 
+@pytest.mark.wide
 def test_a_long_run_is_a_small_page(tmp_path: Path, lockstep: Lockstep) -> None:
     Run(tmp_path / "long", steps=6000, kills=[3000]).write()
     assert lockstep("report", "long").code == 0

@@ -52,6 +52,7 @@ def test_killed_rank_costs_a_generation_each_time(lockstep):
     assert all(lockstep.gone(int(pid), 1) for pid in children)
 
 
+@pytest.mark.wide
 @pytest.mark.ranks(2)
 def test_memory_goes_through_exec(lockstep):
     script = lockstep.script(HEAD + "if rank == 1 and generation == 0: die()\ntime.sleep(0.2)\n")
@@ -66,6 +67,7 @@ def test_exception_of_the_script_ends_the_run(lockstep):
     assert "ValueError: again and again" in done.err
 
 
+@pytest.mark.wide
 @pytest.mark.ranks(1)
 def test_failures_without_progress_are_counted(lockstep):
     done = lockstep("run", lockstep.script(HEAD + "raise OSError(28, 'No space left on device')"))
@@ -93,6 +95,7 @@ if generation < 6: die()
     assert (done.code, done.err.count("from the newest snapshot")) == (0, 6)
 
 
+@pytest.mark.wide
 @pytest.mark.ranks(1)
 def test_any_failure_is_survived_where_the_user_says_so(lockstep):
     script = lockstep.script(
@@ -158,6 +161,7 @@ def test_what_a_script_imports_is_there_when_its_workers_begin(lockstep):
     assert (done.code, done.out) == (0, "\n" * 3), done.err
 
 
+@pytest.mark.wide
 @pytest.mark.ranks(2)
 def test_a_package_that_prints_is_left_to_the_workers(lockstep):
     """`this` prints when it is imported: once for each rank, of which the terminal shows the first."""

@@ -24,6 +24,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("start", ["fork", "spawn", "exec"])
 @pytest.mark.ranks(2)
 def test_plain_distributed_script_runs_unchanged(lockstep, start):
@@ -79,6 +80,7 @@ def test_all_output_arrives_in_order_and_unchanged(lockstep):
     assert (lockstep.directory / "here/logs/rank-0.log").read_bytes() == process.stdout
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_script_sees_a_process_of_its_own(lockstep, start):
@@ -112,6 +114,7 @@ def test_script_sees_a_process_of_its_own(lockstep, start):
     }
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_module_runs_as_with_python_m(lockstep, start):
@@ -144,6 +147,7 @@ def test_legacy_local_rank(lockstep, spelling):
     assert set(done.out.splitlines()) == {f"[rank {k}] ['--{spelling}={k}', 'x']" for k in (0, 1)}
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("start", ["fork", "spawn", "exec"])
 def test_interpreter_ends_properly(lockstep, start):
@@ -159,6 +163,7 @@ def test_interpreter_ends_properly(lockstep, start):
     assert (lockstep.directory / "left-open").read_text() == "flushed"
 
 
+@pytest.mark.wide(beyond=5)
 @pytest.mark.parametrize("start", ["fork", "spawn", "exec"])
 @pytest.mark.parametrize(
     ("statement", "code", "said"),
@@ -179,6 +184,7 @@ def test_exit_codes(lockstep, start, statement, code, said):
     assert ("failed" in done.err) == bool(code)
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize(
     ("error", "code"), [("UsageError", 2), ("CheckFailedError", 3), ("RunError", 1)]
 )
@@ -193,6 +199,7 @@ def test_exit_code_of_a_lockstep_error_is_passed_on(lockstep, error, code):
     assert f"{error}: seen\n  at train.py:2 in <module>\n  hint: do this" in done.err
 
 
+@pytest.mark.wide(beyond=2)
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -241,6 +248,7 @@ dist.all_reduce(torch.ones(1))
 """
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("start", ["fork", "exec"])
 @pytest.mark.ranks(3)
 @pytest.mark.forked
@@ -252,6 +260,7 @@ def test_exception_in_one_rank_while_others_wait(lockstep, start):
     assert "KeyError: 'gone'" in verdict
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize(
     ("number", "said"),
     [
@@ -281,6 +290,7 @@ time.sleep(100)
 """
 
 
+@pytest.mark.wide(beyond=3)
 @pytest.mark.parametrize("start", ["fork", "spawn", "exec"])
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
@@ -298,6 +308,7 @@ def test_signals_to_the_launcher_leave_no_process(lockstep, start, number, code)
     assert all(lockstep.gone(int(pid), 1) for pid in pids)
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("start", ["fork", "spawn", "exec"])
 @pytest.mark.ranks(2)
 def test_launcher_killed_leaves_no_process(lockstep, start):

@@ -127,6 +127,7 @@ def test_the_bits_of_one_process(
     assert "lr_scheduler" not in done.err, "torch sees that the optimizer steps"
 
 
+@pytest.mark.wide
 @pytest.mark.ranks(3)
 def test_verify_finds_no_difference_between_strategies(lockstep: Lockstep) -> None:
     words = ["--layouts", "2", "--strategies", "ddp,ps", "--json"]
@@ -141,6 +142,7 @@ def test_verify_finds_no_difference_between_strategies(lockstep: Lockstep) -> No
 # --- failures ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("doomed", "name", "more"), [("1", "server 1", LATE), ("-2", "rank 1", ())]
@@ -182,6 +184,7 @@ def test_a_server_that_is_stopped_is_named(lockstep: Lockstep) -> None:
     assert told in done.err.splitlines()
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("who", ["launcher", "fork server"])
 def test_nobody_stays_when_their_parent_is_killed(lockstep: Lockstep, who: str) -> None:
@@ -207,6 +210,7 @@ def test_an_interrupt_ends_servers_too(lockstep: Lockstep) -> None:
     assert lockstep.gone(int(log.split("process ")[1].split()[0]), 1)
 
 
+@pytest.mark.wide
 @pytest.mark.ranks(4)
 def test_a_run_that_makes_room_goes_on_with_another_way_to_update(
     lockstep: Lockstep, nothing_killed: str
@@ -260,6 +264,7 @@ if os.environ["RANK"] == "0":
 """
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("more", [(), ("--start", "exec")])
 @pytest.mark.parametrize("rest", [SCRIPT, ""], ids=["trained", "no worker comes"])
@@ -314,6 +319,7 @@ def test_the_plan_shows_servers(lockstep: Lockstep) -> None:
     assert done.out.count("-m lockstep.parameter_server") == 2
 
 
+@pytest.mark.wide
 @pytest.mark.ranks(3)
 def test_each_process_an_interpreter_of_its_own(lockstep: Lockstep, small: str) -> None:
     words = ["-n", "2", "--servers", "1", "--strategy", "ps", "--start", "exec"]
@@ -322,6 +328,7 @@ def test_each_process_an_interpreter_of_its_own(lockstep: Lockstep, small: str) 
     assert digest_of(done.out) == small
 
 
+@pytest.mark.wide
 @pytest.mark.ranks(3)
 def test_a_function_is_launched_with_servers(lockstep: Lockstep, small: str) -> None:
     script = lockstep.script(SCRIPT.replace("    main()\n", "    lockstep.launch(main, n=2)\n"))
@@ -374,6 +381,7 @@ def servers_in(directory: Path) -> list[int]:
     return [int(pid) for log in logs for pid in re.findall(r"process (\d+) listens", log)]
 
 
+@pytest.mark.wide(beyond=2)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("more", [{}, {"LOCKSTEP_STALENESS": "0"}], ids=["summed", "updated"])
 @pytest.mark.parametrize("words", [(), TORCHRUN], ids=["python", "torchrun"])

@@ -106,6 +106,7 @@ def test_a_short_first_run_is_repeated_and_leaves_the_second_in_memory(lockstep)
     assert first == again
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("when", ["is-preempted", "is-preempted-in-between"])
 @pytest.mark.ranks(2)
 def test_a_launch_that_was_preempted_in_the_second_goes_on_there(lockstep, when):

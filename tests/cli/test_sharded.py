@@ -117,6 +117,7 @@ def shards(weights: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     ]
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize(
     ("fault", "kind", "message"),
     [

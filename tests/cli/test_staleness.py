@@ -85,6 +85,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return found
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.ranks(5)
 @pytest.mark.parametrize(
     ("words", "environ"),
@@ -120,6 +121,7 @@ def test_kills_leave_no_trace(lockstep: Lockstep) -> None:
     assert sum(one["generations"] > 1 for one in verdict["layouts"]) >= 4
 
 
+@pytest.mark.wide
 @pytest.mark.ranks(4)
 def test_a_run_that_makes_room_goes_on_on_another_layout(lockstep: Lockstep) -> None:
     """What is saved has the versions that the next passes are to see."""
@@ -148,6 +150,7 @@ def test_a_run_that_makes_room_goes_on_on_another_layout(lockstep: Lockstep) -> 
     assert re.findall("digest=(.*)", again.out) == expected
 
 
+@pytest.mark.wide
 @pytest.mark.ranks(4)
 def test_the_example_learns_from_late_gradients(lockstep: Lockstep) -> None:
     script = str(ROOT / "examples/parameter_server.py")

@@ -143,6 +143,7 @@ def launched(lockstep: Lockstep, line: str, machines: int) -> list[Done]:
     return [lockstep.finish(process) for process in started]
 
 
+@pytest.mark.wide(beyond=5)
 @pytest.mark.parametrize(
     ("source", "line", "machines", "ranks"), LINES, ids=lambda value: str(value)[:40]
 )
@@ -216,6 +217,7 @@ def test_logs_of_a_plain_script_that_fails_stay(
     assert not (lockstep.directory / "runs").exists()
 
 
+@pytest.mark.wide(beyond=2)
 @pytest.mark.parametrize(
     ("flags", "where"),
     [
@@ -250,6 +252,7 @@ def test_a_script_whose_module_makes_a_run_has_its_directory(lockstep: Lockstep)
 # What the terminal shows.
 
 
+@pytest.mark.wide(beyond=2)
 @pytest.mark.parametrize(
     ("flags", "shown"),
     [
@@ -281,6 +284,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and dist.get_world_size() > 1
 """
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.ranks(2)
 def test_a_port_is_kept_through_restarts_or_refused(lockstep: Lockstep, ranks: int) -> None:
@@ -334,6 +338,7 @@ def typed(lockstep: Lockstep, ranks: int, text: bytes, until: bytes) -> tuple[in
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), shown
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.ranks(2)
 def test_breakpoint_works_on_rank_0_of_a_terminal(lockstep: Lockstep, ranks: int) -> None:
@@ -406,6 +411,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize(("signum", "told"), [(signal.SIGUSR1, "told\n"), (signal.SIGTERM, "")])
 @pytest.mark.ranks(1)
 def test_signals_and_the_time_that_ranks_have(

@@ -103,6 +103,7 @@ def test_layouts_that_are_none(verify: Lockstep, layouts: str, message: str) -> 
     assert message in done.err
 
 
+@pytest.mark.wide
 @pytest.mark.ranks(2)
 def test_the_same_with_a_change_of_ranks_a_kill_and_a_storm(verify: Lockstep) -> None:
     words = ("--layouts", "1", "2>1@3,kill@6", "--kills", "6", "--seed", "1")

@@ -108,6 +108,7 @@ def test_a_run_whose_processes_are_killed(lockstep: Lockstep) -> None:
     assert "dead  epoch 4/6  step 40" in done.out
 
 
+@pytest.mark.wide(beyond=2)
 @pytest.mark.parametrize(
     ("status", "code", "last"),
     [

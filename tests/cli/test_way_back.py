@@ -89,6 +89,7 @@ with lockstep.Run("digests", replicas=2, progress=False) as run:
 """
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize(
     ("script", "last"),
     [(METRICS, 11), (NAMES, 10), (DIGESTS, 8)],

@@ -82,6 +82,7 @@ def test_tokens_weigh_the_same_on_every_layout(lockstep):
     assert len({row["digest"] for row in told["layouts"]}) == 1
 
 
+@pytest.mark.wide
 @pytest.mark.ranks(2)
 def test_tokens_weigh_the_same_in_a_pipeline(lockstep):
     script = lockstep.script(SCRIPT)

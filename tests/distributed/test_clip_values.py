@@ -34,6 +34,7 @@ def train(settings: dict[str, Any], cut: bool = False) -> list[float]:
         return [value for one in whole for value in one.flatten().tolist()]
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline", "tensor"])
 def test_the_same_as_on_one_rank(strategy: str) -> None:
     first = run_ranks(train, 1, {})[0]

@@ -11,6 +11,7 @@ from tests.distributed.jobs import train_formats
 pytestmark = pytest.mark.ranks(3)
 
 
+@pytest.mark.wide(beyond=2)
 @pytest.mark.parametrize("exchange", ["bf16", "fp16", "powersgd"])
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 2), (3, 7)])
 def test_ranks_end_alike_and_twice_the_same(exchange: str, ranks: int, replicas: int) -> None:
@@ -33,6 +34,7 @@ def test_powersgd_compresses_as_it_is_told() -> None:
     assert first[0][0] != run_ranks(jobs.train_local, 2, settings)[0][0]
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("exchange", ["bf16", "powersgd"])
 def test_parameters_in_any_order_of_memory(exchange: str) -> None:
     settings = {"exchange": exchange, "exact": False, "replicas": 4}
@@ -46,6 +48,7 @@ def test_settings_that_powersgd_refuses() -> None:
         run_ranks(jobs.train_local, 2, {"exchange": "powersgd"}, {"start_powerSGD_iter": 1})
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("exchange", ["bf16", "fp16", "powersgd"])
 def test_notes_on_unused_parameters_come_through(exchange: str) -> None:
     """Weight decay must not move a part that no rank has used."""

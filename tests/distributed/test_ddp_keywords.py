@@ -21,6 +21,7 @@ pytestmark = pytest.mark.ranks(4)
 KNOWN = inspect.signature(DistributedDataParallel).parameters
 
 
+@pytest.mark.wide(beyond=3)
 @pytest.mark.parametrize("exchange", ["shared-memory", "tree", "native"])
 @pytest.mark.parametrize(
     "keywords",
@@ -56,6 +57,7 @@ def differing(keywords: dict[str, Any], exact: bool = False) -> float:
         return run.model(net, **keywords).weight.sum().item()
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("name", ["broadcast_buffers", "forward_sync_buffers"])
 def test_buffers_of_each_ranks_own(name: str) -> None:
     if name not in KNOWN:
@@ -67,6 +69,7 @@ def test_buffers_of_each_ranks_own(name: str) -> None:
     assert grads == others
 
 
+@pytest.mark.wide
 def test_buffers_of_each_ranks_own_without_trainable_parameters() -> None:
     one, two = run_ranks(frozen_mean, 2, {})
     assert one == two
@@ -74,6 +77,7 @@ def test_buffers_of_each_ranks_own_without_trainable_parameters() -> None:
     assert one != two
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize(
     ("ranks", "settings"),
     [(4, {"strategy": "pipeline", "mesh": "2x2"}), (2, {"exchange": "local-sgd"})],

@@ -45,6 +45,7 @@ class Way:
     settings: dict[str, Any] = field(default_factory=dict)
     servers: int = 0
     norm: str = ""
+    wide: bool = False
 
     def __str__(self) -> str:
         words = [f"{name}={value}" for name, value in self.settings.items() if name != "exact"]
@@ -58,29 +59,29 @@ def loose(**settings: Any) -> dict[str, Any]:
 
 WAYS = [
     Way("exact", (1,), {"strategy": "single"}),
-    Way("exact", (1,), {"strategy": "dp"}),  # without a GPU, as here
+    Way("exact", (1,), {"strategy": "dp"}, wide=True),  # without a GPU, as here
     Way("exact", (2, 3), {"strategy": "ddp", "exchange": "shared-memory"}),
     Way("exact", (3, 4), {"strategy": "ddp", "exchange": "tree"}),
-    Way("exact", (2,), {"strategy": "ddp", "exchange": "native"}),
+    Way("exact", (2,), {"strategy": "ddp", "exchange": "native"}, wide=True),
     Way("exact", (2,), {"strategy": "ps"}, servers=2),
-    Way("exact", (2,), {"strategy": "ps", "staleness": 0}, servers=1),
-    Way("exact", (2,), {"strategy": "ps", "staleness": 2}, servers=1),
+    Way("exact", (2,), {"strategy": "ps", "staleness": 0}, servers=1, wide=True),
+    Way("exact", (2,), {"strategy": "ps", "staleness": 2}, servers=1, wide=True),
     Way("exact", (3,), {"strategy": "ddp", "staleness": 2}),
     Way("exact", (1, 3), {"strategy": "fsdp"}),
     Way("exact", (2,), {"strategy": "pipeline"}),
-    Way("exact", (4,), {"strategy": "pipeline", "mesh": "2x2"}),
+    Way("exact", (4,), {"strategy": "pipeline", "mesh": "2x2"}, wide=True),
     Way("exact", (2, 3), {"precision": "bf16"}),
-    Way("exact", (2,), {"precision": "bf16", "strategy": "fsdp"}),
+    Way("exact", (2,), {"precision": "bf16", "strategy": "fsdp"}, wide=True),
     Way("exact", (3,), {"precision": "fp16"}),
-    Way("exact", (2,), {"precision": "fp16", "strategy": "fsdp"}),
+    Way("exact", (2,), {"precision": "fp16", "strategy": "fsdp"}, wide=True),
     Way("close", (4,), loose(exchange="native")),
-    Way("close", (3,), loose(exchange="native", precision="bf16")),
+    Way("close", (3,), loose(exchange="native", precision="bf16"), wide=True),
     Way("close", (2,), loose(strategy="tensor")),
-    Way("close", (4,), loose(strategy="tensor", mesh="2x2")),
-    Way("close", (2,), loose(strategy="pipeline")),
+    Way("close", (4,), loose(strategy="tensor", mesh="2x2"), wide=True),
+    Way("close", (2,), loose(strategy="pipeline"), wide=True),
     Way("close", (2, 4), {}, norm="synced"),
-    Way("close", (3,), {"strategy": "fsdp"}, norm="synced"),
-    Way("close", (4,), loose(strategy="tensor", mesh="2x2", replicas=2), norm="synced"),
+    Way("close", (3,), {"strategy": "fsdp"}, norm="synced", wide=True),
+    Way("close", (4,), loose(strategy="tensor", mesh="2x2", replicas=2), norm="synced", wide=True),
     Way("approximate", (2,), loose(replicas=4), norm="synced"),
     *(
         Way("approximate", (2,), loose(exchange=name))
@@ -112,7 +113,10 @@ def go(way: Way, ranks: int, lockstep: Lockstep) -> Told:
     return told
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(one, id=str(one), marks=[pytest.mark.wide] * one.wide) for one in WAYS],
+)
 def test_a_run_keeps_the_class_that_it_states(way: Way, lockstep: Lockstep) -> None:
     precision, late = way.settings.get("precision", "fp32"), way.settings.get("staleness")
     expected = reference(precision, way.norm, EPOCHS[way.stated], late)

@@ -95,6 +95,7 @@ def test_nothing_goes_wrong_without_a_fault(faulty: Lockstep) -> None:
     assert code == 0
 
 
+@pytest.mark.wide(beyond=2)
 @pytest.mark.parametrize(
     "moment", ["before the group", "in a step", "in evaluation", "in the last epoch"]
 )
@@ -112,6 +113,7 @@ def test_a_killed_rank(faulty: Lockstep) -> None:
     assert "killed by signal 9 (SIGKILL)" in verdict
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("exchange", ["shared-memory", "tree"])
 def test_a_rank_that_breaks_out_of_the_loop_is_named(faulty: Lockstep, exchange: str) -> None:
     code, verdict = run(faulty, "break", LOCKSTEP_EXCHANGE=exchange)
@@ -233,6 +235,7 @@ def test_another_run_in_the_directory_is_refused(faulty: Lockstep) -> None:
     assert run(faulty, "", "--run-dir", "kept")[0] == 0
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("replicas", ["2", "4"])
 def test_an_exception_between_forward_and_backward(lockstep: Lockstep, replicas: str) -> None:
     """Buffers have changed on one rank, and the others wait for its gradients, not for its buffers."""
@@ -272,6 +275,7 @@ def little_memory() -> Iterator[Path]:
         time.sleep(0.1)
 
 
+@pytest.mark.wide
 def test_a_rank_that_is_out_of_memory(lockstep: Lockstep, little_memory: Path) -> None:
     greedy = "taken = [bytearray(50 << 20) for _ in range(100)]"
     lockstep.script(SCRIPT.replace("os.kill(os.getpid(), signal.SIGKILL)", greedy))

@@ -33,6 +33,7 @@ def same_on_all_layouts(
         assert found == [expected[replicas]] * ranks, f"{replicas} replicas on {ranks} ranks"
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize(
     "settings",
     [{}, {"reshard_after_forward": False}, {"gather": "batch"}],
@@ -43,18 +44,21 @@ def test_a_net_with_batchnorm_dropout_and_an_uneven_last_batch(settings: dict[st
     same_on_all_layouts(sharded.train_wrapped, [nn.Linear, "0"], settings, layouts=layouts)
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_adamw_with_clipping_and_a_schedule(precision: str) -> None:
     layouts = LAYOUTS if precision == "fp32" else SOME
     same_on_all_layouts(jobs.train_adamw, precision, layouts=layouts)
 
 
+@pytest.mark.wide
 def test_resnet_18() -> None:
     expected = run_ranks(jobs.train_resnet, 1, environ={"LOCKSTEP_REPLICAS": "4"})
     found = run_ranks(jobs.train_resnet, 2, environ={"LOCKSTEP_REPLICAS": "4", **FSDP})
     assert found == expected * 2
 
 
+@pytest.mark.wide(beyond=2)
 @pytest.mark.parametrize(
     "job",
     [
@@ -96,6 +100,7 @@ def test_weights_leave_and_come_back_whole(tmp_path) -> None:
     assert set(trained) == set(loaded)
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize(
     ("parts", "last"),
     [
@@ -150,6 +155,7 @@ def test_what_a_script_must_not_do() -> None:
             assert told[how].startswith(text.partition(" ")[0]), told[how]
 
 
+@pytest.mark.wide
 def test_gradients_of_gradients() -> None:
     expected = run_ranks(sharded.train_with_penalty, 1, environ={"LOCKSTEP_REPLICAS": "2"})
     assert run_ranks(sharded.train_with_penalty, 2, environ=FSDP) == expected * 2

@@ -79,6 +79,7 @@ train.main()
 """
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("how", ["store", "tcp", "file"])
 def test_the_script_says_where(lockstep: Lockstep, expected: str, how: str) -> None:
     lockstep.script(GIVEN, "given.py")
@@ -120,6 +121,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("strategy", ["pipeline", "fsdp"])
 def test_a_group_without_a_side_for_the_cpu(lockstep: Lockstep, strategy: str) -> None:
     ends = "                optimizer.zero_grad()\n"
@@ -239,6 +241,7 @@ def test_a_port_that_is_taken(lockstep: Lockstep, expected: str) -> None:
         refused(start_all(lockstep, [{"LOCKSTEP_INIT_METHOD": url}]), f"port {port}")
 
 
+@pytest.mark.wide(beyond=2)
 @pytest.mark.parametrize(
     ("url", "said"),
     [
@@ -255,6 +258,7 @@ def test_init_methods_that_are_none(lockstep: Lockstep, url: str, said: str) -> 
     refused(start_all(lockstep, [{"LOCKSTEP_INIT_METHOD": url}]), said)
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("when", ["before any step", "after the last step", "with the device"])
 def test_a_rank_that_fails_outside_of_collectives_is_told(
     lockstep: Lockstep, expected: str, when: str

@@ -12,6 +12,7 @@ from tests.distributed.small import digest_of
 pytestmark = [pytest.mark.forked, pytest.mark.ranks(4)]
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("start", ["fork", "spawn", "exec"])
 def test_lockstep_run(lockstep: Lockstep, expected: str, start: str) -> None:
     done = lockstep("run", "-n", "2", "--start", start, "train.py")
@@ -23,6 +24,7 @@ def test_torchrun(lockstep: Lockstep, expected: str) -> None:
     assert digest_of(lockstep.python(*words).out) == expected
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("flags", [("--use-env",), ()])
 def test_what_came_before_torchrun(lockstep: Lockstep, expected: str, flags: tuple[str]) -> None:
     """Without the flag, each rank gets `--local-rank=K`: a script that reads no arguments does not mind."""

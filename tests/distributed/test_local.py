@@ -14,6 +14,7 @@ from tests.distributed import low_precision as jobs
 pytestmark = pytest.mark.ranks(3)
 
 
+@pytest.mark.wide(beyond=2)
 @pytest.mark.parametrize("exchange", ["local-sgd", "diloco"])
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 2), (3, 7)])
 def test_ranks_end_as_one_and_twice_alike(exchange: str, ranks: int, replicas: int) -> None:
@@ -27,6 +28,7 @@ def test_ranks_end_as_one_and_twice_alike(exchange: str, ranks: int, replicas: i
     assert whole == [False, False, False, True, False] * 3
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("exchange", ["local-sgd", "diloco"])
 def test_a_run_goes_on_as_if_nothing_had_been(exchange: str, tmp_path: Path) -> None:
     """States are taken when ranks are one only; outer and inner momentum come back."""
@@ -63,6 +65,7 @@ def test_where_one_model_meets_all_do(tmp_path: Path) -> None:
     assert [digest for digest, _ in second] == [digest for digest, _ in whole]
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("exchange", ["local-sgd", "diloco"])
 def test_a_barrier_is_no_meeting(exchange: str) -> None:
     settings = {"exchange": exchange, "sync_every": 4}
@@ -70,6 +73,7 @@ def test_a_barrier_is_no_meeting(exchange: str) -> None:
     assert seldom == often
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 3), (3, 7)])
 def test_ranks_weigh_their_samples(ranks: int, replicas: int) -> None:
     """Plain SGD that meets in every step is SGD on all samples, however they are split over ranks."""
@@ -80,6 +84,7 @@ def test_ranks_weigh_their_samples(ranks: int, replicas: int) -> None:
         assert reached == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("exchange", ["local-sgd", "diloco"])
 def test_weights_that_nobody_has_moved_keep_their_bits(exchange: str) -> None:
     """Whatever ranks weigh: a weighted mean of equal numbers may be another one."""
@@ -94,6 +99,7 @@ def test_what_ranks_tell_each_other() -> None:
         assert told[1::2] == [[([7], ["x"] * (3 * rank)) for rank in range(3)]] * 2
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("name", ["broadcast_buffers", "forward_sync_buffers"])
 def test_keywords_that_ask_for_other_results(name: str) -> None:
     with pytest.raises(RankError, match=f"ModelError: {name}=False with exchange=local-sgd"):
@@ -118,6 +124,7 @@ def expected() -> float:
     return float(run_ranks(jobs.accuracy, 1, {})[0][0])
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize(
     ("exchange", "training"),
     [

@@ -14,6 +14,7 @@ def test_one_replica_equals_a_plain_loop() -> None:
     assert run_ranks(jobs.train_even, 1, {"replicas": 1}) == run_ranks(plain.plain_single, 1)
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("exchange", ["native", "tree", "shared-memory"])
 def test_two_replicas_on_two_ranks_equal_plain_ddp(exchange: str) -> None:
     settings = {"replicas": 2, "exchange": exchange}

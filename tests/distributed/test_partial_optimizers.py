@@ -36,6 +36,7 @@ def unfreeze(settings: dict[str, Any], clears: str = "optimizer") -> str:
         return run.digest()
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("strategy", ["auto", "fsdp"])
 def test_the_rest_of_a_model_joins_later(strategy: str) -> None:
     digest = assert_same(unfreeze, [1, 2, 3], {"strategy": strategy}, replicas=3)
@@ -77,6 +78,7 @@ def accumulate(steps: int) -> None:
                 optimizer.zero_grad()
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize(
     ("ranks", "seen"), [(1, "in some microbatches only"), (2, "earlier batch")]
 )

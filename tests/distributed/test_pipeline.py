@@ -26,16 +26,19 @@ def assert_same(job: Any, *args: Any, replicas: int = 4, meshes: Any = MESHES) -
         assert found == [expected] * ranks, mesh
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("kind", ["list", "skipping"])
 def test_bits_of_one_process(kind: str) -> None:
     """BatchNorm, dropout and other draws in later stages, in-place operations, skips, short batches."""
     assert_same(spread.train, kind)
 
 
+@pytest.mark.wide
 def test_bits_with_one_replica() -> None:
     assert_same(spread.train, "list", replicas=1, meshes=[(2, "1x2"), (3, "1x3")])
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize(
     ("job", "args"),
     [
@@ -49,15 +52,18 @@ def test_bits_of_other_jobs(job: Any, args: tuple[Any, ...]) -> None:
     assert_same(job, *args, meshes=[(4, "2x2")])
 
 
+@pytest.mark.wide
 def test_bits_of_resnet18_with_dropout() -> None:
     assert_same(jobs.train_resnet, meshes=[(3, "1x3"), (4, "2x2")])
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("job", [spread.train_both_ways, spread.train_below_a_critic])
 def test_gradients_go_from_one_model_to_the_other(job: Any) -> None:
     assert_same(job, meshes=[(2, "1x2"), (4, "2x2")])
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("exchange", ["tree", "native"])
 def test_every_exact_exchange(exchange: str) -> None:
     (expected,) = run_ranks(jobs.train_conv, 1, {"replicas": 2}, {})
@@ -79,6 +85,7 @@ def test_frozen_parts_gradients_of_inputs_exceptions_and_averages() -> None:
 # --- chunks ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("chunks", [3, 64])
 def test_chunks_are_the_same_mathematics(chunks: int) -> None:
     """The last batch has 4 samples, which 3 chunks share unevenly and 64 cannot share."""
@@ -108,6 +115,7 @@ def test_as_many_chunks_as_stages_unless_asked_otherwise() -> None:
     assert one == whole != two[0][0]
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("middle", ["draws", "drops"])
 def test_what_draws_draws_for_each_chunk(middle: str) -> None:
     found = run_ranks(spread.train_chunks, 2, 2, middle, environ=environ("1x2", 1))
@@ -160,6 +168,7 @@ def test_export_and_load() -> None:
 # --- what goes wrong -------------------------------------------------------------------------------
 
 
+@pytest.mark.wide(beyond=3)
 @pytest.mark.parametrize(
     ("ranks", "model", "settings", "more", "match"),
     [
@@ -207,6 +216,7 @@ def test_an_input_that_cannot_be_cut() -> None:
         run_ranks(spread.call_with, 2, {1, 2}, environ=environ("1x2", 1))
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize(
     ("where", "match"),
     [
@@ -223,6 +233,7 @@ def test_a_rank_that_calls_the_model_by_itself(where: str, match: str) -> None:
         run_ranks(spread.call_alone, 2, where, environ=environ("1x2", 1))
 
 
+@pytest.mark.wide
 def test_gradients_of_gradients() -> None:
     with pytest.raises(RankError, match="create_graph=True through a model in stages"):
         run_ranks(spread.differentiate_twice, 2, environ=environ("1x2", 1))

@@ -13,6 +13,7 @@ from tests.distributed import low_precision as jobs
 pytestmark = pytest.mark.ranks(4)
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("replica", [0, 3])
 def test_an_overflow_on_one_replica_skips_the_same_step_on_every_layout(replica: int) -> None:
     seen = [run_ranks(jobs.overflow, n, {}, 3, replica) for n in (1, 2, 4)]
@@ -35,12 +36,14 @@ def test_one_digest_on_1_to_4_ranks() -> None:
     assert_same(jobs.train_half, [1, 2, 3, 4], {}, replicas=4)
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("exchange", ["tree", "shared-memory"])
 def test_exchanges_of_the_exact_class_agree(exchange: str) -> None:
     alone = run_ranks(jobs.train_half, 1, {"replicas": 4})
     assert run_ranks(jobs.train_half, 2, {"replicas": 4, "exchange": exchange})[:1] == alone
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
 def test_strategies_of_the_exact_class_agree(strategy: str) -> None:
     alone = run_ranks(jobs.train_half, 1, {"replicas": 2})

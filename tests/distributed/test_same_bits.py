@@ -12,6 +12,7 @@ from tests.distributed import jobs
 pytestmark = pytest.mark.ranks(4)
 
 
+@pytest.mark.wide(beyond=3)
 @pytest.mark.parametrize(
     ("job", "args"),
     [
@@ -28,6 +29,7 @@ def test_one_digest_on_1_to_4_ranks(job: Any, args: tuple[Any, ...]) -> None:
     assert_same(job, [1, 2, 3, 4], *args, replicas=4)
 
 
+@pytest.mark.wide
 def test_resnet18_with_dropout() -> None:
     assert_same(jobs.train_resnet, [1, 2, 3, 4], replicas=4, timeout=120)
 
@@ -48,6 +50,7 @@ def test_a_stream_read_by_a_worker() -> None:
     assert_same(jobs.train_stream, [1, 2, 3], 1, replicas=3)
 
 
+@pytest.mark.wide(beyond=2)
 @pytest.mark.parametrize("exchange", ["tree", "shared-memory"])
 @pytest.mark.parametrize("replicas", [3, 5])
 def test_every_exact_exchange(exchange: str, replicas: int) -> None:
@@ -57,6 +60,7 @@ def test_every_exact_exchange(exchange: str, replicas: int) -> None:
         assert run_ranks(jobs.train_conv, ranks, settings, {})[:1] == first
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("exchange", ["tree", "shared-memory"])
 @pytest.mark.parametrize("models", [1, 2])
 def test_parameters_in_any_order_of_memory(exchange: str, models: int) -> None:
@@ -83,6 +87,7 @@ def test_native_where_it_provably_is_exact() -> None:
     assert run_ranks(jobs.train_conv, 2, {"replicas": 4, "exchange": "native"}, {})[:1] == first
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize(
     "keywords",
     [
@@ -103,6 +108,7 @@ def test_another_seed_gives_other_bits() -> None:
     assert len(digests) == 2
 
 
+@pytest.mark.wide(beyond=2)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_evaluation_counts_every_sample_once(ranks: int) -> None:
     expected = run_ranks(jobs.evaluate, 1, 1797, environ={"LOCKSTEP_REPLICAS": "4"})[0]

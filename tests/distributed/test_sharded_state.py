@@ -71,6 +71,7 @@ def peaks() -> dict[str, int]:
         return {"checkpoint": grown(save), "digest": grown(run.digest)}
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_needs_memory_for_its_share_and_one_unit(ranks: int) -> None:
     environ = {**FSDP, "LOCKSTEP_REPLICAS": "4"}
@@ -122,6 +123,7 @@ def save(directory: str, apart: int) -> int:
     return staged
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("apart", [-1, 2])
 def test_each_rank_writes_its_part_or_all_gather_tensor_by_tensor(
     tmp_path: Path, apart: int
@@ -145,6 +147,7 @@ def snap(directory: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_parts_make_a_snapshot_that_any_number_of_ranks_reads(tmp_path: Path, ranks: int) -> None:
     files = []

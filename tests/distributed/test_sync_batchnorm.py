@@ -98,6 +98,7 @@ def close(found: Numbers, expected: Numbers) -> None:
             )
 
 
+@pytest.mark.wide(beyond=2)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_equal_to_the_whole_batch_in_one_process(dims: int, ranks: int) -> None:
@@ -105,6 +106,7 @@ def test_equal_to_the_whole_batch_in_one_process(dims: int, ranks: int) -> None:
     close(shares(ranks, dims, {}), alone(dims, {}))
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -197,6 +199,7 @@ def first_loss(replicas: int) -> str:
         return run.exactness
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_in_a_model_of_several_uses_of_a_layer(ranks: int) -> None:
     """A layer that is called twice meets twice, forward and backward."""
@@ -220,6 +223,7 @@ def twice() -> list[float]:
         return flat([*model.parameters(), *model.buffers()])
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("synced", [True, False])
 def test_a_rank_that_leaves_after_the_first_batch_is_named(synced: bool) -> None:
     """The other waits for its statistics; or, without, in the first place where DDP could wait."""

@@ -57,6 +57,7 @@ def test_the_mesh() -> None:
     assert {(names, shape) for names, shape, _ in found} == {(("data", "model"), (2, 2))}
 
 
+@pytest.mark.wide(beyond=2)
 @pytest.mark.parametrize(
     ("plan", "settings", "match"),
     [

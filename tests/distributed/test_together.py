@@ -55,6 +55,7 @@ def test_a_hard_timeout() -> None:
         run_ranks(sleep, 2, timeout=0.5)
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("exchange", ["shared-memory", "tree"])
 def test_one_loss_through_two_models(exchange: str) -> None:
     assert_same(jobs.train_two_models, [1, 2, 4], exchange, replicas=4)
@@ -64,6 +65,7 @@ def test_buffers_that_a_method_changes_before_forward() -> None:
     assert_same(jobs.train_codebook, [1, 2, 4], replicas=4)
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("exchange", ["shared-memory", "tree", "native"])
 def test_a_loader_that_one_rank_iterates_over_alone_is_named(exchange: str) -> None:
     with pytest.raises(RankError, match=r"PeerError: rank.* comput.* gradients of .* batch"):
@@ -84,6 +86,7 @@ def test_counting_microbatches_is_refused_where_it_shows() -> None:
         run_ranks(jobs.count_microbatches, 1)
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_freezing_later_is_refused_on_every_layout(ranks: int) -> None:
     with pytest.raises(RankError, match="ModelError: Sequential has 2 trainable parameters"):

@@ -48,6 +48,7 @@ def part_is_norm(part: nn.Module) -> bool:
     return isinstance(part, nn.BatchNorm1d)
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("kept", ["held", "registered", "neither"])
 def test_one_state_on_every_layout(kept: str) -> None:
     assert_same(average, [1, 2, 3], kept, replicas=3)

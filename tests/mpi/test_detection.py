@@ -40,6 +40,7 @@ def test_ranks_of_one_node(mpi: Mpi) -> None:
     assert key
 
 
+@pytest.mark.wide(beyond=1)
 def test_a_job_has_a_key_of_its_own_behind_shells_too(mpi: Mpi) -> None:
     *options, python, _ = mpi.words(2, "who.py")
     command = [*options, "sh", "-c", f"sh -c '{python} who.py; true'; true"]
@@ -48,6 +49,7 @@ def test_a_job_has_a_key_of_its_own_behind_shells_too(mpi: Mpi) -> None:
     assert keys[0] != keys[1]
 
 
+@pytest.mark.wide(beyond=1)
 def test_a_program_that_closes_descriptors_lies_between(mpi: Mpi) -> None:
     mpi.lockstep.script(
         "import subprocess, sys; subprocess.run([sys.executable, 'who.py'])", "b.py"
@@ -55,6 +57,7 @@ def test_a_program_that_closes_descriptors_lies_between(mpi: Mpi) -> None:
     assert len({one["key"] for one in worlds(mpi, mpi.words(2, "b.py"))} - {None}) == 1
 
 
+@pytest.mark.wide(beyond=1)
 def test_a_meeting_place_that_the_user_chose(mpi: Mpi) -> None:
     found = worlds(mpi, mpi.words(2, "who.py"), MASTER_ADDR="10.1.2.3", MASTER_PORT="4711")
     assert {(one["address"], one["port"], one["key"]) for one in found} == {
@@ -62,6 +65,7 @@ def test_a_meeting_place_that_the_user_chose(mpi: Mpi) -> None:
     }
 
 
+@pytest.mark.wide(beyond=1)
 def test_one_rank(mpi: Mpi) -> None:
     (found,) = worlds(mpi, mpi.words(1, "who.py"))
     assert (found["size"], found["environment"]) == (1, mpi.name)

@@ -49,23 +49,27 @@ def fail(mpi: Mpi, *words: str) -> tuple[int, str]:
     return done.code, done.out + done.err
 
 
+@pytest.mark.wide(beyond=1)
 def test_a_rank_that_is_killed(mpi: Mpi) -> None:
     code, _ = fail(mpi, "kill")
     assert code == {"mpich": 9, "openmpi": 137}[mpi.name]
 
 
+@pytest.mark.wide(beyond=1)
 def test_a_rank_that_raises(mpi: Mpi) -> None:
     code, said = fail(mpi, "raise")
     assert code == 1
     assert "ValueError: bad sample 17" in said
 
 
+@pytest.mark.wide(beyond=1)
 def test_a_rank_that_raises_where_the_script_began_mpi(mpi: Mpi) -> None:
     code, said = fail(mpi, "raise", "users")
     assert code == 1
     assert "ValueError: bad sample 17" in said
 
 
+@pytest.mark.wide(beyond=1)
 def test_ranks_that_mpiexec_did_not_start(mpi: Mpi) -> None:
     env = {**mpi.variables, "LOCKSTEP_REPLICAS": "2"}
     done = mpi.lockstep("run", "-n", "2", "train.py", "mpi", env=env)

@@ -39,6 +39,7 @@ def options(mpi: Mpi, remote_shell: str, first: Host) -> list[str]:
     return ["--prtemca", "plm_ssh_agent", remote_shell, "--host", "a:1,b:1"]
 
 
+@pytest.mark.wide(beyond=1)
 def test_two_hosts(mpi: Mpi, hosts: Hosts, expected: str, tmp_path: Path) -> None:
     a, b = hosts.lan(2)
     mpi.lockstep.script(SCRIPT)

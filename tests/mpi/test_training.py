@@ -58,6 +58,7 @@ def test_four_ranks(mpi: Mpi, expected: str) -> None:
     assert done.code == 0
 
 
+@pytest.mark.wide(beyond=1)
 def test_two_jobs_at_once_one_with_parameter_servers(mpi: Mpi, expected: str) -> None:
     servers = {"LOCKSTEP_STRATEGY": "ps", "LOCKSTEP_SERVERS": "2"}  # rank 0 starts them
     jobs = [mpi.start(2, "train.py", "auto", "mpi"), mpi.start(2, "train.py", "auto", **servers)]
@@ -68,6 +69,7 @@ def test_two_jobs_at_once_one_with_parameter_servers(mpi: Mpi, expected: str) ->
         assert done.code == 0
 
 
+@pytest.mark.wide(beyond=2)
 @pytest.mark.parametrize("n", [2, 3])
 def test_sums_have_the_bits_of_the_tree(mpi: Mpi, n: int) -> None:
     mpi.lockstep.script(SUMS, "sums.py")

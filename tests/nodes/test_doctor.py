@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.hosts import Host, Hosts
 
 ROOT = Path(__file__).parents[2]
@@ -83,6 +85,7 @@ def test_each_disturbance_is_named(hosts: Hosts, tmp_path: Path) -> None:
     assert all(int(one.partition(": ")[2].partition(" Mbit/s")[0]) <= 110 for one in slow)
 
 
+@pytest.mark.wide
 def test_a_wrong_route(hosts: Hosts, tmp_path: Path) -> None:
     made = hosts.lan(3)
     made[1].ip("route", "add", "blackhole", f"{made[2].address}/32")
@@ -97,6 +100,7 @@ def test_a_wrong_route(hosts: Hosts, tmp_path: Path) -> None:
     assert "training" in lines(found, "ok"), "the rest is looked at all the same"
 
 
+@pytest.mark.wide
 def test_an_interface_that_vanishes_while_it_is_measured(hosts: Hosts, tmp_path: Path) -> None:
     made = hosts.lan(2)
     on_a, on_b = reports(hosts, start(made, tmp_path, "--json", defects={"b": "interface"}), 1)

@@ -171,6 +171,7 @@ def wait_until(condition: Callable[[], bool], what: str, seconds: float = 60) ->
         time.sleep(0.02)
 
 
+@pytest.mark.wide
 def test_a_killed_worker_a_cable_out_for_a_while_and_for_ever(hosts: Hosts, site: Site) -> None:
     flags = ("--nnodes", "2", "--master-addr", "a", "--node-rank")
     started = [site.start(name, *flags, f"{rank}") for rank, name in enumerate("ab")]

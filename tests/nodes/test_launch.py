@@ -104,6 +104,7 @@ def test_by_endpoint(hosts: Hosts, directory: Path, expected: str) -> None:
     assert digests(hosts.finish(nodes(made, directory, "--rdzv-endpoint", "a"))) == expected
 
 
+@pytest.mark.wide
 def test_by_endpoint_with_a_port_and_a_name(hosts: Hosts, directory: Path, expected: str) -> None:
     a, b = hosts.lan(2)
     flags = ("--rdzv-endpoint", f"{b.address}:29512", "--rdzv-id", "job")
@@ -123,6 +124,7 @@ def test_by_a_shared_directory_with_a_stale_file(
     assert list(meeting.iterdir()) == [], "nothing stays"
 
 
+@pytest.mark.wide
 def test_three_hosts_one_with_an_interface_that_leads_nowhere(
     hosts: Hosts, directory: Path, expected: str
 ) -> None:
@@ -146,6 +148,7 @@ def errors(hosts: Hosts, started: list[subprocess.Popen[str]]) -> list[str]:
     return [one.err[one.err.index("lockstep: error: ") :] for one in done]
 
 
+@pytest.mark.wide
 def test_bridges_that_cannot_reach_each_other(hosts: Hosts, directory: Path) -> None:
     """Two containers on two hosts: they share a directory, and no network."""
     a, b = (hosts.host(name) for name in "ab")
@@ -159,6 +162,7 @@ def test_bridges_that_cannot_reach_each_other(hosts: Hosts, directory: Path) -> 
     assert "(b) from no interface to eth0 172.18.0.2 port " in told[0]
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize(
     ("address", "why"),
     [("10.200.0.1", "unreachable"), ("10.70.0.77", "no route|timed out"), ("nosuch", "resolver")],
@@ -189,6 +193,7 @@ def test_a_node_that_never_comes(hosts: Hosts, directory: Path) -> None:
     assert "node 1 found no rendezvous at 10.70.0.1 within 3 s" in told
 
 
+@pytest.mark.wide
 def test_two_nodes_with_one_number(hosts: Hosts, directory: Path) -> None:
     flags = ("--nnodes", "3", "--master-addr", "a", "--join-timeout", "5")
     numbered = zip(hosts.lan(3), ("0", "1", "1"), strict=True)
@@ -211,12 +216,14 @@ def test_a_directory_that_is_not_shared(hosts: Hosts, directory: Path) -> None:
         assert "the directory is not shared between the nodes" in one
 
 
+@pytest.mark.wide
 def test_a_directory_that_is_not_there(hosts: Hosts, directory: Path) -> None:
     flags = ("--nnodes", "2", "--rdzv-endpoint", f"file://{directory}/nowhere")
     (told,) = errors(hosts, [start(hosts.lan(1)[0], directory, *flags)])
     assert f"the directory {directory}/nowhere does not exist on a" in told
 
 
+@pytest.mark.wide
 def test_an_interface_that_is_not_there(hosts: Hosts, directory: Path) -> None:
     a, b = hosts.lan(2)
     started = static([a], directory, "--join-timeout", "6", main="a", count=2)
@@ -240,6 +247,7 @@ def test_an_interface_that_leads_nowhere_is_not_taken_silently(
     assert "node 0 (a) cannot reach node 1 (b), though node 1 (b) reaches node 0 (a):" in told[0]
 
 
+@pytest.mark.wide
 def test_versions_that_differ(hosts: Hosts, directory: Path) -> None:
     old = directory / "old"
     old.mkdir()

@@ -24,6 +24,7 @@ KILL = """
 """
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize(
     ("more", "kills"), [((), True), (("--staleness", "0"), False)], ids=["killed", "updates"]
 )

@@ -54,6 +54,7 @@ def megabytes(hosts: Hosts, directory: Path, *flags: str) -> tuple[float, float]
     return (made[0].sent() - before) / MODEL, time.monotonic() - began
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize(
     ("flags", "least", "most"),
     [

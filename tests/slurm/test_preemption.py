@@ -103,6 +103,7 @@ def test_told_by_a_signal_and_pushed_aside_by_an_urgent_job(
     assert 5 <= first < second < 40
 
 
+@pytest.mark.wide
 def test_a_job_that_is_cancelled_stays_so(slurm: Slurm, lockstep: Lockstep) -> None:
     job = Job(slurm, lockstep)
     job.wait_for_step(3)

@@ -99,6 +99,7 @@ def test_a_job_that_is_cancelled(slurm: Slurm, lockstep: Lockstep) -> None:
     assert done.err.endswith(f"lockstep: job {job} was cancelled\n")
 
 
+@pytest.mark.wide
 def test_a_job_that_is_put_back_into_the_queue(slurm: Slurm, lockstep: Lockstep) -> None:
     lockstep.script(
         "import os, pathlib, time\n"

@@ -41,6 +41,7 @@ def test_digits(slurm: Slurm, digest_of_python: str) -> None:
     assert digest_of(step.out) == digest_of_python
 
 
+@pytest.mark.wide
 def test_two_jobs_at_once_on_one_node_twenty_times(slurm: Slurm) -> None:
     slurm.directory.joinpath("train.py").write_text(MEET)
     jobs = [slurm.python("-N1", "-w", "n1", "-n2") for _ in range(2)]
