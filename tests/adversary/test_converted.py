@@ -13,7 +13,7 @@ pytestmark = pytest.mark.forked
 QUICK = ("gan", "ddp_trainer")
 
 
-@pytest.mark.wide(beyond=3)
+@pytest.mark.wide(beyond=2)
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize(
     "name",

@@ -42,7 +42,7 @@ def recipes() -> dict[str, str]:
 RECIPES = recipes()
 
 
-@pytest.mark.wide(beyond=4)
+@pytest.mark.wide(beyond=3)
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_the_same_on_all_layouts(verify: Verify, name: str) -> None:

@@ -125,6 +125,7 @@ def test_a_signal_ends_the_launch_too(lockstep: Lockstep, verb: tuple[str, ...])
     assert lockstep.gone(int(pid))
 
 
+@pytest.mark.wide
 def test_a_script_without_lockstep_is_measured_by_wall_time(lockstep: Lockstep) -> None:
     lockstep.script("import time; time.sleep(0.1)", "plain.py")
     words = ("--repeat", "1", "--json", "out.json", "--project", "8")
@@ -142,6 +143,7 @@ def test_a_script_without_lockstep_is_measured_by_wall_time(lockstep: Lockstep) 
     assert "ddp was asked for, and the script makes no lockstep.Run" in refused.err
 
 
+@pytest.mark.wide
 def test_a_run_of_one_step_is_too_short(bench: Lockstep) -> None:
     bench.script(
         SCRIPT.replace("epochs(3)", "epochs(1)").replace("batch_size=16", "batch_size=320")

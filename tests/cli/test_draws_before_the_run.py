@@ -124,7 +124,7 @@ with lockstep.Run("test", replicas=2) as run:
 """
 
 
-@pytest.mark.wide(beyond=3)
+@pytest.mark.wide(beyond=2)
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -29,6 +29,7 @@ def test_digits_reach_97_percent_on_two_ranks(lockstep: Lockstep) -> None:
     assert float(accuracies[-1]) >= 97
 
 
+@pytest.mark.wide
 def test_digits_are_the_same_on_1_and_3_ranks(lockstep: Lockstep) -> None:
     script = str(EXAMPLES / "digits.py")
     done = lockstep("verify", script, "--layouts", "1,3", "--", "--epochs", "1", timeout=120)

@@ -38,6 +38,7 @@ class Example:
         steps: how many there are.
         images: in the data that `data.py` writes; 0: it reads sources of Python.
         needs: packages.
+        wide: `make test` leaves its digests to `make test-wide`.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Example:
     steps: int
     images: int = 0
     needs: tuple[str, ...] = ("torchvision",)
+    wide: bool = False
 
 
 LIST = [
@@ -55,6 +57,7 @@ LIST = [
         kill=4,
         steps=4,
         images=20,
+        wide=True,
     ),
     Example("cifar10", "--batch-size 8 --epochs 2", kill=5, steps=6, images=20),
     Example(
@@ -64,6 +67,7 @@ LIST = [
         kill=4,
         steps=4,
         images=20,
+        wide=True,
     ),
     Example(
         "language_model",
@@ -76,12 +80,18 @@ LIST = [
 BY_NAME = {example.name: example for example in LIST}
 
 
-def params(*names: str) -> list[object]:
-    """Return the examples called `names`, or all of them; skipped where a package is missing."""
+def params(*names: str, wide: bool = False) -> list[object]:
+    """Return the examples called `names`, or all of them; skipped where a package is missing.
+
+    Args:
+        names: of files.
+        wide: whether the marks of examples that are wide count.
+    """
     found = []
     for name in names or BY_NAME:
         missing = [one for one in BY_NAME[name].needs if importlib.util.find_spec(one) is None]
         marks = [pytest.mark.skip(reason=f"{', '.join(missing)} not installed")] * bool(missing)
+        marks += [pytest.mark.wide] * (wide and BY_NAME[name].wide)
         found.append(pytest.param(BY_NAME[name], id=name, marks=marks))
     return found
 
@@ -106,7 +116,7 @@ def verify(template: Template, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize("example", params())
+@pytest.mark.parametrize("example", params(wide=True))
 def test_one_digest_on_every_layout(verify: Verify, example: Example) -> None:
     arguments = with_data(example, verify.directory / "data")
     layouts = ["1", "2", "3", f"2,kill@{example.kill}"]
@@ -117,6 +127,7 @@ def test_one_digest_on_every_layout(verify: Verify, example: Example) -> None:
     assert {outcome.steps for outcome in verdict.outcomes} == {example.steps}
 
 
+@pytest.mark.wide
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("example", params("cifar10"))
 def test_small_data_can_be_learnt(lockstep: Lockstep, example: Example) -> None:

@@ -162,6 +162,7 @@ except RunError as error:
     assert lockstep.python(lockstep.script(script(body))).out == "True\n"
 
 
+@pytest.mark.wide
 @pytest.mark.ranks(1)
 def test_launching_in_a_worker_is_refused(lockstep):
     done = lockstep("run", lockstep.script(script("lockstep.launch(total, n=2)")))
@@ -184,6 +185,7 @@ sys.stdout.flush()
     assert lockstep.python(lockstep.script(script(body))).out == "parent ends\n"
 
 
+@pytest.mark.wide
 @pytest.mark.ranks(2)
 def test_a_replaced_standard_output_receives_the_main_rank(lockstep):
     body = """

@@ -244,7 +244,7 @@ MEETINGS = {
 }
 
 
-@pytest.mark.wide(beyond=2)
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize(
     ("meeting", "start"),
     [*((meeting, "fork") for meeting in MEETINGS), ("own", "spawn"), ("own", "exec")],
@@ -257,6 +257,7 @@ def test_a_script_that_spawns_its_ranks(lockstep, meeting, start):
     assert (done.code, done.out, done.err) == (0, "sum 3.0 of 2\n", "")
 
 
+@pytest.mark.wide
 @pytest.mark.ranks(3)
 def test_a_module_that_spawns_its_ranks(lockstep):
     how, method = MEETINGS["own"]
@@ -275,6 +276,7 @@ def test_spawning_on_each_of_several_ranks_is_warned_of(lockstep):
     )
 
 
+@pytest.mark.wide
 @pytest.mark.ranks(3)
 def test_ranks_that_a_lockstep_script_spawns(lockstep):
     script = lockstep.script(

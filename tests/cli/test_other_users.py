@@ -162,6 +162,7 @@ def test_another_user_reaches_no_store_no_secret_and_no_record(lockstep: Lockste
     assert done.out.split("digest=")[1] == alone.out.split("digest=")[1]
 
 
+@pytest.mark.wide
 @pytest.mark.ranks(2)
 def test_the_store_of_a_script_without_a_run_is_open_as_under_torchrun(lockstep: Lockstep) -> None:
     lockstep.script(PLAIN)

@@ -91,6 +91,7 @@ def digest(done: Done) -> str:
     return found[1]
 
 
+@pytest.mark.wide
 @pytest.mark.ranks(3)
 def test_they_train_like_those_of_lockstep(lockstep: Lockstep, site: dict[str, str]) -> None:
     lockstep.script(SCRIPT)

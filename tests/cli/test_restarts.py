@@ -78,6 +78,7 @@ def test_failures_without_progress_are_counted(lockstep):
     assert "  log: runs/" in done.err
 
 
+@pytest.mark.wide
 @pytest.mark.ranks(1)
 def test_failures_with_progress_are_not(lockstep):
     script = lockstep.script(
@@ -127,6 +128,7 @@ time.sleep(100)
     assert all(lockstep.gone(int(pid), 3) for pid in pids)
 
 
+@pytest.mark.wide
 @pytest.mark.ranks(2)
 def test_function_survives_a_kill(lockstep):
     script = lockstep.script(

@@ -343,6 +343,7 @@ def test_fork_server_killed_is_an_error_and_leaves_no_process(lockstep):
     assert "lockstep: error: the fork server ended" in done.err
 
 
+@pytest.mark.wide
 @pytest.mark.ranks(1)
 def test_reader_that_leaves_does_not_stop_the_run(lockstep):
     script = lockstep.script("for i in range(100000): print(i)\nopen('done', 'w').write('1')")
@@ -384,6 +385,7 @@ def test_terminal_is_seen_by_the_main_rank_only(lockstep):
     assert (lockstep.directory / "here/logs/rank-1.log").read_text().split() == ["False", "False"]
 
 
+@pytest.mark.wide
 @pytest.mark.ranks(4)
 @pytest.mark.forked
 def test_two_launches_at_the_same_time(lockstep):
@@ -405,6 +407,7 @@ def test_fork_server_workers_differ_in_randomness_and_have_their_threads(lockste
     assert first[2] == second[2] == "3"
 
 
+@pytest.mark.wide
 @pytest.mark.ranks(1)
 def test_what_an_optimizer_imports_is_imported_before_the_fork(lockstep):
     """Otherwise every rank of every generation would take a second for it."""

@@ -113,6 +113,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> str:
 # --- the same bits ----------------------------------------------------------------------------------
 
 
+@pytest.mark.wide(beyond=1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("workers", "servers"), [(1, 3), (3, 1)])
 def test_the_bits_of_one_process(
@@ -264,7 +265,7 @@ if os.environ["RANK"] == "0":
 """
 
 
-@pytest.mark.wide(beyond=1)
+@pytest.mark.wide
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("more", [(), ("--start", "exec")])
 @pytest.mark.parametrize("rest", [SCRIPT, ""], ids=["trained", "no worker comes"])
@@ -381,7 +382,7 @@ def servers_in(directory: Path) -> list[int]:
     return [int(pid) for log in logs for pid in re.findall(r"process (\d+) listens", log)]
 
 
-@pytest.mark.wide(beyond=2)
+@pytest.mark.wide(beyond=1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("more", [{}, {"LOCKSTEP_STALENESS": "0"}], ids=["summed", "updated"])
 @pytest.mark.parametrize("words", [(), TORCHRUN], ids=["python", "torchrun"])

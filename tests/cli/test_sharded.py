@@ -135,6 +135,7 @@ def test_one_error_and_no_hang(script: Lockstep, fault: str, kind: str, message:
     assert "Traceback" not in done.err
 
 
+@pytest.mark.wide
 def test_a_rank_that_leaves_is_named_and_not_tried_again(script: Lockstep) -> None:
     """Where rank 0 waits for it depends on which of them is faster."""
     done = script("run", "-n", "2", "--strategy", "fsdp", "train.py", "--", "leave", timeout=30)
@@ -203,6 +204,7 @@ Path(f"{rank}.json").write_text(json.dumps({"grown": grown, "memory": memory}))
 """
 
 
+@pytest.mark.wide
 def test_a_snapshot_takes_the_share_of_each_rank(lockstep: Lockstep) -> None:
     """A layer has 12 MiB with AdamW's averages; the launcher's memory holds two snapshots."""
     lockstep.script(MEASURED)

@@ -107,6 +107,7 @@ def test_one_digest_on_every_layout(
     assert "approximate" not in done.err
 
 
+@pytest.mark.wide
 @pytest.mark.ranks(3)
 def test_kills_leave_no_trace(lockstep: Lockstep) -> None:
     """Of ranks, in a storm of them, and where the run goes on with fewer."""

@@ -63,6 +63,7 @@ def test_randomness_of_a_rank_is_found_and_named(verify: Lockstep) -> None:
     assert "first difference: step 6 (epoch 1, batch 1), replica 1: the loss is" in done.out
 
 
+@pytest.mark.wide
 def test_ranks_that_change_weights_by_themselves_are_found(verify: Lockstep) -> None:
     done = verify("verify", "train.py", "--layouts", "1,2", "--", "weights")
     assert done.code == 3
@@ -115,6 +116,7 @@ def test_the_same_with_a_change_of_ranks_a_kill_and_a_storm(verify: Lockstep) ->
     assert re.search(r"^ran on layout 2,kills=6: 8 steps, 6 kills, \d gen", done.err, re.MULTILINE)
 
 
+@pytest.mark.wide
 def test_a_fault_that_the_run_does_not_live_to_see(verify: Lockstep) -> None:
     done = verify("verify", "train.py", "--layouts", "1,term@99", "1")
     assert done.code == 2
@@ -130,6 +132,7 @@ def test_a_missing_script(lockstep: Lockstep) -> None:
     assert "the script nowhere.py does not exist" in done.err
 
 
+@pytest.mark.wide
 def test_traces_are_kept_on_request(verify: Lockstep) -> None:
     done = verify("verify", "train.py", "--layouts", "1,2", "--keep", "kept")
     assert done.code == 0

@@ -70,6 +70,7 @@ for name, value in torch.load(sys.argv[1]).items() if run.is_main_process else (
 """
 
 
+@pytest.mark.wide
 @pytest.mark.ranks(3)
 def test_tokens_weigh_the_same_on_every_layout(lockstep):
     script = lockstep.script(SCRIPT)

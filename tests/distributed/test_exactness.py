@@ -58,23 +58,23 @@ def loose(**settings: Any) -> dict[str, Any]:
 
 
 WAYS = [
-    Way("exact", (1,), {"strategy": "single"}),
+    Way("exact", (1,), {"strategy": "single"}, wide=True),
     Way("exact", (1,), {"strategy": "dp"}, wide=True),  # without a GPU, as here
     Way("exact", (2, 3), {"strategy": "ddp", "exchange": "shared-memory"}),
     Way("exact", (3, 4), {"strategy": "ddp", "exchange": "tree"}),
     Way("exact", (2,), {"strategy": "ddp", "exchange": "native"}, wide=True),
-    Way("exact", (2,), {"strategy": "ps"}, servers=2),
+    Way("exact", (2,), {"strategy": "ps"}, servers=2, wide=True),
     Way("exact", (2,), {"strategy": "ps", "staleness": 0}, servers=1, wide=True),
-    Way("exact", (2,), {"strategy": "ps", "staleness": 2}, servers=1, wide=True),
+    Way("exact", (2,), {"strategy": "ps", "staleness": 2}, servers=1),
     Way("exact", (3,), {"strategy": "ddp", "staleness": 2}),
     Way("exact", (1, 3), {"strategy": "fsdp"}),
     Way("exact", (2,), {"strategy": "pipeline"}),
     Way("exact", (4,), {"strategy": "pipeline", "mesh": "2x2"}, wide=True),
     Way("exact", (2, 3), {"precision": "bf16"}),
     Way("exact", (2,), {"precision": "bf16", "strategy": "fsdp"}, wide=True),
-    Way("exact", (3,), {"precision": "fp16"}),
+    Way("exact", (3,), {"precision": "fp16"}, wide=True),
     Way("exact", (2,), {"precision": "fp16", "strategy": "fsdp"}, wide=True),
-    Way("close", (4,), loose(exchange="native")),
+    Way("close", (4,), loose(exchange="native"), wide=True),
     Way("close", (3,), loose(exchange="native", precision="bf16"), wide=True),
     Way("close", (2,), loose(strategy="tensor")),
     Way("close", (4,), loose(strategy="tensor", mesh="2x2"), wide=True),
@@ -84,7 +84,7 @@ WAYS = [
     Way("close", (4,), loose(strategy="tensor", mesh="2x2", replicas=2), norm="synced", wide=True),
     Way("approximate", (2,), loose(replicas=4), norm="synced"),
     *(
-        Way("approximate", (2,), loose(exchange=name))
+        Way("approximate", (2,), loose(exchange=name), wide=name != "bf16")
         for name in EXCHANGES.where(lambda one: one.exactness == "approximate")
     ),
 ]

@@ -58,7 +58,7 @@ def test_resnet_18() -> None:
     assert found == expected * 2
 
 
-@pytest.mark.wide(beyond=2)
+@pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize(
     "job",
     [
@@ -76,6 +76,7 @@ def test_models_of_other_kinds(job: Callable[[], Any]) -> None:
     same_on_all_layouts(job, layouts=SOME)
 
 
+@pytest.mark.wide
 def test_branches_that_not_all_replicas_use() -> None:
     same_on_all_layouts(sharded.train_branches, "batch")
     with pytest.raises(
@@ -123,6 +124,7 @@ def test_a_run_goes_on_with_another_strategy(tmp_path, parts: Any, last: Any) ->
     assert run_ranks(test_resume.train, ranks, place, environ=environ) == [whole] * ranks
 
 
+@pytest.mark.wide
 def test_memory_per_rank_is_recorded(tmp_path) -> None:
     environ = {"LOCKSTEP_REPLICAS": "4"}
     (whole,) = run_ranks(sharded.memory_of, 1, str(tmp_path / "1"), 0, environ=environ)

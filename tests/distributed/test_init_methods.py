@@ -142,6 +142,7 @@ def test_a_group_without_a_side_for_the_cpu(lockstep: Lockstep, strategy: str) -
     assert [one for one in done[0].out.splitlines() if one.startswith("rows")] == told
 
 
+@pytest.mark.wide
 def test_several_runs_of_one_process_meet_each_time(lockstep: Lockstep, expected: str) -> None:
     lockstep.script("import train\nfor _ in range(3):\n    train.main()\n", "thrice.py")
     file = lockstep.directory / "meeting"

@@ -32,6 +32,7 @@ def test_what_came_before_torchrun(lockstep: Lockstep, expected: str, flags: tup
     assert digest_of(lockstep.python(*words, "train.py").out) == expected
 
 
+@pytest.mark.wide
 def test_spawn_with_the_variables_of_env(lockstep: Lockstep, expected: str) -> None:
     lockstep.script(
         """

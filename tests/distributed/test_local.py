@@ -124,7 +124,7 @@ def expected() -> float:
     return float(run_ranks(jobs.accuracy, 1, {})[0][0])
 
 
-@pytest.mark.wide(beyond=1)
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("exchange", "training"),
     [

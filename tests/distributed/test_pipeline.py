@@ -135,6 +135,7 @@ def test_batchnorm_sees_each_chunk() -> None:
 # --- state -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.wide
 def test_a_run_goes_on_with_other_meshes_and_strategies(tmp_path) -> None:
     (whole,) = run_ranks(
         spread.go_on, 1, str(tmp_path / "whole"), "auto", None, environ=environ(None)

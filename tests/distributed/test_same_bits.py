@@ -46,6 +46,7 @@ def test_workers_and_augmentation_do_not_matter() -> None:
     assert len(digests) == 1
 
 
+@pytest.mark.wide
 def test_a_stream_read_by_a_worker() -> None:
     assert_same(jobs.train_stream, [1, 2, 3], 1, replicas=3)
 

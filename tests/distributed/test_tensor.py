@@ -30,6 +30,7 @@ def test_close_to_one_process_and_the_same_for_any_number_of_rows() -> None:
         assert own == pytest.approx(weights, rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.wide
 def test_a_run_goes_on_with_another_mesh(tmp_path) -> None:
     ((whole, *_), _) = run_ranks(spread.train_tensor, 2, environ=environ("1x2"))
     place = str(tmp_path)

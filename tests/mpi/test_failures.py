@@ -78,6 +78,7 @@ def test_ranks_that_mpiexec_did_not_start(mpi: Mpi) -> None:
     assert "hint: start the script by `mpiexec -n 2 python …` of that MPI" in done.err
 
 
+@pytest.mark.wide
 def test_the_mpiexec_of_another_library(library: Callable[[str], Mpi]) -> None:
     mine, other = library("mpich"), library("openmpi")
     mine.lockstep.script("import lockstep; lockstep.Run('small', exchange='mpi')")

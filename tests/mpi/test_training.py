@@ -58,7 +58,7 @@ def test_four_ranks(mpi: Mpi, expected: str) -> None:
     assert done.code == 0
 
 
-@pytest.mark.wide(beyond=1)
+@pytest.mark.wide
 def test_two_jobs_at_once_one_with_parameter_servers(mpi: Mpi, expected: str) -> None:
     servers = {"LOCKSTEP_STRATEGY": "ps", "LOCKSTEP_SERVERS": "2"}  # rank 0 starts them
     jobs = [mpi.start(2, "train.py", "auto", "mpi"), mpi.start(2, "train.py", "auto", **servers)]

@@ -202,6 +202,7 @@ def test_a_killed_worker_a_cable_out_for_a_while_and_for_ever(hosts: Hosts, site
     assert all("restart 1" in one.err for one in done)
 
 
+@pytest.mark.wide
 def test_nodes_come_and_go_and_the_first_is_lost_for_good(hosts: Hosts, site: Site) -> None:
     meeting = f"file://{site.directory}/meeting"
     flags = ("--nnodes", "1:3", "--last-call", "4", "--rdzv-endpoint", meeting)

@@ -99,6 +99,7 @@ def test_static(hosts: Hosts, directory: Path, expected: str) -> None:
     assert digests(hosts.finish(started)) == expected
 
 
+@pytest.mark.wide
 def test_by_endpoint(hosts: Hosts, directory: Path, expected: str) -> None:
     made = hosts.lan(2)
     assert digests(hosts.finish(nodes(made, directory, "--rdzv-endpoint", "a"))) == expected
@@ -204,6 +205,7 @@ def test_two_nodes_with_one_number(hosts: Hosts, directory: Path) -> None:
     assert re.search(r"node 1 has come twice: on [bc], process \d+, and on [bc], process", told[0])
 
 
+@pytest.mark.wide
 def test_a_directory_that_is_not_shared(hosts: Hosts, directory: Path) -> None:
     meeting = directory / "meeting"
     meeting.mkdir()
