@@ -15,6 +15,18 @@ from lockstep.layout.tree import fold, merges, nodes
 Sum = torch.futures.Future[torch.Tensor]
 
 
+def future_on(device: torch.device) -> Sum:
+    """Return the future of a sum that will be on `device`."""
+    return torch.futures.Future(devices=None if device.type == "cpu" else [device])
+
+
+def done(value: torch.Tensor) -> Sum:
+    """Return a future that has `value`."""
+    future: Sum = torch.futures.Future(devices=[value.device] if value.is_cuda else None)
+    future.set_result(value)
+    return future
+
+
 @dataclass(frozen=True, slots=True)
 class Forest:
     """The maximal nodes that each rank holds, and the merges that make the root of them.

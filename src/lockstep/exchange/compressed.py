@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lockstep.exchange.base import ExchangeContext, Forest, Sum
+from lockstep.exchange.base import ExchangeContext, Forest, Sum, done
 from lockstep.exchange.memory import Memory
 from lockstep.exchange.tree import GroupWire, TreeExchange, Wire, Work
 
@@ -137,14 +137,6 @@ class _Widening:
         """Wait until it is complete."""
         self._work.wait()
         self._target.copy_(self._arriving)
-
-
-def done(value: torch.Tensor) -> Sum:
-    """Return a future that has `value`."""
-    future: Sum
-    future = torch.futures.Future(devices=[value.device] if value.is_cuda else None)
-    future.set_result(value)
-    return future
 
 
 def build(context: ExchangeContext) -> HalfExchange:

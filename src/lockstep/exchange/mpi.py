@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lockstep.errors import PeerError, UsageError
-from lockstep.exchange.base import Exchange, ExchangeContext, Forest, Sum
+from lockstep.exchange.base import Exchange, ExchangeContext, Forest, Sum, done
 from lockstep.exchange.memory import Memory
 from lockstep.exchange.native import NativeExchange
 from lockstep.exchange.tree import TreeExchange, Work
@@ -142,9 +142,7 @@ class PairExchange:
             self._everyone.Allreduce(library.IN_PLACE, buffer, op=library.SUM)
         if last:
             self._memory.pass_ends()
-        future: Sum = torch.futures.Future()
-        future.set_result(total)
-        return future
+        return done(total)
 
     def close(self) -> None:
         """Give back nothing: MPI lives as long as the process."""

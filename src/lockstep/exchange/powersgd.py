@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from lockstep.errors import ModelError
-from lockstep.exchange.base import ExchangeContext, Forest, Sum
+from lockstep.exchange.base import ExchangeContext, Forest, Sum, done
 from lockstep.exchange.choose import POWERSGD_KEYWORDS
-from lockstep.exchange.compressed import CompressedExchange, done
+from lockstep.exchange.compressed import CompressedExchange
 from lockstep.exchange.flat import shape_in_memory
 from lockstep.exchange.tree import GroupWire
 

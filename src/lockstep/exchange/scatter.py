@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.exchange.base import Forest
-from lockstep.exchange.tree import GroupWire, Work
+from lockstep.exchange.tree import GroupWire, Work, all_gather
 from lockstep.world.groups import keep
 from lockstep.world.rendezvous.store import TIMEOUT
 
@@ -103,10 +103,6 @@ def agree(numbers: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
     all_gather(gathered, torch.tensor(numbers), group=group)
     found: list[list[int]] = gathered.view(-1, len(numbers)).tolist()
     return found
-
-
-#: torch 2.13 has renamed it, and warns about the name that torch 2.11 has.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def group_of_its_own(group: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from lockstep.exchange.base import ExchangeContext, Forest, Sum
+from lockstep.exchange.base import ExchangeContext, Forest, Sum, future_on
 from lockstep.exchange.memory import Memory
 
 
@@ -69,27 +69,17 @@ class GroupWire:
     def gather(self, part: torch.Tensor, total: torch.Tensor) -> Work:
         """Begin an all-gather."""
         self.sent += total.nbytes - part.nbytes
-        work: dist.Work | None = _all_gather(total, part, group=self._group, async_op=True)
+        work: dist.Work | None = all_gather(total, part, group=self._group, async_op=True)
         assert work is not None
         return work
 
 
 @dataclass(slots=True)
 class _Pending:
-    """A bucket whose nodes are on their way to the ranks that sum them."""
+    """A bucket on its way to the ranks that sum it, or back."""
 
     work: Work
     received: torch.Tensor
-    future: Sum
-    numel: int
-
-
-@dataclass(slots=True)
-class _Gathering:
-    """A bucket whose sums are on their way back."""
-
-    work: Work
-    total: torch.Tensor
     future: Sum
     numel: int
 
@@ -114,7 +104,7 @@ class TreeExchange:
         self._forest = forest
         self._memory = Memory()
         self._pending: _Pending | None = None
-        self._gathering: list[_Gathering] = []
+        self._gathering: list[_Pending] = []
 
     @property
     def sent(self) -> int:
@@ -132,7 +122,7 @@ class TreeExchange:
 
     def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
         """Begin to sum `slots` over all ranks, and return the sum's future."""
-        future: Sum = _future_on(slots[0].device)
+        future = future_on(slots[0].device)
         scattered = self._scatter(slots, future)
         self._sum_pending()
         self._pending = scattered
@@ -161,13 +151,13 @@ class TreeExchange:
         part = self._forest.sum_in_place(list(pending.received))
         total = self._memory.take(part, part.numel() * self._forest.size)
         work = self._wire.gather(part, total)
-        self._gathering.append(_Gathering(work, total, pending.future, pending.numel))
+        self._gathering.append(_Pending(work, total, pending.future, pending.numel))
 
     def _finish(self) -> None:
         gathering, self._gathering = self._gathering, []
         for item in gathering:
             item.work.wait()
-            item.future.set_result(item.total[: item.numel])
+            item.future.set_result(item.received[: item.numel])
         self._memory.pass_ends()
 
     def close(self) -> None:
@@ -175,13 +165,7 @@ class TreeExchange:
 
 
 #: torch 2.13 has renamed it, and warns about the name that torch 2.11 has.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-def _future_on(device: torch.device) -> Sum:
-    if device.type == "cpu":
-        return torch.futures.Future()
-    return torch.futures.Future(devices=[device])
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def build(context: ExchangeContext) -> TreeExchange:

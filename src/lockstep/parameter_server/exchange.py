@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.exchange.base import Forest, Sum
+from lockstep.exchange.base import Forest, Sum, future_on
 from lockstep.exchange.memory import Memory
 from lockstep.layout.replicas import share
 from lockstep.parameter_server.client import Client, Clients
@@ -67,8 +67,7 @@ class ServerExchange:
     def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
         """Send each server its share of the nodes, and return the sum's future."""
         self._number += 1
-        device = slots[0].device
-        future: Sum = torch.futures.Future(devices=None if device.type == "cpu" else [device])
+        future = future_on(slots[0].device)
         nodes = [slot.cpu() for slot in slots]
         tag = DTYPES.index(slots[0].dtype)
         for client, part in self._shares(slots[0].numel()):

@@ -127,11 +127,6 @@ class RemoteModel(WrappedModel):
         self._place = 0
         self.exactness = of_servers(WITH_SERVERS, staleness, context.device.type)
 
-    @property
-    def wrapped(self) -> nn.Module:
-        """The user's own module."""
-        return self.module
-
     # --- a step ----------------------------------------------------------------------------------
 
     def _prepare(self, microbatch: Microbatch) -> None:

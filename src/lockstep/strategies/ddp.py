@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import ModelError, PeerError
-from lockstep.exchange.base import Exchange, Remembering, Sum
+from lockstep.exchange.base import Exchange, Remembering, Sum, done
 from lockstep.exchange.choose import POWERSGD_KEYWORDS, make
 from lockstep.exchange.flat import Parts, as_typed, form, lies_alike
 from lockstep.registry import EXCHANGES, resolve
@@ -112,17 +112,9 @@ class ReplicatedModel(WrappedModel):
         # A lambda, because DDP compares annotations, which are strings in this module.
         self._ddp.register_comm_hook(None, lambda _state, bucket: self._reduce(bucket))
 
-    @property
-    def wrapped(self) -> nn.Module:
-        """The user's own module."""
-        return self.module
-
     def _enter_ddp(self) -> None:
         """Let torch.compile see DDP around the module: it cuts its graphs at the buckets then."""
         self._forward.enter_context(self._ddp._inside_ddp_forward())
-
-    def _prepare(self, microbatch: Microbatch) -> None:
-        pass  # DDP knows of backward passes alone
 
     def _before_backward(self, microbatch: Microbatch, *, alone: bool) -> None:
         if not microbatch.last:
@@ -200,7 +192,7 @@ class ReplicatedModel(WrappedModel):
         if self._late is None:
             return self._sum(parameters, buffer, last=last)
         self._late.append(_Late(parameters, buffer.clone(), last))
-        return _done(buffer)
+        return done(buffer)
 
     def _sum(self, parameters: list[torch.Tensor], gradients: torch.Tensor, *, last: bool) -> Sum:
         """Start to sum the flat gradients of `parameters`; behind the last ones go notes for all."""
@@ -217,7 +209,7 @@ class ReplicatedModel(WrappedModel):
                 return total
             whole = total.wait()
         self._read_notes(whole[size:])
-        return _done(whole[:size])
+        return done(whole[:size])
 
     @property
     def _notes(self) -> int:
@@ -373,10 +365,3 @@ def spans_devices(module: nn.Module) -> bool:
     """
     places = {t.device for t in (*module.parameters(), *module.buffers())}
     return len({place for place in places if place.type != "cpu"}) > 1
-
-
-def _done(value: torch.Tensor) -> Sum:
-    future: Sum
-    future = torch.futures.Future(devices=[value.device] if value.is_cuda else None)
-    future.set_result(value)
-    return future

@@ -19,7 +19,7 @@ from lockstep.strategies.checks import index_of, refuse_sparse, refuse_unknown
 from lockstep.strategies.model_context import ModelContext
 from lockstep.strategies.single import SingleModel
 from lockstep.strategies.wrapped_model import WrappedModel
-from lockstep.strategies.wrapper import Scattered, wrap
+from lockstep.strategies.wrapper import wrap
 
 
 class DataParallelModel(SingleModel):
@@ -33,7 +33,7 @@ class DataParallelModel(SingleModel):
 
     def __init__(self, module: nn.Module, replicas: int, settings: dict[str, Any]) -> None:
         super().__init__(module, replicas)
-        self._scattered = wrap(module, settings, Scattered)
+        self._scattered = wrap(module, settings)
         # Each piece has statistics and a dropout of its own, and gradients are added in another order.
         self.exactness = "close" if len(self._scattered.device_ids) > 1 else "exact"
 

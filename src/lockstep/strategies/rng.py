@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from lockstep.data.randomness import Generators
+from lockstep.strategies.passes import watch_forward
 
 
 def draws(module: nn.Module) -> bool:
@@ -37,28 +37,17 @@ def looks_at_batches(module: nn.Module) -> bool:
     )
 
 
-class DrawWatch:
-    """Looks whether forward passes of a module draw, until one has.
+def watch_draws(module: nn.Module, tell: Callable[[], None]) -> None:
+    """Call `tell` once, when a forward pass of `module` has drawn."""
+    before: Generators | None = None
 
-    Args:
-        module: the module.
-        tell: called once, when it has drawn.
-    """
+    def begin() -> None:
+        nonlocal before
+        before = Generators.now()
 
-    def __init__(self, module: nn.Module, tell: Callable[[], None]) -> None:
-        self._tell = tell
-        self._before: Generators | None = None
-        self._hooks = [
-            module.register_forward_pre_hook(self._begin),
-            module.register_forward_hook(self._end),
-        ]
-
-    def _begin(self, _module: nn.Module, _inputs: object) -> None:
-        self._before = Generators.now()
-
-    def _end(self, _module: nn.Module, _inputs: object, _output: torch.Tensor) -> None:
-        before, self._before = self._before, None
+    def look() -> None:
         if before is not None and Generators.now().since(before) is not None:
-            for hook in self._hooks:
-                hook.remove()
-            self._tell()
+            end()
+            tell()
+
+    end = watch_forward(module, begin, look)

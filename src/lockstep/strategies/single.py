@@ -1,10 +1,14 @@
-"""One rank hosts all replicas: no process group, no wrapper, the same sums."""
+"""Models whose gradients go to no other rank: one rank hosts all replicas, or there are no gradients."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch.distributed as dist
 from torch import nn
 
 from lockstep.data.microbatch import Microbatch
+from lockstep.strategies.checks import shares_buffers
 from lockstep.strategies.gradient_accumulation import take_gradients
 from lockstep.strategies.wrapped_model import WrappedModel
 
@@ -14,21 +18,44 @@ class SingleModel(WrappedModel):
 
     def __init__(self, module: nn.Module, replicas: int) -> None:
         super().__init__(module, range(replicas), replicas, group=None)
-        self._replicas = replicas
-
-    @property
-    def wrapped(self) -> nn.Module:
-        """The user's own module."""
-        return self.module
-
-    def _prepare(self, microbatch: Microbatch) -> None:
-        pass  # nothing sits between the module and its gradients
 
     def _meet(self, microbatch: Microbatch) -> None:
-        if self._replicas == 1:
+        if not self.several_replicas:
             return
         self.contributions.push(take_gradients(self.parameters))
         if microbatch.last:
             (total,) = self.contributions.take()
             for parameter, gradient in zip(self.parameters, total, strict=True):
                 parameter.grad = gradient
+
+
+class FrozenModel(WrappedModel):
+    """A model without trainable parameters: every rank has it; its buffers are still replica 0's.
+
+    Args:
+        module: the user's model, already on its device.
+        block: the replicas of this rank.
+        replicas: number of replicas in all.
+        group: the process group; `None` for a single rank.
+        settings: keyword arguments for DistributedDataParallel, of which one says whose buffers there are.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        block: range,
+        replicas: int,
+        group: dist.ProcessGroup | None,
+        settings: dict[str, Any],
+    ) -> None:
+        shares = group is None or shares_buffers(settings)
+        super().__init__(module, block, replicas, group if shares else None)
+        self.exactness = "exact" if shares else "approximate"
+
+    def _meet(self, microbatch: Microbatch) -> None:
+        raise AssertionError("a model without trainable parameters has no gradients")
+
+
+def is_trainable(module: nn.Module) -> bool:
+    """Return whether any parameter of a module is to be trained."""
+    return any(parameter.requires_grad for parameter in module.parameters())

@@ -73,7 +73,7 @@ def fold(
 ) -> torch.Tensor:
     """Return all `rows` merged in tree order, by one call of `merge` for each level of the tree.
 
-    CoordinatorClient are siblings, and an odd last row goes up alone: that is the tree of layout/tree.py.
+    Adjacent rows are siblings, and an odd last row goes up alone: that is the tree of layout/tree.py.
     """
     while len(rows) > 1:
         even = len(rows) // 2 * 2

@@ -19,7 +19,7 @@ from lockstep.strategies.gradient_accumulation import Gradients, take_gradients
 from lockstep.strategies.gradient_norm import total_norm
 from lockstep.strategies.model_context import ModelContext
 from lockstep.strategies.reducer import Reducer, make_sums
-from lockstep.strategies.rng import DrawWatch, draws
+from lockstep.strategies.rng import draws, watch_draws
 from lockstep.strategies.wrapped_model import WrappedModel
 
 _WHERE = "torch.distributed.tensor.parallel"
@@ -42,21 +42,13 @@ class TensorModel(CutState, WrappedModel):
         if draws(module):
             self.exactness = "approximate"
         else:
-            DrawWatch(module, self._has_drawn)
+            watch_draws(module, self._has_drawn)
 
     def _has_drawn(self) -> None:
         # Each rank draws for its part of the activations, as many numbers as that has: the same on all.
         self.exactness = "approximate"
         name = type(self.module).__name__
         self._warn(f"lockstep: {name} draws, on each rank for its part: the run is approximate")
-
-    @property
-    def wrapped(self) -> nn.Module:
-        """The user's own module."""
-        return self.module
-
-    def _prepare(self, microbatch: Microbatch) -> None:
-        pass  # nothing sits between the module and its gradients
 
     def _meet(self, microbatch: Microbatch) -> None:
         if not self.several_replicas:

@@ -97,13 +97,12 @@ class WrappedModel(abc.ABC):
         return self._buffers.are_trained
 
     @property
-    @abc.abstractmethod
     def wrapped(self) -> nn.Module:
-        """What the user's script calls."""
+        """What the user's script calls: its own module, unless a strategy needs another."""
+        return self.module
 
-    @abc.abstractmethod
-    def _prepare(self, microbatch: Microbatch) -> None:
-        """Get ready for the forward and backward pass of a microbatch."""
+    def _prepare(self, microbatch: Microbatch) -> None:  # noqa: B027
+        """Get ready for the forward and backward pass of a microbatch, where there is something to do."""
 
     @abc.abstractmethod
     def _meet(self, microbatch: Microbatch) -> None:

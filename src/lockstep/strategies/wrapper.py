@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,8 +14,8 @@ from torch.nn.parallel import DataParallel
 _SPECIAL = ("__len__", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__contains__")
 
 
-class Transparent(nn.Module):
-    """A wrapper under the names of the module inside.
+class Scattered(DataParallel[nn.Module]):
+    """DataParallel under the names of the module inside.
 
     Attributes, parameter names and `state_dict` are the module's own, so that a script reads the
     same on every layout and no checkpoint has keys that begin with `module.`. Made by `wrap`.
@@ -61,24 +61,17 @@ class Transparent(nn.Module):
         return copied
 
 
-class Scattered(Transparent, DataParallel[nn.Module]):
-    """DataParallel under the names of the module inside."""
-
-
-Wrapper = TypeVar("Wrapper", bound=Transparent)
-
-
-def wrap(module: nn.Module, settings: dict[str, Any], base: type[Wrapper]) -> Wrapper:
-    """Return `module` inside a `base` that also has the special methods of its class."""
+def wrap(module: nn.Module, settings: dict[str, Any]) -> Scattered:
+    """Return `module` inside a `Scattered` that also has the special methods of its class."""
     names = [name for name in _SPECIAL if hasattr(type(module), name)]
-    kind = type(base.__name__, (base,), {name: _forward(name) for name in names})
-    wrapped: Wrapper = kind(module, **settings)
+    kind = type("Scattered", (Scattered,), {name: _forward(name) for name in names})
+    wrapped: Scattered = kind(module, **settings)
     wrapped._is_complete = True
     return wrapped
 
 
 def _forward(name: str) -> Callable[..., Any]:
-    def method(self: Transparent, *args: Any) -> Any:
+    def method(self: Scattered, *args: Any) -> Any:
         return getattr(self.module, name)(*args)
 
     return method

@@ -50,8 +50,7 @@ class CollectiveCheck:
     def __init__(
         self, heartbeat: Heartbeat, group: dist.ProcessGroup | None, meeting: Meeting
     ) -> None:
-        self._heartbeat, self._meeting = heartbeat, meeting
-        self._group = group if group is not None and _has_cpu(group) else None
+        self._heartbeat, self._group, self._meeting = heartbeat, group, meeting
 
     @contextlib.contextmanager
     def meeting(self, kind: str) -> Iterator[None]:
@@ -210,12 +209,3 @@ def _what(call: Call) -> str:
 def _models(call: Call) -> str:
     numbers: Sequence[int] = call.detail[BATCH:]
     return " ".join(map(str, numbers)) or "none"
-
-
-def _has_cpu(group: dist.ProcessGroup) -> bool:
-    """Whether the group moves tensors of the processor: one that the script has made may not."""
-    try:
-        group._get_backend(torch.device("cpu"))
-    except RuntimeError:
-        return False
-    return True

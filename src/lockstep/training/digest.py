@@ -2,7 +2,8 @@
 
 A state is hashed entry by entry, depth first: path, type and shape, then bytes whose number these give.
 Keys that could be taken for a path are quoted, so that no two states have the same entries. It takes what
-`checkpoint/tree.py` can save, and nothing else: the text of another object may have its address in it.
+`checkpoint/state_codec.py` can save, and nothing else: the text of another object may have its address in
+it.
 
 Of tensors that are cut over ranks all ranks gather one at a time, in the order in which they are hashed.
 """

@@ -22,10 +22,10 @@ from lockstep.strategies.checks import (
     refuse_unconverted,
 )
 from lockstep.strategies.ddp import spans_devices
-from lockstep.strategies.frozen import FrozenModel, is_trainable
 from lockstep.strategies.options import split, taken_by
 from lockstep.strategies.passes import refuse_changing
 from lockstep.strategies.precision import REDUCED, autocast_forward
+from lockstep.strategies.single import FrozenModel, is_trainable
 from lockstep.strategies.sync_batchnorm import layers
 from lockstep.strategies.versions import Versions
 from lockstep.strategies.wrapped_model import WrappedModel

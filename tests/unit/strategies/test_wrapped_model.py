@@ -14,8 +14,7 @@ from torch import nn
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import ModelError, StepError
 from lockstep.layout.tree import total
-from lockstep.strategies.frozen import FrozenModel
-from lockstep.strategies.single import SingleModel
+from lockstep.strategies.single import FrozenModel, SingleModel
 from lockstep.strategies.wrapped_model import WrappedModel
 
 

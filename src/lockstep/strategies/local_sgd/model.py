@@ -68,11 +68,6 @@ class LocalModel(WrappedModel):
         self._batch = self._samples = 0
         self._has_own_buffers = False
 
-    @property
-    def wrapped(self) -> nn.Module:
-        """The user's own module."""
-        return self.module
-
     def meets_in(self, meeting: AbstractContextManager[None]) -> None:
         """Let `meeting` be entered where ranks become one."""
         self._meeting = meeting

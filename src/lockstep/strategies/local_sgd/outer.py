@@ -77,15 +77,11 @@ class Nesterov(_Way):
 
     Args:
         parameters: of the model.
-        lr: outer learning rate.
-        momentum: outer momentum.
     """
 
-    def __init__(
-        self, parameters: Sequence[torch.Tensor], lr: float = 0.7, momentum: float = 0.9
-    ) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         super().__init__(parameters)
-        self._optimizer = torch.optim.SGD(self._anchors, lr=lr, momentum=momentum, nesterov=True)
+        self._optimizer = torch.optim.SGD(self._anchors, lr=0.7, momentum=0.9, nesterov=True)
 
     def finish(self, means: Sequence[torch.Tensor]) -> None:
         """Let the outer optimizer go the mean way."""

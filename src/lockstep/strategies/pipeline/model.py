@@ -63,11 +63,6 @@ class PipelinedModel(WrappedModel):
         module.register_state_dict_pre_hook(_refuse_state)  # type: ignore[no-untyped-call]
 
     @property
-    def wrapped(self) -> nn.Module:
-        """The user's own module."""
-        return self.module
-
-    @property
     def leaves(self) -> list[torch.Tensor]:
         """What the graph of a loss that depends on the model ends at."""
         return [self._schedule.leaf]

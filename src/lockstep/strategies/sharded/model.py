@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lockstep.checkpoint.parts import local, whole
 from lockstep.data.microbatch import Microbatch
-from lockstep.errors import ModelError, PeerError, StepError
+from lockstep.errors import ModelError, StepError
 from lockstep.exchange.scatter import Scattering, TreeScatter, group_of_its_own
 from lockstep.strategies.dtensor import CutState, check_updates
 from lockstep.strategies.gradient_accumulation import Gradients
@@ -29,10 +29,6 @@ from lockstep.strategies.sharded.units import (
     refuse_graphs_of_gradients,
 )
 from lockstep.strategies.wrapped_model import WrappedModel
-
-#: Notes that go with each message: the place (8 bytes) and the unit.
-_PLACE, _UNIT = 8, 1
-_NOTES = _PLACE + _UNIT
 
 
 class ShardedModel(CutState, WrappedModel):
@@ -87,7 +83,6 @@ class ShardedModel(CutState, WrappedModel):
         self._finished = 0
         self._used: dict[int, list[bool]] = {}
         self._is_early = self._expects = False
-        self._place = 0
         self._watch_forward()
 
     def _watch_forward(self) -> None:
@@ -112,11 +107,6 @@ class ShardedModel(CutState, WrappedModel):
             refuse_graphs_of_gradients(type(self.module).__name__, called[-1])
         for unit in self._units:
             unit.watch(self._advance)
-
-    @property
-    def wrapped(self) -> nn.Module:
-        """The user's own module, whose class torch has changed."""
-        return self.module
 
     @property
     def leaves(self) -> list[torch.Tensor]:
@@ -157,7 +147,6 @@ class ShardedModel(CutState, WrappedModel):
             unit.take()
         self._watch_gradients()
         self._expects = True
-        self._place = microbatch.place
         self._started, self._finished = [], 0
         # Messages of several models would leave in an order that depends on the data.
         self._is_early = microbatch.last and alone
@@ -212,7 +201,10 @@ class ShardedModel(CutState, WrappedModel):
             self._finish()
 
     def _start(self) -> None:
-        """Send the next unit's nodes: those collected before, and the one that is complete now."""
+        """Send the next unit's nodes: those collected before, and the one that is complete now.
+
+        That ranks are in one batch they have compared when they gathered for it: see `Gathers`.
+        """
         number = len(self._started)
         unit, places = self._units[number], self._places[number]
         nodes = [[node[place] for place in places] for node in self.contributions.nodes]
@@ -222,13 +214,10 @@ class ShardedModel(CutState, WrappedModel):
             self._started.append(total)
             return
         used = [any(node[i] is not None for node in nodes) for i in range(len(places))]
-        out = unit.pack(self._scatter, nodes, self._size, _NOTES + len(places))
+        out = unit.pack(self._scatter, nodes, self._size, len(places))
         self._used[number] = used
-        out.notes[:] = torch.tensor([*self._notes(number), *used], dtype=out.notes.dtype)
+        out.notes[:] = torch.tensor(used, dtype=out.notes.dtype)
         self._started.append(self._scatter.start(out))
-
-    def _notes(self, number: int) -> list[int]:
-        return list(self._place.to_bytes(_PLACE, "big") + bytes([number % 256]))
 
     def _finish(self) -> None:
         """Give the parameters of the next unit their gradients, and let go of the message."""
@@ -242,25 +231,12 @@ class ShardedModel(CutState, WrappedModel):
                     unit.give(parameter, gradient)
             return
         total, notes = started.finish()
-        self._check_notes(number, notes)
         used = self._used[number]
         if not all(used):  # otherwise no rank waits for its device
-            used = (notes[:, _NOTES:] != 0).any(0).tolist()
+            used = (notes != 0).any(0).tolist()
         for is_used, (parameter, part) in zip(used, unit.unpack(total, self._size), strict=True):
             if is_used:
                 unit.give(parameter, part)
-
-    def _check_notes(self, number: int, notes: torch.Tensor) -> None:
-        if notes.is_cuda:
-            return  # reading would wait for the device
-        expected = self._notes(number)
-        if all(row == expected for row in notes[:, :_NOTES].int().tolist()):
-            return
-        raise PeerError(
-            f"ranks compute gradients of {type(self.module).__name__} for different batches",
-            hint="a loader was made, iterated over or left on some ranks only, or a batch was "
-            "skipped; all ranks must do the same",
-        )
 
     def _has_gradients(self, among: Collection[int]) -> bool:
         return super()._has_gradients(among) or any(

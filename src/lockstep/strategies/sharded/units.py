@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_leaves
 from lockstep.checkpoint.parts import local
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import MismatchError, ModelError, StepError
-from lockstep.exchange.scatter import Outgoing, TreeScatter, agree, all_gather
+from lockstep.exchange.scatter import Outgoing, TreeScatter, agree
+from lockstep.exchange.tree import all_gather
 from lockstep.strategies.dtensor import assembled, cut_dimension
 from lockstep.strategies.gradient_accumulation import NOTHING, Gradients, add
 
