@@ -160,7 +160,7 @@ class Agent:
 
     def _meeting(self, port: int) -> Meeting:
         return Meeting.of(
-            self._rendezvous.roster,
+            self._rendezvous.membership,
             port=port,
             generation=self._rendezvous.generation,
             max_restarts=self._restarts.limit,
@@ -249,9 +249,9 @@ class Agent:
         if decision.kind == "end":
             self.verdict = decision.verdict
             return _State.FAILED
-        if self._rendezvous.roster.speaks and decision.text:
+        if self._rendezvous.membership.speaks and decision.text:
             say(f"lockstep: {decision.text}")
-        if decision.kind == "restart" and self._rendezvous.roster.index > 0:
+        if decision.kind == "restart" and self._rendezvous.membership.index > 0:
             self._restarts.follow(self._standing.progress)
         return _State.RESTART
 
@@ -272,7 +272,7 @@ class Agent:
 
     def _hang(self) -> Told | None:
         """Return what is told if no rank moves any more."""
-        size = self._rendezvous.roster.size
+        size = self._rendezvous.membership.size
         hang = self._hangs.look(self._workers, self._processes.living, size, self._servers)
         if hang is None:
             return None
@@ -304,7 +304,7 @@ class Agent:
         if self.plan is None or not (self._is_run or self._standing.opened):
             return
         run_dir = Path(self._workers[0].env["LOCKSTEP_RUN_DIR"])
-        name = f"launcher-{self._rendezvous.roster.index}"
+        name = f"launcher-{self._rendezvous.membership.index}"
         with contextlib.suppress(RunDirectoryError):
             events.append(run_dir, name, kind=kind, **fields)
 
@@ -343,7 +343,7 @@ class Agent:
 
     @property
     def _name(self) -> str:
-        return self._rendezvous.roster.names[self._rendezvous.roster.index]
+        return self._rendezvous.membership.names[self._rendezvous.membership.index]
 
     def _part(self, text: str, exit_code: int) -> None:
         """Tell the other launchers, if there are any, what ends this one; some can go on without it."""
@@ -392,8 +392,8 @@ class Agent:
         """Ask the workers' sessions to end, and make them after a grace."""
         death_sig = signal.SIGTERM
         # A launcher that leaves keeps the others waiting, who have all that its workers have.
-        survival = FaultTolerance() if self.plan is None else self.plan.spec.survival
-        if self._interrupts.first in survival.passed_on:
+        fault_tolerance = FaultTolerance() if self.plan is None else self.plan.spec.fault_tolerance
+        if self._interrupts.first in fault_tolerance.passed_on:
             death_sig = self._interrupts.first
-        if self._leaving or not self._processes.end(death_sig, survival.grace(os.environ)):
+        if self._leaving or not self._processes.end(death_sig, fault_tolerance.grace(os.environ)):
             self._processes.end(signal.SIGKILL, TABLE["shutdown_timeout"].default)

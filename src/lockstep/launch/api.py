@@ -38,7 +38,7 @@ def run(spec: LaunchSpec) -> int:
     if (line := finished.already(spec)) is not None:
         say(line)
         return 0
-    with listening(spec.survival.polite(os.environ)) as interrupts:
+    with listening(spec.fault_tolerance.polite(os.environ)) as interrupts:
         spec = _prepare(spec)
         here = machine.look(gpus=asked(spec, os.environ) != "cpu")
         # The whole plan is checked before a directory appears for a launch that cannot be.

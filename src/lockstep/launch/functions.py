@@ -109,7 +109,7 @@ def _run(spec: LaunchSpec, job: Job, private: Path, name: str, timeout: float | 
     place = RunDirectory(spec, name)
     deadline = None if timeout is None else time.monotonic() + timeout
     try:
-        with listening(spec.survival.polite(os.environ)) as interrupts, place:
+        with listening(spec.fault_tolerance.polite(os.environ)) as interrupts, place:
             verdict = supervise(spec, here, job, place, private, interrupts, deadline)
     except Interrupted as stop:
         _pass_on(stop.signum)

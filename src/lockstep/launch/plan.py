@@ -77,7 +77,7 @@ class Meeting:
 
     @staticmethod
     def of(
-        roster: Membership,
+        membership: Membership,
         *,
         port: int,
         generation: int,
@@ -85,22 +85,22 @@ class Meeting:
         run_id: str,
         replicas: int | None = None,
     ) -> Meeting:
-        """Return the meeting of the launchers in `roster`, as one of them sees it."""
+        """Return the meeting of the launchers in `membership`, as one of them sees it."""
         return Meeting(
-            address=roster.address,
+            address=membership.address,
             port=port,
             generation=generation,
             max_restarts=max_restarts,
-            node_rank=roster.node,
-            node_count=roster.node_count,
-            first_rank=roster.first_rank,
-            size=roster.size,
-            first_local_rank=roster.first_local_rank,
-            local_size=roster.local_size,
-            interface=roster.interface,
-            own_cores=roster.own_cores,
-            own_gpus=roster.own_gpus,
-            overrules_interface=roster.overrules_interface,
+            node_rank=membership.node,
+            node_count=membership.node_count,
+            first_rank=membership.first_rank,
+            size=membership.size,
+            first_local_rank=membership.first_local_rank,
+            local_size=membership.local_size,
+            interface=membership.interface,
+            own_cores=membership.own_cores,
+            own_gpus=membership.own_gpus,
+            overrules_interface=membership.overrules_interface,
             run_id=run_id,
             replicas=replicas,
         )

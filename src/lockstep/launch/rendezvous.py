@@ -75,9 +75,9 @@ class Rendezvous:
         self.generation = -1
 
     @property
-    def roster(self) -> Membership:
+    def membership(self) -> Membership:
         """The launchers of this round."""
-        return self._alone if self._rounds is None else self._rounds.roster
+        return self._alone if self._rounds is None else self._rounds.membership
 
     @property
     def replicas(self) -> int | None:
@@ -87,7 +87,7 @@ class Rendezvous:
     @property
     def may_leave(self) -> bool:
         """Whether the others go on without this launcher."""
-        return self._rounds is not None and not self._rounds.fixed and self.roster.count > 1
+        return self._rounds is not None and not self._rounds.fixed and self.membership.count > 1
 
     @property
     def store(self) -> TCPStore | HashStore:
@@ -115,7 +115,7 @@ class Rendezvous:
             self._store = HashStore()
             return 0
         try:
-            store = host_store(self._port, loopback=self.roster.address == LOOPBACK)
+            store = host_store(self._port, loopback=self.membership.address == LOOPBACK)
         except OSError as error:
             raise port_taken(self._port, network.reason(error)) from error
         self._store = store
@@ -155,7 +155,7 @@ class Rendezvous:
             WorldError: if it cannot be reached, and launcher 0 can.
         """
         try:
-            self._store = connect_store(self.roster.address, port)
+            self._store = connect_store(self.membership.address, port)
         except WorldError:
             deadline = time.monotonic() + _LOSS_SECONDS
             while client.decision is None:
@@ -184,21 +184,21 @@ class Rendezvous:
 
     def _watch_each_other(self) -> bool:
         """Reach the others of this round; return whether launcher 0 has opened it."""
-        rounds, roster = self._rounds, self.roster
+        rounds, membership = self._rounds, self.membership
         assert rounds is not None
-        place = rounds.hear_place() if roster.index > 0 else None
-        if roster.index > 0 and place is None:
+        place = rounds.hear_place() if membership.index > 0 else None
+        if membership.index > 0 and place is None:
             rounds.give_up()
             return False
         self.coordinator = CoordinatorClient(
-            roster,
+            membership,
             place,
             generation=max(rounds.generation, self.generation),
             policy=self.policy,
             least=rounds.least,
             hint=None if rounds.fixed or rounds.survives_host else _HOST_HINT,
         )
-        if roster.index == 0:
+        if membership.index == 0:
             rounds.tell_place(self.coordinator.place)
             if not rounds.fixed and self.coordinator.server is not None:
                 self._watch = _Watch(rounds, self.coordinator.server)
@@ -218,7 +218,7 @@ class Rendezvous:
         self._close_round()
         self._store = None
         over = decision is not None and decision.kind in ("end", "done")
-        if over and self._rounds is not None and self.roster.index == 0:
+        if over and self._rounds is not None and self.membership.index == 0:
             with contextlib.suppress(RuntimeError):  # the store is gone: the verdict stands
                 self._rounds.end()
 

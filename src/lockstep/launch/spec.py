@@ -66,7 +66,7 @@ class LaunchSpec:
         self._check_choice(
             "the local rank's option", self.local_rank_option, get_args(LocalRankOption)
         )
-        _ = self.survival  # checks the signals
+        _ = self.fault_tolerance  # checks the signals
         if self.kind == "function" and self.start == "exec":
             raise UsageError(
                 "a function cannot be started by exec; expected fork or spawn",
@@ -84,7 +84,7 @@ class LaunchSpec:
         return self.settings.get("run_dir")
 
     @property
-    def survival(self) -> FaultTolerance:
+    def fault_tolerance(self) -> FaultTolerance:
         """What the user says of failures."""
         return FaultTolerance(self.settings, self.signals)
 

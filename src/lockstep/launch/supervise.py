@@ -114,8 +114,8 @@ def supervise(
             output=output,
             interrupts=interrupts,
             standing=standing,
-            hangs=HangWatch(standing.slots, spec.survival.patience(environ)),
-            restarts=Restarts(spec.survival.restarts(environ)),
+            hangs=HangWatch(standing.slots, spec.fault_tolerance.patience(environ)),
+            restarts=Restarts(spec.fault_tolerance.restarts(environ)),
             is_run=is_run,
             deadline=deadline,
         )
@@ -292,7 +292,7 @@ def _judge(rendezvous: Rendezvous) -> Callable[[list[Failure]], Verdict]:
     kills = MemoryKills()
 
     def judge(failures: list[Failure]) -> Verdict:
-        size = rendezvous.roster.size
+        size = rendezvous.membership.size
         return failure.verdict(failures, size, killed_for_memory=kills.grew())
 
     return judge

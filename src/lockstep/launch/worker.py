@@ -54,7 +54,7 @@ def _hear_the_launcher_alone(spec: LaunchSpec) -> None:
 
     That lasts through `exec`. Its launcher ends a server by another signal; if it dies, it is killed.
     """
-    chosen = spec.survival.preemption(os.environ)
+    chosen = spec.fault_tolerance.preemption(os.environ)
     for signum in {signal.SIGTERM, signal.SIGINT, chosen or signal.SIGTERM}:
         signal.signal(signum, signal.SIG_IGN)
 

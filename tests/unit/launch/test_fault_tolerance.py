@@ -34,12 +34,16 @@ def test_flags_win_over_variables_and_those_over_defaults():
         "LOCKSTEP_HANG_TIMEOUT": "2.5",
     }
     flags = FaultTolerance(Given(max_restarts=0, preempt_signal="usr1", hang_timeout=0))
-    for survival, environ, expected in (
+    for said, environ, expected in (
         (FaultTolerance(), {}, (None, None, 1800)),
         (FaultTolerance(), variables, (7, signal.SIGUSR2, 2.5)),
         (flags, variables, (0, signal.SIGUSR1, 0)),
     ):
-        found = survival.restarts(environ), survival.preemption(environ), survival.patience(environ)
+        found = (
+            said.restarts(environ),
+            said.preemption(environ),
+            said.patience(environ),
+        )
         assert found == expected
 
 

@@ -36,7 +36,7 @@ def plan(
 
 
 #: Ranks of each launcher, and the node that each is on.
-ROSTERS = (
+MEMBERSHIPS = (
     ((1,), (0,)),
     ((4,), (0,)),
     ((2, 2), (0, 1)),
@@ -48,7 +48,7 @@ ROSTERS = (
 
 @pytest.mark.parametrize(
     ("launchers", "generation", "start"),
-    list(itertools.product(ROSTERS, (0, 4), ("fork", "spawn", "exec"))),
+    list(itertools.product(MEMBERSHIPS, (0, 4), ("fork", "spawn", "exec"))),
 )
 def test_keystone_detect_equals_what_the_plan_meant(launchers, generation, start):
     ranks, nodes = launchers
@@ -56,9 +56,9 @@ def test_keystone_detect_equals_what_the_plan_meant(launchers, generation, start
     shell = {"RANK": "9", "WORLD_SIZE": "77", "MASTER_PORT": "1", "TORCHELASTIC_RESTART_COUNT": "8"}
     first = 0
     for index, n in enumerate(ranks):
-        roster = roster_of(ranks, nodes, index)
+        membership = membership_of(ranks, nodes, index)
         meeting = Meeting.of(
-            roster, port=29512, generation=generation, max_restarts=4, run_id="run"
+            membership, port=29512, generation=generation, max_restarts=4, run_id="run"
         )
         made = make_plan(
             LaunchSpec(target="train.py", n=n, start=start),
@@ -91,7 +91,7 @@ def test_keystone_detect_equals_what_the_plan_meant(launchers, generation, start
         first += n
 
 
-def roster_of(ranks, nodes, index):
+def membership_of(ranks, nodes, index):
     names = tuple(f"node {number}" for number in range(len(ranks)))
     return Membership(
         index=index, ranks=ranks, nodes=nodes, names=names, address="10.0.0.1", interface="eth1"

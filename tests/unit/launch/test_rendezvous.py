@@ -11,7 +11,7 @@ from lockstep.launch.rendezvous import Rendezvous
 def test_alone() -> None:
     one = Rendezvous("id", 3)
     port = one.next_generation()
-    assert (one.roster.address, one.roster.size, one.run_id) == ("127.0.0.1", 3, "id")
+    assert (one.membership.address, one.membership.size, one.run_id) == ("127.0.0.1", 3, "id")
     assert isinstance(one.store, dist.TCPStore)
     assert one.store.port == port > 0
 

@@ -261,7 +261,7 @@ def test_flags_win_over_lockstep_over_pet() -> None:
     assert (spec.n, spec.settings.get("max_restarts")) == (5, 1)
     ours = {**pet, "LOCKSTEP_MAX_RESTARTS": "9"}
     spec, _ = read(env=ours)
-    assert spec.survival.restarts(ours) == 9
+    assert spec.fault_tolerance.restarts(ours) == 9
     assert torchrun.with_environment(["verify", "x.py"], pet) == ["verify", "x.py"]
 
 
@@ -340,10 +340,12 @@ def test_streams_are_spelled_as_torchrun_spells_them() -> None:
 
 
 def test_the_grace_of_a_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert read()[0].survival.grace({}) == 5.0
-    assert read()[0].survival.grace({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}) == 7.0
+    assert read()[0].fault_tolerance.grace({}) == 5.0
+    assert read()[0].fault_tolerance.grace({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}) == 7.0
     assert (
-        read("--shutdown-timeout", "1.5")[0].survival.grace({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"})
+        read("--shutdown-timeout", "1.5")[0].fault_tolerance.grace(
+            {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}
+        )
         == 1.5
     )
 
@@ -351,9 +353,11 @@ def test_the_grace_of_a_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_signals_that_are_passed_on() -> None:
     import signal
 
-    survival = read("--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1,SIGUSR2")[0].survival
-    assert survival.passed_on == {signal.SIGUSR1, signal.SIGUSR2}
-    assert survival.polite({"LOCKSTEP_PREEMPT_SIGNAL": "QUIT"}) == {
-        *survival.passed_on,
+    fault_tolerance = read("--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1,SIGUSR2")[
+        0
+    ].fault_tolerance
+    assert fault_tolerance.passed_on == {signal.SIGUSR1, signal.SIGUSR2}
+    assert fault_tolerance.polite({"LOCKSTEP_PREEMPT_SIGNAL": "QUIT"}) == {
+        *fault_tolerance.passed_on,
         signal.SIGQUIT,
     }

@@ -59,7 +59,7 @@ class CoordinatorClient:
     """What this launcher knows of the others, and they of it, in one round.
 
     Args:
-        roster: who they are.
+        membership: who they are.
         place: where launcher 0 listens; `None` on launcher 0.
         generation: number of the round's first generation.
         policy: launcher 0's: which failures are followed by new workers.
@@ -70,7 +70,7 @@ class CoordinatorClient:
 
     def __init__(
         self,
-        roster: Membership,
+        membership: Membership,
         place: Place | None = None,
         *,
         generation: int = 0,
@@ -78,28 +78,28 @@ class CoordinatorClient:
         least: int | None = None,
         hint: str | None = None,
     ) -> None:
-        self._roster = roster
+        self._membership = membership
         self._least = least
         self._hint = hint
         self._lock = threading.Lock()
-        self._said = Said(index=roster.index, generation=generation)
+        self._said = Said(index=membership.index, generation=generation)
         self._answer = Answer()
         self._wake, self._stop = threading.Event(), threading.Event()
         self._owner = Owner()
         if place is None:
             now = time.monotonic()
-            own = Coordinator(roster, now, policy=policy, least=least, generation=generation)
+            own = Coordinator(membership, now, policy=policy, least=least, generation=generation)
             # Others may come, from other hosts.
-            loopback = least is None and network.listens_locally(roster.address)
+            loopback = least is None and network.listens_locally(membership.address)
             self.server: CoordinatorServer | None = CoordinatorServer(
-                roster, own, loopback=loopback
+                membership, own, loopback=loopback
             )
             self.place = self.server.place
             self._connection = None
         else:
             self.server = None
             self.place = place
-            self._connection = _Connection(roster.address, place)
+            self._connection = _Connection(membership.address, place)
         self._thread = threading.Thread(
             target=self._talk, name="lockstep-coordinator-client", daemon=True
         )
@@ -140,7 +140,7 @@ class CoordinatorClient:
             RoundOverError: if the round is over instead.
         """
         with self._lock:
-            self._said = Said(index=self._roster.index, generation=generation)
+            self._said = Said(index=self._membership.index, generation=generation)
             self._answer = Answer()
         if self.server is not None:
             with self.server.locked() as own:
@@ -175,14 +175,14 @@ class CoordinatorClient:
         decision = self._answer.decision
         if decision is None and self._connection is not None and self._connection.lost is not None:
             decision = self._without_coordinator(self._connection.lost)
-        if decision is None or decision.verdict is None or self._roster.speaks:
+        if decision is None or decision.verdict is None or self._membership.speaks:
             return decision
         return replace(decision, verdict=replace(decision.verdict, text=""))
 
     def _without_coordinator(self, why: str) -> Decision:
-        verdict = lost_verdict(self._roster.names[0], why, hint=self._hint)
+        verdict = lost_verdict(self._membership.names[0], why, hint=self._hint)
         if self._least is not None and self._hint is None:
-            staying = tuple(range(1, self._roster.count))
+            staying = tuple(range(1, self._membership.count))
             text = verdict.text.removeprefix("lockstep: ")
             return Decision(kind="round", text=text, verdict=verdict, staying=staying)
         return Decision(kind="end", verdict=verdict)

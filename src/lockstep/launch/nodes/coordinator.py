@@ -34,7 +34,7 @@ class Coordinator:
     """Launcher 0 of a round.
 
     Args:
-        roster: the launchers of the round.
+        membership: the launchers of the round.
         now: the time, in seconds of any clock, as in all calls.
         policy: says which failures are followed by new workers.
         least: how many launchers a launch needs that goes on without those that are lost; `None` for one
@@ -43,16 +43,22 @@ class Coordinator:
     """
 
     def __init__(
-        self, roster: Membership, now: float, *, policy: Policy, least: int | None, generation: int
+        self,
+        membership: Membership,
+        now: float,
+        *,
+        policy: Policy,
+        least: int | None,
+        generation: int,
     ) -> None:
-        self._roster = roster
+        self._membership = membership
         self._policy = policy
         self._least = least
         self._first_leaves: float | None = None
         self._saves = False
         self._generation = generation
-        self._said = {index: Said(index=index, generation=-1) for index in range(roster.count)}
-        self._heard = dict.fromkeys(range(roster.count), now)
+        self._said = {index: Said(index=index, generation=-1) for index in range(membership.count)}
+        self._heard = dict.fromkeys(range(membership.count), now)
         self._gone: dict[int, float] = {}
         self._first_told: float | None = None
         self._newcomers: tuple[str, ...] = ()
@@ -136,7 +142,7 @@ class Coordinator:
             self._judge_consequences(told, now)
         elif leaving := [one for one in self._said.values() if one.leaves]:
             self._let_go(leaving, now)
-        elif len(here) == self._roster.count and all(one.done for one in here):
+        elif len(here) == self._membership.count and all(one.done for one in here):
             self._decide(Decision(kind="done"))
         elif self._newcomers and not any(one.done for one in here):
             names = " and ".join(self._newcomers)
@@ -159,7 +165,7 @@ class Coordinator:
         if self._first_told is None:
             self._first_told = now
         is_early = now - self._first_told <= _SETTLE_SECONDS
-        everybody = len(told) == self._roster.count
+        everybody = len(told) == self._membership.count
         if everybody or not (is_early or self._is_anybody_silent(now)):
             self._judge(told)
 
@@ -174,7 +180,7 @@ class Coordinator:
         """Go on without those who leave; if too few stay, let all save the run's state and leave."""
         if self._first_leaves is None:
             self._first_leaves = now
-        staying = self._roster.count - len(leaving)
+        staying = self._membership.count - len(leaving)
         if not all(one.saves for one in leaving):
             self._without(set(), "; ".join(one.leaves for one in leaving))
         elif now - self._first_leaves <= _LEAVE_SECONDS:
@@ -198,7 +204,7 @@ class Coordinator:
 
     def _lose(self, lost: dict[int, str], now: float) -> None:
         index, why = min(lost.items())
-        verdict = lost_verdict(self._roster.names[index], why)
+        verdict = lost_verdict(self._membership.names[index], why)
         if self._least is not None:
             # A launcher that is silent by now is not waited for.
             silent = {one for one in self._said if self._silence(one, now) > 2 * _SILENT_SECONDS}

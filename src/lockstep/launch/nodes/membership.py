@@ -80,7 +80,7 @@ class Membership:
 
     @staticmethod
     def alone(ranks: int) -> Membership:
-        """Return the roster of the only launcher."""
+        """Return the membership of the only launcher."""
         return Membership(
             index=0, ranks=(ranks,), nodes=(0,), names=("",), address="127.0.0.1", interface=None
         )

@@ -90,7 +90,7 @@ class Rounds:
         #: Number of this round's first generation.
         self.generation = 0
         #: The launchers of this round.
-        self.roster = Membership.alone(own.ranks)
+        self.membership = Membership.alone(own.ranks)
         try:
             with self._reading():
                 self._found()
@@ -145,7 +145,7 @@ class Rounds:
     @property
     def leads(self) -> bool:
         """Whether this launcher says what all are to know: once in a launch."""
-        return self.roster.index == 0 and not self.keys.has("told")
+        return self.membership.index == 0 and not self.keys.has("told")
 
     def tell(self, told: Any) -> None:
         """Tell all launchers something, for the whole launch."""
@@ -183,8 +183,8 @@ class Rounds:
 
     def fail(self, error: LockstepError) -> None:
         """Tell those who wait for this launcher that it cannot go on."""
-        if self._terms.fixed or self.roster.index == 0:
-            name = self.roster.names[self.roster.index]
+        if self._terms.fixed or self.membership.index == 0:
+            name = self.membership.names[self.membership.index]
             text = f"{name} cannot start its ranks: {error.message}"
             self.keys.fail(self.number, WorldError(text, hint="look at the output of its launcher"))
             if self._endpoint.hosts:
@@ -194,7 +194,7 @@ class Rounds:
         """Tell the others where launcher 0 of this round listens."""
         # One that is alone has not tried the network: any of its addresses may be the right one.
         here = [] if self._terms.fixed else [one.address for one in network.interfaces()]
-        self.keys.tell_place(self.number, [self.roster.address, *here], place)
+        self.keys.tell_place(self.number, [self.membership.address, *here], place)
 
     def hear_place(self) -> Place | None:
         """Return where launcher 0 of this round listens; `None` if it does not say so in time.
@@ -209,7 +209,7 @@ class Rounds:
 
     def _not_ready(self) -> WorldError:
         return WorldError(
-            f"{self.roster.names[0]} was not ready within {self._seconds:g} s",
+            f"{self.membership.names[0]} was not ready within {self._seconds:g} s",
             hint="look at the output of its launcher",
         )
 
@@ -266,7 +266,7 @@ class Rounds:
             self.keys.check()
             self.keys.check_over()
             newest = self.keys.newest()
-            index = self.roster.index if newest == self.number else -1
+            index = self.membership.index if newest == self.number else -1
             if newest == 0:
                 return True
             self._check_open()
@@ -330,7 +330,7 @@ class Rounds:
 
     def _card(self) -> Card:
         if self.number:
-            index = self.roster.index
+            index = self.membership.index
         elif self._config.index is not None:
             index = self._config.index
         else:
@@ -360,7 +360,7 @@ class Rounds:
                 patience=_PATIENCE if self._terms.fixed else _ROUND_PATIENCE,
                 check=self.keys.check,
             )
-        self.roster = Membership(
+        self.membership = Membership(
             index=index,
             ranks=tuple(one.ranks for one in launchers),
             nodes=tuple(nodes),
@@ -377,13 +377,13 @@ class Rounds:
         self.generation = max(card.generation for card in cards)
         if index == 0:
             which = "" if self._terms.fixed else f" round {number}:"
-            self._say(f"lockstep:{which} {self.roster}")
+            self._say(f"lockstep:{which} {self.membership}")
 
     # While a round goes on: launcher 0.
 
     def newcomers(self) -> tuple[str, ...]:
         """Return the names of those who wait for the next round, as far as there is room."""
-        room = self._terms.most - self.roster.count
+        room = self._terms.most - self.membership.count
         cards = self.keys.cards(self.number + 1) if room else []
         return tuple(card.launcher.name for card in cards[:room])
 

@@ -60,13 +60,13 @@ class CoordinatorServer:
     """Where launcher 0 listens to the others.
 
     Args:
-        roster: who they are.
+        membership: who they are.
         coordinator: what decides.
         loopback: whether all of them are on this host, and always will be.
     """
 
-    def __init__(self, roster: Membership, coordinator: Coordinator, *, loopback: bool) -> None:
-        self._roster = roster
+    def __init__(self, membership: Membership, coordinator: Coordinator, *, loopback: bool) -> None:
+        self._membership = membership
         self._coordinator = coordinator
         self._lock = threading.Lock()
         self._callers: dict[int, object] = {}
@@ -110,7 +110,7 @@ class CoordinatorServer:
 
     def _have_all_heard(self) -> bool:
         with self._lock:
-            return len(self._coordinator.readers | {0}) == self._roster.count
+            return len(self._coordinator.readers | {0}) == self._membership.count
 
     def _serve(self) -> None:
         with self._listener:
@@ -153,7 +153,7 @@ class CoordinatorServer:
                         connection.sendall(b"{}\n")
                         continue
                     said = Said.parse(told["said"])
-                    if not 0 < said.index < self._roster.count:
+                    if not 0 < said.index < self._membership.count:
                         break
                     index = said.index
                     self._callers[index] = me

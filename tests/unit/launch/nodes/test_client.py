@@ -41,7 +41,7 @@ def make() -> Iterator[Maker]:
         index: int, count: int = 3, *, speaks: bool = True, **settings: Any
     ) -> CoordinatorClient:
         place = made[0].place if index else None
-        made.append(CoordinatorClient(roster(index, count, speaks=speaks), place, **settings))
+        made.append(CoordinatorClient(membership(index, count, speaks=speaks), place, **settings))
         return made[-1]
 
     yield one
@@ -51,7 +51,7 @@ def make() -> Iterator[Maker]:
         assert not launcher._thread.is_alive()
 
 
-def roster(index: int, count: int, *, speaks: bool = True) -> Membership:
+def membership(index: int, count: int, *, speaks: bool = True) -> Membership:
     return Membership(
         index=index,
         ranks=(1,) * count,
@@ -313,7 +313,7 @@ def test_launcher_0_that_has_ended_is_lost(
 def test_launcher_0_that_says_nothing_is_lost(lost_soon: None) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         place = Place(port=listener.getsockname()[1], token="")
-        one = CoordinatorClient(roster(1, 2), place)
+        one = CoordinatorClient(membership(1, 2), place)
         found = problem_of(one)
         one.close()
     assert found is not None

@@ -20,7 +20,7 @@ from lockstep.launch.restarts import Kind
 Maker = Callable[..., Coordinator]
 
 
-def roster(count: int) -> Membership:
+def membership(count: int) -> Membership:
     return Membership(
         index=0,
         ranks=(1,) * count,
@@ -36,7 +36,7 @@ def make(
 ) -> Coordinator:
     """Make a coordinator that has heard all launchers at time 0."""
     coordinator = Coordinator(
-        roster(count), 0.0, policy=lambda _: again, least=least, generation=generation
+        membership(count), 0.0, policy=lambda _: again, least=least, generation=generation
     )
     for index in range(count):
         say(coordinator, index, generation=generation)

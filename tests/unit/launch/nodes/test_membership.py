@@ -13,7 +13,7 @@ from lockstep.launch.nodes.membership import Launcher, Membership, owns
 launchers = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3)), min_size=1, max_size=6)
 
 
-def rosters(pairs: list[tuple[int, int]]) -> list[Membership]:
+def memberships(pairs: list[tuple[int, int]]) -> list[Membership]:
     ranks, hosts = zip(*pairs, strict=True)
     numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
     return [
@@ -32,21 +32,24 @@ def rosters(pairs: list[tuple[int, int]]) -> list[Membership]:
 @given(launchers)
 def test_ranks_part_the_world_in_the_order_of_launchers(pairs: list[tuple[int, int]]) -> None:
     all_ranks: list[int] = []
-    for roster in rosters(pairs):
-        all_ranks += range(roster.first_rank, roster.first_rank + roster.ranks[roster.index])
-    assert all_ranks == list(range(rosters(pairs)[0].size))
+    for one in memberships(pairs):
+        all_ranks += range(one.first_rank, one.first_rank + one.ranks[one.index])
+    assert all_ranks == list(range(memberships(pairs)[0].size))
 
 
 @given(launchers)
 def test_local_ranks_part_each_node(pairs: list[tuple[int, int]]) -> None:
     by_node: dict[int, list[int]] = {}
-    for roster in rosters(pairs):
-        here = range(roster.first_local_rank, roster.first_local_rank + roster.ranks[roster.index])
-        by_node.setdefault(roster.node, []).extend(here)
-        assert max(here) < roster.local_size
-        assert roster.node_count == len(set(roster.nodes))
-    for roster in rosters(pairs):
-        assert sorted(by_node[roster.node]) == list(range(roster.local_size))
+    for one in memberships(pairs):
+        here = range(
+            one.first_local_rank,
+            one.first_local_rank + one.ranks[one.index],
+        )
+        by_node.setdefault(one.node, []).extend(here)
+        assert max(here) < one.local_size
+        assert one.node_count == len(set(one.nodes))
+    for one in memberships(pairs):
+        assert sorted(by_node[one.node]) == list(range(one.local_size))
 
 
 def test_a_launcher_owns_what_no_neighbour_has() -> None:
@@ -63,5 +66,5 @@ def test_what_launchers_tell_each_other_survives_json() -> None:
 
 
 def test_in_words() -> None:
-    one, two = rosters([(2, 0), (1, 1)])
+    one, two = memberships([(2, 0), (1, 1)])
     assert str(one) == str(two) == "3 ranks by 2 launchers: node 0, node 1"

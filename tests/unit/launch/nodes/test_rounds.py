@@ -78,9 +78,9 @@ class Node:
     def next(self) -> list[str]:
         """Begin the next generation; return who is in it, in order."""
         self.place.next_generation()
-        store, roster = self.place.store, self.place.roster
-        store.set(f"here/{roster.index}", self.name)
-        return [store.get(f"here/{k}").decode() for k in range(roster.count)]
+        store, membership = self.place.store, self.place.membership
+        store.set(f"here/{membership.index}", self.name)
+        return [store.get(f"here/{k}").decode() for k in range(membership.count)]
 
     @property
     def decided(self) -> str | None:
@@ -336,7 +336,7 @@ def test_too_few_come(site: Callable[..., Any]) -> None:
 
 def test_launcher_0_cannot_start(site: Callable[..., Any]) -> None:
     nodes = site("a", "b", most=2)
-    first, second = sorted(nodes, key=lambda node: node.rounds.roster.index)
+    first, second = sorted(nodes, key=lambda node: node.rounds.membership.index)
     assert first.rounds.leads
     assert not second.rounds.leads
     hearing = threads.Party(second.rounds.hear)
@@ -477,9 +477,12 @@ def meet_all(launchers: list[RendezvousConfig], **changes: Any) -> list[Any]:
 def check_met(told: list[Any]) -> list[Rounds]:
     """Check that launchers agree on who they are, and begin a generation; return them in order."""
     assert all(isinstance(one, Rounds) for one in told), told
-    launchers: list[Rounds] = sorted(told, key=lambda one: one.roster.index)
-    assert [one.roster.index for one in launchers] == list(range(len(told)))
-    assert len({(one.roster.ranks, one.roster.names, one.roster.address) for one in told}) == 1
+    launchers: list[Rounds] = sorted(told, key=lambda one: one.membership.index)
+    assert [one.membership.index for one in launchers] == list(range(len(told)))
+    assert (
+        len({(one.membership.ranks, one.membership.names, one.membership.address) for one in told})
+        == 1
+    )
     launchers[0].tell(["hello"])
     assert [one.hear() for one in launchers] == [["hello"]] * len(told)
     places = [Rendezvous("id", 1, one) for one in launchers]
@@ -510,20 +513,24 @@ def the_error(told: list[Any]) -> str:
 def test_launchers_of_one_host_meet_once(
     configs: Callable[[int], list[RendezvousConfig]], tmp_path: Path
 ) -> None:
-    roster = check_met(meet_all(configs(3)))[0].roster
-    assert sorted(roster.ranks) == [1, 2, 3]
-    assert (roster.nodes, roster.address, roster.interface) == ((0, 0, 0), "127.0.0.1", None)
-    assert roster.names == ("node 0 (hosta)", "node 1 (hosta)", "node 2 (hosta)")
-    assert (roster.own_cores, roster.own_gpus) == (True, False)
-    assert roster.speaks
+    membership = check_met(meet_all(configs(3)))[0].membership
+    assert sorted(membership.ranks) == [1, 2, 3]
+    assert (membership.nodes, membership.address, membership.interface) == (
+        (0, 0, 0),
+        "127.0.0.1",
+        None,
+    )
+    assert membership.names == ("node 0 (hosta)", "node 1 (hosta)", "node 2 (hosta)")
+    assert (membership.own_cores, membership.own_gpus) == (True, False)
+    assert membership.speaks
     assert list(tmp_path.iterdir()) == []
 
 
 def test_numbers_are_those_that_were_given(launch_id: str) -> None:
     launchers = meet_all(numbered(3, launch_id))
-    assert [one.roster.index for one in launchers] == [0, 1, 2]
+    assert [one.membership.index for one in launchers] == [0, 1, 2]
     check_met(launchers)
-    assert launchers[0].roster.ranks == (1, 2, 3)
+    assert launchers[0].membership.ranks == (1, 2, 3)
 
 
 def test_two_launches_at_one_place(
@@ -546,12 +553,12 @@ def test_hosts_are_nodes(launch_id: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
     calls = zip("abb", numbered(3, launch_id), strict=True)
     told = together(*(partial(meet_on, where, one, interface="lo") for where, one in calls))
-    roster: Membership = check_met(told)[2].roster
-    assert roster.nodes == (0, 1, 1)
-    assert (roster.node, roster.first_local_rank, roster.local_size) == (1, 1, 2)
-    assert (roster.address, roster.interface) == ("127.0.0.1", "lo")
-    assert roster.reached_at == ("lo 127.0.0.1",) * 3
-    assert roster.overrules_interface
+    membership: Membership = check_met(told)[2].membership
+    assert membership.nodes == (0, 1, 1)
+    assert (membership.node, membership.first_local_rank, membership.local_size) == (1, 1, 2)
+    assert (membership.address, membership.interface) == ("127.0.0.1", "lo")
+    assert membership.reached_at == ("lo 127.0.0.1",) * 3
+    assert membership.overrules_interface
 
     calls = zip("ab", numbered(2, f"{launch_id}2"), ("lo", "eth77"), strict=True)
     told = together(*(partial(meet_on, where, one, interface=i) for where, one, i in calls))
@@ -565,7 +572,7 @@ def test_only_the_first_speaks_where_output_is_shared(launch_id: str) -> None:
         for k in (0, 1)
     ]
     told = meet_all(by_slurm)
-    assert [one.roster.speaks for one in told] == [True, False]
+    assert [one.membership.speaks for one in told] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -645,7 +652,7 @@ def test_a_launch_that_has_begun_does_not_need_the_store_where_it_met(
     launch_id: str, tmp_path: Path
 ) -> None:
     met = meet_all(at_endpoint(2, launch_id, f"file://{tmp_path}"))
-    met.sort(key=lambda one: one.roster.index)
+    met.sort(key=lambda one: one.membership.index)
     places = [Rendezvous("id", 1, one) for one in met]
     together(*(place.next_generation for place in places))
     gone: Any = Gone()
