@@ -40,6 +40,7 @@ class ExchangeEntry:
         strategy: the only strategy that takes it; `None` for each that takes exchanges of this class.
         no_loss_scale: why it cannot go with the loss scale of fp16, if so.
         compares_batches: whether it refuses gradients of different batches; where not, strategies do.
+        at_servers: whether parameter servers sum gradients, and not ranks.
     """
 
     name: str = ""
@@ -51,6 +52,7 @@ class ExchangeEntry:
     strategy: str | None = None
     no_loss_scale: str = ""
     compares_batches: bool = False
+    at_servers: bool = False
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -285,7 +287,7 @@ EXCHANGES = Registry(
         ExchangeEntry(
             name="mpi", build="lockstep.exchange.mpi:build", check="lockstep.exchange.mpi:check"
         ),
-        ExchangeEntry(name="server", strategy="ps"),
+        ExchangeEntry(name="server", strategy="ps", at_servers=True),
         ExchangeEntry(
             name="bf16", build="lockstep.exchange.compressed:build", exactness="approximate"
         ),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lockstep.registry import STRATEGIES
+from lockstep.registry import EXCHANGES, STRATEGIES
 
 #: Bytes that are shared, of a byte of gradients, where traffic is not counted.
 _OF_GRADIENTS = {
@@ -21,6 +21,7 @@ _OF_GRADIENTS = {
 #: The same with FSDP2: one half of an exchange of gradients, and parameters gathered twice.
 _OF_SHARDED = 1.5
 SHARDED = STRATEGIES.where(lambda one: one.shards)
+AT_SERVERS = EXCHANGES.where(lambda one: one.at_servers)
 #: How DistributedDataParallel cuts gradients: a small bucket first, then large ones.
 _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20
 
@@ -29,7 +30,7 @@ _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20
 class Cost:
     """The cost of one exchange for one script.
 
-    In all but `server` each rank sums one share of every bucket and gives it to all: out to the ranks that
+    Without servers each rank sums one share of every bucket and gives it to all: out to the ranks that
     sum, and back. As many messages, and as many bytes, as in a ring all-reduce.
 
     Attributes:
@@ -44,7 +45,7 @@ class Cost:
 
     def messages(self, ranks: int) -> float:
         """Return how many messages a rank sends in a step."""
-        if self.exchange == "server":
+        if self.exchange in AT_SERVERS:
             return 2 * self.sums if ranks > 1 else 0
         return 2 * (ranks - 1) * self.sums
 
@@ -53,7 +54,7 @@ class Cost:
 
         With servers that is a server's: it takes the gradients of every rank.
         """
-        if self.exchange == "server":
+        if self.exchange in AT_SERVERS:
             return self.volume * ranks if ranks > 1 else 0
         return 2 * (ranks - 1) / ranks * self.volume
 
@@ -82,7 +83,7 @@ def cost_of(
 def _volume(
     exchange: str, strategy: str | None, sent: tuple[int, float] | None, gradients: float | None
 ) -> float | None:
-    if sent is not None and exchange == "server":
+    if sent is not None and exchange in AT_SERVERS:
         return sent[1]
     # Of shared memory is counted what is written, each rank's nodes whole.
     if sent is not None and exchange != "shared-memory":

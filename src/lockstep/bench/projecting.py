@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from lockstep.bench.cost import SHARDED, Cost, cost_of
+from lockstep.bench.cost import AT_SERVERS, SHARDED, Cost, cost_of
 from lockstep.bench.projection import Batches, Link, Model, Point, fit_model
 from lockstep.bench.results import BY_STEPS, Row, belongs, group
 from lockstep.registry import STRATEGIES
@@ -223,7 +223,7 @@ def _on_exchange(model: Model, cost: Cost, link: Link, used: Sequence[Point]) ->
     several = [one for one in used if one.ranks > 1]
     by_ring = "a rank sends 2 (N - 1) messages per sum, and 2 (N - 1) / N of the shared bytes"
     by_server = "all ranks send their gradients over the one link of each server"
-    said = [by_server if model.cost.exchange == "server" else by_ring]
+    said = [by_server if model.cost.exchange in AT_SERVERS else by_ring]
     if link.bandwidth is None:
         said.append("what of the exchange is hidden behind the backward pass stays hidden")
     else:

@@ -14,7 +14,7 @@ from typing import Any
 
 from lockstep.errors import PREEMPTED, LockstepError, RunDirectoryError
 from lockstep.launch import failure
-from lockstep.launch.failure import Failure, Verdict, preempted
+from lockstep.launch.failure import Failure, MemoryKills, Verdict, preempted
 from lockstep.launch.fault_tolerance import FaultTolerance
 from lockstep.launch.forkserver import Exit, ForkServer
 from lockstep.launch.hang import HangWatch
@@ -22,7 +22,7 @@ from lockstep.launch.interrupts import Interrupted, Interrupts
 from lockstep.launch.nodes.client import CoordinatorClient, RoundOverError
 from lockstep.launch.nodes.messages import Decision, Told
 from lockstep.launch.output import Output, say
-from lockstep.launch.plan import Meeting, Plan, WorkerPlan
+from lockstep.launch.plan import Generation, Plan, WorkerPlan
 from lockstep.launch.rank_progress import RankProgress
 from lockstep.launch.rendezvous import Rendezvous
 from lockstep.launch.restarts import Kind, Restarts
@@ -37,8 +37,7 @@ _SETTLE = 0.3
 #: The same while all that is known are consequences: the cause may be slower to end.
 _SETTLE_CONSEQUENCE = 1.5
 
-Planner = Callable[[Meeting], Plan]
-Judge = Callable[[list[Failure]], Verdict]
+Planner = Callable[[Generation], Plan]
 
 
 class _State(enum.Enum):
@@ -56,12 +55,11 @@ class Agent:
 
     Args:
         planner: gives the plan of a generation, once it is known where its workers meet.
-        judge: gives the verdict over failures.
         rendezvous: where the launchers meet.
         server: makes the workers.
         output: takes their output.
         interrupts: signals that the launcher received.
-        standing: where the ranks of this launcher stand.
+        progress: where the ranks of this launcher are.
         hangs: looks whether they move.
         restarts: says which failures are followed by a new generation.
         is_run: whether the script is known to use Lockstep before it has opened a run.
@@ -71,20 +69,19 @@ class Agent:
     def __init__(
         self,
         planner: Planner,
-        judge: Judge,
         rendezvous: Rendezvous,
         *,
         server: ForkServer,
         output: Output,
         interrupts: Interrupts,
-        standing: RankProgress,
+        progress: RankProgress,
         hangs: HangWatch,
         restarts: Restarts,
         is_run: bool = False,
         deadline: float | None = None,
     ) -> None:
         self._planner = planner
-        self._judge = judge
+        self._kills = MemoryKills()
         self._rendezvous = rendezvous
         rendezvous.policy, rendezvous.check = self._again, self._check
         self._server = server
@@ -92,7 +89,7 @@ class Agent:
         self._interrupts = interrupts
         self._deadline = deadline
         self.plan: Plan | None = None
-        self._standing = standing
+        self._progress = progress
         self._hangs = hangs
         self._restarts = restarts
         self._is_run = is_run
@@ -134,17 +131,17 @@ class Agent:
                 return
 
     def _start_workers(self) -> None:
-        port = self._rendezvous.next_generation()
+        generation = self._rendezvous.next_generation()
         self._check()
         self._processes.begin()
-        self._standing.begin()
-        self.plan = self._planner(self._meeting(port))
+        self._progress.begin()
+        self.plan = self._planner(generation)
         if self._generation:
             self._record("restart", generation=self._generation)
         for server in self._servers:
             self._processes.start(self.plan, server, {})
         for index, worker in enumerate(self._workers):
-            self._processes.start(self.plan, worker, self._standing.variables(index))
+            self._processes.start(self.plan, worker, self._progress.variables(index))
 
     @property
     def _coordinator(self) -> CoordinatorClient | None:
@@ -157,16 +154,6 @@ class Agent:
     @property
     def _servers(self) -> tuple[WorkerPlan, ...]:
         return self.plan.servers if self.plan is not None else ()
-
-    def _meeting(self, port: int) -> Meeting:
-        return Meeting.of(
-            self._rendezvous.membership,
-            port=port,
-            generation=self._rendezvous.generation,
-            max_restarts=self._restarts.limit,
-            run_id=self._rendezvous.run_id,
-            replicas=self._rendezvous.replicas,
-        )
 
     def _look(self) -> _State:
         """Wait for news of the workers, a moment at most; return how they are."""
@@ -200,7 +187,7 @@ class Agent:
 
     def _failed(self) -> dict[int, Exit]:
         """Return the workers that ended badly; to save and leave is no failure of a run."""
-        fine = {0, PREEMPTED} if self._standing.opened else {0}
+        fine = {0, PREEMPTED} if self._progress.opened else {0}
         return {rank: left for rank, left in self._processes.exits.items() if left.code not in fine}
 
     def _failures(self) -> list[Failure]:
@@ -216,7 +203,7 @@ class Agent:
             for index, worker in enumerate(self._workers)
             if (left := self._processes.exits.get(worker.rank)) is not None
             and left.code == 0
-            and self._standing.is_inside(index)
+            and self._progress.is_inside(index)
         }
 
     def _report(self, told: Told) -> _State:
@@ -233,11 +220,11 @@ class Agent:
 
     def _again(self, verdict: Verdict) -> str | None:
         """Return what the user is told if workers start again after a failure; `None` if they don't."""
-        progress = self._standing.progress
-        is_run = self._is_run or self._standing.opened
+        progress = self._progress.progress
+        is_run = self._is_run or self._progress.opened
         if not self._restarts.again(verdict.kind, progress, is_run=is_run):
             return None
-        return f"{verdict.brief}; restart {self._restarts.count}{self._standing.origin}"
+        return f"{verdict.brief}; restart {self._restarts.count}{self._progress.origin}"
 
     def _follow(self, decision: Decision) -> _State:
         """Do what is decided for all launchers."""
@@ -252,20 +239,20 @@ class Agent:
         if self._rendezvous.membership.speaks and decision.text:
             say(f"lockstep: {decision.text}")
         if decision.kind == "restart" and self._rendezvous.membership.index > 0:
-            self._restarts.follow(self._standing.progress)
+            self._restarts.follow(self._progress.progress)
         return _State.RESTART
 
     def _preemption(self) -> Verdict | None:
         """Return what is said of a run whose ranks have saved it and left."""
         if all(left.code != PREEMPTED for left in self._processes.exits.values()):
             return None
-        return preempted(self._standing.step, Path(self._workers[0].env["LOCKSTEP_RUN_DIR"]))
+        return preempted(self._progress.step, Path(self._workers[0].env["LOCKSTEP_RUN_DIR"]))
 
     def _told(self, failures: list[Failure]) -> Told:
         """Return what the others are told of this launcher's failures."""
-        cause = failure.first(failures)
+        cause, size = failure.first(failures), self._rendezvous.membership.size
         return Told(
-            verdict=self._judge(failures),
+            verdict=failure.verdict(failures, size, killed_for_memory=self._kills.grew()),
             consequence=cause.consequence,
             time=failure.wall(cause.time),
         )
@@ -301,7 +288,7 @@ class Agent:
 
     def _record(self, kind: str, **fields: Any) -> None:
         """Write down what happened to a run; where the disk fails, the ranks are those to say so."""
-        if self.plan is None or not (self._is_run or self._standing.opened):
+        if self.plan is None or not (self._is_run or self._progress.opened):
             return
         run_dir = Path(self._workers[0].env["LOCKSTEP_RUN_DIR"])
         name = f"launcher-{self._rendezvous.membership.index}"
@@ -315,7 +302,7 @@ class Agent:
         """
         if self._coordinator is not None and self._coordinator.saves:
             self._ask_for_room()
-        if self._interrupts.asks_for_room and self._standing.opened:
+        if self._interrupts.asks_for_room and self._progress.opened:
             if self._coordinator is not None and self._rendezvous.may_leave:
                 self._coordinator.leave(f"stopped on {self._name}", saves=True)
             else:
@@ -336,7 +323,7 @@ class Agent:
         self._interrupts.check()
 
     def _ask_for_room(self) -> None:
-        news = self._standing.pids - self._preempted
+        news = self._progress.pids - self._preempted
         if news:
             self._server.signal(signal.SIGTERM, only=news)
             self._preempted |= news
@@ -383,7 +370,7 @@ class Agent:
             self._processes.look()
 
     def _stop_workers(self) -> None:
-        if self._standing.opened:
+        if self._progress.opened:
             # SIGTERM asks a run to save itself, and ranks to agree when: some of them are gone.
             self._processes.end(signal.SIGKILL, LAST_GRACE)
         self._shutdown()

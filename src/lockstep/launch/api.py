@@ -11,11 +11,10 @@ from lockstep.errors import PREEMPTED
 from lockstep.launch import dry_run, finished, machine, old_scripts, openmp, worker
 from lockstep.launch.functions import launch
 from lockstep.launch.interrupts import Interrupted, listening
-from lockstep.launch.nodes.config import rendezvous_config
-from lockstep.launch.nodes.membership import NotNeeded
+from lockstep.launch.nodes.membership import Membership, NotNeeded
 from lockstep.launch.output import say
 from lockstep.launch.placement import asked
-from lockstep.launch.plan import Meeting, count_ranks, make_plan, threads_of_workers
+from lockstep.launch.plan import Generation, Launch, make_plan, resolve, threads_of_workers
 from lockstep.launch.preload import likely, preload, threads_shared
 from lockstep.launch.run_directory import RunDirectory, expected
 from lockstep.launch.spec import LaunchSpec
@@ -40,15 +39,14 @@ def run(spec: LaunchSpec) -> int:
         return 0
     with listening(spec.fault_tolerance.polite(os.environ)) as interrupts:
         spec = _prepare(spec)
-        here = machine.look(gpus=asked(spec, os.environ) != "cpu")
-        # The whole plan is checked before a directory appears for a launch that cannot be.
-        plan = make_plan(spec, here, os.environ, run_dir=Path(), error_dir=Path())
-        if plan.size > 1:
+        # All of it is checked before a directory appears for a launch that cannot be.
+        launch = _resolve(spec)
+        if launch.ranks > 1:
             _warn(spec)
         place = RunDirectory(spec, spec.name)
         try:
             with private_directory() as private, place:
-                verdict = supervise(spec, here, worker.job(spec), place, private, interrupts)
+                verdict = supervise(launch, worker.job(spec), place, private, interrupts)
                 place.keeps = verdict is not None and verdict.exit_code != PREEMPTED
                 if verdict is None and place.path is not None:
                     finished.mark(spec, place.path)
@@ -71,32 +69,30 @@ def show_plan(spec: LaunchSpec) -> int:
     spec = _adapt(spec)
     run_dir, log_dir = expected(spec)
     private = Path(tempfile.gettempdir()) / "lockstep-PRIVATE"
-    here = machine.look(gpus=asked(spec, os.environ) != "cpu")
-    plan = make_plan(
-        spec,
-        here,
-        os.environ,
-        meeting=_expected(spec, here),
-        run_dir=run_dir,
-        log_dir=log_dir,
-        error_dir=private,
-    )
+    launch = _resolve(spec)
+    generation = _expected(launch)
+    plan = make_plan(launch, generation, run_dir=run_dir, log_dir=log_dir, error_dir=private)
     dry_run.show(plan)
     return 0
 
 
-def _expected(spec: LaunchSpec, here: machine.Machine) -> Meeting:
-    """Return the meeting that is to be expected if all nodes start as many ranks as this one."""
-    config = rendezvous_config(spec.nodes, (spec.target, *spec.args), os.environ)
-    if config is None:
-        return Meeting(port=spec.nodes.main_port or 0)
-    n, index = count_ranks(spec, here, os.environ), config.index or 0
-    return Meeting(
-        address=config.address or "(found when the nodes meet)",
-        node_rank=index,
-        node_count=config.count,
-        first_rank=index * n,
-        size=config.count * n,
+def _resolve(spec: LaunchSpec) -> Launch:
+    return resolve(spec, machine.look(gpus=asked(spec, os.environ) != "cpu"), os.environ)
+
+
+def _expected(launch: Launch) -> Generation:
+    """Return the generation that is to be expected if all nodes start as many ranks as this one."""
+    if (nodes := launch.nodes) is None:
+        return Generation(port=launch.spec.nodes.main_port or 0)
+    return Generation(
+        membership=Membership(
+            index=nodes.index or 0,
+            ranks=(launch.ranks,) * nodes.count,
+            nodes=tuple(range(nodes.count)),
+            names=("",) * nodes.count,
+            address=nodes.address or "(found when the nodes meet)",
+            interface=None,
+        )
     )
 
 

@@ -6,7 +6,7 @@ import contextlib
 import signal
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from lockstep.launch.plan import WorkerPlan
 from lockstep.launch.restarts import Kind, kind
 from lockstep.record import report
 from lockstep.record.report import Report
+from lockstep.world.cgroups import oom_kills
 
 _LAST_LINES = 8
 _LAST_BYTES = 1 << 14
@@ -162,46 +163,6 @@ class MemoryKills:
         """Return whether it has since the last time this was asked; `None` where it doesn't say."""
         before, self._before = self._before, oom_kills()
         return None if before is None or self._before is None else self._before > before
-
-
-def oom_kills(
-    groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
-) -> int | None:
-    """Return how often the kernel killed a process of this control group for memory, if it says.
-
-    Args:
-        groups: names the control groups of this process.
-        root: where control groups are mounted.
-    """
-    for file in _memory_events(groups, root):
-        with contextlib.suppress(OSError, ValueError):
-            counters = dict(line.split() for line in file.read_text().splitlines())
-            if "oom_kill" in counters:
-                return int(counters["oom_kill"])
-    return None
-
-
-def _memory_events(groups: Path, root: Path) -> Iterator[Path]:
-    try:
-        lines = [line.split(":", 2) for line in groups.read_text().splitlines()]
-    except OSError:
-        return
-    # Version 1 with a controller of its own for memory, else version 2. Both may be mounted.
-    ordered = sorted(lines, key=lambda line: line[1] == "")
-    for _, controllers, path in ordered:
-        if "memory" in controllers.split(","):
-            place, name = root / "memory", "memory.oom_control"
-        elif not controllers:
-            place, name = root, "memory.events"
-        else:
-            continue
-        # A group without the controller is counted in the next above it. Inside a container, its own
-        # group may be mounted at the top, under a path that only the host has.
-        group = place / path.lstrip("/")
-        for candidate in (group, *group.parents):
-            yield candidate / name
-            if candidate == place:
-                break
 
 
 def _what(failure: Failure, killed_for_memory: bool | None) -> str:

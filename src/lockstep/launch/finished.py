@@ -113,10 +113,8 @@ def _calls(
     node: ast.AST, name: str, function: str | None = None, *, repeated: bool = False
 ) -> Iterator[tuple[str | None, bool]]:
     """Yield, for each call of `name`, the function that it is in, and whether a loop repeats it."""
-    if isinstance(node, ast.Call):
-        called = node.func
-        if name in (getattr(called, "attr", None), getattr(called, "id", None)):
-            yield function, repeated
+    if isinstance(node, ast.Call) and name in source.said(node.func):
+        yield function, repeated
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         function, repeated = node.name, False
     for child in ast.iter_child_nodes(node):

@@ -6,6 +6,8 @@ The function's value on each rank comes back through a file in a directory of th
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ctypes
 import faulthandler
 import multiprocessing.process
 import multiprocessing.spawn
@@ -21,14 +23,14 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from lockstep.errors import PREEMPTED, RunError, UsageError
-from lockstep.launch import forksafety, machine, processes, seeding, worker
+from lockstep.launch import machine, processes, seeding, worker
 from lockstep.launch.failure import Verdict
 from lockstep.launch.forkserver import Job, Request
 from lockstep.launch.given import Given
 from lockstep.launch.interrupts import Interrupted, listening
 from lockstep.launch.output import say
 from lockstep.launch.placement import asked
-from lockstep.launch.plan import interpreter, make_plan
+from lockstep.launch.plan import interpreter, resolve
 from lockstep.launch.run_directory import RunDirectory
 from lockstep.launch.spec import LaunchSpec, Ranks, StartMethod
 from lockstep.launch.supervise import private_directory, supervise
@@ -43,6 +45,9 @@ _PREPARATION = (
     "init_main_from_name",
     "init_main_from_path",
 )
+
+#: `omp_pause_hard` of the OpenMP 5.0 specification, section 3.2.44: give all resources back.
+_PAUSE_HARD = 2
 
 
 def launch(
@@ -104,18 +109,17 @@ def run_spawned(payload: Path) -> int:
 
 def _run(spec: LaunchSpec, job: Job, private: Path, name: str, timeout: float | None) -> int:
     """Run `spec` to its end; return the number of ranks."""
-    here = machine.look(gpus=asked(spec, os.environ) != "cpu")
-    plan = make_plan(spec, here, os.environ, run_dir=Path(), error_dir=Path())
+    resolved = resolve(spec, machine.look(gpus=asked(spec, os.environ) != "cpu"), os.environ)
     place = RunDirectory(spec, name)
     deadline = None if timeout is None else time.monotonic() + timeout
     try:
         with listening(spec.fault_tolerance.polite(os.environ)) as interrupts, place:
-            verdict = supervise(spec, here, job, place, private, interrupts, deadline)
+            verdict = supervise(resolved, job, place, private, interrupts, deadline)
     except Interrupted as stop:
         _pass_on(stop.signum)
     except TimeoutError:
         raise RunError(
-            f"{name} on {plan.size} rank(s) did not end within {timeout} s{place.where}",
+            f"{name} on {resolved.ranks} rank(s) did not end within {timeout} s{place.where}",
             hint="a rank may wait for a collective that another never enters",
         ) from None
     else:
@@ -124,7 +128,7 @@ def _run(spec: LaunchSpec, job: Job, private: Path, name: str, timeout: float | 
             raise SystemExit(PREEMPTED)
         if verdict is not None:
             raise failed(verdict)
-    return plan.size
+    return resolved.ranks
 
 
 def failed(verdict: Verdict) -> RunError:
@@ -154,13 +158,53 @@ def _choose(start: str) -> StartMethod:
         raise UsageError(f"start is {start!r}; expected auto, fork or spawn")
     if start == "spawn":
         return "spawn"
-    reason = forksafety.reason_against_fork()
+    reason = _reason_against_fork()
     if reason is None:
         return "fork"
     if start == "fork":
         raise UsageError(f"workers cannot be forked: {reason}", hint="start='spawn'")
     say(f"lockstep: workers are spawned, not forked: {reason}")
     return "spawn"
+
+
+def _reason_against_fork() -> str | None:
+    """Return why this process cannot be forked into workers, or `None` if it can.
+
+    A forked child has one thread and a copy of every lock and pool. Harmless are threads that were there
+    right after importing torch (OpenBLAS, which handles forks). Not harmless:
+
+    - CUDA: a context does not survive a fork.
+    - a process group: its threads and connections belong to the parent.
+    - libgomp's pool: a child believes in threads that it does not have and waits for them for ever.
+      libgomp can be told to end the pool (`omp_pause_resource_all`); it makes a new one when needed.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return None
+    if torch.cuda.is_initialized():
+        return "CUDA is initialised in this process"
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return "a process group of torch.distributed exists in this process"
+    return _end_thread_pools()
+
+
+def _end_thread_pools() -> str | None:
+    for library in _libgomps():
+        try:
+            status = ctypes.CDLL(library).omp_pause_resource_all(_PAUSE_HARD)
+        except (OSError, AttributeError):
+            return f"{Path(library).name} may have threads that it cannot be told to end"
+        if status != 0:
+            return f"{Path(library).name} would not end its threads"
+    return None
+
+
+def _libgomps() -> set[str]:
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        paths = {line.split(maxsplit=5)[-1] for line in lines if "libgomp" in line}
+        return {path for path in paths if path.startswith("/")}
+    return set()
 
 
 def _name(main: Callable[..., Any]) -> str:

@@ -102,22 +102,17 @@ def _declares(call: ast.Call) -> bool:
     action = keywords.get("action")
     if isinstance(action, ast.Constant) and action.value != "store":
         return False  # a switch such as `store_true` takes no number
-    return _name(call.func) in _DECLARATIONS or not _SETTINGS.isdisjoint(keywords)
+    return not _DECLARATIONS.isdisjoint(source.said(call.func)) or not _SETTINGS.isdisjoint(
+        keywords
+    )
 
 
 def _spawns(call: ast.Call) -> bool:
     """Return whether `call` is `torch.multiprocessing.spawn`, by its usual names."""
-    if _name(call.func) not in _SPAWNERS:
+    if _SPAWNERS.isdisjoint(source.said(call.func)):
         return False
-    owner = _name(call.func.value) if isinstance(call.func, ast.Attribute) else None
-    return owner in ("mp", "multiprocessing") or any(w.arg == "nprocs" for w in call.keywords)
-
-
-def _name(node: ast.expr) -> str | None:
-    """Return `c` for both `c` and `a.b.c`."""
-    if isinstance(node, ast.Attribute):
-        return node.attr
-    return node.id if isinstance(node, ast.Name) else None
+    owner = source.said(call.func.value) if isinstance(call.func, ast.Attribute) else []
+    return owner in (["mp"], ["multiprocessing"]) or any(w.arg == "nprocs" for w in call.keywords)
 
 
 def _calls(spec: LaunchSpec) -> list[ast.Call]:

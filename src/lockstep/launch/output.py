@@ -157,7 +157,7 @@ class Output:
         out, err = (self._channel(k, prefixes[k], terminals[k], sink) for k in (0, 1))
         return out, err
 
-    def finish(self) -> None:
+    def close(self) -> None:
         """Copy what is still on its way, then stop; the workers must have ended."""
         self._finishing = True
         self._poke()

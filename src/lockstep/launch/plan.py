@@ -13,6 +13,7 @@ from lockstep.errors import DeviceError, UsageError
 from lockstep.launch import binding, servers
 from lockstep.launch.gpus import Gpu
 from lockstep.launch.machine import Machine
+from lockstep.launch.nodes.config import RendezvousConfig, rendezvous_config
 from lockstep.launch.nodes.membership import Membership
 from lockstep.launch.placement import asked, choose, no_gpus, ranks_without_looking, seats
 from lockstep.launch.spec import LaunchSpec
@@ -22,31 +23,42 @@ from lockstep.version import __version__
 from lockstep.world.cores import usable_cores
 from lockstep.world.environments.init_method import STORE
 from lockstep.world.environments.lockstep import MARK, TOKEN
+from lockstep.world.network import INTERFACES
 
 #: More ranks on one core than this are a slip of the finger, not a plan.
 MAX_RANKS_PER_CORE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
+class Launch:
+    """A launch as asked for, resolved on this machine; made by `resolve`.
+
+    Attributes:
+        spec: the launch as asked for.
+        machine: facts about this node.
+        environ: the launcher's environment, which the workers' variables are added to.
+        ranks: how many ranks this launcher starts.
+        servers: how many parameter servers the launch has.
+        nodes: how this launcher and others find each other; `None` for one that is alone.
+    """
+
+    spec: LaunchSpec
+    machine: Machine
+    environ: Mapping[str, str] = field(repr=False)
+    ranks: int
+    servers: int
+    nodes: RendezvousConfig | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
     """Where and as how many the workers of one generation meet.
 
     Attributes:
-        address: host of the store.
-        port: its port; 0 while it is not known, as in a dry run.
-        generation: how many times the workers were restarted before.
+        number: how many times the workers were restarted before.
         max_restarts: how many times they may be.
-        node_rank: number of this node among all nodes.
-        node_count: number of nodes.
-        first_rank: the first rank that this launcher starts.
-        size: number of ranks in all; `None` where this launcher starts them all.
-        first_local_rank: how many ranks other launchers start on this node, before those of this one.
-        local_size: number of ranks on this node; `None` where this launcher starts them all.
-        interface: network interface that the workers use; `None` leaves the loopback interface for a
-            single node.
-        own_cores: whether launchers that share this node have processors of their own each.
-        own_gpus: the same of their GPUs.
-        overrules_interface: whether the user chose it for Lockstep, over variables of Gloo and NCCL.
+        membership: who starts which ranks; `None` where this launcher starts them all.
+        port: of the store; 0 while it is not known, as in a dry run.
         run_id: what the nodes of one launch call it.
         listens: whether a launcher hosts a store at the port; otherwise rank 0 does, if the script asks
             for one.
@@ -55,55 +67,15 @@ class Meeting:
         replicas: replicas of a run that names no number; `None` leaves its number of ranks.
     """
 
-    address: str = "127.0.0.1"
-    port: int = 0
-    generation: int = 0
+    number: int = 0
     max_restarts: int = 0
-    node_rank: int = 0
-    node_count: int = 1
-    first_rank: int = 0
-    size: int | None = None
-    first_local_rank: int = 0
-    local_size: int | None = None
-    interface: str | None = None
-    own_cores: bool = False
-    own_gpus: bool = False
-    overrules_interface: bool = False
+    membership: Membership | None = None
+    port: int = 0
     run_id: str = "none"
     listens: bool = True
     store: Path | None = None
     token: str = field(default="", repr=False)
     replicas: int | None = None
-
-    @staticmethod
-    def of(
-        membership: Membership,
-        *,
-        port: int,
-        generation: int,
-        max_restarts: int,
-        run_id: str,
-        replicas: int | None = None,
-    ) -> Meeting:
-        """Return the meeting of the launchers in `membership`, as one of them sees it."""
-        return Meeting(
-            address=membership.address,
-            port=port,
-            generation=generation,
-            max_restarts=max_restarts,
-            node_rank=membership.node,
-            node_count=membership.node_count,
-            first_rank=membership.first_rank,
-            size=membership.size,
-            first_local_rank=membership.first_local_rank,
-            local_size=membership.local_size,
-            interface=membership.interface,
-            own_cores=membership.own_cores,
-            own_gpus=membership.own_gpus,
-            overrules_interface=membership.overrules_interface,
-            run_id=run_id,
-            replicas=replicas,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,23 +118,45 @@ class Plan:
     servers: tuple[WorkerPlan, ...] = ()
 
 
+def resolve(spec: LaunchSpec, machine: Machine, environ: Mapping[str, str]) -> Launch:
+    """Return what `spec` means on `machine`, once it is known that its processes can be planned.
+
+    Raises:
+        DeviceError: if the machine lacks the devices.
+        UsageError: if the flags and variables cannot work together.
+    """
+    # A function is launched for its values, which other launchers would not get.
+    work = (spec.target, *spec.args)
+    launch = Launch(
+        spec=spec,
+        machine=machine,
+        environ=dict(environ),
+        ranks=count_ranks(spec, machine, environ),
+        servers=servers.count(spec, environ),
+        nodes=None if spec.kind == "function" else rendezvous_config(spec.nodes, work, environ),
+    )
+    # The number of all ranks, which a mesh has to fit, is known when the launchers have met.
+    if launch.nodes is None or spec.settings.value("mesh", environ) is None:
+        check_replicas(launch, launch.ranks)
+    first, members = Generation(), Membership.alone(launch.ranks)
+    shared = _shared_environment(launch, first, members)
+    _workers(launch, first, members, shared, Path(), Path())
+    return launch
+
+
 def make_plan(
-    spec: LaunchSpec,
-    machine: Machine,
-    environ: Mapping[str, str],
+    launch: Launch,
+    generation: Generation | None = None,
     *,
-    meeting: Meeting | None = None,
     run_dir: Path,
     log_dir: Path | None = None,
     error_dir: Path,
 ) -> Plan:
-    """Return the workers that `spec` means on `machine`.
+    """Return the processes of one generation that this launcher starts.
 
     Args:
-        spec: the launch as asked for.
-        machine: facts about this node.
-        environ: the launcher's environment, which the workers' variables are added to.
-        meeting: where the workers meet.
+        launch: what all generations have in common.
+        generation: where its workers meet.
         run_dir: the run's directory.
         log_dir: receives the workers' output; `logs/` in the run's directory by default.
         error_dir: a directory private to this launch.
@@ -171,21 +165,40 @@ def make_plan(
         DeviceError: if the machine lacks the devices.
         UsageError: if the flags and variables cannot work together.
     """
-    meeting = meeting or Meeting()
-    n = count_ranks(spec, machine, environ)
-    size = meeting.size or n
-    check_replicas(spec, environ, size)
+    generation = generation or Generation()
+    members = generation.membership or Membership.alone(launch.ranks)
+    check_replicas(launch, members.size)
     log_dir = log_dir or run_dir / "logs"
-    shared = _shared_environment(spec, machine, environ, meeting, n)
+    shared = _shared_environment(launch, generation, members)
     shared |= {"LOCKSTEP_RUN_DIR": str(run_dir), "LOCKSTEP_LOG_DIR": str(log_dir)}
-    here = range(meeting.first_local_rank, meeting.first_local_rank + n)
-    places = seats(spec, machine, environ, here, own=meeting.own_gpus)
-    sharing, among = (range(n), n) if meeting.own_cores else (here, meeting.local_size or n)
+    # Servers are with the first rank, where the store is: on the node that all others reach.
+    own = 0 if members.first_rank else launch.servers
+    errors = error_dir / f"{generation.number}.json"
+    return Plan(
+        spec=launch.spec,
+        size=members.size,
+        workers=_workers(launch, generation, members, shared, log_dir, error_dir),
+        servers=tuple(_server(index, launch.spec, shared, log_dir, errors) for index in range(own)),
+    )
+
+
+def _workers(
+    launch: Launch,
+    generation: Generation,
+    members: Membership,
+    shared: Mapping[str, str],
+    log_dir: Path,
+    error_dir: Path,
+) -> tuple[WorkerPlan, ...]:
+    spec, machine, environ, n = launch.spec, launch.machine, launch.environ, launch.ranks
+    here = range(members.first_local_rank, members.first_local_rank + n)
+    places = seats(spec, machine, environ, here, own=members.own_gpus)
+    sharing, among = (range(n), n) if members.own_cores else (here, members.local_size)
     bound = binding.variables(spec, machine, environ, sharing, among)
 
     def worker(index: int) -> WorkerPlan:
-        rank, local_rank = meeting.first_rank + index, meeting.first_local_rank + index
-        error_file = error_dir / f"rank-{rank}.{meeting.generation}.json"
+        rank, local_rank = members.first_rank + index, here[index]
+        error_file = error_dir / f"rank-{rank}.{generation.number}.json"
         return WorkerPlan(
             rank=rank,
             local_rank=local_rank,
@@ -198,15 +211,7 @@ def make_plan(
             error_file=error_file,
         )
 
-    # Servers are with the first rank, where the store is: on the node that all others reach.
-    own = 0 if meeting.first_rank else servers.count(spec, environ)
-    errors = error_dir / f"{meeting.generation}.json"
-    return Plan(
-        spec=spec,
-        size=size,
-        workers=tuple(map(worker, range(n))),
-        servers=tuple(_server(index, spec, shared, log_dir, errors) for index in range(own)),
-    )
+    return tuple(map(worker, range(n)))
 
 
 def _server(
@@ -287,20 +292,20 @@ def _check_capacity(n: int, machine: Machine, *, on_gpu: bool) -> None:
         )
 
 
-def check_replicas(spec: LaunchSpec, environ: Mapping[str, str], size: int) -> None:
+def check_replicas(launch: Launch, size: int) -> None:
     """Refuse fewer replicas than models.
 
     Raises:
         UsageError: if `size` ranks hold more models than there are replicas, or don't fit the mesh.
     """
-    strategy = spec.settings.value("strategy", environ)
-    asked = spec.settings.value("mesh", environ)
+    settings, environ = launch.spec.settings, launch.environ
+    strategy, asked = settings.value("strategy", environ), settings.value("mesh", environ)
     if strategy is None:  # the script may say one, which spreads models if there is a mesh
         strategy = "auto" if asked is None else meshes.SPREAD[0]
     mesh = meshes.choose(asked, strategy, size)
     if mesh.model > 1:
         size = mesh.data
-    replicas = spec.settings.value("replicas", environ)
+    replicas = settings.value("replicas", environ)
     if replicas is not None and replicas < size:
         raise UsageError(
             f"{size} ranks for {replicas} replica(s); expected at least one replica for each rank",
@@ -318,56 +323,49 @@ def _identity(rank: int, local_rank: int, error_file: Path) -> dict[str, str]:
 
 
 def _shared_environment(
-    spec: LaunchSpec,
-    machine: Machine,
-    environ: Mapping[str, str],
-    meeting: Meeting,
-    n: int,
+    launch: Launch, generation: Generation, members: Membership
 ) -> dict[str, str]:
-    size = str(meeting.size or n)
-    has_servers = servers.count(spec, environ) > 0
+    spec, environ, size = launch.spec, launch.environ, str(members.size)
+    has_servers = launch.servers > 0
     variables = {
         "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": str(meeting.local_size or n),
-        "GROUP_RANK": str(meeting.node_rank),
-        "GROUP_WORLD_SIZE": str(meeting.node_count),
+        "LOCAL_WORLD_SIZE": str(members.local_size),
+        "GROUP_RANK": str(members.node),
+        "GROUP_WORLD_SIZE": str(members.node_count),
         "ROLE_WORLD_SIZE": size,
         "ROLE_NAME": spec.role,
-        "MASTER_ADDR": meeting.address,
-        "MASTER_PORT": str(meeting.port),
+        "MASTER_ADDR": members.address,
+        "MASTER_PORT": str(generation.port),
         # A rank that is alone may start ranks of its own, which meet without the launcher's store.
-        "TORCHELASTIC_USE_AGENT_STORE": str(meeting.listens and (size != "1" or has_servers)),
-        "TORCHELASTIC_RUN_ID": spec.nodes.id or meeting.run_id,
-        "LOCKSTEP_LAUNCH": meeting.run_id,
-        "TORCHELASTIC_RESTART_COUNT": str(meeting.generation),
-        "TORCHELASTIC_MAX_RESTARTS": str(meeting.max_restarts),
+        "TORCHELASTIC_USE_AGENT_STORE": str(generation.listens and (size != "1" or has_servers)),
+        "TORCHELASTIC_RUN_ID": spec.nodes.id or generation.run_id,
+        "LOCKSTEP_LAUNCH": generation.run_id,
+        "TORCHELASTIC_RESTART_COUNT": str(generation.number),
+        "TORCHELASTIC_MAX_RESTARTS": str(generation.max_restarts),
         MARK: __version__,
     }
     # Empty where there is none: a launch inside of another one must not take over the outer one's.
-    has_store = meeting.store is not None and (size != "1" or has_servers)
-    variables[TOKEN] = meeting.token if has_servers else ""
-    variables[STORE] = str(meeting.store) if has_store else ""
-    if meeting.replicas is not None:
-        variables[TABLE["default_replicas"].variable] = str(meeting.replicas)
+    has_store = generation.store is not None and (size != "1" or has_servers)
+    variables[TOKEN] = generation.token if has_servers else ""
+    variables[STORE] = str(generation.store) if has_store else ""
+    if generation.replicas is not None:
+        variables[TABLE["default_replicas"].variable] = str(generation.replicas)
     if "LOCKSTEP_ENVIRONMENT" in environ:  # what it says of the launcher is not true of its workers
         variables["LOCKSTEP_ENVIRONMENT"] = "lockstep"
     variables |= spec.settings.variables()
-    sharing = n if meeting.own_cores else meeting.local_size or n
-    threads = share_of_threads(spec, environ, machine.cores, sharing)
+    sharing = launch.ranks if members.own_cores else members.local_size
+    threads = share_of_threads(spec, environ, launch.machine.cores, sharing)
     if threads is not None:
         variables["OMP_NUM_THREADS"] = threads
-    return variables | _interface(machine, environ, meeting)
+    return variables | _interface(launch, members)
 
 
-#: Gloo's, NCCL's and TensorPipe's: each would otherwise choose by the host's name, or what looks good.
-_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-
-
-def _interface(machine: Machine, environ: Mapping[str, str], meeting: Meeting) -> dict[str, str]:
+def _interface(launch: Launch, members: Membership) -> dict[str, str]:
     # A single node binds to loopback: no other machine can reach the workers' sockets.
-    chosen = meeting.interface or (machine.loopback if meeting.node_count == 1 else None)
-    kept = () if meeting.overrules_interface else environ
-    return {name: chosen for name in _INTERFACES if chosen is not None and name not in kept}
+    alone = launch.machine.loopback if members.node_count == 1 else None
+    chosen = members.interface or alone
+    kept = () if members.overrules_interface else launch.environ
+    return {name: chosen for name in INTERFACES if chosen is not None and name not in kept}
 
 
 def arguments(spec: LaunchSpec, local_rank: int) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from dataclasses import replace
 
 from torch.distributed import HashStore, TCPStore
 
@@ -22,6 +23,7 @@ from lockstep.launch.nodes.coordinator import Policy
 from lockstep.launch.nodes.membership import Membership
 from lockstep.launch.nodes.rounds import Rounds
 from lockstep.launch.nodes.server import CoordinatorServer
+from lockstep.launch.plan import Generation
 from lockstep.world import network
 from lockstep.world.rendezvous.store import LOOPBACK, connect_store, host_store
 from lockstep.world.waiting import Check, go_on
@@ -39,36 +41,35 @@ class Rendezvous:
     """A rendezvous of launchers that have gathered, or of one that is alone.
 
     Args:
-        run_id: name of the launch.
+        common: what all generations of the launch have in common.
         ranks: number of ranks of this launcher.
         rounds: where the launchers meet; `None` for one that is alone.
         port: where this launcher hosts each generation's store; 0 for a port that the system chooses.
-        listens: whether workers find a store at a port; those of several launchers always do.
-        policy: which failures are followed by new workers, where this launcher decides for all.
         check: called again and again while others are waited for.
+
+    Attributes:
+        policy: which failures are followed by new workers, where this launcher decides for all.
     """
 
     def __init__(
         self,
-        run_id: str,
+        common: Generation,
         ranks: int,
         rounds: Rounds | None = None,
         *,
         port: int = 0,
-        listens: bool = True,
-        policy: Policy = lambda _: None,
         check: Check = go_on,
     ) -> None:
-        self.run_id = run_id
+        self._common = common
         self._port = port
         self._rounds = rounds
         self._alone = Membership.alone(ranks)
-        self._listens = listens or rounds is not None
         self._store: TCPStore | HashStore | None = None
         self._watch: _Watch | None = None
         self._has_begun = False
-        #: See the arguments; the agent, which starts the workers, knows better.
-        self.policy, self.check = policy, check
+        #: The agent, which starts the workers, knows better.
+        self.policy: Policy = lambda _: None
+        self.check = check
         #: The other launchers, while a round goes on; `None` for a launcher that is alone.
         self.coordinator: CoordinatorClient | None = None
         #: Number of this generation; -1 before the first.
@@ -95,23 +96,30 @@ class Rendezvous:
         assert self._store is not None, "there is one from the first rendezvous on"
         return self._store
 
-    def next_generation(self) -> int:
-        """Open the store of the next generation, with which the one before ends; return its port.
+    def next_generation(self) -> Generation:
+        """Open the store of the next generation, with which the one before ends.
 
-        The port is 0 for a store that workers do not find.
+        Its port is 0 for a store that workers do not find.
 
         Raises:
             RoundOverError: if the launch ends instead.
             WorldError: if the launchers cannot meet again.
         """
         self._store = None
-        return self._open() if self._rounds is None else self._enter()
+        port = self._open() if self._rounds is None else self._enter()
+        return replace(
+            self._common,
+            number=self.generation,
+            membership=self.membership,
+            port=port,
+            replicas=self.replicas,
+        )
 
     def _open(self) -> int:
         """Open a store; return its port, 0 for one that is this launcher's alone."""
         if self._rounds is None:
             self.generation += 1
-        if not self._listens:
+        if not self._common.listens:
             self._store = HashStore()
             return 0
         try:

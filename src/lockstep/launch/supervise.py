@@ -13,30 +13,30 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.checkpoint.shared_memory import Descriptors
 from lockstep.errors import LockstepError
-from lockstep.launch import failure, imports, servers, source, stdin, worker
+from lockstep.launch import imports, source, stdin, worker
 from lockstep.launch.dry_run import placement
-from lockstep.launch.failure import Failure, MemoryKills, Verdict
+from lockstep.launch.failure import Verdict
 from lockstep.launch.forkserver import ForkServer, Job, Preload
 from lockstep.launch.gpus import visible
 from lockstep.launch.hang import HangWatch
 from lockstep.launch.interrupts import Interrupts
-from lockstep.launch.machine import Machine
-from lockstep.launch.nodes.config import Nodes, RendezvousConfig, rendezvous_config
+from lockstep.launch.nodes.config import Nodes, RendezvousConfig
 from lockstep.launch.nodes.membership import Launcher
 from lockstep.launch.old_scripts import kept_port
 from lockstep.launch.output import Output, say
 from lockstep.launch.plan import (
-    Meeting,
+    Generation,
+    Launch,
     Plan,
     check_replicas,
-    count_ranks,
     make_plan,
     threads_of_workers,
 )
@@ -44,7 +44,6 @@ from lockstep.launch.preload import import_shared
 from lockstep.launch.rank_progress import RankProgress
 from lockstep.launch.restarts import Restarts
 from lockstep.launch.run_directory import RunDirectory, remove_left
-from lockstep.launch.spec import LaunchSpec
 from lockstep.world import host
 
 #: How long a launcher waits for others before it says that it does.
@@ -54,23 +53,20 @@ _PREFIX, _LOCK = "lockstep-", "launcher.lock"
 
 if TYPE_CHECKING:
     from lockstep.launch.nodes.rounds import Rounds
-    from lockstep.launch.rendezvous import Rendezvous
 
 
 def supervise(
-    spec: LaunchSpec,
-    here: Machine,
+    launch: Launch,
     job: Job,
     place: RunDirectory,
     private: Path,
     interrupts: Interrupts,
     deadline: float | None = None,
 ) -> Verdict | None:
-    """Run the workers of `spec` to their end; return the verdict if they failed.
+    """Run the workers of `launch` to their end; return the verdict if they failed.
 
     Args:
-        spec: the launch.
-        here: facts about this machine.
+        launch: the launch, on this machine.
         job: what each worker does.
         place: makes the run's directories, once the launchers of all nodes have met.
         private: a directory for this launch's own files.
@@ -83,55 +79,47 @@ def supervise(
         TimeoutError: if `deadline` passed.
         WorldError: if the launchers of other nodes cannot be met.
     """
-    environ = dict(os.environ)
-    ranks, is_run = count_ranks(spec, here, environ), source.imports(spec, "lockstep")
+    spec, environ, is_run = launch.spec, launch.environ, source.imports(launch.spec, "lockstep")
     has_locks = (private / _LOCK).exists()
-    listens = _listens(spec, environ, ranks, is_run=is_run, has_locks=has_locks)
+    listens = _listens(launch, is_run=is_run, has_locks=has_locks)
     only_port, store_port = _ports(spec.nodes, is_only=not listens)
-    job = worker.or_server(spec, job)
+    preload = _preload(launch, is_run=is_run)
     with (
         stdin.restored(),
-        _memory() as memory,  # before the server is forked, so that workers inherit it
-        _serving(job, interrupts, _preload(spec, environ, is_run=is_run)) as server,
-        _showing() as output,
-        _gathered(spec, here, environ, interrupts) as rounds,
+        closing(Descriptors.create()) as memory,  # before the server is forked: workers inherit it
+        closing(ForkServer(worker.or_server(spec, job), interrupts.polite, preload)) as server,
+        closing(Output()) as output,
+        _joined(launch, interrupts) as rounds,
         kept_port(only_port) as port,  # after the fork, so that no worker inherits what keeps it
+        # Closed before the output: what is left of the workers cannot write after it.
+        closing(server),
     ):
         from lockstep.launch.agent import Agent
         from lockstep.launch.rendezvous import Rendezvous
 
-        name, token = _agree(rounds, place, private)
-        rendezvous = Rendezvous(name, ranks, rounds, port=store_port, listens=listens)
-        alone = _alone(private if has_locks else None, port, token, listens=listens)
-        several = _among_several(None if servers.count(spec, environ) else port, token)
-        meets = alone if rounds is None else several
-        standing = RankProgress(memory, ranks)
+        common = _agree(launch, rounds, place, private, listens=listens)
+        progress = RankProgress(memory, launch.ranks)
         agent = Agent(
-            _planner(spec, here, environ, place, private, meets),
-            _judge(rendezvous),
-            rendezvous,
+            partial(_plan, launch, place, private, port, private if has_locks else None),
+            Rendezvous(common, launch.ranks, rounds, port=store_port),
             server=server,
             output=output,
             interrupts=interrupts,
-            standing=standing,
-            hangs=HangWatch(standing.slots, spec.fault_tolerance.patience(environ)),
-            restarts=Restarts(spec.fault_tolerance.restarts(environ)),
+            progress=progress,
+            hangs=HangWatch(progress.slots, spec.fault_tolerance.patience(environ)),
+            restarts=Restarts(common.max_restarts),
             is_run=is_run,
             deadline=deadline,
         )
-        # The server ends before the output does: what is left of the workers cannot write after it.
-        with contextlib.closing(server):
-            agent.run()
+        agent.run()
     return agent.verdict
 
 
-def _listens(
-    spec: LaunchSpec, environ: dict[str, str], ranks: int, *, is_run: bool, has_locks: bool
-) -> bool:
+def _listens(launch: Launch, *, is_run: bool, has_locks: bool) -> bool:
     """Return whether ranks meet in a store at a port: files do where they can be locked."""
-    if has_locks and is_run and source.leaves_groups_alone(spec):
+    if has_locks and is_run and source.leaves_groups_alone(launch.spec):
         return False
-    return ranks > 1 or (not has_locks and servers.count(spec, environ) > 0)
+    return launch.ranks > 1 or (not has_locks and launch.servers > 0)
 
 
 def _ports(nodes: Nodes, *, is_only: bool) -> tuple[int, int]:
@@ -145,95 +133,53 @@ def _ports(nodes: Nodes, *, is_only: bool) -> tuple[int, int]:
     return 0, port if nodes.least is None else 0
 
 
-def _check_port(port: int) -> None:
-    """Refuse a port that is taken, before anything is made."""
-    with kept_port(port):
-        return
-
-
-def _planner(
-    spec: LaunchSpec,
-    here: Machine,
-    environ: Mapping[str, str],
+def _plan(
+    launch: Launch,
     place: RunDirectory,
     private: Path,
-    meets: Callable[[Meeting], Meeting],
-) -> Callable[[Meeting], Plan]:
-    """Return what plans a generation, whose ranks meet as `meets` says, and says where they are."""
+    port: int,
+    files: Path | None,
+    generation: Generation,
+) -> Plan:
+    """Return the plan of a generation, and say where the ranks of the first one are.
 
-    def plan(meeting: Meeting) -> Plan:
-        meeting = meets(meeting)
-        assert place.path is not None, "made when the launchers had met"
-        made = make_plan(
-            spec,
-            here,
-            environ,
-            meeting=meeting,
-            run_dir=place.path,
-            log_dir=place.logs,
-            error_dir=private,
-        )
-        if meeting.generation == 0:
-            for line in placement(made):
-                say(line)
-        return made
-
+    Args:
+        launch: the launch.
+        place: has the run's directories, made when the launchers had met.
+        private: a directory for the launch's own files.
+        port: of a rank that is alone: it may host a store there, if the script wants one.
+        files: where ranks that one launcher starts meet in a file of each generation, which torch locks;
+            `None` on a file system without locks, where they meet at the port where the launcher listens.
+        generation: the generation.
+    """
+    if launch.nodes is None:
+        store = None if files is None else files / f"store-{generation.number}"
+        generation = dataclasses.replace(generation, store=store, port=generation.port or port)
+    elif (
+        generation.membership is not None and generation.membership.size == 1 and not launch.servers
+    ):
+        generation = dataclasses.replace(generation, port=port)
+    assert place.path is not None, "made when the launchers had met"
+    plan = make_plan(launch, generation, run_dir=place.path, log_dir=place.logs, error_dir=private)
+    if generation.number == 0:
+        for line in placement(plan):
+            say(line)
     return plan
 
 
-def _alone(
-    private: Path | None, port: int, token: str, *, listens: bool
-) -> Callable[[Meeting], Meeting]:
-    """Return where the ranks of each generation meet if this launcher starts all: in a private file.
-
-    torch locks that file. On a file system without locks they meet at the port where the launcher listens.
-    At `port`, rank 0 may host a store if the script wants one and this launcher `listens` at none.
-    """
-
-    def meets(meeting: Meeting) -> Meeting:
-        return dataclasses.replace(
-            meeting,
-            store=None if private is None else private / f"store-{meeting.generation}",
-            token=token,
-            listens=listens,
-            port=meeting.port or port,
-        )
-
-    return meets
-
-
-def _among_several(port: int | None, token: str) -> Callable[[Meeting], Meeting]:
-    """Return where they meet if there are several launchers: at the store of launcher 0.
-
-    A rank that is alone gets a `port` of its own.
-    """
-
-    def meets(meeting: Meeting) -> Meeting:
-        if meeting.size == 1 and port is not None:
-            meeting = dataclasses.replace(meeting, port=port)
-        return dataclasses.replace(meeting, token=token)
-
-    return meets
-
-
 @contextlib.contextmanager
-def _gathered(
-    spec: LaunchSpec, here: Machine, environ: Mapping[str, str], interrupts: Interrupts
-) -> Iterator[Rounds | None]:
+def _joined(launch: Launch, interrupts: Interrupts) -> Iterator[Rounds | None]:
     """Meet the launchers of the other nodes, if there are any."""
-    nodes = spec.nodes
-    # A function is launched for its values, which other launchers would not get.
-    work = (spec.target, *spec.args)
-    config = None if spec.kind == "function" else rendezvous_config(nodes, work, environ)
+    nodes, config = launch.spec.nodes, launch.nodes
     if config is None:
-        _check_port(nodes.main_port or 0)
+        with kept_port(nodes.main_port or 0):
+            pass  # one that is taken is refused before anything is made
         yield None
         return
     from lockstep.launch.nodes.join import LAST_CALL_SECONDS, Terms
     from lockstep.launch.nodes.rounds import Rounds
     from lockstep.world.meet import chosen_interface, join_timeout
 
-    own = _describe(spec, here, environ)
     terms = Terms(
         least=config.least or config.count,
         most=config.count,
@@ -242,24 +188,25 @@ def _gathered(
         last_call=nodes.last_call or LAST_CALL_SECONDS,
     )
     if not terms.fixed:  # now, and not when a node comes that is one too many
-        check_replicas(spec, environ, terms.most * own.ranks)
+        check_replicas(launch, terms.most * launch.ranks)
     rounds = Rounds(
         config,
-        own,
+        _describe(launch),
         terms,
         interface=nodes.interface or chosen_interface(),
         check=_patience(config, terms.seconds, interrupts),
         say=say,
     )
-    with contextlib.closing(rounds):
+    with closing(rounds):
         yield rounds
 
 
-def _describe(spec: LaunchSpec, here: Machine, environ: Mapping[str, str]) -> Launcher:
+def _describe(launch: Launch) -> Launcher:
+    here, environ = launch.machine, launch.environ
     hidden = environ.get(here.visible_variable, "")
     known = tuple(gpu.uuid for gpu in visible(here.cards, environ).gpus if gpu.uuid)
     return Launcher(
-        ranks=count_ranks(spec, here, environ),
+        ranks=launch.ranks,
         name=socket.gethostname(),
         cpus=tuple(sorted(os.sched_getaffinity(0))),
         gpus=known or tuple(filter(None, hidden.split(","))),
@@ -287,34 +234,30 @@ def _patience(
     return check
 
 
-def _judge(rendezvous: Rendezvous) -> Callable[[list[Failure]], Verdict]:
-    """Return what gives the verdict over failures from here on, of ranks that meet there."""
-    kills = MemoryKills()
-
-    def judge(failures: list[Failure]) -> Verdict:
-        size = rendezvous.membership.size
-        return failure.verdict(failures, size, killed_for_memory=kills.grew())
-
-    return judge
-
-
-def _agree(rounds: Rounds | None, place: RunDirectory, private: Path) -> tuple[str, str]:
-    """Return the name of this launch, which no other has, and its secret; make its run's directories."""
+def _agree(
+    launch: Launch, rounds: Rounds | None, place: RunDirectory, private: Path, *, listens: bool
+) -> Generation:
+    """Make the run's directories; return what all generations have in common."""
     run_id, token = uuid.uuid4().hex, secrets.token_hex(16)
-    if rounds is None:
-        place.make(None, private)
-        return run_id, token
     try:
-        if rounds.leads:
+        if rounds is None:
+            place.make(None, private)
+        elif rounds.leads:
             run_dir = place.make(None, private)
             rounds.tell([run_id, token, run_dir.name])
         else:
             run_id, token, directory = rounds.hear()
             place.make(directory, private)
     except LockstepError as error:
-        rounds.fail(error)
+        if rounds is not None:
+            rounds.fail(error)
         raise
-    return run_id, token
+    return Generation(
+        run_id=run_id,
+        token=token,
+        listens=listens or rounds is not None,
+        max_restarts=launch.spec.fault_tolerance.restarts(launch.environ),
+    )
 
 
 @contextlib.contextmanager
@@ -353,40 +296,14 @@ def _remove_left(file: Path) -> None:
             os.close(lock)
 
 
-def _preload(spec: LaunchSpec, environ: Mapping[str, str], *, is_run: bool) -> Preload | None:
+def _preload(launch: Launch, *, is_run: bool) -> Preload | None:
     """Return what imports, before workers are forked, what they share besides what the launcher has."""
+    spec = launch.spec
     # A function's parent is the user's interpreter: it imports what the user says.
-    wanted = environ.get("LOCKSTEP_PRELOAD", "1") != "0"
+    wanted = launch.environ.get("LOCKSTEP_PRELOAD", "1") != "0"
     if not (wanted and is_run and spec.start == "fork" and spec.kind != "function"):
         return None
     found = imports.at_the_top(spec)
     if all(one.module in sys.modules for one in found):
         return None
     return partial(import_shared, found, threads_of_workers(spec))
-
-
-@contextlib.contextmanager
-def _memory() -> Iterator[Descriptors]:
-    memory = Descriptors.create()
-    try:
-        yield memory
-    finally:
-        memory.close()
-
-
-@contextlib.contextmanager
-def _serving(job: Job, interrupts: Interrupts, preload: Preload | None) -> Iterator[ForkServer]:
-    server = ForkServer(job, interrupts.polite, preload)
-    try:
-        yield server
-    finally:
-        server.close()
-
-
-@contextlib.contextmanager
-def _showing() -> Iterator[Output]:
-    output = Output()
-    try:
-        yield output
-    finally:
-        output.finish()

@@ -26,7 +26,6 @@ from lockstep.world.environments.lockstep import SERVER, SERVER_ROOT, TOKEN
 from lockstep.world.meet import Meeting
 from lockstep.world.rendezvous.store import LOOPBACK
 
-_KEY = "servers/own"
 #: How long a server may take to end when all workers have left.
 _END_SECONDS = 5.0
 
@@ -86,14 +85,14 @@ class Servers:
             places = discovery.find(world, self._count)
             self._found = places, discovery.token_of(os.environ)
         elif self._found is None:
-            if world.is_main:
-                token = secrets.token_hex(16)
-                started = [asdict(place) for place in self._start(token)]
-                meeting.store.set(_KEY, json.dumps([started, token]))
-            meeting.wait([_KEY], "start the parameter servers")
-            told, token = json.loads(meeting.store.get(_KEY))
-            self._found = [Place(**place) for place in told], token
+            told = meeting.told("servers/own", self._started, "start the parameter servers")
+            places, token = json.loads(told)
+            self._found = [Place(**place) for place in places], token
         return self._found
+
+    def _started(self) -> str:
+        token = secrets.token_hex(16)
+        return json.dumps([[asdict(place) for place in self._start(token)], token])
 
     def _start(self, token: str) -> list[Place]:
         world = self._meeting.world

@@ -222,10 +222,7 @@ def _default_threads(meeting: Meeting, replicas: int) -> int:
     # A launcher that binds its ranks to cores has told what they share.
     alone = meeting.world.size == 1 or CORES in os.environ
     cores = None if alone else shared_cores(meeting)
-    if meeting.world.is_main:
-        meeting.store.set("threads", str(default_threads(replicas, cores)))
-    meeting.wait(["threads"], "begin")
-    return int(meeting.store.get("threads"))
+    return int(meeting.told("threads", lambda: str(default_threads(replicas, cores)), "begin"))
 
 
 def _open_record(

@@ -69,28 +69,20 @@ def recall(
         RunDirectoryError: if the record there is damaged.
         PeerError: if the main rank cannot go on.
     """
-    store = meeting.store
-    if meeting.world.is_main:
-        recorded = None if run_dir is None else run_file.read(run_dir)
+
+    def earlier() -> ResumeInfo:
+        recorded = (None if run_dir is None else run_file.read(run_dir)) or {}
         # A restart goes on with what this launch has begun, fresh or not.
-        is_ours = (recorded or {}).get("launch") == launch and (
-            launch is not None or meeting.world.generation > 0
-        )
-        earlier = (
-            ResumeInfo() if fresh and not is_ours else _earlier(recorded or {}, is_ours=is_ours)
-        )
-        store.set("earlier", json.dumps(asdict(earlier)))
-    meeting.wait(["earlier"], "begin")
-    return ResumeInfo(**json.loads(store.get("earlier")))
+        is_of_launch = launch is not None or meeting.world.generation > 0
+        is_ours = recorded.get("launch") == launch and is_of_launch
+        generations, identity = recorded.get("generations", []), recorded.get("identity", {})
+        if not generations or (fresh and not is_ours):
+            return ResumeInfo()
+        replicas, threads = identity.get("replicas"), identity.get("threads")
+        return ResumeInfo(len(generations), replicas, threads, is_ours)
 
-
-def _earlier(recorded: dict[str, Any], *, is_ours: bool) -> ResumeInfo:
-    identity = recorded.get("identity", {})
-    generations = recorded.get("generations", [])
-    if not generations:
-        return ResumeInfo()
-    replicas, threads = identity.get("replicas"), identity.get("threads")
-    return ResumeInfo(len(generations), replicas, threads, is_ours)
+    told = meeting.told("earlier", lambda: json.dumps(asdict(earlier())), "begin")
+    return ResumeInfo(**json.loads(told))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,11 @@ from lockstep.data.fetch import Collate
 from lockstep.data.loader import GlobalBatch, Loader
 from lockstep.errors import UsageError
 from lockstep.settings import OF_SCRIPTS, Settings, from_environment
-from lockstep.training import clipping, optimizers
+from lockstep.training import optimizers
 from lockstep.training.batchnorm import synchronise
 from lockstep.training.metrics import Item, Value
 from lockstep.training.run_properties import RunProperties
-from lockstep.training.script_errors import explained, show_plainly
-from lockstep.training.session import Session
+from lockstep.training.session import Session, explained, show_plainly
 from lockstep.world.detect import given
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -309,8 +308,8 @@ class Run(RunProperties):
         """
         if not self._loop.acts_now():
             return torch.tensor(float("nan"))
-        own = clipping.listed(parameters)
-        return clipping.clip(own, max_norm, norm_type, self._session.state.models)
+        own = optimizers.listed(parameters)
+        return optimizers.clip(own, max_norm, norm_type, self._session.state.models)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clamp each element of the gradients to `-clip_value` to `clip_value`, once per global batch.
@@ -320,8 +319,8 @@ class Run(RunProperties):
             clip_value: the largest magnitude that is left.
         """
         if self._loop.acts_now():
-            own = clipping.listed(parameters)
-            clipping.clip_values(own, float(clip_value), self._session.state.models)
+            own = optimizers.listed(parameters)
+            optimizers.clip_values(own, float(clip_value), self._session.state.models)
 
     def log(self, **values: Any) -> None:
         """Record values of this step and show the newest; never waits for other ranks or the device."""

@@ -1,11 +1,12 @@
-"""How much processor time and memory the cgroups of a process allow: what containers' limits set.
+"""What the cgroups of a process allow of processor time and memory, and what the kernel has killed for it.
 
 A limit may be set on any group between the process and the root, so the smallest on the way counts.
 Groups above a container's own are out of its sight; so are their limits.
 
 https://docs.kernel.org/admin-guide/cgroup-v2.html (cpu.max),
 https://docs.kernel.org/scheduler/sched-bwc.html (version 1: cpu.cfs_quota_us),
-https://docs.kernel.org/admin-guide/cgroup-v1/memory.html (version 1: memory.limit_in_bytes).
+https://docs.kernel.org/admin-guide/cgroup-v1/memory.html (version 1: memory.limit_in_bytes,
+memory.oom_control).
 """
 
 from __future__ import annotations
@@ -34,6 +35,21 @@ def memory_left(process: Path = _SELF) -> int | None:
     """
     left = [left for group in _groups(process, "memory") if (left := _left(group)) is not None]
     return min(left, default=None)
+
+
+def oom_kills(process: Path = _SELF) -> int | None:
+    """Return how often the kernel killed a process of a group for memory; `None` where it doesn't say.
+
+    A group without the controller is counted in the next above it.
+
+    Args:
+        process: its directory in `/proc`.
+    """
+    for group in _groups(process, "memory"):
+        for name in ("memory.events", "memory.oom_control"):  # of version 2, and of version 1
+            if "oom_kill" in (counters := _pairs(group / name)):
+                return int(counters["oom_kill"])
+    return None
 
 
 def _groups(process: Path, controller: str) -> Iterator[Path]:
@@ -93,9 +109,12 @@ def _left(group: Path) -> int | None:
 
 def _reclaimable(group: Path) -> int:
     """Return the bytes of files that the kernel gives up before it kills anybody."""
-    words = _read(group / "memory.stat")
-    names = dict(zip(words[::2], words[1::2], strict=False))
-    return int(names.get("inactive_file", 0))
+    return int(_pairs(group / "memory.stat").get("inactive_file", 0))
+
+
+def _pairs(file: Path) -> dict[str, str]:
+    words = _read(file)
+    return dict(zip(words[::2], words[1::2], strict=False))
 
 
 def _read(*files: Path) -> list[str]:

@@ -79,13 +79,13 @@ def shared_cores(meeting: Meeting) -> int:
     """
     world, store = meeting.world, meeting.store
     store.set(f"cores/{world.node_rank}/{world.local_rank}", json.dumps(asdict(Share.here())))
-    if world.is_main:
-        keys = [f"cores/{world.node_rank}/{other}" for other in range(world.local_size)]
+    keys = [f"cores/{world.node_rank}/{other}" for other in range(world.local_size)]
+
+    def counted() -> str:
         meeting.wait(keys, "begin")
-        told = [json.loads(store.get(key)) for key in keys]
-        store.set("cores", str(count(Share(**one) for one in told)))
-    meeting.wait(["cores"], "begin")
-    return int(store.get("cores"))
+        return str(count(Share(**json.loads(store.get(key))) for key in keys))
+
+    return int(meeting.told("cores", counted, "begin"))
 
 
 def topology(allowed: Iterable[int] | None = None) -> Topology:

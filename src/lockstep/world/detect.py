@@ -12,13 +12,18 @@ from lockstep.world.environments import (
     lockstep,
     mpich,
     openmpi,
-    single,
     slurm,
     torchrun,
 )
 from lockstep.world.model import World
 
 Detector = Callable[[Mapping[str, str]], World | None]
+
+
+def _single(_: Mapping[str, str]) -> World:
+    """Return the world of a script that was started by `python`: one process."""
+    return World(environment="single", reason="no launcher's variables are set")
+
 
 #: In order of precedence: the first that recognises its variables wins. What was started last comes
 #: first: torchrun inside a Slurm step, mpiexec inside a Slurm job.
@@ -28,7 +33,7 @@ ENVIRONMENTS: dict[str, Detector] = {
     "openmpi": openmpi.detect,
     "mpich": mpich.detect,
     "slurm": slurm.detect,
-    "single": single.detect,
+    "single": _single,
 }
 
 

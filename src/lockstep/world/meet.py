@@ -108,9 +108,21 @@ class Meeting:
         """
         keys = [f"{key}/{rank}" for rank in range(self.world.size)]
         self.store.set(keys[self.world.rank], own)
-        if self.world.is_main:
+
+        def answer() -> str:
             self.wait(keys, what)
-            self.store.set(key, of([self.store.get(one).decode() for one in keys]))
+            return of([self.store.get(one).decode() for one in keys])
+
+        return self.told(key, answer, what)
+
+    def told(self, key: str, answer: Callable[[], str], what: str) -> str:
+        """Return what `answer` returns on rank 0, which calls it; all ranks call this together.
+
+        Raises:
+            PeerError: as `wait`.
+        """
+        if self.world.is_main:
+            self.store.set(key, answer())
         self.wait([key], what)
         return self.store.get(key).decode()
 
@@ -263,9 +275,8 @@ def chosen_interface() -> str | None:
 
 
 def _use_interface(name: str) -> None:
-    # Gloo and NCCL would otherwise take what the host name resolves to, or what looks like a network.
     overrules = "LOCKSTEP_INTERFACE" in os.environ
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
+    for variable in network.INTERFACES:
         if overrules or variable not in os.environ:
             os.environ[variable] = name
 

@@ -23,6 +23,8 @@ _RESOLVER_SECONDS = 3.0
 _CARRIED = re.compile(r"(?:^|\D)(\d{1,3})[-_](\d{1,3})[-_](\d{1,3})[-_](\d{1,3})$")
 #: Any port will do where a socket only asks the routing table.
 _NO_PORT = 9
+#: Gloo's, NCCL's and TensorPipe's: each would otherwise choose by the host's name, or what looks good.
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 _UNREACHED = {
     errno.EINVAL: "no route",  # what a blackhole in the routing table gives
     errno.ENETUNREACH: "no route (network is unreachable)",

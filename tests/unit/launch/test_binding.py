@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,8 +11,8 @@ from lockstep.errors import UsageError
 from lockstep.launch.binding import shares
 from lockstep.launch.given import Given
 from lockstep.launch.machine import Machine
-from lockstep.launch.plan import Meeting, make_plan
 from lockstep.launch.spec import LaunchSpec
+from tests.unit.launch.planning import membership_of, plan
 
 #: Eight cores of one thread; two nodes of four cores with two threads each, numbered as Linux does.
 PLAIN = (tuple((cpu,) for cpu in range(8)),)
@@ -57,15 +57,9 @@ def test_more_ranks_than_cores_cannot_be_bound():
         shares(PLAIN, 9)
 
 
-def plan(bind: str | None, environ: dict[str, str], n: int = 2, **meeting: int):
-    return make_plan(
-        LaunchSpec(target="a.py", n=n, settings=Given(bind=bind)),
-        Machine(cores=8, topology=SERVER),
-        environ,
-        meeting=Meeting(**meeting),
-        run_dir=Path("runs/a"),
-        error_dir=Path("private"),
-    ).workers
+def workers_of(bind: str | None, environ: dict[str, str], n: int = 2, **generation: Any):
+    spec = LaunchSpec(target="a.py", n=n, settings=Given(bind=bind))
+    return plan(spec, Machine(cores=8, topology=SERVER), environ, **generation).workers
 
 
 @pytest.mark.parametrize(
@@ -78,7 +72,7 @@ def plan(bind: str | None, environ: dict[str, str], n: int = 2, **meeting: int):
     ],
 )
 def test_workers_are_told_their_processors(bind, environ, expected):
-    workers = plan(bind, environ)
+    workers = workers_of(bind, environ)
     assert [worker.env.get("LOCKSTEP_PROCESSORS") for worker in workers] == expected
     # The threads of a run follow from the cores of the node, so workers are told these, too.
     assert [worker.env.get("LOCKSTEP_CORES") for worker in workers] == [
@@ -88,10 +82,10 @@ def test_workers_are_told_their_processors(bind, environ, expected):
 
 
 def test_launchers_of_one_node_take_different_cores():
-    workers = plan("cores", {}, first_rank=2, size=4, first_local_rank=2, local_size=4)
+    workers = workers_of("cores", {}, membership=membership_of((2, 2), (0, 0), 1))
     assert [worker.env["LOCKSTEP_PROCESSORS"] for worker in workers] == ["4-5,12-13", "6-7,14-15"]
 
 
 def test_a_word_that_is_none_is_refused():
     with pytest.raises(UsageError, match="LOCKSTEP_BIND is 'tight'; expected one of none, cores"):
-        plan(None, {"LOCKSTEP_BIND": "tight"})
+        workers_of(None, {"LOCKSTEP_BIND": "tight"})

@@ -174,50 +174,6 @@ def test_moments_are_no_clock_of_the_wall(workers):
     assert abs(failure.wall(told.time) - time.time()) < 60
 
 
-V2 = {"user.slice/job/memory.events": "low 0\noom 3\noom_kill 2\n"}
-V1 = {"memory/user.slice/job/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 5\n"}
-
-
-@pytest.mark.parametrize(
-    ("groups", "files", "kills"),
-    [
-        ("0::/user.slice/job\n", V2, 2),
-        ("0::/user.slice/job/leaf\n", V2, 2),
-        ("0::/\n", {"memory.events": "oom_kill 4\n"}, 4),
-        ("4:memory:/user.slice/job\n", V1, 5),
-        ("4:memory:/user.slice/job\n0::/user.slice/job\n", V1 | V2, 5),
-        ("5:cpu,memory:/user.slice/job\n", V1, 5),
-        (
-            "4:memory:/docker/only-the-host-has-it\n",
-            {"memory/memory.oom_control": "oom_kill 1\n"},
-            1,
-        ),
-        ("4:memory:/user.slice/job\n", {}, None),
-        ("3:cpu:/x\n", V1, None),
-        ("0::/user.slice/job\n", {"user.slice/job/memory.events": "oom 1\n"}, None),
-    ],
-    ids=[
-        "v2",
-        "v2, no controller here",
-        "v2, container",
-        "v1",
-        "both",
-        "v1, together",
-        "v1, container",
-        "nothing",
-        "no memory",
-        "an old kernel",
-    ],
-)
-def test_what_control_groups_count(tmp_path, groups, files, kills):
-    root = tmp_path / "cgroup"
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    (tmp_path / "groups").write_text(groups)
-    assert failure.oom_kills(tmp_path / "groups", root) == kills
-
-
 def test_kills_count_from_one_failure_to_the_next(monkeypatch):
     counts = iter([3, 3, 4, 4, None])
     monkeypatch.setattr(failure, "oom_kills", lambda: next(counts))

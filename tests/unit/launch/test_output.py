@@ -29,7 +29,7 @@ def show(tmp_path, capfd):
             os.write(streams[rank][stream], data)
         for descriptor in [one for pair in streams for one in pair]:
             os.close(descriptor)
-        output.finish()
+        output.close()
         out, err = capfd.readouterr()
         return out, err, [log.read_bytes() for log in logs]
 
@@ -66,7 +66,7 @@ def test_output_of_a_process_that_outlives_its_rank_does_not_hold_the_end(tmp_pa
     output = Output()
     out, err = output.open(tmp_path / "log", ("", ""))
     os.write(out, b"kept\n")
-    output.finish()  # with `out` still open
+    output.close()  # with `out` still open
     os.close(out)
     os.close(err)
     assert capfd.readouterr().out == "kept\n"
@@ -76,7 +76,7 @@ def test_a_log_that_cannot_be_written_is_an_error(tmp_path):
     output = Output()
     with pytest.raises(RunDirectoryError, match="cannot be written: No such file"):
         output.open(tmp_path / "missing" / "log", (None, None))
-    output.finish()
+    output.close()
 
 
 def test_each_stream_goes_where_it_is_asked_to_go(show):

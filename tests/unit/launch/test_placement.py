@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,9 +11,9 @@ from lockstep.launch.dry_run import lines, placement
 from lockstep.launch.given import Given
 from lockstep.launch.gpus import read_listing
 from lockstep.launch.machine import Machine
-from lockstep.launch.plan import Meeting, count_ranks, make_plan
+from lockstep.launch.plan import count_ranks
 from lockstep.launch.spec import LaunchSpec
-from tests.unit.launch import listings
+from tests.unit.launch import listings, planning
 
 MIG = "MIG-65b79fff-6d3c-5490-a288-b31ec705f310"
 
@@ -37,16 +37,10 @@ def plan(
     where: Machine = H100,
     environ: dict[str, str] | None = None,
     n: int | None = None,
-    **meeting: int,
+    **generation: Any,
 ):
-    return make_plan(
-        LaunchSpec(target="a.py", n=n, settings=Given(devices=devices)),
-        where,
-        environ or {},
-        meeting=Meeting(**meeting),
-        run_dir=Path("runs/a"),
-        error_dir=Path("private"),
-    )
+    spec = LaunchSpec(target="a.py", n=n, settings=Given(devices=devices))
+    return planning.plan(spec, where, environ, **generation)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +87,7 @@ def test_the_variable_may_name_mig_devices_by_index():
 
 
 def test_a_second_launcher_of_a_node_counts_devices_from_its_own():
-    (worker,) = plan("3", first_rank=2, size=3, first_local_rank=2, local_size=3).workers
+    (worker,) = plan("3", membership=planning.membership_of((2, 1), (0, 0), 1)).workers
     assert (worker.local_rank, worker.device, worker.gpu.index) == (2, "cuda:0", 3)
 
 
@@ -211,7 +205,7 @@ def test_indices_alone_work_without_facts():
 
 
 def test_the_mapping_is_shown():
-    made = plan("2,3", first_rank=4, size=6)
+    made = plan("2,3", membership=planning.membership_of((2, 2, 2), (0, 1, 2), 2))
     assert placement(made) == [
         "lockstep: rank 4: cuda:0 = GPU 2, GPU-0d9ce0d5, NVIDIA H100 80GB HBM3",
         "lockstep: rank 5: cuda:1 = GPU 3, GPU-7353c83a, NVIDIA H100 80GB HBM3",

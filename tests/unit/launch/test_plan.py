@@ -3,36 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 
 from lockstep.errors import DeviceError, UsageError
 from lockstep.launch.given import Given
 from lockstep.launch.machine import Machine
-from lockstep.launch.nodes.membership import Membership
-from lockstep.launch.plan import Meeting, arguments, command, count_ranks, make_plan
+from lockstep.launch.nodes.config import Nodes
+from lockstep.launch.plan import arguments, command, count_ranks
 from lockstep.launch.spec import LaunchSpec
 from lockstep.world import World, detect
+from tests.unit.launch.planning import LAPTOP, membership_of, plan
 
-LAPTOP = Machine(cores=8)
 SERVER = Machine(cores=64, gpus=4)
-
-
-def plan(
-    spec: LaunchSpec,
-    machine: Machine = LAPTOP,
-    environ: dict[str, str] | None = None,
-    **meeting: object,
-):
-    return make_plan(
-        spec,
-        machine,
-        environ or {},
-        meeting=Meeting(**meeting) if meeting else None,
-        run_dir=Path("runs/a"),
-        error_dir=Path("private"),
-    )
 
 
 #: Ranks of each launcher, and the node that each is on.
@@ -56,17 +40,14 @@ def test_keystone_detect_equals_what_the_plan_meant(launchers, generation, start
     shell = {"RANK": "9", "WORLD_SIZE": "77", "MASTER_PORT": "1", "TORCHELASTIC_RESTART_COUNT": "8"}
     first = 0
     for index, n in enumerate(ranks):
-        membership = membership_of(ranks, nodes, index)
-        meeting = Meeting.of(
-            membership, port=29512, generation=generation, max_restarts=4, run_id="run"
-        )
-        made = make_plan(
+        made = plan(
             LaunchSpec(target="train.py", n=n, start=start),
-            LAPTOP,
-            shell,
-            meeting=meeting,
-            run_dir=Path("runs/a"),
-            error_dir=Path("private"),
+            environ=shell,
+            membership=membership_of(ranks, nodes, index, interface="eth1"),
+            port=29512,
+            number=generation,
+            max_restarts=4,
+            run_id="run",
         )
         assert made.size == sum(ranks)
         assert [worker.rank for worker in made.workers] == list(range(first, first + n))
@@ -91,20 +72,15 @@ def test_keystone_detect_equals_what_the_plan_meant(launchers, generation, start
         first += n
 
 
-def membership_of(ranks, nodes, index):
-    names = tuple(f"node {number}" for number in range(len(ranks)))
-    return Membership(
-        index=index, ranks=ranks, nodes=nodes, names=names, address="10.0.0.1", interface="eth1"
-    )
-
-
 def test_the_interface_of_the_nodes_is_for_all_libraries_but_never_against_the_user():
     spec = LaunchSpec(target="train.py", n=2)
-    (env, _) = (worker.env for worker in plan(spec, interface="eth1", node_count=2, size=4).workers)
+    both = membership_of((2, 2), (0, 1), 0, interface="eth1")
+    (env, _) = (worker.env for worker in plan(spec, membership=both).workers)
     assert {env[f"{name}_SOCKET_IFNAME"] for name in ("GLOO", "NCCL", "TP")} == {"eth1"}
     own = {"GLOO_SOCKET_IFNAME": "ib0"}
-    assert "GLOO_SOCKET_IFNAME" not in plan(spec, environ=own, interface="eth1").workers[0].env
-    assert "NCCL_SOCKET_IFNAME" in plan(spec, environ=own, interface="eth1").workers[0].env
+    (env, _) = (worker.env for worker in plan(spec, environ=own, membership=both).workers)
+    assert "GLOO_SOCKET_IFNAME" not in env
+    assert "NCCL_SOCKET_IFNAME" in env
 
 
 def test_workers_share_nothing_that_is_their_own():
@@ -273,21 +249,19 @@ def test_commands(start, kind, tail):
 
 def test_launchers_that_share_a_node_share_what_they_have_in_common():
     spec = LaunchSpec(target="train.py", n=2)
-    there = {"first_rank": 2, "size": 4, "first_local_rank": 2, "local_size": 4}
+    second = membership_of((2, 2), (0, 0), 1)
     # Four cores and four GPUs for both launchers: the second one takes the second half.
     both = Machine(cores=4, gpus=4)
-    devices = [worker.device for worker in plan(spec, both, **there).workers]
+    devices = [worker.device for worker in plan(spec, both, membership=second).workers]
     assert devices == ["cuda:2", "cuda:3"]
-    assert plan(spec, both, **there).workers[0].env["OMP_NUM_THREADS"] == "1"
+    assert plan(spec, both, membership=second).workers[0].env["OMP_NUM_THREADS"] == "1"
     # Two of each for this one alone, as Slurm gives them to a task.
     alone = Machine(cores=2, gpus=2)
     made = plan(
         spec,
         alone,
         environ={"CUDA_VISIBLE_DEVICES": "0,1"},
-        **there,
-        own_cores=True,
-        own_gpus=True,
+        membership=replace(second, own_cores=True, own_gpus=True),
     )
     assert [worker.device for worker in made.workers] == ["cuda:0", "cuda:1"]
     assert [worker.env["LOCKSTEP_DEVICE"] for worker in made.workers] == ["cuda:0", "cuda:1"]
@@ -309,7 +283,17 @@ def test_a_launch_in_a_rank_does_not_take_over_the_store_and_token_of_that_rank(
 
 def test_an_interface_chosen_for_lockstep_wins_over_gloos_own():
     own = {"GLOO_SOCKET_IFNAME": "ib0"}
-    (worker,) = plan(
-        LaunchSpec(target="train.py"), environ=own, interface="eth1", overrules_interface=True
-    ).workers
+    both = membership_of((1, 1), (0, 1), 0, interface="eth1", overrules_interface=True)
+    (worker,) = plan(LaunchSpec(target="train.py"), environ=own, membership=both).workers
     assert worker.env["GLOO_SOCKET_IFNAME"] == "eth1"
+
+
+def test_a_mesh_has_the_ranks_of_all_nodes_and_fits_them_when_they_have_met():
+    nodes = Nodes(count=2, rank=0, main_address="10.0.0.1")
+    mesh = Given(strategy="pipeline", mesh="1x2")
+    spec = LaunchSpec(target="train.py", n=1, nodes=nodes, settings=mesh)
+    assert plan(spec, membership=membership_of((1, 1), (0, 1), 0)).size == 2
+    with pytest.raises(UsageError, match="a mesh of 1x2 has 2 ranks; the run has 3"):
+        plan(spec, membership=membership_of((1, 2), (0, 1), 0))
+    with pytest.raises(UsageError, match="a mesh of 1x2 has 2 ranks; the run has 1"):
+        plan(LaunchSpec(target="train.py", n=1, settings=mesh))

@@ -5,40 +5,43 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
+from lockstep.launch.plan import Generation
 from lockstep.launch.rendezvous import Rendezvous
 
 
 def test_alone() -> None:
-    one = Rendezvous("id", 3)
-    port = one.next_generation()
-    assert (one.membership.address, one.membership.size, one.run_id) == ("127.0.0.1", 3, "id")
+    one = Rendezvous(Generation(run_id="id"), 3)
+    first = one.next_generation()
+    assert first.membership is not None
+    assert (first.membership.address, first.membership.size) == ("127.0.0.1", 3)
+    assert (first.run_id, first.number) == ("id", 0)
     assert isinstance(one.store, dist.TCPStore)
-    assert one.store.port == port > 0
+    assert one.store.port == first.port > 0
 
 
 def test_every_generation_has_a_store_of_its_own() -> None:
-    one = Rendezvous("id", 1)
+    one = Rendezvous(Generation(run_id="id"), 1)
     one.next_generation()
     one.store.set("note", "1")
-    one.next_generation()
+    second = one.next_generation()
     assert not one.store.check(["note"])
-    assert one.generation == 1
+    assert second.number == 1
 
 
 def test_ranks_that_meet_in_a_file_need_no_port() -> None:
     import psutil
 
-    one = Rendezvous("id", 2, listens=False)
+    one = Rendezvous(Generation(listens=False), 2)
     before = len(psutil.Process().net_connections("tcp"))
-    assert one.next_generation() == 0
+    assert one.next_generation().port == 0
     assert len(psutil.Process().net_connections("tcp")) == before
 
 
 def test_a_store_on_this_host_is_for_this_host() -> None:
     import psutil
 
-    one = Rendezvous("id", 1)
-    port = one.next_generation()
+    one = Rendezvous(Generation(run_id="id"), 1)
+    port = one.next_generation().port
     listening = [
         link.laddr.ip
         for link in psutil.Process().net_connections("tcp")
@@ -48,7 +51,7 @@ def test_a_store_on_this_host_is_for_this_host() -> None:
 
 
 def test_the_end() -> None:
-    one = Rendezvous("id", 1)
+    one = Rendezvous(Generation(run_id="id"), 1)
     one.next_generation()
     one.finish()
     with pytest.raises(AssertionError):

@@ -12,26 +12,19 @@ from lockstep.launch import dry_run, failure
 from lockstep.launch.failure import Failure
 from lockstep.launch.forkserver import Exit
 from lockstep.launch.given import Given
-from lockstep.launch.machine import Machine
-from lockstep.launch.plan import Meeting, Plan, make_plan
+from lockstep.launch.plan import Plan
 from lockstep.launch.servers import count
 from lockstep.launch.spec import LaunchSpec
 from lockstep.world import detect
+from tests.unit.launch import planning
 
 
 def spec(**method: Any) -> LaunchSpec:
     return LaunchSpec(target="train.py", n=2, settings=Given(**method))
 
 
-def plan(servers: int, environ: dict[str, str] | None = None, **meeting: Any) -> Plan:
-    return make_plan(
-        spec(strategy="ps", servers=servers),
-        Machine(cores=8),
-        environ or {},
-        meeting=Meeting(**meeting) if meeting else None,
-        run_dir=Path("runs/a"),
-        error_dir=Path("private"),
-    )
+def plan(servers: int, environ: dict[str, str] | None = None, **generation: Any) -> Plan:
+    return planning.plan(spec(strategy="ps", servers=servers), environ=environ, **generation)
 
 
 def test_servers_are_none_of_the_ranks() -> None:
@@ -49,7 +42,7 @@ def test_servers_are_none_of_the_ranks() -> None:
 
 
 def test_servers_know_the_launch_and_see_no_gpu() -> None:
-    made = plan(2, address="10.0.0.1", port=4567, node_count=2, size=4)
+    made = plan(2, port=4567, membership=planning.membership_of((2, 2), (0, 1), 0))
     for index, server in enumerate(made.servers):
         assert server.env["LOCKSTEP_SERVER"] == str(index)
         assert server.env["CUDA_VISIBLE_DEVICES"] == ""
@@ -60,25 +53,22 @@ def test_servers_know_the_launch_and_see_no_gpu() -> None:
 
 
 def test_the_first_rank_s_launcher_has_all_of_them() -> None:
-    assert len(plan(2, first_rank=0, size=4, node_count=2).servers) == 2
-    assert plan(2, first_rank=2, size=4, node_count=2, node_rank=1).servers == ()
+    first, second = (planning.membership_of((2, 2), (0, 1), index) for index in (0, 1))
+    assert len(plan(2, membership=first).servers) == 2
+    assert plan(2, membership=second).servers == ()
 
 
 def test_a_rank_that_is_alone_meets_its_servers_in_the_launchers_store() -> None:
     lone = LaunchSpec(target="train.py", n=1, settings=Given(strategy="ps", servers=1))
-    where = {"run_dir": Path("runs/a"), "error_dir": Path("private")}
-    (worker,) = make_plan(lone, Machine(cores=8), {}, **where).workers
+    (worker,) = planning.plan(lone).workers
     assert detect({**worker.env, "MASTER_PORT": "4567"}).agent_store
     plain = LaunchSpec(target="train.py", n=1)
-    (worker,) = make_plan(plain, Machine(cores=8), {}, **where).workers
+    (worker,) = planning.plan(plain).workers
     assert not detect({**worker.env, "MASTER_PORT": "4567"}).agent_store
 
 
 def test_no_servers_where_none_are_asked_for() -> None:
-    made = make_plan(
-        spec(), Machine(cores=8), {}, run_dir=Path("runs/a"), error_dir=Path("private")
-    )
-    assert made.servers == ()
+    assert planning.plan(spec()).servers == ()
 
 
 @pytest.mark.parametrize(

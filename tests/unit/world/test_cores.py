@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.world import World, cores
-from lockstep.world.cgroups import cpu_quota, memory_left
+from lockstep.world.cgroups import cpu_quota, memory_left, oom_kills
 from lockstep.world.cores import (
     Share,
     count,
@@ -118,6 +118,30 @@ def test_memory_that_groups_of_version_1_leave(tmp_path):
     group(tmp_path / "m/ab", memory__limit_in_bytes="5000", memory__usage_in_bytes="1000")
     mounts = "33 31 0:29 / AT/m rw,relatime - cgroup cgroup rw,memory\n"
     assert memory_left(process(tmp_path, "12:memory:/ab\n4:cpu:/x\n", mounts)) == 4000
+
+
+MEMORY = "33 31 0:29 / AT/m rw,relatime - cgroup cgroup rw,memory\n"
+
+
+@pytest.mark.parametrize(
+    ("groups", "mounts", "files", "kills"),
+    [
+        ("0::/jobs/one\n", V2, {"fs/jobs/one": "low 0\noom 3\noom_kill 2"}, 2),
+        ("0::/jobs/one/leaf\n", V2, {"fs/jobs/one/leaf": "", "fs/jobs/one": "oom_kill 2"}, 2),
+        ("0::/\n", V2, {"fs": "oom_kill 4"}, 4),
+        ("0::/jobs/one\n", V2, {"fs/jobs/one": "oom 1"}, None),  # an old kernel
+        ("4:memory:/ab\n", MEMORY, {"m/ab": "under_oom 0\noom_kill 5"}, 5),
+        ("4:memory:/ab\n0::/ab\n", MEMORY + V2, {"m/ab": "oom_kill 5", "fs/ab": "oom_kill 2"}, 5),
+        ("4:memory:/docker/only-the-host-has-it\n", MEMORY, {"m": "oom_kill 1"}, 1),
+        ("3:cpu:/x\n", MEMORY, {"m/x": "oom_kill 5"}, None),
+    ],
+)
+def test_kills_for_memory(tmp_path, groups, mounts, files, kills):
+    for path, text in files.items():
+        name = "memory__events" if path.startswith("fs") else "memory__oom_control"
+        group(tmp_path / path, **({name: text} if text else {}))
+    (tmp_path / "fs").mkdir(exist_ok=True)
+    assert oom_kills(process(tmp_path, groups, mounts)) == kills
 
 
 def test_without_cgroups_nothing_is_limited(tmp_path):

@@ -193,7 +193,7 @@ class CoordinatorClient:
         return (
             self._answer.decision is None
             and self._connection is not None
-            and self._connection.is_lost
+            and self._connection.lost is not None
         )
 
     def close(self) -> None:
@@ -334,11 +334,6 @@ class _Connection:
         if now - self._heard > coordinator.LOST_SECONDS:
             return f"no sign of its launcher for {coordinator.LOST_SECONDS:.0f} s"
         return None
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether launcher 0 is lost."""
-        return self.lost is not None
 
     def close(self) -> None:
         """Hang up."""

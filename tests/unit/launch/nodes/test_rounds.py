@@ -25,6 +25,7 @@ from lockstep.launch.nodes.join import Terms, order
 from lockstep.launch.nodes.keys import Card, RendezvousKeys
 from lockstep.launch.nodes.membership import Launcher, Membership, NotNeeded
 from lockstep.launch.nodes.rounds import Rounds
+from lockstep.launch.plan import Generation
 from lockstep.launch.rendezvous import Rendezvous
 from lockstep.world import host
 from lockstep.world.rendezvous.membership_check import NodeInfo
@@ -69,7 +70,7 @@ class Node:
             check=self._check,
             say=self.said.append,
         )
-        self.place = Rendezvous("id", 1, self.rounds, check=self._check)
+        self.place = Rendezvous(Generation(run_id="id"), 1, self.rounds, check=self._check)
 
     def _check(self) -> None:
         if self._stop.is_set():
@@ -485,7 +486,7 @@ def check_met(told: list[Any]) -> list[Rounds]:
     )
     launchers[0].tell(["hello"])
     assert [one.hear() for one in launchers] == [["hello"]] * len(told)
-    places = [Rendezvous("id", 1, one) for one in launchers]
+    places = [Rendezvous(Generation(run_id="id"), 1, one) for one in launchers]
     for generation in range(2):
         ports = together(*(place.next_generation for place in places))
         assert len(set(ports)) == 1, ports
@@ -653,7 +654,7 @@ def test_a_launch_that_has_begun_does_not_need_the_store_where_it_met(
 ) -> None:
     met = meet_all(at_endpoint(2, launch_id, f"file://{tmp_path}"))
     met.sort(key=lambda one: one.membership.index)
-    places = [Rendezvous("id", 1, one) for one in met]
+    places = [Rendezvous(Generation(run_id="id"), 1, one) for one in met]
     together(*(place.next_generation for place in places))
     gone: Any = Gone()
     for one in met:
@@ -719,7 +720,7 @@ def test_launcher_0_is_stopped_while_others_wait(launch_id: str) -> None:
 @pytest.mark.parametrize("failing", [0, 1])
 def test_one_that_cannot_start_its_ranks_is_named(failing: int, launch_id: str) -> None:
     both = meet_all(numbered(2, launch_id))
-    other = Rendezvous("id", 1, both[1 - failing])
+    other = Rendezvous(Generation(run_id="id"), 1, both[1 - failing])
     waiting = threads.Party(other.next_generation)
     both[failing].fail(LockstepError("the disk is full"))
     assert str(waiting.end()).startswith(
