@@ -14,9 +14,9 @@ pytestmark = pytest.mark.forked
 #: Opens a run by hand, and handles SIGTERM as a run does: a moment's work, then exit code 75.
 RUN = """
 import os, signal, subprocess, sys, time
-from lockstep.checkpoint.shared_memory import Board, Descriptors
+from lockstep.checkpoint.shared_memory import StatusPage, Descriptors
 generation, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
-slot = Board(Descriptors.find(os.environ).board).slot(int(os.environ["LOCKSTEP_SLOT"].split("/")[0]))
+slot = StatusPage(Descriptors.find(os.environ).page).slot(int(os.environ["LOCKSTEP_SLOT"].split("/")[0]))
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
 def leave(*_):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -49,9 +49,9 @@ def build(context):
     return AllGather(context.group, context.forest)
 
 
-def hold(module, holding, settings):
-    holding.say(f"theirs: {type(module).__name__} on {holding.forest.size} rank(s)")
-    return ddp.hold(module, holding, settings)
+def hold(module, context, settings):
+    context.say(f"theirs: {type(module).__name__} on {context.forest.size} rank(s)")
+    return ddp.hold(module, context, settings)
 """
 SCRIPT = """
 import torch, lockstep

@@ -7,11 +7,11 @@ import pytest
 #: What a script of these tests knows; it opens its run by hand, so that torch need not be imported.
 HEAD = """
 import os, signal, sys, time
-from lockstep.checkpoint.shared_memory import Board, Descriptors, Half
+from lockstep.checkpoint.shared_memory import StatusPage, Descriptors, Buffer
 generation, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
 memory = Descriptors.find(os.environ)
-slot = Board(memory.board).slot(int(os.environ["LOCKSTEP_SLOT"].split("/")[0]))
-assert slot.pid == 0, "the board is of an earlier generation"
+slot = StatusPage(memory.page).slot(int(os.environ["LOCKSTEP_SLOT"].split("/")[0]))
+assert slot.pid == 0, "the page is of an earlier generation"
 slot.pid = os.getpid()
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
@@ -84,11 +84,11 @@ def test_failures_with_progress_are_not(lockstep):
     script = lockstep.script(
         HEAD
         + """
-half = Half(memory.halves[generation % 2])
-half.reserve(2, 8)
-half.begin(0)
-half.describe(bytes(32), b"{}", 8, 1)
-half.commit(0, generation + 1)
+buffer = Buffer(memory.buffers[generation % 2])
+buffer.reserve(2, 8)
+buffer.begin(0)
+buffer.describe(bytes(32), b"{}", 8, 1)
+buffer.commit(0, generation + 1)
 if generation < 6: die()
 """
     )

@@ -199,7 +199,7 @@ with lockstep.Run("measured") as run:
         optimizer.zero_grad()
         time.sleep(0.05)
     rank = run.world.rank
-memory = sum(os.fstat(half).st_size for half in Descriptors.find(os.environ).halves)
+memory = sum(os.fstat(one).st_size for one in Descriptors.find(os.environ).buffers)
 Path(f"{rank}.json").write_text(json.dumps({"grown": grown, "memory": memory}))
 """
 

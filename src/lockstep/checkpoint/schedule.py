@@ -9,33 +9,35 @@ from collections.abc import Mapping
 
 import torch
 
-from lockstep.checkpoint.shared_memory import Board
+from lockstep.checkpoint.shared_memory import StatusPage
 from lockstep.checkpoint.snapshot import Snapshots
 
 #: The part of the time that snapshots may take by themselves. What they do to the processor's caches
 #: comes on top, and is nothing that could be timed here.
 _SHARE = 0.01
-#: Snapshots before the cost is believed: the first in each half touch pages for the first time.
+#: Snapshots before the cost is believed: the first in each buffer touch pages for the first time.
 _WARM = 2
 
 
 class Schedule:
     """Takes snapshots after some of the steps.
 
-    The first rank of a launcher measures what one costs, and says on the board after which step the next is
-    due; the other ranks follow. They have seen it by then, since no rank gets through a step without the
-    first. Between two points without a step in between, at the end of an epoch, that does not hold: there
-    is at most one snapshot for each step.
+    The first rank of a launcher measures what one costs, and says on the status page after which step
+    the next is due; the other ranks follow. They have seen it by then, since no rank gets through a step
+    without the first. Between two points without a step in between, at the end of an epoch, that does not
+    hold: there is at most one snapshot for each step.
 
     Args:
         snapshots: the memory.
-        board: where the ranks of this launcher look.
+        page: where the ranks of this launcher look.
         leads: whether this is the first rank of its launcher.
         ahead: by how many steps another rank may be ahead of that one.
     """
 
-    def __init__(self, snapshots: Snapshots, board: Board, *, leads: bool, ahead: int = 0) -> None:
-        self._snapshots, self._board, self._leads = snapshots, board, leads
+    def __init__(
+        self, snapshots: Snapshots, page: StatusPage, *, leads: bool, ahead: int = 0
+    ) -> None:
+        self._snapshots, self._page, self._leads = snapshots, page, leads
         self._least = ahead + 1
         self._preparing: threading.Thread | None = None
         self._number = snapshots.number
@@ -52,7 +54,7 @@ class Schedule:
         self._last = (steps, time.monotonic())
         if self._leads:
             # No rank has begun a step yet: none is ahead.
-            self._board.plan_snapshot(steps + 1, self._number)
+            self._page.plan_snapshot(steps + 1, self._number)
 
     def due(self, steps: int) -> int:
         """Return the number of the snapshot that is due at this point, after so many steps; 0 for none.
@@ -60,14 +62,12 @@ class Schedule:
         To be called at every point, once.
         """
         before, self._steps = self._steps, steps
-        return max(
-            number if before < step <= steps else 0 for step, number in self._board.snapshots
-        )
+        return max(number if before < step <= steps else 0 for step, number in self._page.snapshots)
 
     def postpone(self) -> None:
         """Take the snapshot that is due now after the next step."""
         if self._leads:
-            self._board.plan_snapshot(self._steps + self._least, self._number)
+            self._page.plan_snapshot(self._steps + self._least, self._number)
 
     @property
     def number(self) -> int:
@@ -101,7 +101,7 @@ class Schedule:
             if self._preparing is not None:
                 return None
         self._last = (self._steps, time.monotonic())
-        self._board.plan_snapshot(self._steps + self._least, self._number)
+        self._page.plan_snapshot(self._steps + self._least, self._number)
         return None
 
     def take(
@@ -121,7 +121,7 @@ class Schedule:
         self._number = number + 1
         if self._leads and self._last is not None:
             interval = self._interval(began, now - began)
-            self._board.plan_snapshot(self._steps + interval, self._number)
+            self._page.plan_snapshot(self._steps + interval, self._number)
             self._last = (self._steps, now)
 
     def _interval(self, began: float, cost: float) -> int:

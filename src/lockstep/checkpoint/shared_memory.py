@@ -1,4 +1,4 @@
-"""Memory that outlives the workers: a board of who stands where, and two halves for snapshots.
+"""Memory that outlives the workers: a page that says where each rank is, and two buffers for snapshots.
 
 The launcher makes it before it forks the fork server; workers inherit descriptors. It is anonymous
 (memfd): no other user sees it, limits on /dev/shm don't matter, and it goes with the last process that
@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-#: Where a worker finds the descriptors: of the board, and of both halves.
+#: Where a worker finds the descriptors: of the status page, and of both buffers.
 VARIABLE = "LOCKSTEP_MEMORY"
 #: The most ranks that one launcher may have.
 SLOTS = 1024
@@ -40,39 +40,39 @@ AFTER_RUN = len(MEETINGS) - 1
 
 _WORD = 8
 _SLOT_WORDS = 8
-_BOARD_BYTES = _WORD * _SLOT_WORDS * (SLOTS + 1)
+_PAGE_BYTES = _WORD * _SLOT_WORDS * (SLOTS + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Descriptors:
     """Descriptors of the memory in this process."""
 
-    board: int
-    halves: tuple[int, int]
+    page: int
+    buffers: tuple[int, int]
 
     @staticmethod
     def create() -> Descriptors:
         """Make the memory; it is private to this user and empty."""
-        names = ("board", "snapshot-a", "snapshot-b")
-        board, *halves = (os.memfd_create(f"lockstep-{name}", os.MFD_CLOEXEC) for name in names)
-        os.ftruncate(board, _BOARD_BYTES)
-        return Descriptors(board, (halves[0], halves[1]))
+        names = ("status", "snapshot-a", "snapshot-b")
+        page, *buffers = (os.memfd_create(f"lockstep-{name}", os.MFD_CLOEXEC) for name in names)
+        os.ftruncate(page, _PAGE_BYTES)
+        return Descriptors(page, (buffers[0], buffers[1]))
 
     @staticmethod
     def find(environ: Mapping[str, str]) -> Descriptors | None:
         """Return what the launcher has passed on; `None` where it has not, or another process has them."""
         try:
-            board, first, second = map(int, environ[VARIABLE].split(","))
-            if os.fstat(board).st_size != _BOARD_BYTES:
+            page, first, second = map(int, environ[VARIABLE].split(","))
+            if os.fstat(page).st_size != _PAGE_BYTES:
                 return None
         except (KeyError, ValueError, OSError):
             return None
-        return Descriptors(board, (first, second))
+        return Descriptors(page, (first, second))
 
     @property
     def all(self) -> tuple[int, int, int]:
         """All three, in the order of the variable."""
-        return (self.board, *self.halves)
+        return (self.page, *self.buffers)
 
     def variable(self) -> str:
         """Return the value of `VARIABLE` that a worker needs."""
@@ -127,15 +127,15 @@ class Slot:
         self.first = (index + 1) * _SLOT_WORDS
 
 
-class Board:
+class StatusPage:
     """Where the ranks of one launcher stand.
 
     Args:
-        descriptor: the board's memory.
+        descriptor: the page's memory.
     """
 
     def __init__(self, descriptor: int) -> None:
-        self._memory = mmap.mmap(descriptor, _BOARD_BYTES)
+        self._memory = mmap.mmap(descriptor, _PAGE_BYTES)
         self._words = memoryview(self._memory).cast("Q")
 
     def slot(self, index: int) -> Slot:
@@ -185,10 +185,10 @@ class Board:
 
     def clear(self) -> None:
         """Begin a generation: no rank is in a call yet."""
-        self._memory[:] = bytes(_BOARD_BYTES)
+        self._memory[:] = bytes(_PAGE_BYTES)
 
 
-#: A half: header, marks of the parts, then a text and the elements.
+#: A buffer: header, marks of the parts, then a text and the elements.
 _MAGIC = 0x6C6F636B73746570
 _MARKS = 512  # word at which they begin
 _TEXT = _WORD * (_MARKS + SLOTS)
@@ -198,12 +198,12 @@ _MAGIC_WORD, _PARTS_WORD, _TEXT_WORD, _DATA_WORD = range(4)
 _TAG = slice(64, 96)
 
 
-class Half:
+class Buffer:
     """One of the two memories for snapshots, as this process sees it.
 
-    Each rank of a launcher writes a part of the elements and then its mark, the snapshot's number. A half
+    Each rank of a launcher writes a part of the elements and then its mark, the snapshot's number. A buffer
     is whole where all marks are equal. Numbers grow from snapshot to snapshot; even ones go to the first
-    half, odd ones to the second.
+    buffer, odd ones to the second.
 
     Args:
         descriptor: its memory.
@@ -268,7 +268,7 @@ class Half:
         return memoryview(self.memory)[start : start + words[_DATA_WORD]]
 
     def begin(self, part: int) -> None:
-        """Rank `part` of this launcher is about to write: the half is not whole any more."""
+        """Rank `part` of this launcher is about to write: the buffer is not whole any more."""
         assert self._words is not None
         self._words[_MARKS + part] = 0
 
@@ -304,27 +304,27 @@ def _aligned(size: int) -> int:
 
 
 def data_offset(text: int) -> int:
-    """Return where the elements begin in a half with so many bytes of text."""
+    """Return where the elements begin in a buffer with so many bytes of text."""
     # Rounded up, so that a text that grows by a few digits moves nothing.
     return _aligned(_TEXT + -(-text // _TEXT_STEP) * _TEXT_STEP)
 
 
-def newest(halves: Sequence[Half]) -> Half | None:
-    """Return the half with the newest whole snapshot, or `None` where none is whole."""
-    for half in halves:
-        half.refresh()
-    whole = [half for half in halves if half.number > 0]
-    return max(whole, key=lambda half: half.number) if whole else None
+def newest(buffers: Sequence[Buffer]) -> Buffer | None:
+    """Return the buffer with the newest whole snapshot, or `None` where none is whole."""
+    for buffer in buffers:
+        buffer.refresh()
+    whole = [buffer for buffer in buffers if buffer.number > 0]
+    return max(whole, key=lambda buffer: buffer.number) if whole else None
 
 
-def next_number(halves: Sequence[Half]) -> int:
+def next_number(buffers: Sequence[Buffer]) -> int:
     """Return a number above all marks that does not go where the newest whole snapshot is."""
-    keep = newest(halves)
-    number = max(half.highest for half in halves) + 1
-    return number + (keep is not None and halves[number % 2] is keep)
+    keep = newest(buffers)
+    number = max(buffer.highest for buffer in buffers) + 1
+    return number + (keep is not None and buffers[number % 2] is keep)
 
 
 def progress(descriptors: Descriptors) -> tuple[bytes, int]:
     """Return the newest snapshot's run, as its tag, and its number; empty and 0 without one."""
-    half = newest([Half(descriptor) for descriptor in descriptors.halves])
-    return (b"", 0) if half is None else (half.tag, half.number)
+    buffer = newest([Buffer(descriptor) for descriptor in descriptors.buffers])
+    return (b"", 0) if buffer is None else (buffer.tag, buffer.number)

@@ -19,8 +19,8 @@ import torch
 
 from lockstep.checkpoint.parts import Box, Cut, Stored, cut_of, local
 from lockstep.checkpoint.shared_memory import (
+    Buffer,
     Descriptors,
-    Half,
     data_offset,
     newest,
     next_number,
@@ -36,7 +36,7 @@ _AT_ONCE = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a tensor lies in the data of a half."""
+    """Where a tensor lies in the data of a buffer."""
 
     offset: int
     dtype: torch.dtype
@@ -49,7 +49,7 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where tensors lie in the data of a half.
+    """Where tensors lie in the data of a buffer.
 
     Attributes:
         places: by name.
@@ -170,23 +170,23 @@ class Snapshots:
         size: int | None = None,
     ) -> None:
         self._descriptors = descriptors
-        self._halves = [Half(descriptor) for descriptor in descriptors.halves]
+        self._buffers = [Buffer(descriptor) for descriptor in descriptors.buffers]
         self._tag, self._part, self.parts = tag, part, parts
         self._ranks, self._size = range(first, first + parts), parts if size is None else size
-        self.number = next_number(self._halves)
+        self.number = next_number(self._buffers)
         self._layouts: list[tuple[Layout, int] | None] = [None, None]
         self._copies: list[list[tuple[str, torch.Tensor, slice | None]]] = [[], []]
         self._found = self.newest()
-        left = newest(self._halves)
+        left = newest(self._buffers)
         self.is_spoken_for = left is not None and run_of(left.tag) > run_of(tag)
 
     def newest(self) -> Snapshot | None:
         """Return the newest whole snapshot, if it is of this run."""
-        half = newest(self._halves)
-        if half is None or half.tag != self._tag:
+        buffer = newest(self._buffers)
+        if buffer is None or buffer.tag != self._tag:
             return None
-        head = json.loads(half.text)
-        data = half.data
+        head = json.loads(buffer.text)
+        data = buffer.data
         layout = Layout.parse(head["layout"], len(data))
         tensors = {name: layout.view(data, name) for name in layout.places}
         first, stop, size = head["ranks"]
@@ -204,14 +204,14 @@ class Snapshots:
     def is_ready(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Return whether there is memory for `tensors`."""
         size = Layout.of(tensors).size
-        return all(os.fstat(descriptor).st_size > size for descriptor in self._descriptors.halves)
+        return all(os.fstat(descriptor).st_size > size for descriptor in self._descriptors.buffers)
 
     def missing(self, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int] | None:
         """Return the bytes that snapshots of `tensors` take and those that are free, if that is too few.
 
         Half of what is free must stay: the script may need it.
         """
-        has = sum(os.fstat(descriptor).st_size for descriptor in self._descriptors.halves)
+        has = sum(os.fstat(descriptor).st_size for descriptor in self._descriptors.buffers)
         wanted = 2 * self._bytes_here(tensors) - has
         limit, free = memory_left(), psutil.virtual_memory().available
         free = free if limit is None else min(free, limit)
@@ -225,8 +225,8 @@ class Snapshots:
         is_filled = not self._cuts(tensors)
 
         def take() -> None:
-            for half, descriptor in zip(self._halves, self._descriptors.halves, strict=True):
-                half.reserve(*sizes)
+            for buffer, descriptor in zip(self._buffers, self._descriptors.buffers, strict=True):
+                buffer.reserve(*sizes)
                 # The first write to each page would be slow; the kernel does it without our lock. Where
                 # other launchers have parts, pages of those are not taken.
                 if is_filled:
@@ -260,31 +260,31 @@ class Snapshots:
     def write(self, number: int, text: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy this rank's part of `tensors`; every rank of the launcher does so at the same point."""
         which = number % 2
-        half, other = self._halves[which], self._halves[1 - which]
+        buffer, other = self._buffers[which], self._buffers[1 - which]
         other.refresh()
-        half.refresh()
-        if half.number and not other.number:
+        buffer.refresh()
+        if buffer.number and not other.number:
             return  # the only whole one stays
         layout = Layout.of(tensors)
         head = self._head(text, layout, tensors)
-        half.reserve(len(head), layout.size)
-        half.begin(self._part)
+        buffer.reserve(len(head), layout.size)
+        buffer.begin(self._part)
         if self._part == 0:
-            half.describe(self._tag, head, layout.size, self.parts)
-        self._copy(which, (layout, data_offset(len(head))), half, tensors)
-        half.commit(self._part, number)
+            buffer.describe(self._tag, head, layout.size, self.parts)
+        self._copy(which, (layout, data_offset(len(head))), buffer, tensors)
+        buffer.commit(self._part, number)
 
     def _copy(
         self,
         which: int,
         place: tuple[Layout, int],
-        half: Half,
+        buffer: Buffer,
         tensors: Mapping[str, torch.Tensor],
     ) -> None:
         if self._layouts[which] != place:
             self._layouts[which] = place
             layout, offset = place
-            data = memoryview(half.memory)[offset : offset + layout.size]
+            data = memoryview(buffer.memory)[offset : offset + layout.size]
             self._copies[which] = self._targets(layout, data, tensors)
         targets, sources = [], []
         for name, target, part in self._copies[which]:

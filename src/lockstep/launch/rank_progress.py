@@ -8,9 +8,9 @@ from lockstep.checkpoint.shared_memory import (
     AFTER_RUN,
     SLOTS,
     VARIABLE,
-    Board,
     Descriptors,
     Slot,
+    StatusPage,
     progress,
     run_of,
 )
@@ -28,16 +28,16 @@ class RankProgress:
     def __init__(self, memory: Descriptors, ranks: int) -> None:
         self._memory = memory
         self._ranks = ranks
-        self._board = Board(memory.board)
+        self._page = StatusPage(memory.page)
         self.slots: tuple[Slot, ...] = tuple(
-            self._board.slot(index) for index in range(min(ranks, SLOTS))
+            self._page.slot(index) for index in range(min(ranks, SLOTS))
         )
         self._opened = False
 
     def begin(self) -> None:
         """Begin a generation, after the last worker of the one before has ended."""
         self._opened = self.opened
-        self._board.clear()
+        self._page.clear()
 
     @property
     def pids(self) -> set[int]:

@@ -319,41 +319,41 @@ def _own_buffers() -> dict[str, Any]:
     return {newer: False} if newer in known else {"broadcast_buffers": False}
 
 
-def hold(module: nn.Module, holding: ModelContext, settings: dict[str, Any]) -> WrappedModel:
+def hold(module: nn.Module, context: ModelContext, settings: dict[str, Any]) -> WrappedModel:
     """Hold a copy of `module` on every rank, or on the only one, as the exchange asks for."""
-    if holding.group is None:
-        return SingleModel(module, holding.replicas)
-    by_itself = EXCHANGES.find(holding.exchange).hold
-    held: WrappedModel = resolve(by_itself or replicate)(module, holding, settings)
+    if context.group is None:
+        return SingleModel(module, context.replicas)
+    by_itself = EXCHANGES.find(context.exchange).hold
+    held: WrappedModel = resolve(by_itself or replicate)(module, context, settings)
     return held
 
 
 def replicate(
-    module: nn.Module, holding: ModelContext, settings: dict[str, Any]
+    module: nn.Module, context: ModelContext, settings: dict[str, Any]
 ) -> ReplicatedModel:
     """Hold a copy of `module` on every rank."""
-    assert holding.group is not None
+    assert context.group is not None
     exchange = make(
-        holding.exchange,
-        holding.forest,
+        context.exchange,
+        context.forest,
         [p for p in module.parameters() if p.requires_grad],
-        group=holding.group,
-        store=holding.store,
-        key=str(holding.number),
+        group=context.group,
+        store=context.store,
+        key=str(context.number),
         settings=settings,
     )
     settings = {k: v for k, v in settings.items() if k not in POWERSGD_KEYWORDS}
-    if holding.device.type == "cuda" and not spans_devices(module):
-        settings = {"device_ids": [holding.device.index], **settings}
+    if context.device.type == "cuda" and not spans_devices(module):
+        settings = {"device_ids": [context.device.index], **settings}
     return ReplicatedModel(
         module,
-        holding.block,
-        holding.replicas,
-        holding.group,
+        context.block,
+        context.replicas,
+        context.group,
         exchange,
         settings,
-        holding.exchanging,
-        compares_batches=EXCHANGES.find(holding.exchange).compares_batches,
+        context.exchanging,
+        compares_batches=EXCHANGES.find(context.exchange).compares_batches,
     )
 
 

@@ -106,14 +106,14 @@ def choose_devices(asked: Sequence[Any] | None, own: int, count: int) -> list[in
     return [k for k in ids if k is not None]
 
 
-def scatter(module: nn.Module, holding: ModelContext, settings: dict[str, Any]) -> WrappedModel:
+def scatter(module: nn.Module, context: ModelContext, settings: dict[str, Any]) -> WrappedModel:
     """Hold `module` inside DataParallel; without a GPU as it is, which is said."""
-    if holding.device.type == "cpu":
-        holding.warn(
+    if context.device.type == "cpu":
+        context.warn(
             f"lockstep: strategy=dp without a GPU: {type(module).__name__} runs as it is, "
             "on the CPU and in one thread of Python"
         )
-        return SingleModel(module, holding.replicas)
-    own = holding.device.index
+        return SingleModel(module, context.replicas)
+    own = context.device.index
     ids = choose_devices(settings.get("device_ids"), own, torch.cuda.device_count())
-    return DataParallelModel(module, holding.replicas, {**settings, "device_ids": ids})
+    return DataParallelModel(module, context.replicas, {**settings, "device_ids": ids})

@@ -79,26 +79,26 @@ class Reducer:
         self._exchange.close()
 
 
-def make_sums(
-    parameters: Sequence[torch.Tensor], holding: ModelContext, column: int
+def make_reducer(
+    parameters: Sequence[torch.Tensor], context: ModelContext, column: int
 ) -> Reducer | None:
     """Return the sum of gradients over the ranks of one column; `None` if there is one model only.
 
     Args:
         parameters: this rank's; plain tensors.
-        holding: where the model lives.
+        context: where the model lives.
         column: which part of it the ranks hold.
     """
-    assert holding.group is not None
-    if holding.forest.size == 1 or not parameters:
+    assert context.group is not None
+    if context.forest.size == 1 or not parameters:
         return None
     exchange = make(
-        holding.exchange,
-        holding.forest,
+        context.exchange,
+        context.forest,
         parameters,
-        group=holding.group,
-        store=holding.store,
-        key=f"{holding.number}.{column}",
+        group=context.group,
+        store=context.store,
+        key=f"{context.number}.{column}",
     )
     return Reducer(exchange, parameters)
 

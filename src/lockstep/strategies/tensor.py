@@ -18,7 +18,7 @@ from lockstep.strategies.dtensor import CutState, assembled
 from lockstep.strategies.gradient_accumulation import Gradients, take_gradients
 from lockstep.strategies.gradient_norm import total_norm
 from lockstep.strategies.model_context import ModelContext
-from lockstep.strategies.reducer import Reducer, make_sums
+from lockstep.strategies.reducer import Reducer, make_reducer
 from lockstep.strategies.rng import draws, watch_draws
 from lockstep.strategies.wrapped_model import WrappedModel
 
@@ -30,15 +30,15 @@ class TensorModel(CutState, WrappedModel):
 
     Args:
         module: the user's model, parallelised in place.
-        holding: where it lives.
-        sums: of the gradients of this rank's parts; `None` where there is only one model.
+        context: where it lives.
+        reducer: of the gradients of this rank's parts; `None` where there is only one model.
     """
 
     exactness = "close"
 
-    def __init__(self, module: nn.Module, holding: ModelContext, sums: Reducer | None) -> None:
-        super().__init__(module, holding.block, holding.replicas, holding.group)
-        self._sums, self._warn = sums, holding.warn
+    def __init__(self, module: nn.Module, context: ModelContext, reducer: Reducer | None) -> None:
+        super().__init__(module, context.block, context.replicas, context.group)
+        self._reducer, self._warn = reducer, context.warn
         if draws(module):
             self.exactness = "approximate"
         else:
@@ -60,7 +60,7 @@ class TensorModel(CutState, WrappedModel):
         if not microbatch.last:
             return
         nodes = self.contributions.take()
-        total = nodes[0] if self._sums is None else self._sums(nodes, microbatch.place)
+        total = nodes[0] if self._reducer is None else self._reducer(nodes, microbatch.place)
         for parameter, gradient in zip(self.parameters, total, strict=True):
             parameter.grad = None if gradient is None else _like(gradient, parameter)
 
@@ -93,18 +93,18 @@ class TensorModel(CutState, WrappedModel):
 
     def close(self) -> None:
         """Close the exchange."""
-        if self._sums is not None:
-            self._sums.close()
+        if self._reducer is not None:
+            self._reducer.close()
 
 
 def hold_tensors(
-    module: nn.Module, holding: ModelContext, settings: Mapping[str, Any]
+    module: nn.Module, context: ModelContext, settings: Mapping[str, Any]
 ) -> TensorModel:
     """Parallelise `module` over the ranks of a row by the user's plan.
 
     Args:
         module: the model, the same on all ranks.
-        holding: where it lives.
+        context: where it lives.
         settings: `plan`: for each name of a part, how its matrices are cut.
 
     Raises:
@@ -112,10 +112,10 @@ def hold_tensors(
         ModelError: for a plan that does not fit the model.
         ExactnessError: with `exact`: sums over parts of a matrix are rounded otherwise.
     """
-    assert holding.mesh is not None
-    row = holding.mesh["model"]
+    assert context.mesh is not None
+    row = context.mesh["model"]
     plan = settings.get("plan")
-    if holding.exact:
+    if context.exact:
         raise ExactnessError(
             "strategy=tensor sums parts of each product, which is rounded otherwise than the whole; "
             "expected a strategy that keeps the bits",
@@ -131,7 +131,7 @@ def hold_tensors(
         ) from error
     _check_parts(module, row.size())
     own = [local(p) for p in module.parameters() if p.requires_grad]
-    return TensorModel(module, holding, make_sums(own, holding, row.get_local_rank()))
+    return TensorModel(module, context, make_reducer(own, context, row.get_local_rank()))
 
 
 def _check_plan(module: nn.Module, plan: Any) -> None:

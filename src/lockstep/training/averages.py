@@ -25,7 +25,7 @@ class Averages(Listener):
     """Follows modules, so that their buffers are replica 0's on every rank.
 
     Args:
-        holding: where the run's models live.
+        context: where the run's models live.
         models: those that the run holds.
         heartbeat: where it is said that ranks wait for each other's buffers.
 
@@ -34,20 +34,20 @@ class Averages(Listener):
     """
 
     def __init__(
-        self, holding: ModelContext, models: Sequence[WrappedModel], heartbeat: Heartbeat
+        self, context: ModelContext, models: Sequence[WrappedModel], heartbeat: Heartbeat
     ) -> None:
         self.followed: list[FollowedModule] = []
-        self._holding, self._models = holding, models
+        self._context, self._models = context, models
         self._passing: list[FollowedModule] = []  # for the length of a loop
         self._meeting = heartbeat.meeting("the exchange of buffers")
 
     def add(self, value: Any) -> FollowedModule | None:
         """Follow `value` from here on; `None` where it is no module, or is followed already."""
-        if not isinstance(value, nn.Module) or self._holding.replicas == 1:
+        if not isinstance(value, nn.Module) or self._context.replicas == 1:
             return None
         if _share_parts(value, [*self._models, *self.followed]):
             return None
-        own = FollowedModule(value, self._holding.block, self._holding.group, self._meeting)
+        own = FollowedModule(value, self._context.block, self._context.group, self._meeting)
         self.followed.append(own)
         return own
 

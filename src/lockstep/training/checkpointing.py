@@ -15,7 +15,7 @@ from lockstep.checkpoint.disk import Checkpoints
 from lockstep.checkpoint.schedule import Schedule
 from lockstep.registry import STRATEGIES
 from lockstep.training.context import Context
-from lockstep.training.coordination import Alone, Coordination, OnBoard, ThroughStore, Wish
+from lockstep.training.coordination import Alone, Coordination, OnStatusPage, Request, ThroughStore
 from lockstep.training.loop import Loop
 from lockstep.training.preemption import Preempted
 from lockstep.training.resume import Search
@@ -100,9 +100,9 @@ class Checkpointing:
         if self._every and time.monotonic() - self._saved > self._every:
             self._saved = time.monotonic()
             self._coordination.ask("save")
-        wish = self._coordination.at_point(loop.steps)
-        due = 0 if schedule is None else self._due(schedule, wish)
-        saves = self._asked is not None or wish in ("save", "stop")
+        request = self._coordination.at_point(loop.steps)
+        due = 0 if schedule is None else self._due(schedule, request)
+        saves = self._asked is not None or request in ("save", "stop")
         self._points += 1
         if self._points == _PREPARED_AT and not self._state.is_gathered:
             self._checkpoints.prepare(state_codec.flatten(self._state.capture())[1])
@@ -117,17 +117,17 @@ class Checkpointing:
                 self._prepare(schedule, text, tensors)
             if saves:
                 self._save(text, tensors)
-        if wish == "stop":
+        if request == "stop":
             self._wait()
             raise Preempted(loop.steps)
 
-    def _due(self, schedule: Schedule, wish: Wish | None) -> int:
+    def _due(self, schedule: Schedule, request: Request | None) -> int:
         """Return the number of the snapshot that is due now; 0 for none."""
         due = schedule.due(self._loop.steps)
         if self._apart:
             if due:
                 self._coordination.ask("snapshot")
-            return schedule.number if wish is not None else 0
+            return schedule.number if request is not None else 0
         if due and self._loop.open_metrics and not self._aligned:
             # What a metric under way has seen must be had from all ranks: they take no snapshot together.
             schedule.postpone()
@@ -254,7 +254,7 @@ def _go_on(context: Context, state: State, loop: Loop, checkpoints: Checkpoints)
 def _coordination(context: Context, *, aligned: bool) -> Coordination:
     memory, world, ahead = context.memory, context.world, context.settings.staleness or 0
     if memory is not None and aligned:
-        return OnBoard(memory.board, leads=world.is_main, ahead=ahead)
+        return OnStatusPage(memory.page, leads=world.is_main, ahead=ahead)
     store = _store_of(context, "agreement")
     if store is None or context.watchdog is None:
         return Alone()

@@ -161,12 +161,12 @@ def join(settings: Settings, world: World, store: dist.Store | None = None) -> C
     heartbeat = Heartbeat.begin(find_slot(os.environ, world), os.environ)
     with meeting.telling(), heartbeat.meeting("the start of the run"):
         run_dir, launch = _run_dir(settings, meeting.number), launch_of(world, os.environ)
-        earlier = recall(meeting, run_dir, launch, fresh=settings.fresh)
+        resume_info = recall(meeting, run_dir, launch, fresh=settings.fresh)
         mesh = choose_mesh(settings, world)
-        said = settings.replicas or earlier.replicas or settings.default_replicas
+        said = settings.replicas or resume_info.replicas or settings.default_replicas
         here = ParallelDims.of(mesh, world.rank, said or mesh.data)
         device = choose_device(settings.devices, world)
-        asked = settings.threads or earlier.threads or settings.default_threads
+        asked = settings.threads or resume_info.threads or settings.default_threads
         threads = _set_threads(asked, meeting, here.replicas * mesh.model)
         if settings.exact:
             make_deterministic(device)
@@ -180,12 +180,12 @@ def join(settings: Settings, world: World, store: dist.Store | None = None) -> C
     if groups.data is not None:
         exchange = choose_exchange(settings, here, world, device.type)
     method = method_of(settings, exchange, alone=groups.everyone is None)
-    record = _open_record(settings, meeting, identity, earlier, here, device, method)
+    record = _open_record(settings, meeting, identity, resume_info, here, device, method)
     return Context(
         settings=settings,
         meeting=meeting,
         identity=identity,
-        resume_info=earlier,
+        resume_info=resume_info,
         says_replicas=said is not None,
         dims=here,
         groups=groups,
@@ -229,7 +229,7 @@ def _open_record(
     settings: Settings,
     meeting: Meeting,
     identity: Identity,
-    earlier: ResumeInfo,
+    resume_info: ResumeInfo,
     here: ParallelDims,
     device: torch.device,
     method: dict[str, str],
@@ -239,12 +239,12 @@ def _open_record(
     asked = RecordSettings(
         name=settings.name,
         run_dir=_run_dir(settings, meeting.number),
-        fresh=settings.fresh and not earlier.is_ours,
+        fresh=settings.fresh and not resume_info.is_ours,
         progress=settings.progress,
         trace=settings.trace,
-        generation=earlier.generations,
+        generation=resume_info.generations,
         launch=launch_of(meeting.world, os.environ),
-        restarted=earlier.is_ours,
+        restarted=resume_info.is_ours,
         repeats=here.column > 0,
         before=before if pid == os.getpid() else None,
         device=device,

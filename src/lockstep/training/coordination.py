@@ -1,8 +1,8 @@
 """All ranks agree on one step after which they save, or save and end, or take a snapshot together.
 
-Ranks of one launcher look at its board at every point: rank 0 names the next step there. No rank has done
-it yet, since none gets through a step without rank 0, which comes to it later. With a staleness K ranks may
-be K steps ahead of rank 0, which names the first step beyond.
+Ranks of one launcher look at its status page at every point: rank 0 names the next step there. No rank
+has done it yet, since none gets through a step without rank 0, which comes to it later. With a staleness
+K ranks may be K steps ahead of rank 0, which names the first step beyond.
 
 Ranks of several launchers, or of none, have only the store, and to look there each time costs too much.
 A rank that is asked says so in the store. The watchdog's thread of every rank looks there now and then;
@@ -17,18 +17,18 @@ from typing import Literal, Protocol
 
 import torch.distributed as dist
 
-from lockstep.checkpoint.shared_memory import Board
+from lockstep.checkpoint.shared_memory import StatusPage
 
-Wish = Literal["snapshot", "save", "stop"]
+Request = Literal["snapshot", "save", "stop"]
 
 
 class Coordination(Protocol):
     """Brings all ranks to one step."""
 
-    def ask(self, wish: Wish) -> None:
+    def ask(self, request: Request) -> None:
         """Ask for the next step that all can agree on; from a signal handler, too."""
 
-    def at_point(self, steps: int) -> Wish | None:
+    def at_point(self, steps: int) -> Request | None:
         """Return what all ranks do now, after `steps` updates; every rank calls it at every point."""
 
 
@@ -36,57 +36,57 @@ class Alone:
     """A single rank agrees with itself."""
 
     def __init__(self) -> None:
-        self._wish: Wish | None = None
+        self._request: Request | None = None
 
-    def ask(self, wish: Wish) -> None:
+    def ask(self, request: Request) -> None:
         """Ask for the next point."""
-        self._wish = _stronger(self._wish, wish)
+        self._request = _stronger(self._request, request)
 
-    def at_point(self, steps: int) -> Wish | None:
+    def at_point(self, steps: int) -> Request | None:
         """Return what was asked for."""
-        wish, self._wish = self._wish, None
-        return wish
+        request, self._request = self._request, None
+        return request
 
 
 #: What covers what is before it.
-_WISHES: tuple[Wish | None, ...] = (None, "snapshot", "save", "stop")
+_REQUESTS: tuple[Request | None, ...] = (None, "snapshot", "save", "stop")
 
 
-class OnBoard:
-    """All ranks of one launcher agree on its board.
+class OnStatusPage:
+    """All ranks of one launcher agree on its status page.
 
     Args:
-        board: the launcher's.
+        page: the launcher's.
         leads: whether this is rank 0.
         ahead: by how many steps another rank may be ahead of it.
     """
 
-    def __init__(self, board: Board, *, leads: bool, ahead: int = 0) -> None:
-        self._board, self._leads, self._next = board, leads, ahead + 1
-        self._wish: Wish | None = None
+    def __init__(self, page: StatusPage, *, leads: bool, ahead: int = 0) -> None:
+        self._page, self._leads, self._next = page, leads, ahead + 1
+        self._request: Request | None = None
         self._done = self._named = 0
 
-    def ask(self, wish: Wish) -> None:
+    def ask(self, request: Request) -> None:
         """Ask for the next step that all can agree on; from a signal handler, too."""
-        self._wish = _stronger(self._wish, wish)
+        self._request = _stronger(self._request, request)
 
-    def at_point(self, steps: int) -> Wish | None:
+    def at_point(self, steps: int) -> Request | None:
         """Return what all ranks do now, after `steps` updates; every rank calls it at every point."""
-        at, what = self._board.agreed
+        at, what = self._page.agreed
         if self._done < at <= steps:
             self._done = steps
-            if self._wish != "stop":
-                self._wish = None
-            return _WISHES[what]
-        if self._wish is not None:
+            if self._request != "stop":
+                self._request = None
+            return _REQUESTS[what]
+        if self._request is not None:
             # At every point until it is so: the first rank may be clearing what another one asks.
-            self._board.asked = max(self._board.asked, _WISHES.index(self._wish))
+            self._page.asked = max(self._page.asked, _REQUESTS.index(self._request))
         # Not while others may still look what was agreed on before.
         is_past = steps >= max(self._named, self._done + self._next)
-        if self._leads and self._board.asked and is_past:
+        if self._leads and self._page.asked and is_past:
             self._named = steps + self._next
-            self._board.agreed = (self._named, self._board.asked)
-            self._board.asked = 0
+            self._page.agreed = (self._named, self._page.asked)
+            self._page.asked = 0
         return None
 
 
@@ -97,8 +97,8 @@ class _Ready:
     turn: int
 
 
-def _stronger(one: Wish | None, other: Wish) -> Wish:
-    return other if _WISHES.index(one) < _WISHES.index(other) else one or other
+def _stronger(one: Request | None, other: Request) -> Request:
+    return other if _REQUESTS.index(one) < _REQUESTS.index(other) else one or other
 
 
 class ThroughStore:
@@ -113,16 +113,16 @@ class ThroughStore:
 
     def __init__(self, store: dist.Store, rank: int, size: int, *, ahead: int = 0) -> None:
         self._rank, self._size, self._next = rank, size, ahead + 1
-        self._wish: Wish | None = None
+        self._request: Request | None = None
         self._turn = 0
         self._ready: _Ready | None = None
         self._store = store
 
-    def ask(self, wish: Wish) -> None:
+    def ask(self, request: Request) -> None:
         """Ask for the next point that all can agree on; from a signal handler, too."""
-        self._wish = _stronger(self._wish, wish)
+        self._request = _stronger(self._request, request)
 
-    def at_point(self, steps: int) -> Wish | None:
+    def at_point(self, steps: int) -> Request | None:
         """Return what all ranks do now, after `steps` updates; every rank calls it at every point."""
         ready = self._ready
         if ready is None:
@@ -136,10 +136,14 @@ class ThroughStore:
             return None
         if steps < int(self._store.get(at)):
             return None
-        asked = (wish for wish in ("stop", "save") if self._store.check([f"{ready.turn}/{wish}"]))
-        agreed: Wish = next(asked, "snapshot")  # type: ignore[arg-type]
-        if _stronger(self._wish, agreed) == agreed:
-            self._wish = None  # one that came too late for this turn is for the next
+        asked = (
+            request
+            for request in ("stop", "save")
+            if self._store.check([f"{ready.turn}/{request}"])
+        )
+        agreed: Request = next(asked, "snapshot")  # type: ignore[arg-type]
+        if _stronger(self._request, agreed) == agreed:
+            self._request = None  # one that came too late for this turn is for the next
         self._turn, self._ready = ready.turn + 1, None
         return agreed
 
@@ -148,9 +152,9 @@ class ThroughStore:
         # In this order: while nothing is ready, the main thread leaves the turn alone.
         if self._ready is not None:
             return
-        turn, wish = self._turn, self._wish
-        if wish is not None:
-            self._store.set(f"{turn}/{wish}", "1")
+        turn, request = self._turn, self._request
+        if request is not None:
+            self._store.set(f"{turn}/{request}", "1")
             self._store.set(f"{turn}/asked", "1")
         if self._store.check([f"{turn}/asked"]):
             # In this order: what is told to the others must be true already.

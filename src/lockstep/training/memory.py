@@ -1,4 +1,4 @@
-"""What this rank has of the launcher's memory: its slot on the board, and the snapshots."""
+"""What this rank has of the launcher's memory: its slot on the status page, and the snapshots."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from lockstep.checkpoint.schedule import Schedule
-from lockstep.checkpoint.shared_memory import SLOTS, Board, Descriptors, Slot, tag_of
+from lockstep.checkpoint.shared_memory import SLOTS, Descriptors, Slot, StatusPage, tag_of
 from lockstep.checkpoint.snapshot import Snapshots
 from lockstep.record.run_file import Identity
 from lockstep.world.meet import Meeting
@@ -23,13 +23,13 @@ class Memory:
     """The launcher's memory, as one of its ranks sees it.
 
     Attributes:
-        board: what the ranks of the launcher see of each other.
+        page: what the ranks of the launcher see of each other.
         slot: where this rank says where it stands.
         snapshots: the state of the run.
         schedule: when snapshots are taken.
     """
 
-    board: Board
+    page: StatusPage
     slot: Slot
     snapshots: Snapshots
     schedule: Schedule
@@ -50,19 +50,19 @@ class Memory:
         if (place := _place(environ, world)) is None:
             return None
         descriptors, index, count = place
-        board = Board(descriptors.board)
-        slot = board.slot(index)
+        page = StatusPage(descriptors.page)
+        slot = page.slot(index)
         # An earlier run of this process has left its own numbers here.
         if index == 0 and run > 0:
-            board.begin_run()
+            page.begin_run()
         slot.run, slot.step = run, 0
         tag = tag_of(json.dumps(asdict(identity), sort_keys=True).encode(), run)
         first = world.rank - index
         snapshots = Snapshots(
             descriptors, tag=tag, part=index, parts=count, first=first, size=world.size
         )
-        schedule = Schedule(snapshots, board, leads=index == 0, ahead=ahead)
-        return Memory(board, slot, snapshots, schedule)
+        schedule = Schedule(snapshots, page, leads=index == 0, ahead=ahead)
+        return Memory(page, slot, snapshots, schedule)
 
     def opened(self) -> None:
         """The run is open: from here on this rank knows what to do when it is asked to end."""
@@ -72,7 +72,7 @@ class Memory:
 def find_slot(environ: Mapping[str, str], world: World) -> Slot | None:
     """Return where this rank says where it stands; `None` without a launcher's memory."""
     place = _place(environ, world)
-    return None if place is None else Board(place[0].board).slot(place[1])
+    return None if place is None else StatusPage(place[0].page).slot(place[1])
 
 
 def _place(environ: Mapping[str, str], world: World) -> tuple[Descriptors, int, int] | None:

@@ -99,13 +99,15 @@ class Models:
     ) -> WrappedModel:
         context = self._context
         number, self._tried = self._tried, self._tried + 1
-        holding = replace(context.of_model(number), servers=self._servers)
+        model_context = replace(context.of_model(number), servers=self._servers)
         if context.group is not None:
             world = context.world
             check_same_models(module, str(number), context.store, world.rank, world.size)
         if strategy is None:
-            return FrozenModel(module, holding.block, holding.replicas, holding.group, keywords)
-        held: WrappedModel = resolve(strategy.hold)(module, holding, keywords)
+            return FrozenModel(
+                module, model_context.block, model_context.replicas, model_context.group, keywords
+            )
+        held: WrappedModel = resolve(strategy.hold)(module, model_context, keywords)
         held.exactness = worst([held.exactness, strategy.exactness])
         return held
 

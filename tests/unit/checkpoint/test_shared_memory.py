@@ -14,9 +14,9 @@ import torch
 from lockstep.checkpoint.schedule import Schedule
 from lockstep.checkpoint.shared_memory import (
     VARIABLE,
-    Board,
+    Buffer,
     Descriptors,
-    Half,
+    StatusPage,
     progress,
     run_of,
     tag_of,
@@ -122,7 +122,7 @@ def test_a_kill_between_any_two_writes(memory, monkeypatch, dies):
         return call
 
     for name in ("begin", "describe", "commit", "reserve"):
-        monkeypatch.setattr(Half, name, dying(getattr(Half, name)))
+        monkeypatch.setattr(Buffer, name, dying(getattr(Buffer, name)))
     monkeypatch.setattr(Snapshots, "_copy", dying(Snapshots._copy))
     committed = 1
     try:
@@ -143,7 +143,7 @@ def test_a_kill_between_any_two_writes(memory, monkeypatch, dies):
     assert found(memory) == number
 
 
-def test_the_only_whole_half_is_not_written_over(memory):
+def test_the_only_whole_buffer_is_not_written_over(memory):
     team = ranks(memory, 2)
     write(team, 1, state(1))
     team[0].write(2, "text 2", state(2))  # the other rank never does
@@ -175,13 +175,13 @@ def test_snapshots_leave_memory_to_the_script(memory, monkeypatch):
     """They would take more than half of what is free: there are none, and somebody is told."""
     monkeypatch.setattr("lockstep.checkpoint.snapshot.memory_left", lambda: 30_000_000)
     (snapshots,) = ranks(memory, 1)
-    schedule = Schedule(snapshots, Board(memory.board), leads=True)
+    schedule = Schedule(snapshots, StatusPage(memory.page), leads=True)
     assert schedule.due(1) == 0
     problem = schedule.prepare("text", state(0, 1_000_000))
     assert problem == "snapshots would take 0.0 GB of memory, and 0.0 GB are free"
     assert not schedule.needs_memory
     assert not any(schedule.due(step) for step in range(2, 10))
-    assert [os.fstat(half).st_size for half in memory.halves] == [0, 0]
+    assert [os.fstat(one).st_size for one in memory.buffers] == [0, 0]
 
 
 def visits(steps: int) -> Iterator[list[tuple[int, int]]]:
@@ -198,8 +198,8 @@ def visits(steps: int) -> Iterator[list[tuple[int, int]]]:
 def test_all_ranks_follow_the_first(memory):
     """The others come to a point before or after the first has planned the next snapshot."""
     team = ranks(memory, 2)
-    board = Board(memory.board)
-    schedules = [Schedule(one, board, leads=part == 0) for part, one in enumerate(team)]
+    page = StatusPage(memory.page)
+    schedules = [Schedule(one, page, leads=part == 0) for part, one in enumerate(team)]
     for schedule in schedules:
         assert schedule.due(7) == 0
     assert [schedule.needs_memory for schedule in schedules] == [True, False]
@@ -222,10 +222,8 @@ def test_all_ranks_follow_the_first_though_some_are_ahead_of_it(memory, seed):
     """With late gradients: a snapshot waits for the gradients of all ranks, other steps for older ones."""
     ahead, dice = 3, random.Random(seed)
     team = ranks(memory, 2)
-    board = Board(memory.board)
-    schedules = [
-        Schedule(one, board, leads=part == 0, ahead=ahead) for part, one in enumerate(team)
-    ]
+    page = StatusPage(memory.page)
+    schedules = [Schedule(one, page, leads=part == 0, ahead=ahead) for part, one in enumerate(team)]
     schedules[0].prepare("text", state(0))
     steps, taken = [0, 0], [[], []]  # that are done; after which a snapshot was taken
     while min(steps) < 60:
@@ -246,8 +244,8 @@ def test_all_ranks_follow_the_first_though_some_are_ahead_of_it(memory, seed):
 
 def test_a_generation_that_goes_on_has_a_snapshot_of_its_first_step(memory):
     team = ranks(memory, 2)
-    board = Board(memory.board)
-    schedules = [Schedule(one, board, leads=part == 0) for part, one in enumerate(team)]
+    page = StatusPage(memory.page)
+    schedules = [Schedule(one, page, leads=part == 0) for part, one in enumerate(team)]
     for schedule in schedules:
         schedule.go_on(7)
     assert [schedule.needs_memory for schedule in schedules] == [False, False]
@@ -263,7 +261,7 @@ def test_a_snapshot_that_costs_much_is_taken_seldom(memory, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("lockstep.checkpoint.schedule.time.monotonic", lambda: clock[0])
     (snapshots,) = ranks(memory, 1)
-    schedule = Schedule(snapshots, Board(memory.board), leads=True)
+    schedule = Schedule(snapshots, StatusPage(memory.page), leads=True)
     takes_20_ms = lambda *_: clock.__setitem__(0, clock[0] + 0.02)  # noqa: E731
     monkeypatch.setattr(Snapshots, "write", takes_20_ms)
     schedule.due(1)

@@ -11,14 +11,14 @@ import time
 import pytest
 import torch.distributed as dist
 
-from lockstep.checkpoint.shared_memory import Board, Descriptors
-from lockstep.training.coordination import Alone, OnBoard, ThroughStore
+from lockstep.checkpoint.shared_memory import Descriptors, StatusPage
+from lockstep.training.coordination import Alone, OnStatusPage, ThroughStore
 
 
 @pytest.fixture
-def board():
+def page():
     descriptors = Descriptors.create()
-    yield Board(descriptors.board)
+    yield StatusPage(descriptors.page)
     descriptors.close()
 
 
@@ -48,17 +48,17 @@ def points(ranks: int, steps: int, seed: int, ahead: int):
 
 @pytest.mark.parametrize("ahead", [0, 1, 4])
 @pytest.mark.parametrize("seed", range(20))
-def test_ranks_on_a_board_act_after_the_same_step(board, seed, ahead):
+def test_ranks_on_a_status_page_act_after_the_same_step(page, seed, ahead):
     dice = random.Random(seed)
-    ranks = [OnBoard(board, leads=rank == 0, ahead=ahead) for rank in range(3)]
+    ranks = [OnStatusPage(page, leads=rank == 0, ahead=ahead) for rank in range(3)]
     asks = sorted(dice.sample(range(60), 4))
     did: list[list[tuple[int, str]]] = [[], [], []]
     for number, (rank, step) in enumerate(points(3, 40, seed, ahead)):
         if number in asks:
             ranks[dice.randrange(3)].ask(dice.choice(["save", "stop"]))
-        wish = ranks[rank].at_point(step)
-        if wish is not None:
-            did[rank].append((step, wish))
+        request = ranks[rank].at_point(step)
+        if request is not None:
+            did[rank].append((step, request))
     assert did[0] == did[1] == did[2]
     assert did[0], "somebody asked, and nothing came of it"
     assert all(a[0] < b[0] for a, b in itertools.pairwise(did[0])), "once for each step"
@@ -94,10 +94,10 @@ def test_ranks_that_have_only_the_store(wanted):
             meet.wait(10)  # the exchange
             if step == 5 and rank == 1:
                 ranks[rank].ask(wanted)
-            wish = ranks[rank].at_point(step)
-            if wish is not None:
-                did[rank].append((step, wish))
-                if wish == "stop":
+            request = ranks[rank].at_point(step)
+            if request is not None:
+                did[rank].append((step, request))
+                if request == "stop":
                     return
                 if rank == 2:
                     ranks[rank].ask("stop")
@@ -110,20 +110,20 @@ def test_ranks_that_have_only_the_store(wanted):
         for thread in threads:
             thread.join(20)
     assert did[0] == did[1] == did[2]
-    assert [wish for _, wish in did[0]] == [wanted, "stop"]
+    assert [request for _, request in did[0]] == [wanted, "stop"]
 
 
-def test_a_wish_to_stop_that_comes_while_others_agree_to_save_is_not_lost(board):
-    first, second = OnBoard(board, leads=True), OnBoard(board, leads=False)
+def test_a_request_to_stop_that_comes_while_others_agree_to_save_is_not_lost(page):
+    first, second = OnStatusPage(page, leads=True), OnStatusPage(page, leads=False)
     first.ask("save")
     assert first.at_point(1) is None
     second.ask("stop")  # after the first rank has named step 2
     did = [(step, one.at_point(step)) for step in range(2, 6) for one in (second, first)]
-    assert [wish for step, wish in did if step == 2] == ["save", "save"]
-    assert [step for step, wish in did if wish == "stop"] == [4, 4]
+    assert [request for step, request in did if step == 2] == ["save", "save"]
+    assert [step for step, request in did if request == "stop"] == [4, 4]
 
 
-def test_a_wish_to_stop_that_is_too_late_for_a_turn_is_for_the_next_one():
+def test_a_request_to_stop_that_is_too_late_for_a_turn_is_for_the_next_one():
     store = dist.HashStore()
     ranks = [ThroughStore(store, rank, 2) for rank in range(2)]
     ranks[0].ask("save")
@@ -135,16 +135,16 @@ def test_a_wish_to_stop_that_is_too_late_for_a_turn_is_for_the_next_one():
     for step in range(1, 10):
         for rank in ranks:
             rank.look()
-        did += [wish for rank in ranks if (wish := rank.at_point(step)) is not None]
+        did += [request for rank in ranks if (request := rank.at_point(step)) is not None]
     assert did == ["save", "save", "stop", "stop"]
 
 
-def test_what_an_earlier_run_has_agreed_on_is_past(board):
-    first = OnBoard(board, leads=True)
+def test_what_an_earlier_run_has_agreed_on_is_past(page):
+    first = OnStatusPage(page, leads=True)
     first.ask("stop")
     assert first.at_point(1) is None
-    board.begin_run()
-    second = OnBoard(board, leads=True)
+    page.begin_run()
+    second = OnStatusPage(page, leads=True)
     assert [second.at_point(step) for step in (1, 2, 3)] == [None, None, None]
 
 

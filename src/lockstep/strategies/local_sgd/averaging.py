@@ -125,7 +125,7 @@ def average_memory(
     parameters: Sequence[torch.Tensor],
     all_ranks: Sequence[list[dict[str, _Told]]],
     weights: Sequence[int],
-    means: Averaging,
+    averaging: Averaging,
 ) -> None:
     """Give an optimizer on all ranks the mean of what it remembers, such as its momentum.
 
@@ -137,7 +137,7 @@ def average_memory(
         parameters: of the model.
         all_ranks: what `describe_memory` returned on each rank.
         weights: how many samples each rank has seen.
-        means: over the ranks.
+        averaging: over the ranks.
     """
     slots: list[_Slot] = []
     for place, parameter in enumerate(parameters):
@@ -155,11 +155,11 @@ def average_memory(
                 memory[key] = torch.zeros(shape, dtype=dtype, device=parameter.device)
     tensors = [optimizer.state[parameters[place]][key] for place, key in slots]
     shares = [
-        shares_of(weights, [key in rank[place] for rank in all_ranks])[means.rank]
+        shares_of(weights, [key in rank[place] for rank in all_ranks])[averaging.rank]
         for place, key in slots
     ]
     if tensors:
-        torch._foreach_copy_(tensors, means.of(tensors, shares))
+        torch._foreach_copy_(tensors, averaging.of(tensors, shares))
 
 
 def _like(own: torch.Tensor | None, value: torch.Tensor) -> torch.Tensor:

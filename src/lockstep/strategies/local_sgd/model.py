@@ -42,7 +42,7 @@ class LocalModel(WrappedModel):
 
     Args:
         module: the user's model, already on its device.
-        holding: where it is to live.
+        context: where it is to live.
         every: steps between two meetings.
         outer: makes one model of several.
     """
@@ -50,15 +50,15 @@ class LocalModel(WrappedModel):
     exactness = "approximate"
     acts_alone = True
 
-    def __init__(self, module: nn.Module, holding: ModelContext, every: int, outer: Outer) -> None:
-        super().__init__(module, holding.block, holding.replicas, group=None)
-        assert holding.group is not None
+    def __init__(self, module: nn.Module, context: ModelContext, every: int, outer: Outer) -> None:
+        super().__init__(module, context.block, context.replicas, group=None)
+        assert context.group is not None
         # The tree, and the buffers, of this rank's replicas alone.
-        own = range(len(holding.block))
+        own = range(len(context.block))
         self.contributions = GradientAccumulation(own, len(own))
         self._buffers = Buffers(module, own, None)
-        self._group = holding.group
-        self._means = Averaging(holding.group, holding.device)
+        self._group = context.group
+        self._averaging = Averaging(context.group, context.device)
         self._every, self._outer = every, outer
         self._optimizer: Optimizer | None = None
         self._meeting: AbstractContextManager[None] = nullcontext()
@@ -150,7 +150,7 @@ class LocalModel(WrappedModel):
     def _become_one(self) -> None:
         optimizer, parameters = self._optimizer, self.parameters
         own = None if optimizer is None else describe_memory(optimizer, parameters)
-        told = self._means.all_of([self._steps, self._samples], own)
+        told = self._averaging.all_of([self._steps, self._samples], own)
         steps = [theirs for (theirs, _), _ in told]
         weights = [samples for (_, samples), _ in told]
         if len(set(steps)) > 1:
@@ -160,11 +160,11 @@ class LocalModel(WrappedModel):
                 hint="a `break` or `continue` must not depend on the rank or on one rank's values; "
                 "reduce them first, for instance with run.mean",
             )
-        share = shares_of(weights)[self._means.rank]
-        self._outer.finish(self._means.of(self._outer.outgoing(), [share] * len(parameters)))
+        share = shares_of(weights)[self._averaging.rank]
+        self._outer.finish(self._averaging.of(self._outer.outgoing(), [share] * len(parameters)))
         if optimizer is not None:
             memories = [memory for _, memory in told]
-            average_memory(optimizer, parameters, memories, weights, self._means)
+            average_memory(optimizer, parameters, memories, weights, self._averaging)
 
     # --- state -----------------------------------------------------------------------------------
 
@@ -184,45 +184,45 @@ class LocalModel(WrappedModel):
 
     def close(self) -> None:
         """Close the exchange."""
-        self._means.close()
+        self._averaging.close()
 
 
-def hold_local(module: nn.Module, holding: ModelContext, settings: Mapping[str, Any]) -> LocalModel:
+def hold_local(module: nn.Module, context: ModelContext, settings: Mapping[str, Any]) -> LocalModel:
     """Let each rank train `module` by itself for some steps at a time.
 
     Args:
         module: the user's model, already on its device.
-        holding: where it is to live.
+        context: where it is to live.
         settings: keyword arguments for DistributedDataParallel, which nothing here needs.
 
     Raises:
         ModelError: for one that asks for other results.
     """
-    assert holding.group is not None
-    _check_settings(settings, holding)
+    assert context.group is not None
+    _check_settings(settings, context)
     parameters = [p for p in module.parameters() if p.requires_grad]
     # As DistributedDataParallel does: all begin with what rank 0 has.
     with torch.no_grad():
         both = [*module.parameters(), *module.buffers()]
-        broadcast([tensor.detach() for tensor in both], holding.group)
-    outer: Outer = Mean(parameters) if holding.exchange == "local-sgd" else Nesterov(parameters)
-    return LocalModel(module, holding, holding.sync_every or EVERY[holding.exchange], outer)
+        broadcast([tensor.detach() for tensor in both], context.group)
+    outer: Outer = Mean(parameters) if context.exchange == "local-sgd" else Nesterov(parameters)
+    return LocalModel(module, context, context.sync_every or EVERY[context.exchange], outer)
 
 
-def _check_settings(settings: Mapping[str, Any], holding: ModelContext) -> None:
+def _check_settings(settings: Mapping[str, Any], context: ModelContext) -> None:
     """Refuse what would change the result in DistributedDataParallel; of the rest, say that it is idle."""
     if not shares_buffers(dict(settings)):
         name = next(
             name for name in settings if name.endswith("_buffers") and settings[name] is False
         )
         raise ModelError(
-            f"{name}=False with exchange={holding.exchange}, whose ranks take rank 0's buffers when they "
+            f"{name}=False with exchange={context.exchange}, whose ranks take rank 0's buffers when they "
             "meet",
             hint=f"leave {name} out: between two meetings each rank has buffers of its own",
         )
     idle = sorted(name for name in settings if name not in POWERSGD_KEYWORDS)
     if idle:
-        holding.warn(
-            f"lockstep: exchange {holding.exchange}: no effect of {', '.join(idle)}: "
+        context.warn(
+            f"lockstep: exchange {context.exchange}: no effect of {', '.join(idle)}: "
             "no gradients meet"
         )

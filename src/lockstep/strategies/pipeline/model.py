@@ -22,7 +22,7 @@ from lockstep.strategies.pipeline.p2p import Row
 from lockstep.strategies.pipeline.partition import cut
 from lockstep.strategies.pipeline.schedule import Schedule
 from lockstep.strategies.pipeline.stage import Program
-from lockstep.strategies.reducer import Reducer, make_sums
+from lockstep.strategies.reducer import Reducer, make_reducer
 from lockstep.strategies.rng import draws, looks_at_batches
 from lockstep.strategies.wrapped_model import WrappedModel
 
@@ -38,13 +38,13 @@ class PipelinedModel(WrappedModel):
         module: the user's model, cut in place.
         context: where it lives.
         schedule: goes through its stages.
-        sums: of the gradients of this rank's stage; `None` where there is only one model.
+        reducer: of the gradients of this rank's stage; `None` where there is only one model.
     """
 
     is_split = True
 
     def __init__(
-        self, module: nn.Module, context: ModelContext, schedule: Schedule, sums: Reducer | None
+        self, module: nn.Module, context: ModelContext, schedule: Schedule, reducer: Reducer | None
     ) -> None:
         super().__init__(module, context.block, context.replicas, context.group)
         self._warn = context.warn
@@ -54,7 +54,7 @@ class PipelinedModel(WrappedModel):
             other = looks_at_batches(module) or draws(module)
             self.exactness = "approximate" if other else "close"
             schedule.drawn = self._has_drawn
-        self._row, self._schedule, self._sums = schedule.row, schedule, sums
+        self._row, self._schedule, self._reducer = schedule.row, schedule, reducer
         group = context.group if context.mesh is None or context.mesh["data"].size() > 1 else None
         self._buffers = Buffers(schedule.stage.module, context.block, group, modes=module)
         self._own = [p for p in self.parameters if not p.is_meta]
@@ -95,7 +95,7 @@ class PipelinedModel(WrappedModel):
         if not microbatch.last:
             return
         nodes = self.contributions.take()
-        total = nodes[0] if self._sums is None else self._sums(nodes, microbatch.place)
+        total = nodes[0] if self._reducer is None else self._reducer(nodes, microbatch.place)
         for parameter, gradient in zip(self._own, total, strict=True):
             parameter.grad = gradient
 
@@ -166,8 +166,8 @@ class PipelinedModel(WrappedModel):
 
     def close(self) -> None:
         """Close the exchange."""
-        if self._sums is not None:
-            self._sums.close()
+        if self._reducer is not None:
+            self._reducer.close()
 
 
 def hold_pipelined(
@@ -203,10 +203,10 @@ def hold_pipelined(
         } - used  # what no stage computes with is somewhere, too
     _keep(module, held, context.device)
     own = [p for p in module.parameters() if p.requires_grad and not p.is_meta]
-    sums = make_sums(own, context, row.rank)
+    reducer = make_reducer(own, context, row.rank)
     calls = CallCheck(row, context.number, type(module).__name__)
     schedule = Schedule(program.only(row.rank), row, (chunks, inputs), calls)
-    return PipelinedModel(module, context, schedule, sums)
+    return PipelinedModel(module, context, schedule, reducer)
 
 
 def _chunks(asked: Any, stages: int, *, exact: bool) -> int:

@@ -40,7 +40,7 @@ class ShardedModel(CutState, WrappedModel):
 
     Args:
         module: the user's model, sharded in place.
-        holding: where it lives.
+        context: where it lives.
         units: its units; the last is the model itself.
         scatter: how gradients meet; `None` on a single rank.
         gather: `unit` or `batch`, as `run.model` was given it.
@@ -51,15 +51,15 @@ class ShardedModel(CutState, WrappedModel):
     def __init__(
         self,
         module: nn.Module,
-        holding: ModelContext,
+        context: ModelContext,
         units: Sequence[Unit],
         scatter: TreeScatter | None,
         gather: str,
     ) -> None:
-        self._size = 1 if holding.group is None else dist.get_world_size(holding.group)
-        group = holding.group if self._size > 1 else None
-        super().__init__(module, holding.block, holding.replicas, group)
-        self._holding, self._scatter = holding, scatter
+        self._size = 1 if context.group is None else dist.get_world_size(context.group)
+        group = context.group if self._size > 1 else None
+        super().__init__(module, context.block, context.replicas, group)
+        self._holding, self._scatter = context, scatter
         self._all = units
         # As backward passes complete them, more or less; the model's own is the last.
         *inner, root = units
@@ -68,7 +68,7 @@ class ShardedModel(CutState, WrappedModel):
         self._places = [[place[id(p)] for p in unit.parameters] for unit in self._units]
         self._may_skip = gather == "batch"
         # Ranks with different numbers of replicas make different numbers of forward passes.
-        self._once = self._may_skip or holding.replicas % self._size != 0
+        self._once = self._may_skip or context.replicas % self._size != 0
         if self._once:
             for unit in units:
                 unit.module.set_reshard_after_forward(False, recurse=False)
@@ -77,7 +77,7 @@ class ShardedModel(CutState, WrappedModel):
         self._is_over = False
         self._path: list[int] = []
         own = group_of_its_own(group) if group is not None else None
-        names, on_cpu = [unit.name for unit in units], holding.device.type == "cpu"
+        names, on_cpu = [unit.name for unit in units], context.device.type == "cpu"
         self._gathers = Gathers(names, own, always=on_cpu)
         self._started: list[Scattering | Gradients] = []
         self._finished = 0
@@ -316,27 +316,27 @@ class ShardedModel(CutState, WrappedModel):
 
 
 def hold_sharded(
-    module: nn.Module, holding: ModelContext, settings: dict[str, Any]
+    module: nn.Module, context: ModelContext, settings: dict[str, Any]
 ) -> ShardedModel:
     """Shard `module` over the ranks that hold the same part of it: all ranks.
 
     Args:
         module: the model, changed in place.
-        holding: where it lives.
+        context: where it lives.
         settings: `wrap`, `gather`, and what `fully_shard` takes.
 
     Raises:
         ModelError: if it cannot be sharded so.
     """
-    assert holding.mesh is not None
-    made = shard(module, holding.mesh["data"], settings)
+    assert context.mesh is not None
+    made = shard(module, context.mesh["data"], settings)
     names = names_of(module, made)
     reduce_type = getattr(settings.get("mp_policy"), "reduce_dtype", None)
     units = [Unit(one, names[id(one)], reduce_type) for one in made]
     scatter = None
-    if holding.group is not None and dist.get_world_size(holding.group) > 1:
-        scatter = TreeScatter(group_of_its_own(holding.group), holding.forest)
-    return ShardedModel(module, holding, units, scatter, settings.get("gather", "unit"))
+    if context.group is not None and dist.get_world_size(context.group) > 1:
+        scatter = TreeScatter(group_of_its_own(context.group), context.forest)
+    return ShardedModel(module, context, units, scatter, settings.get("gather", "unit"))
 
 
 class _Passing:
