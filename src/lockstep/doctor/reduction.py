@@ -11,8 +11,8 @@ from typing import Any
 from lockstep.doctor.check import Asked, Facts, Finding, Seen, check
 from lockstep.doctor.child import Child, LostError
 from lockstep.doctor.meeting import Meeting
-from lockstep.world.network import interfaces
-from lockstep.world.rendezvous.store import LOOPBACK, connect_store, host_store
+from lockstep.world.network import LOOPBACK, interfaces
+from lockstep.world.rendezvous.store import connect_store, host_store
 
 _SECONDS = 8.0
 _ELEMENTS = 1 << 18  # 1 MiB

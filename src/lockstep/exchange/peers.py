@@ -22,12 +22,12 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from lockstep.errors import PeerError
+from lockstep.world import host
 
 _RANK = struct.Struct("<I")
 _SIGNAL = struct.Struct("<BQQ")  # what, which one of its kind, where the rank that says it stands
 WRITTEN, SUMMED = 0, 1
 _SPINS = 60  # looks before a wait that gives the core away: about as long as that costs
-_CREDENTIALS = struct.Struct("iII")  # process, user, group
 _CONNECT_SECONDS = 1800.0  # as long as a slow peer may take to reach the same call
 _GREETING_SECONDS = 10.0  # as long as a process that has connected may take to say its rank
 
@@ -215,7 +215,6 @@ def _check_user(connection: socket.socket) -> None:
     Raises:
         PermissionError: if its user is another one.
     """
-    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, user, _ = _CREDENTIALS.unpack(told)
+    _, user = host.peer(connection)
     if user != os.geteuid():
         raise PermissionError(errno.EPERM, f"it belongs to user {user}, not to {os.geteuid()}")

@@ -22,6 +22,7 @@ from lockstep.launch.plan import WorkerPlan
 from lockstep.launch.restarts import Kind
 from lockstep.record import stacks
 from lockstep.record.stacks import Frame
+from lockstep.world import host
 
 #: The longest time between two looks that counts: a launcher that was stopped has seen nothing meanwhile.
 _LONGEST_LOOK = 5.0
@@ -290,10 +291,7 @@ def _stand(worker: WorkerPlan, slot: Slot, pid: int) -> Stand:
 
 def is_stopped(pid: int) -> bool:
     """Return whether a process was stopped by a signal or a debugger."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
-    except (OSError, IndexError):
-        return False
+    return host.process_fields(pid)[:1] in (["T"], ["t"])
 
 
 def _expects_signal(pid: int) -> bool:

@@ -25,7 +25,7 @@ from lockstep.launch.nodes.rounds import Rounds
 from lockstep.launch.nodes.server import CoordinatorServer
 from lockstep.launch.plan import Generation
 from lockstep.world import network
-from lockstep.world.rendezvous.store import LOOPBACK, connect_store, host_store
+from lockstep.world.rendezvous.store import connect_store, host_store
 from lockstep.world.waiting import Check, go_on
 
 _LOOK_SECONDS = 0.5
@@ -123,7 +123,7 @@ class Rendezvous:
             self._store = HashStore()
             return 0
         try:
-            store = host_store(self._port, loopback=self.membership.address == LOOPBACK)
+            store = host_store(self._port, loopback=self.membership.address == network.LOOPBACK)
         except OSError as error:
             raise port_taken(self._port, network.reason(error)) from error
         self._store = store

@@ -24,7 +24,7 @@ from lockstep.parameter_server.discovery import Place
 from lockstep.strategies.model_context import ModelContext
 from lockstep.world.environments.lockstep import SERVER, SERVER_ROOT, TOKEN
 from lockstep.world.meet import Meeting
-from lockstep.world.rendezvous.store import LOOPBACK
+from lockstep.world.network import LOOPBACK
 
 #: How long a server may take to end when all workers have left.
 _END_SECONDS = 5.0

@@ -133,10 +133,10 @@ class RemoteModel(WrappedModel):
         self._place = microbatch.place
 
     def _meet(self, microbatch: Microbatch) -> None:
-        self.contributions.push(take_gradients(self.parameters))
+        self.accumulation.push(take_gradients(self.parameters))
         if not microbatch.last:
             return
-        self._nodes = self.contributions.take()
+        self._nodes = self.accumulation.take()
         self._shown = []
         for place, parameter in enumerate(self.parameters):
             # This rank's part of it, so that scripts see that there is one, and may drop it.

@@ -227,11 +227,8 @@ def _read(file: int) -> Owner | None:
 
 def _born(pid: int) -> int | None:
     """Return when a process was made; `None` if it is gone, or only waits for its parent to look."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] == b"Z" else int(fields[19])
+    fields = host.process_fields(pid)
+    return None if fields[:1] in ([], ["Z"]) else int(fields[19])
 
 
 def _in_use(directory: Path, other: str) -> RunDirectoryError:

@@ -146,7 +146,7 @@ class ReplicatedModel(WrappedModel):
 
     def _meet(self, microbatch: Microbatch) -> None:
         if not microbatch.last:
-            self.contributions.push(take_gradients(self.parameters))
+            self.accumulation.push(take_gradients(self.parameters))
             return
         if self._is_first_static:
             self._is_first_static = False
@@ -157,7 +157,7 @@ class ReplicatedModel(WrappedModel):
         sums = [self._sum(one.parameters, one.gradients, last=one.last) for one in late]
         for one, total in zip(late, sums, strict=True):
             one.finish(total, self._parts_of(one.parameters))
-        self.contributions.take()  # the hook has used them, bucket by bucket
+        self.accumulation.take()  # the hook has used them, bucket by bucket
         self._drop_unused()
         # After its first backward pass DDP lets ranks agree on buckets. By itself it does so in the next
         # forward pass, where the watchdog does not look.
@@ -223,7 +223,7 @@ class ReplicatedModel(WrappedModel):
         size = self._place_bytes
         if size:
             tails[0][:size] = torch.tensor(list(self._place.to_bytes(size, "big")))
-        nodes = self.contributions.nodes
+        nodes = self.accumulation.nodes
         for place in self._unused if self._finds_unused else ():
             if all(node[place] is None for node in nodes):
                 tails[0][size + place] = 0
@@ -245,8 +245,8 @@ class ReplicatedModel(WrappedModel):
         self, slots: list[torch.Tensor], parameters: list[torch.Tensor], buffer: torch.Tensor
     ) -> None:
         """Write this rank's tree nodes: those collected before, and the one that is complete now."""
-        nodes = self.contributions.nodes
-        kept = len(nodes) - self.contributions.pending_merges
+        nodes = self.accumulation.nodes
+        kept = len(nodes) - self.accumulation.pending_merges
         places = [self._places[id(p)] for p in parameters] if nodes else []
         parts = self._parts_of(parameters if nodes else [])
         for slot, node in zip(slots, nodes[:kept], strict=False):

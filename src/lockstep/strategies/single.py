@@ -22,9 +22,9 @@ class SingleModel(WrappedModel):
     def _meet(self, microbatch: Microbatch) -> None:
         if not self.several_replicas:
             return
-        self.contributions.push(take_gradients(self.parameters))
+        self.accumulation.push(take_gradients(self.parameters))
         if microbatch.last:
-            (total,) = self.contributions.take()
+            (total,) = self.accumulation.take()
             for parameter, gradient in zip(self.parameters, total, strict=True):
                 parameter.grad = gradient
 

@@ -56,10 +56,10 @@ class TensorModel(CutState, WrappedModel):
                 if parameter.grad is not None:  # whose state no rank could capture alone
                     parameter.grad = _placed(parameter.grad, parameter)
             return
-        self.contributions.push(self._take())
+        self.accumulation.push(self._take())
         if not microbatch.last:
             return
-        nodes = self.contributions.take()
+        nodes = self.accumulation.take()
         total = nodes[0] if self._reducer is None else self._reducer(nodes, microbatch.place)
         for parameter, gradient in zip(self.parameters, total, strict=True):
             parameter.grad = None if gradient is None else _like(gradient, parameter)

@@ -68,7 +68,7 @@ class WrappedModel(abc.ABC):
         self.used = False
         self.optimized: set[int] = set()
         self.versions: Versions | None = None
-        self.contributions = GradientAccumulation(block, replicas)
+        self.accumulation = GradientAccumulation(block, replicas)
         self.several_replicas = replicas > 1
         self._block_size = len(block)
         self._buffers = Buffers(module, block, group)
@@ -158,7 +158,7 @@ class WrappedModel(abc.ABC):
             if self._torn:
                 self.check_whole()
             self._buffers.finish()
-            self.contributions.take()
+            self.accumulation.take()
             if self.several_replicas:
                 self._check_trainable()
                 self._mixed.clear()
@@ -185,7 +185,7 @@ class WrappedModel(abc.ABC):
             self._buffers.finish()
         if self.several_replicas and (microbatch.last or left):
             self._buffers.look_away()
-        if left and 0 < self.contributions.missing < self._block_size:
+        if left and 0 < self.accumulation.missing < self._block_size:
             self._torn = True
 
     def check_whole(self) -> None:
@@ -218,7 +218,7 @@ class WrappedModel(abc.ABC):
 
         On as many ranks as replicas the others would wait for the missing one for ever.
         """
-        if self.contributions.missing != expected:
+        if self.accumulation.missing != expected:
             raise StepError(
                 f"{type(self.module).__name__} had no backward pass for a replica of this batch, "
                 "but had one for others",

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import socket
+import struct
 from pathlib import Path
 
 from lockstep.version import __version__
+
+_CREDENTIALS = struct.Struct("iII")  # process, user, group: unix(7), SO_PEERCRED
 
 
 def identity() -> str:
@@ -17,6 +20,26 @@ def identity() -> str:
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"  # noqa: PTH116 - not a file but a link's target
+
+
+def process_fields(pid: int) -> list[str]:
+    """Return the fields of a process from the third of proc(5) on, its state; none where it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return []
+    return text.rpartition(b")")[2].decode().split()
+
+
+def peer(end: socket.socket) -> tuple[int, int]:
+    """Return process and user at the other end of a socket of this host.
+
+    Raises:
+        OSError: if there is none.
+    """
+    told = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, user, _ = _CREDENTIALS.unpack(told)
+    return pid, user
 
 
 def name() -> str:

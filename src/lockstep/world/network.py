@@ -23,6 +23,7 @@ _RESOLVER_SECONDS = 3.0
 _CARRIED = re.compile(r"(?:^|\D)(\d{1,3})[-_](\d{1,3})[-_](\d{1,3})[-_](\d{1,3})$")
 #: Any port will do where a socket only asks the routing table.
 _NO_PORT = 9
+LOOPBACK = "127.0.0.1"
 #: Gloo's, NCCL's and TensorPipe's: each would otherwise choose by the host's name, or what looks good.
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 _UNREACHED = {
@@ -183,7 +184,7 @@ def _ask_resolver(host: str) -> tuple[str, ...] | str:
 def listen(port: int, *, loopback: bool) -> socket.socket:
     """Return a socket that listens at `port`, of this host alone or of all its interfaces."""
     if loopback:
-        return socket.create_server(("127.0.0.1", port), backlog=1024)
+        return socket.create_server((LOOPBACK, port), backlog=1024)
     if socket.has_dualstack_ipv6():
         return socket.create_server(
             ("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True
@@ -193,7 +194,7 @@ def listen(port: int, *, loopback: bool) -> socket.socket:
 
 def listens_locally(address: str | None) -> bool:
     """Return whether clients of `address` find what listens on this host's 127.0.0.1 alone."""
-    return address in ("localhost", "127.0.0.1")
+    return address in ("localhost", LOOPBACK)
 
 
 def is_loopback(address: str | None) -> bool:

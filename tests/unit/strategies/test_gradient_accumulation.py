@@ -57,12 +57,12 @@ def test_blocks_with_missing_gradients_sum_to_the_tree(gradients, data: st.DataO
     parts, intervals = [], []
     for rank in range(ranks):
         own = block(replicas, ranks, rank)
-        contributions = GradientAccumulation(own, replicas)
+        accumulation = GradientAccumulation(own, replicas)
         for replica in own:
-            contributions.push(copied(gradients[replica]))
-        taken = contributions.take()
+            accumulation.push(copied(gradients[replica]))
+        taken = accumulation.take()
         assert len(taken) == len(nodes(own, replicas))
-        assert contributions.take() == []
+        assert accumulation.take() == []
         parts += taken
         intervals += nodes(own, replicas)
     counts, _ = merges(intervals, replicas)
@@ -98,13 +98,13 @@ def test_conjugated_gradients_are_added_beside_real_ones() -> None:
 
 
 def test_pending_merges_follow_the_tree() -> None:
-    contributions = GradientAccumulation(range(4), 4)
+    accumulation = GradientAccumulation(range(4), 4)
     found = []
     for _ in range(4):
-        found.append(contributions.pending_merges)
-        contributions.push([torch.ones(1)])
+        found.append(accumulation.pending_merges)
+        accumulation.push([torch.ones(1)])
     assert found == [0, 1, 0, 2]
-    assert [[g.item() for g in node] for node in contributions.nodes] == [[4.0]]
+    assert [[g.item() for g in node] for node in accumulation.nodes] == [[4.0]]
 
 
 def test_taking_gradients_leaves_none() -> None:

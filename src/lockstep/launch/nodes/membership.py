@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.world.network import LOOPBACK
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launcher:
@@ -82,7 +84,7 @@ class Membership:
     def alone(ranks: int) -> Membership:
         """Return the membership of the only launcher."""
         return Membership(
-            index=0, ranks=(ranks,), nodes=(0,), names=("",), address="127.0.0.1", interface=None
+            index=0, ranks=(ranks,), nodes=(0,), names=("",), address=LOOPBACK, interface=None
         )
 
     @property

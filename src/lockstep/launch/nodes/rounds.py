@@ -32,7 +32,6 @@ from lockstep.world.rendezvous.membership_check import (
     differing_versions,
     node_numbers,
 )
-from lockstep.world.rendezvous.store import LOOPBACK
 
 _APPROACH_SECONDS = 1.0
 #: How many rounds may fail in a row because nodes do not reach each other.
@@ -365,7 +364,7 @@ class Rounds:
             ranks=tuple(one.ranks for one in launchers),
             nodes=tuple(nodes),
             names=names,
-            address=reach[0].address if reach else LOOPBACK,
+            address=reach[0].address if reach else network.LOOPBACK,
             interface=reach[index].interface if reach else None,
             own_cores=owns(index, nodes, [one.cpus for one in launchers]),
             own_gpus=owns(index, nodes, [one.gpus for one in launchers]),

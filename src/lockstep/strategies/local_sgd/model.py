@@ -55,7 +55,7 @@ class LocalModel(WrappedModel):
         assert context.group is not None
         # The tree, and the buffers, of this rank's replicas alone.
         own = range(len(context.block))
-        self.contributions = GradientAccumulation(own, len(own))
+        self.accumulation = GradientAccumulation(own, len(own))
         self._buffers = Buffers(module, own, None)
         self._group = context.group
         self._averaging = Averaging(context.group, context.device)
@@ -86,10 +86,10 @@ class LocalModel(WrappedModel):
     def _meet(self, microbatch: Microbatch) -> None:
         self._weight += microbatch.weight
         self._batch += microbatch.size
-        self.contributions.push(take_gradients(self.parameters))
+        self.accumulation.push(take_gradients(self.parameters))
         if not microbatch.last:
             return
-        (total,) = self.contributions.take()
+        (total,) = self.accumulation.take()
         for parameter, gradient in zip(self.parameters, total, strict=True):
             parameter.grad = gradient
         # The mean over this rank's samples; where it has none, zeros, so that all ranks step alike.

@@ -91,10 +91,10 @@ class PipelinedModel(WrappedModel):
     def _meet(self, microbatch: Microbatch) -> None:
         if not self.several_replicas:
             return
-        self.contributions.push(take_gradients(self._own))
+        self.accumulation.push(take_gradients(self._own))
         if not microbatch.last:
             return
-        nodes = self.contributions.take()
+        nodes = self.accumulation.take()
         total = nodes[0] if self._reducer is None else self._reducer(nodes, microbatch.place)
         for parameter, gradient in zip(self._own, total, strict=True):
             parameter.grad = gradient

@@ -191,11 +191,11 @@ class ShardedModel(CutState, WrappedModel):
             for unit, places in zip(self._units, self._places, strict=True):
                 for place, gradient in zip(places, unit.take(), strict=True):
                     flat[place] = gradient
-            self.contributions.push(flat)
+            self.accumulation.push(flat)
             return
         while len(self._started) < len(self._units):
             self._start()
-        self.contributions.take()  # those of earlier replicas went with the messages
+        self.accumulation.take()  # those of earlier replicas went with the messages
         self._let_go()
         while self._finished < len(self._units):
             self._finish()
@@ -207,8 +207,8 @@ class ShardedModel(CutState, WrappedModel):
         """
         number = len(self._started)
         unit, places = self._units[number], self._places[number]
-        nodes = [[node[place] for place in places] for node in self.contributions.nodes]
-        nodes = merged(nodes, self.contributions.pending_merges, unit.take())
+        nodes = [[node[place] for place in places] for node in self.accumulation.nodes]
+        nodes = merged(nodes, self.accumulation.pending_merges, unit.take())
         if self._scatter is None:
             (total,) = nodes
             self._started.append(total)

@@ -9,19 +9,18 @@ from __future__ import annotations
 import os
 import socket
 import stat
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.errors import WorldError
+from lockstep.world import host
 from lockstep.world.environments import mpiexec
 from lockstep.world.environments.variables import integer
 from lockstep.world.model import World
 
 #: What the kernel calls the process of a node that has started this job's processes there.
 _PROXIES = ("hydra_pmi_proxy", "pmi_proxy", "mpiexec.gforker")
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid: unix(7), SO_PEERCRED
 
 
 def detect(environ: Mapping[str, str]) -> World | None:
@@ -116,10 +115,9 @@ def _peer(descriptor: str) -> int:
         if not stat.S_ISSOCK(os.fstat(number).st_mode):
             return 0
         with socket.socket(fileno=os.dup(number)) as end:
-            said = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            return host.peer(end)[0]
     except (OSError, ValueError, OverflowError):
         return 0
-    return int(_CREDENTIALS.unpack(said)[0])
 
 
 def _ancestors() -> Iterator[_Process]:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from lockstep.world.environments import init_method
 from lockstep.world.environments.variables import meeting_place
 from lockstep.world.model import World
-
-_LOOPBACK = "127.0.0.1"
+from lockstep.world.network import LOOPBACK
 
 #: From whether all ranks share a node to the name that only this job has there, if there is one.
 FindKey = Callable[[bool], str | None]
@@ -45,7 +44,7 @@ def world(
     address, port = meeting_place(environ)
     one_node = numbers.size == numbers.local_size
     if one_node and numbers.size > 1:
-        address = address or _LOOPBACK
+        address = address or LOOPBACK
     is_known = port is not None or init_method.FILE in environ or numbers.size == 1
     key = None if is_known else find_key(one_node)
     has_place = address is not None and (port is not None or key is not None)

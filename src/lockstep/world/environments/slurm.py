@@ -14,12 +14,12 @@ from lockstep.world import slurm_nodes
 from lockstep.world.environments import init_method
 from lockstep.world.environments.variables import integer, meeting_place
 from lockstep.world.model import World
+from lockstep.world.network import LOOPBACK
 
 #: `LOCKSTEP_SLURM=0` makes Lockstep blind to Slurm.
 SWITCH = "LOCKSTEP_SLURM"
 #: Steps from here on are none of srun's: Slurm numbers its batch, interactive and extern steps so.
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
-_LOOPBACK = "127.0.0.1"
 _HINT = f"start with srun, or set {SWITCH}=0 to ignore Slurm's variables"
 
 
@@ -104,7 +104,7 @@ def _tasks_per_node(text: str) -> tuple[int, ...]:
 def _main_node(environ: Mapping[str, str], nodes: tuple[str, ...]) -> str:
     """Return the host of rank 0."""
     if len(nodes) == 1:
-        return _LOOPBACK
+        return LOOPBACK
     by_host_file = environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary")
     if by_host_file and init_method.FILE not in environ:
         raise WorldError(

@@ -10,12 +10,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from lockstep.errors import WorldError
-from lockstep.world.network import listen, reason
+from lockstep.world.network import LOOPBACK, listen, reason
 
 #: How long collectives and notes of other ranks are waited for: torch.distributed's own default.
 TIMEOUT = timedelta(minutes=30)
 #: Where a store is that serves one host alone.
-LOOPBACK = "127.0.0.1"
 #: How long a store may take to answer a new client, once something listens at its port. Both ask the
 #: resolver for each other's names (torch 2.13), which takes half a minute where it does not answer.
 _STORE_TIMEOUT = timedelta(seconds=60)
