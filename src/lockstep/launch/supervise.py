@@ -97,7 +97,8 @@ def supervise(
         from lockstep.launch.agent import Agent
         from lockstep.launch.rendezvous import Rendezvous
 
-        common = _agree(launch, rounds, place, private, listens=listens)
+        restarts = Restarts(spec.fault_tolerance.restarts(environ))
+        common = _agree(rounds, place, private, max_restarts=restarts.limit, listens=listens)
         progress = RankProgress(memory, launch.ranks)
         agent = Agent(
             partial(_plan, launch, place, private, port, private if has_locks else None),
@@ -107,7 +108,7 @@ def supervise(
             interrupts=interrupts,
             progress=progress,
             hangs=HangWatch(progress.slots, spec.fault_tolerance.patience(environ)),
-            restarts=Restarts(common.max_restarts),
+            restarts=restarts,
             is_run=is_run,
             deadline=deadline,
         )
@@ -235,7 +236,7 @@ def _patience(
 
 
 def _agree(
-    launch: Launch, rounds: Rounds | None, place: RunDirectory, private: Path, *, listens: bool
+    rounds: Rounds | None, place: RunDirectory, private: Path, *, max_restarts: int, listens: bool
 ) -> Generation:
     """Make the run's directories; return what all generations have in common."""
     run_id, token = uuid.uuid4().hex, secrets.token_hex(16)
@@ -255,8 +256,8 @@ def _agree(
     return Generation(
         run_id=run_id,
         token=token,
+        max_restarts=max_restarts,
         listens=listens or rounds is not None,
-        max_restarts=launch.spec.fault_tolerance.restarts(launch.environ),
     )
 
 

@@ -90,7 +90,7 @@ def test_workers_share_nothing_that_is_their_own():
 
 
 def test_error_files_of_generations_differ():
-    files = {plan(LaunchSpec(target="a.py"), generation=k).workers[0].error_file for k in range(3)}
+    files = {plan(LaunchSpec(target="a.py"), number=k).workers[0].error_file for k in range(3)}
     assert len(files) == 3
 
 
@@ -216,16 +216,17 @@ def test_replicas_that_are_no_number_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("machine", "environ", "node_count", "expected"),
+    ("machine", "environ", "nodes", "expected"),
     [
-        (LAPTOP, {}, 1, "lo"),
-        (LAPTOP, {"GLOO_SOCKET_IFNAME": "eth7"}, 1, None),
-        (Machine(cores=1, loopback=None), {}, 1, None),
-        (LAPTOP, {}, 2, None),
+        (LAPTOP, {}, (0, 0), "lo"),
+        (LAPTOP, {"GLOO_SOCKET_IFNAME": "eth7"}, (0, 0), None),
+        (Machine(cores=1, loopback=None), {}, (0, 0), None),
+        (LAPTOP, {}, (0, 1), None),
     ],
 )
-def test_a_single_node_stays_on_loopback(machine, environ, node_count, expected):
-    worker = plan(LaunchSpec(target="a.py"), machine, environ, node_count=node_count).workers[0]
+def test_a_single_node_stays_on_loopback(machine, environ, nodes, expected):
+    membership = membership_of((1, 1), nodes, 0)
+    worker = plan(LaunchSpec(target="a.py"), machine, environ, membership=membership).workers[0]
     assert worker.env.get("GLOO_SOCKET_IFNAME") == expected
 
 

@@ -488,8 +488,9 @@ def check_met(told: list[Any]) -> list[Rounds]:
     assert [one.hear() for one in launchers] == [["hello"]] * len(told)
     places = [Rendezvous(Generation(run_id="id"), 1, one) for one in launchers]
     for generation in range(2):
-        ports = together(*(place.next_generation for place in places))
-        assert len(set(ports)) == 1, ports
+        told = together(*(place.next_generation for place in places))
+        assert [one.number for one in told] == [generation] * len(places)
+        assert len({one.port for one in told}) == 1, told
         assert not places[0].store.check(["note"])
         places[0].store.set("note", f"{generation}")
         assert places[-1].store.get("note").decode() == f"{generation}"
@@ -659,7 +660,8 @@ def test_a_launch_that_has_begun_does_not_need_the_store_where_it_met(
     gone: Any = Gone()
     for one in met:
         one.keys.store = gone
-    assert all(isinstance(port, int) for port in together(*(one.next_generation for one in places)))
+    told = together(*(one.next_generation for one in places))
+    assert all(isinstance(one, Generation) for one in told), told
     for place in places:
         assert place.coordinator is not None
         place.coordinator.done()
