@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 
 import libcst as cst
@@ -14,6 +15,8 @@ from lockstep.check.fix import Edit, Place
 PART = "lockstep: the next part"
 #: Begins the text of the statement that stands where a `with` is to begin.
 _WITH = "lockstep with: "
+#: Comments for tools, about the line that they stand on.
+_FOR_TOOLS = re.compile(r"#\s*(noqa|type:|pragma|pylint|fmt|isort|lockstep)", re.IGNORECASE)
 _Statement = cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]
 
 
@@ -34,8 +37,7 @@ class Editor(cst.CSTTransformer):
     ) -> None:
         super().__init__()
         self._expressions, self._statements = expressions, statements
-        self._empty: list[cst.EmptyLine] = []
-        self._beside: set[cst.CSTNode] = set()
+        self._left: list[cst.EmptyLine] = []
         self._above: dict[cst.CSTNode, list[cst.EmptyLine]] = {}
 
     def _at(self, node: cst.CSTNode) -> Place:
@@ -43,13 +45,12 @@ class Editor(cst.CSTTransformer):
         return start.line, start.column
 
     def on_visit(self, node: cst.CSTNode) -> bool:
-        """Give the empty lines above a statement that was deleted to the next one."""
-        if isinstance(node, cst.SimpleStatementLine | cst.BaseCompoundStatement) and self._empty:
-            if not (node.leading_lines and node.leading_lines[0].comment is None):
-                self._above[node] = self._empty
-            self._empty = []
-        if isinstance(node, cst.SimpleStatementLine) and _is_shared(node):
-            self._beside.update(node.body)
+        """Give the empty lines and comments of a statement that was deleted to the next one."""
+        if isinstance(node, cst.SimpleStatementLine | cst.BaseCompoundStatement) and self._left:
+            apart = bool(node.leading_lines) and node.leading_lines[0].comment is None
+            if not apart or any(line.comment for line in self._left):
+                self._above[node] = self._left
+            self._left = []
         return super().on_visit(node)
 
     def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> object:  # type: ignore[override]
@@ -58,14 +59,16 @@ class Editor(cst.CSTTransformer):
             return self._expression(original_node, updated_node)
         if isinstance(original_node, cst.SimpleStatementLine | cst.BaseCompoundStatement):
             assert isinstance(updated_node, cst.BaseStatement)
-            return self._statement(original_node, updated_node)
-        if original_node in self._beside:  # `a = 1; b = 2`
-            edits = self._statements.get(self._at(original_node), ())
-            gone = any(edit.kind == "delete" for edit in edits)
-            return cst.RemoveFromParent() if gone else updated_node
+            return self._line(original_node, updated_node)
+        if isinstance(updated_node, cst.SimpleStatementSuite):  # `if test: a = 1`
+            assert isinstance(original_node, cst.SimpleStatementSuite)
+            body = self._apart(original_node, updated_node)
+            nothing = cst.SimpleStatementLine([cst.Pass()])
+            return updated_node if body is None else cst.IndentedBlock(body or [nothing])
         if isinstance(updated_node, cst.IndentedBlock | cst.Module):
-            self._empty = []
-            return _under_with(updated_node)
+            left, self._left = [line for line in self._left if line.comment], []
+            footer = [*left, *updated_node.footer]
+            return _under_with(updated_node.with_changes(footer=footer))
         return super().on_leave(original_node, updated_node)
 
     def _expression(self, original: cst.BaseExpression, updated: cst.CSTNode) -> cst.CSTNode:
@@ -81,22 +84,59 @@ class Editor(cst.CSTTransformer):
                 updated = _AROUND[edit.kind](updated, edit.code)
         return updated
 
-    def _statement(
+    def _line(
         self,
         original: cst.SimpleStatementLine | cst.BaseCompoundStatement,
         updated: cst.BaseStatement,
     ) -> _Statement | cst.RemovalSentinel:
+        if original in self._above:
+            updated = _with_lines(updated, [*self._above[original], *_lines(updated)])
+        if isinstance(updated, cst.SimpleStatementLine) and len(updated.body) > 1:  # `a = 1; b = 2`
+            assert isinstance(original, cst.SimpleStatementLine)
+            body = self._apart(original, updated)
+            if body is None:
+                return updated
+            return cst.FlattenSentinel(body) if body else cst.RemoveFromParent()
+        return self._statement(original, updated)
+
+    def _apart(
+        self,
+        original: cst.SimpleStatementLine | cst.SimpleStatementSuite,
+        updated: cst.SimpleStatementLine | cst.SimpleStatementSuite,
+    ) -> list[cst.BaseStatement] | None:
+        """Return statements of one line, edited, each on a line of its own; `None` where no edit is."""
+        if not any(self._at(one) in self._statements for one in original.body):
+            return None
+        plain = cst.MaybeSentinel.DEFAULT
+        lines = [
+            cst.SimpleStatementLine([one.with_changes(semicolon=plain)]) for one in updated.body
+        ]
+        if isinstance(updated, cst.SimpleStatementLine):
+            lines[0] = lines[0].with_changes(leading_lines=updated.leading_lines)
+        lines[-1] = lines[-1].with_changes(trailing_whitespace=updated.trailing_whitespace)
+        made: list[cst.BaseStatement] = []
+        for one, line in zip(original.body, lines, strict=True):
+            left, self._left = self._left, []
+            edited = self._statement(one, _with_lines(line, [*left, *line.leading_lines]))
+            if isinstance(edited, cst.BaseStatement):
+                made.append(edited)
+            elif isinstance(edited, cst.FlattenSentinel):
+                made += edited
+        return made
+
+    def _statement(
+        self, original: cst.CSTNode, updated: cst.BaseStatement
+    ) -> _Statement | cst.RemovalSentinel:
         before: list[cst.BaseStatement] = []
         after: list[cst.BaseStatement] = []
         body: list[cst.BaseStatement] | None = None
-        if original in self._above:
-            updated = _with_lines(updated, [*self._above[original], *_lines(updated)])
         for edit in self._statements.get(self._at(original), ()):
-            if edit.kind == "delete" and not _is_shared(original):
+            if edit.kind == "delete":
                 body = []
-                self._empty = _empty_lines(updated)
+                self._left = [*_lines(updated), *_beside(updated)]
             elif edit.kind == "splice" and isinstance(updated, cst.If):
                 body = _spliced(updated)
+                self._left = list(getattr(updated.body, "footer", ()))
             elif edit.kind == "with":
                 before.append(_marker(edit.code))
             elif edit.kind == "before":
@@ -115,11 +155,6 @@ class Editor(cst.CSTTransformer):
             if before or rest or after
             else cst.RemoveFromParent()
         )
-
-
-def _is_shared(statement: cst.BaseStatement) -> bool:
-    """Whether a line holds several statements."""
-    return isinstance(statement, cst.SimpleStatementLine) and len(statement.body) > 1
 
 
 def _changed(statement: cst.BaseStatement, edit: Edit) -> cst.BaseStatement:
@@ -168,7 +203,10 @@ def _passes(loop: cst.For, code: str) -> cst.BaseStatement:
             parts[-1].append(one)
     made = cst.parse_statement(code).visit(_Parts(parts))
     assert isinstance(made, cst.BaseStatement)
-    return _with_lines(made, _lines(loop))
+    assert isinstance(made, cst.For)
+    assert isinstance(made.body, cst.IndentedBlock)
+    body = made.body.with_changes(header=block.header, footer=block.footer)
+    return _with_lines(made.with_changes(body=body), _lines(loop))
 
 
 class _Parts(cst.CSTTransformer):
@@ -206,12 +244,27 @@ def _empty_lines(statement: cst.BaseStatement) -> list[cst.EmptyLine]:
     return list(itertools.takewhile(lambda line: line.comment is None, _lines(statement)))
 
 
+def _beside(statement: cst.BaseStatement) -> list[cst.EmptyLine]:
+    """Return the comment behind a statement, or behind the head of one with a block, as a line."""
+    block = getattr(statement, "body", None)
+    behind = block.header if isinstance(block, cst.IndentedBlock) else None
+    if isinstance(statement, cst.SimpleStatementLine):
+        behind = statement.trailing_whitespace
+    comment = behind.comment if behind is not None else None
+    if comment is None or _FOR_TOOLS.match(comment.value):
+        return []
+    return [cst.EmptyLine(comment=comment)]
+
+
 def _spliced(node: cst.If) -> list[cst.BaseStatement]:
     """Return the body of an `if`; what stands above it stands above the first statement."""
     block = node.body
+    if isinstance(block, cst.SimpleStatementSuite):
+        made = cst.SimpleStatementLine(block.body, trailing_whitespace=block.trailing_whitespace)
+        return [made.with_changes(leading_lines=node.leading_lines)]
     assert isinstance(block, cst.IndentedBlock)
     first, *rest = block.body
-    return [_with_lines(first, [*node.leading_lines, *_lines(first)]), *rest]
+    return [_with_lines(first, [*node.leading_lines, *_beside(node), *_lines(first)]), *rest]
 
 
 def _marker(code: str) -> cst.SimpleStatementLine:

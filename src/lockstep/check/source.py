@@ -9,6 +9,7 @@ import re
 import tokenize
 import warnings
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -171,6 +172,12 @@ class Module:
         """The functions that are no methods, by name; of several, the first."""
         free = [one for one in self.functions if self.enclosing_class(one) is None]
         return {one.name: one for one in reversed(free)}
+
+    def above(self, node: ast.AST) -> Iterator[ast.AST]:
+        """Yield what a node stands in, from the inside."""
+        while (parent := self.parents.get(node)) is not None:
+            yield parent
+            node = parent
 
     def scope(self, node: ast.AST) -> Scope:
         """Return the function, or the module, that a node stands in."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 
 from lockstep.check.arguments import argument
+from lockstep.check.rules.microbatches import is_shown
 from lockstep.check.script import EVALUATION, Script
 from lockstep.check.source import Loop, dotted
 from lockstep.convert import questions
@@ -23,7 +24,23 @@ def convert(draft: Draft) -> None:
                 _loader(draft, loop, one)
         if not found:
             draft.ask(loop, questions.LOADER.format(_text(given)))
+        _others(draft, loop)
     _measured(draft, held)
+
+
+def _others(draft: Draft, loop: Loop) -> None:
+    """Ask about what goes beside the loader of a loop, and about parts of a loader."""
+    inside = ast.walk(loop.iter) if isinstance(loop, ast.For) else ()
+    for call in (one for one in inside if isinstance(one, ast.Call)):
+        name = dotted(call.func).rpartition(".")[2]
+        if name == "islice":
+            draft.ask(loop, questions.LEAVES)
+        elif name in ("zip", "cycle"):
+            draft.ask(loop, questions.LOADER.format(_text(call)))
+            break
+    for call in draft.module.calls:
+        if dotted(call.func) == "next" and draft.script.step_loop(call) is loop:
+            draft.ask(call, questions.LOADER.format(_text(call)))
 
 
 def _text(node: ast.expr | None) -> str:
@@ -62,7 +79,19 @@ def _loader(draft: Draft, loop: Loop, made: ast.expr) -> None:
     for call in calls:
         if argument(call, "batch_sampler") is not None:
             draft.ask(call, questions.BATCH_SAMPLER)
+        size = argument(call, "batch_size", 1)
+        if size is not None and dotted(size):
+            _sizes(draft, loop, dotted(size).rpartition(".")[2])
     draft.edit("wrap", made, f"{RUN}.loader")
+
+
+def _sizes(draft: Draft, loop: Loop, name: str) -> None:
+    """Ask where a training loop reads the size of a batch: a microbatch has a part of it."""
+    for node in ast.walk(draft.module.tree):
+        read = isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load)
+        same = read and dotted(node).rpartition(".")[2] == name
+        if same and draft.script.step_loop(node) is loop and not is_shown(draft.script, node):
+            draft.ask(node, questions.SIZE.format(name))
 
 
 def _measured(draft: Draft, held: set[ast.expr]) -> None:

@@ -27,7 +27,9 @@ class Draft:
         removed: statements that go.
         notes: what the user should know, and need not answer.
         inside: what has to be under the run, and does not name it: where models are made.
+        held: where the models are made that the run is given.
         fading: assignments that go when nothing reads their names any more.
+        imports: statements that import what edits name, besides Lockstep.
         seed: the seed of the run, as it is written.
         precision: its precision, as an argument.
     """
@@ -38,8 +40,10 @@ class Draft:
         self.questions: dict[ast.stmt, list[str]] = {}
         self.removed: set[ast.stmt] = set()
         self.inside: list[ast.expr] = []
+        self.held: set[ast.expr] = set()
         self.fading: set[ast.Assign] = set()
         self.notes: list[str] = []
+        self.imports: list[str] = []
         self.seed, self.precision = "0", ""
 
     def edit(self, kind: Kind, node: ast.expr | ast.stmt, code: str = "", name: str = "") -> None:
@@ -74,10 +78,12 @@ class Draft:
             statement, parent = parent, self.module.parents.get(parent)
         return statement
 
-    def mentions(self, name: str, scope: ast.AST) -> Iterator[ast.Name]:
-        """Yield where a name is read in a scope and what stands in it."""
+    def mentions(self, name: str, scope: ast.AST) -> Iterator[ast.Name | ast.Attribute]:
+        """Yield where a name, or `self.name`, is read in a scope and what stands in it."""
         for node in ast.walk(scope):
-            if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load):
+            if not isinstance(node, ast.Name | ast.Attribute) or dotted(node) != name:
+                continue
+            if isinstance(node.ctx, ast.Load):
                 yield node
 
 
@@ -106,7 +112,7 @@ def origins(script: Script, node: ast.expr, depth: int = 8) -> list[ast.expr]:
     if depth == 0 or not isinstance(node, ast.Name | ast.Attribute):
         return [node]
     found: list[ast.expr] = []
-    for module, value in _bound(script, node):
+    for module, value in latest(script, node):
         if module is not script.module:
             continue
         if isinstance(value, Part):
@@ -121,7 +127,8 @@ def origins(script: Script, node: ast.expr, depth: int = 8) -> list[ast.expr]:
     return list(dict.fromkeys(found))
 
 
-def _bound(script: Script, node: ast.Name | ast.Attribute) -> list[tuple[Module, ast.expr | Part]]:
+def latest(script: Script, node: ast.Name | ast.Attribute) -> list[tuple[Module, ast.expr | Part]]:
+    """Return what was last bound to a variable before it is read, and the files that it stands in."""
     module = script.module
     if isinstance(node, ast.Attribute):
         own = module.enclosing_class(node) if dotted(node).startswith("self.") else None
@@ -174,32 +181,40 @@ def _moves(script: Script, value: ast.expr) -> bool:
 
 def conditional(module: Module, node: ast.AST, other: ast.AST) -> bool:
     """Whether a node stands under a condition that another one does not stand under."""
-    above = set(ancestors(module, other))
+    above = set(module.above(other))
     return any(
-        isinstance(one, ast.If | ast.IfExp) and one not in above for one in ancestors(module, node)
+        isinstance(one, ast.If | ast.IfExp) and one not in above for one in module.above(node)
     )
 
 
-def ancestors(module: Module, node: ast.AST) -> Iterator[ast.AST]:
-    """Yield what a node stands in, from the inside."""
-    while (parent := module.parents.get(node)) is not None:
-        yield parent
-        node = parent
+def method_calls(node: ast.AST, *methods: str) -> list[ast.Call]:
+    """Return the calls of methods with these names that stand in a node."""
+    return [
+        one
+        for one in ast.walk(node)
+        if isinstance(one, ast.Call)
+        and isinstance(one.func, ast.Attribute)
+        and one.func.attr in methods
+    ]
 
 
 def calls(node: ast.AST, *methods: str) -> int:
     """Return how many calls of methods with these names stand in a node."""
-    return sum(
-        isinstance(one, ast.Call)
-        and isinstance(one.func, ast.Attribute)
-        and one.func.attr in methods
-        for one in ast.walk(node)
-    )
+    return len(method_calls(node, *methods))
+
+
+def sent_backward(call: ast.Call) -> ast.expr:
+    """Return what a call of `backward` sends: of a scaled loss the loss."""
+    assert isinstance(call.func, ast.Attribute)
+    match call.func.value:
+        case ast.Call(func=ast.Attribute(attr="scale"), args=[loss]):
+            return loss
+    return call.func.value
 
 
 def in_loop(module: Module, node: ast.AST) -> bool:
     """Whether a node stands in a loop of its own function."""
-    for one in ancestors(module, node):
+    for one in module.above(node):
         if isinstance(one, Function):
             return False
         if isinstance(one, Loop):

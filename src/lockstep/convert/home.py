@@ -9,7 +9,7 @@ from lockstep.check.fix import Edit
 from lockstep.check.script import Script
 from lockstep.check.source import Function, Loop, Module, Scope
 from lockstep.convert import questions
-from lockstep.convert.draft import RUN, Draft, ancestors
+from lockstep.convert.draft import RUN, Draft
 from lockstep.errors import UsageError
 
 
@@ -51,7 +51,7 @@ def find(draft: Draft, needing: list[ast.AST]) -> Home:
 def under(script: Script, node: ast.AST, scope: Scope, depth: int = 6) -> bool:
     """Whether a node stands in a function, or only in functions that are called from there."""
     module = script.module
-    if scope in ancestors(module, node):
+    if scope in module.above(node):
         return True
     function = module.scope(node)
     sites = _sites(script, function)
@@ -78,7 +78,7 @@ def _entries(script: Script, node: ast.AST, scope: Scope, depth: int = 6) -> lis
     ]
     return found or [
         one
-        for one in ancestors(module, node)
+        for one in module.above(node)
         if isinstance(one, ast.stmt) and module.parents.get(one) is scope
     ]
 
@@ -104,7 +104,7 @@ def _common(module: Module, scope: Scope, entries: list[ast.stmt]) -> tuple[list
 
 def _top(module: Module, block: list[ast.stmt], entry: ast.stmt) -> ast.stmt | None:
     """Return the statement of a block that an entry stands in."""
-    for one in (entry, *ancestors(module, entry)):
+    for one in (entry, *module.above(entry)):
         if one in block:
             return one
     return None
@@ -148,7 +148,7 @@ class _Passing:
             scope = module.scope(scope)
         if scope is self.home.scope or isinstance(self.home.scope, ast.Module):
             return self.name
-        if self.home.scope in ancestors(module, scope) or not isinstance(scope, Function):
+        if self.home.scope in module.above(scope) or not isinstance(scope, Function):
             return self.name
         owner = module.parents.get(scope)
         if not isinstance(owner, ast.ClassDef):

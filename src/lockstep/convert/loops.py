@@ -8,7 +8,16 @@ from typing import Any
 from lockstep.check.arguments import argument
 from lockstep.check.source import Loop, dotted
 from lockstep.convert import questions
-from lockstep.convert.draft import RUN, Draft, ancestors, calls, origins
+from lockstep.convert.draft import (
+    RUN,
+    Draft,
+    calls,
+    latest,
+    method_calls,
+    origins,
+    root,
+    sent_backward,
+)
 
 _CLIPPING = {
     "torch.nn.utils.clip_grad_norm_": "clip_grad_norm_",
@@ -16,6 +25,7 @@ _CLIPPING = {
     "torch.nn.utils.clip_grad.clip_grad_norm_": "clip_grad_norm_",
     "torch.nn.utils.clip_grad_value_": "clip_grad_value_",
 }
+_EXITS = ("sys.exit", "exit", "quit", "os._exit", "os.abort")
 
 
 def convert(draft: Draft) -> None:
@@ -28,8 +38,7 @@ def convert(draft: Draft) -> None:
             _backward(draft, call)
     for loop in draft.script.step_loops:
         _accumulation(draft, loop)
-        _leaving(draft, loop)
-    _sums(draft)
+    _leaving(draft)
     for name, method in _CLIPPING.items():
         for call in draft.script.calls(name):
             draft.edit("callee", call, f"{RUN}.{method}")
@@ -37,24 +46,27 @@ def convert(draft: Draft) -> None:
 
 def _counting(draft: Draft, loop: Loop) -> Loop:
     """Return the loop that counts epochs: this one, or one around it, as around phases of an epoch."""
-    around = [one for one in ancestors(draft.module, loop) if isinstance(one, Loop)]
+    around = [one for one in draft.module.above(loop) if isinstance(one, Loop)]
     for one in (loop, *around):
-        if isinstance(one, ast.For) and _range(one.iter):
+        if isinstance(one, ast.For) and _counted(draft, one.iter)[1]:
             return one
     return loop
 
 
 def _epochs(draft: Draft, loop: Loop) -> None:
-    counted = None if isinstance(loop, ast.While) else _range(loop.iter)
+    bar, counted = (None, None) if isinstance(loop, ast.While) else _counted(draft, loop.iter)
     if counted is None or not isinstance(loop, ast.For):
         draft.ask(loop, questions.EPOCHS)
         return
-    first, last = counted
+    *start, last = counted.args
     source = draft.module.source
-    if first is None or (isinstance(first, ast.Constant) and first.value == 0):
-        draft.edit("replace", loop.iter, f"{RUN}.epochs({source(last)})")
+    first = next((one for one in start if ast.unparse(one) != "0"), None)
+    count = source(last) if first is None else _difference(draft, first, last)
+    draft.edit("replace", counted, _with_bar(draft, counted, count))
+    if bar is not None and argument(bar, "total") is None:
+        draft.edit("argument", bar, count, "total")
+    if first is None:
         return
-    draft.edit("replace", loop.iter, f"{RUN}.epochs({_difference(draft, first, last)})")
     read = isinstance(loop.target, ast.Name) and any(
         draft.mentions(loop.target.id, statement) for statement in loop.body
     )
@@ -62,16 +74,32 @@ def _epochs(draft: Draft, loop: Loop) -> None:
         draft.edit("first", loop, f"{source(loop.target)} += {source(first)}")
 
 
-def _range(node: ast.expr) -> tuple[ast.expr | None, ast.expr] | None:
-    """Return where a `range`, also one with a bar, begins and ends."""
-    if not isinstance(node, ast.Call) or not node.args:
-        return None
-    name = dotted(node.func).rpartition(".")[2]
-    if name == "tqdm":
-        return _range(node.args[0])
-    if name not in ("range", "trange") or len(node.args) > 2:
-        return None
-    return (None, node.args[0]) if len(node.args) == 1 else (node.args[0], node.args[1])
+def _counted(draft: Draft, node: ast.expr) -> tuple[ast.Call | None, ast.Call | None]:
+    """Return the bar that a loop goes over, if there is one, and the `range` of its numbers."""
+    for one in origins(draft.script, node.value if isinstance(node, ast.NamedExpr) else node):
+        match one:
+            case ast.Call(func=func, args=[ast.Call() as inner, *_]) if _last(func) == "tqdm":
+                return one, _counted(draft, inner)[1]
+            case ast.Call(func=func, args=[_] | [_, _]) if _last(func) in ("range", "trange"):
+                return None, one
+    return None, None
+
+
+def _last(node: ast.expr) -> str:
+    return dotted(node).rpartition(".")[2]
+
+
+def _with_bar(draft: Draft, counted: ast.Call, count: str) -> str:
+    """Return the epochs of a run, with the bar of a `trange`."""
+    epochs, source = f"{RUN}.epochs({count})", draft.module.source
+    if _last(counted.func) == "range":
+        return epochs
+    home = draft.script.name(counted.func).rpartition(".")[0]
+    if home and isinstance(counted.func, ast.Name) and "tqdm" not in draft.module.imports:
+        draft.imports.append(f"from {home} import tqdm")
+    words = [f"{word.arg}={source(word.value)}" for word in counted.keywords]
+    bar = source(counted.func).removesuffix("trange") + "tqdm"
+    return f"{bar}({', '.join([epochs, f'total={count}', *words])})"
 
 
 def _difference(draft: Draft, first: ast.expr, last: ast.expr) -> str:
@@ -131,7 +159,7 @@ def _inside(draft: Draft, loop: Loop, *kind: type[ast.stmt]) -> list[Any]:
     found = []
     for node in ast.walk(loop):
         if isinstance(node, kind):
-            nearest = next(one for one in ancestors(draft.module, node) if isinstance(one, Loop))
+            nearest = next(one for one in draft.module.above(node) if isinstance(one, Loop))
             if nearest is loop:
                 found.append(node)
     return found
@@ -160,7 +188,11 @@ def _varies(loop: Loop, test: ast.expr) -> bool:
 
 def _modulus(test: ast.expr) -> ast.expr | None:
     """Return `n` of `(i + 1) % n == 0`, also beside `i + 1 == len(loader)`."""
-    first = test.values[0] if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or) else test
+    first = test
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or):
+        first, *others = test.values
+        if not all(isinstance(one, ast.Compare) and "len(" in ast.unparse(one) for one in others):
+            return None
     match first:
         case ast.Compare(left=ast.BinOp(op=ast.Mod(), right=number), ops=[ast.Eq()]):
             return number
@@ -173,33 +205,46 @@ def _loaders(draft: Draft, loop: Loop) -> list[ast.Call]:
 
 
 def _divisions(draft: Draft, loop: Loop, number: ast.expr) -> list[ast.AugAssign | ast.BinOp]:
-    """Return where the loop divides losses by a number, and where the length of its loader is divided.
+    """Return where the losses that are sent backward are divided by a number, and what follows from it.
 
-    None where no loss is: a loss that is a sum over batches is another one when the batch is larger.
+    None where one of them is not: a sum over batches is another loss when the batch is larger.
     """
     same = ast.dump(number)
-    found: list[ast.AugAssign | ast.BinOp] = []
-    for node in ast.walk(loop):
-        if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
-            if ast.dump(node.value) == same and "loss" in ast.unparse(node.target):
-                found.append(node)  # `loss /= n`
-        elif (
-            isinstance(node, ast.BinOp)
-            and isinstance(node.op, ast.Div)
-            and ast.dump(node.right) == same
-            and "loss" in ast.unparse(node.left)
-        ):
-            found.append(node)
-    if not found:
+    sent = [_divided(draft, sent_backward(call), same) for call in method_calls(loop, "backward")]
+    if not all(sent):
         return []
+    found = list(dict.fromkeys(one for divided in sent for one in divided))
+    names = {_target(draft, one) for one in found} - {""}  # `loss` of `loss = loss / n`
     loaders = set(_loaders(draft, loop))
     for node in ast.walk(draft.module.tree):
         if isinstance(node, ast.BinOp) and ast.dump(node.right) == same and node not in found:
             length = isinstance(node.op, ast.Div | ast.FloorDiv) and _length(draft, node, loaders)
-            logged = isinstance(node.op, ast.Mult) and "loss" in ast.unparse(node.left)
+            logged = isinstance(node.op, ast.Mult) and dotted(root(node.left) or loop) in names
             if length or (logged and draft.module.scope(node) is draft.module.scope(loop)):
                 found.append(node)
     return found
+
+
+def _divided(draft: Draft, node: ast.expr, same: str) -> list[ast.AugAssign | ast.BinOp]:
+    """Return the divisions by a number that a whole loss has gone through; none where a part has not."""
+    match node:
+        case ast.BinOp(op=ast.Div(), right=right) if ast.dump(right) == same:
+            above = draft.module.parents.get(node)
+            return [above if isinstance(above, ast.AugAssign) else node]
+        case ast.BinOp(op=ast.Mult() | ast.Div(), left=left):
+            return _divided(draft, left, same)
+        case ast.Name() | ast.Attribute():
+            values = [value for _, value in latest(draft.script, node)]
+            found = [_divided(draft, one, same) for one in values if isinstance(one, ast.expr)]
+            return [one for part in found for one in part] if all(found) else []
+    return []
+
+
+def _target(draft: Draft, division: ast.AugAssign | ast.BinOp) -> str:
+    """Return the variable that a divided loss is bound to."""
+    if isinstance(division, ast.AugAssign):
+        return dotted(division.target)
+    return draft.script.bound_name(division)
 
 
 def _length(draft: Draft, node: ast.BinOp, loaders: set[ast.Call]) -> bool:
@@ -224,38 +269,27 @@ def _undivide(draft: Draft, node: ast.AugAssign | ast.BinOp) -> None:
         draft.remove(above)  # `loss = loss / n`
 
 
-def _leaving(draft: Draft, loop: Loop) -> None:
-    for node in _inside(draft, loop, ast.Break, ast.Return):
-        draft.ask(node, questions.LEAVES)
-    for node in _inside(draft, loop, ast.Continue):
-        draft.ask(node, questions.SKIPS)
-
-
-# Losses that are sums ------------------------------------------------------------------------------------
-
-
-def _sums(draft: Draft) -> None:
-    """Ask about losses of training that are sums over samples."""
+def _leaving(draft: Draft) -> None:
+    """Ask about what leaves a training loop, or the script, or passes over a part of a batch."""
     script, module = draft.script, draft.module
-    trained = {
-        called
-        for call in module.calls
-        if script.step_loop(call) is not None and (called := script.project.callee(module, call))
-    }
-    for call in module.calls:
-        trains = script.step_loop(call) is not None or module.scope(call) in trained
-        if _takes_sum(call) and (trains or script.name(call.func).endswith("Loss")):
-            draft.ask(call, questions.SUMS)
-    for call in script.methods("backward"):
-        assert isinstance(call.func, ast.Attribute)
-        for value in origins(script, call.func.value):
-            summing = value.func if isinstance(value, ast.Call) else None
-            if isinstance(summing, ast.Attribute) and summing.attr == "sum":
-                draft.ask(value, questions.SUMS)
+    for loop in script.step_loops:
+        for node in _inside(draft, loop, ast.Break):
+            draft.ask(node, questions.LEAVES)
+        for node in _inside(draft, loop, ast.Continue):
+            draft.ask(node, questions.SKIPS)
+        for node in ast.walk(loop):
+            if isinstance(node, ast.Return) and module.scope(node) is module.scope(loop):
+                draft.ask(node, questions.LEAVES)
+    for node in ast.walk(module.tree):
+        if exits(draft, node) and script.step_loop(node) is not None:
+            draft.ask(node, questions.LEAVES)
 
 
-def _takes_sum(call: ast.Call) -> bool:
-    return any(
-        (one.arg, ast.unparse(one.value)) in (("reduction", "'sum'"), ("size_average", "False"))
-        for one in call.keywords
-    )
+def exits(draft: Draft, node: ast.AST) -> bool:
+    """Whether a node ends the script, or raises an exception of the script's own."""
+    if isinstance(node, ast.Call):
+        return draft.script.name(node.func) in _EXITS
+    if not isinstance(node, ast.Raise) or node.exc is None:
+        return False
+    raised = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+    return dotted(raised) in {"SystemExit", "KeyboardInterrupt", *draft.module.classes}

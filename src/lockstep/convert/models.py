@@ -7,11 +7,15 @@ import re
 
 from lockstep.check.arguments import argument
 from lockstep.check.source import dotted
-from lockstep.convert import questions
-from lockstep.convert.draft import RUN, Draft, ancestors, origins, root
+from lockstep.convert import precision, questions
+from lockstep.convert.draft import REPLICAS, RUN, Draft, origins, root
 
 _OPTIMIZER = re.compile(r"^torch\.optim\.(?!lr_scheduler|swa_utils)(\w+\.)?[A-Z]\w*$")
 _SCHEDULER = re.compile(r"^torch\.optim\.lr_scheduler\.[A-Z]\w*$|(^|\.)get_\w*schedule\w*$")
+#: Layers, and models that have them, whose statistics are those of a part of a batch.
+_NORMALISED = re.compile(r"^torch\.nn\.(Lazy)?BatchNorm|^torchvision\.models\.")
+#: What else has a method `step`: the run knows it, or it counts steps for itself alone.
+_STEPS = (*precision.SCALERS, "torch.profiler.profile")
 #: Wrappers that Lockstep stands in for, and their arguments that name devices.
 _WRAPPERS = ("DDP", "DataParallel")
 _DEVICES = ("device_ids", "output_device", "dim")
@@ -21,17 +25,20 @@ def convert(draft: Draft) -> None:
     """Give models, optimizers and schedulers to the run."""
     script = draft.script
     made = [call for call in draft.module.calls if _OPTIMIZER.match(script.name(call.func))]
-    made += _stepped(draft, made)
-    held: set[ast.expr] = set()
+    schedulers = [call for call in draft.module.calls if _SCHEDULER.search(script.name(call.func))]
+    made += _stepped(draft, {*made, *schedulers})
     for call in made:
-        _optimizer(draft, call, held)
-    _wrappers(draft, held)
-    for call in draft.module.calls:
-        if _SCHEDULER.search(script.name(call.func)) and not _is_part(draft, call):
+        _optimizer(draft, call)
+    _wrappers(draft)
+    for call in schedulers:
+        if not _is_part(draft, call):
             draft.edit("wrap", call, f"{RUN}.scheduler")
+    normalised = any(_NORMALISED.match(name) for name in script.called)
+    if normalised and "ddp" not in script.flavours:
+        draft.notes.append(questions.NORMALISED.format(REPLICAS))
 
 
-def _stepped(draft: Draft, known: list[ast.Call]) -> list[ast.Call]:
+def _stepped(draft: Draft, known: set[ast.Call]) -> list[ast.Call]:
     """Return the calls that make what is stepped and zeroed, by other names than torch's."""
     script, found = draft.script, []
     zeroed = {
@@ -39,27 +46,31 @@ def _stepped(draft: Draft, known: list[ast.Call]) -> list[ast.Call]:
         for call in script.methods("zero_grad")
         if isinstance(call.func, ast.Attribute)
     }
-    for call in script.methods("step"):
+    elements = {
+        dotted(loop.target) for loop in draft.module.loops if not isinstance(loop, ast.While)
+    }
+    for call in script.methods("step", "step_update"):
         assert isinstance(call.func, ast.Attribute)
-        receiver = call.func.value
-        if dotted(receiver) not in zeroed or script.step_loop(call) is None:
+        receiver, called = call.func.value, script.project.callee(draft.module, call)
+        if script.step_loop(call) is None or known & set(script.sources(receiver)):
             continue
-        if set(script.sources(receiver)) & set(known):
-            continue
+        if called is not None and script.level(called.body) is not None:
+            continue  # it trains
         calls = [one for one in origins(script, receiver) if isinstance(one, ast.Call)]
-        found += calls
-        if not calls:
+        if calls and dotted(receiver) in zeroed:
+            found += calls
+        elif dotted(receiver) not in elements and not script.made_by(receiver, *_STEPS):
             draft.ask(call, questions.OPTIMIZER.format(dotted(receiver)))
     return list(dict.fromkeys(found))
 
 
-def _optimizer(draft: Draft, call: ast.Call, held: set[ast.expr]) -> None:
+def _optimizer(draft: Draft, call: ast.Call) -> None:
     roots = _roots(draft, call)
     if not roots:
         draft.ask(call, questions.PARAMETERS)
         return
     for variable in roots:
-        _model(draft, variable, call, held)
+        _model(draft, variable, call)
     draft.edit("wrap", call, f"{RUN}.optimizer")
 
 
@@ -87,12 +98,12 @@ def _roots(draft: Draft, call: ast.Call) -> list[ast.expr]:
     return list(found.values())
 
 
-def _model(draft: Draft, variable: ast.expr, call: ast.Call, held: set[ast.expr]) -> None:
+def _model(draft: Draft, variable: ast.expr, call: ast.Call) -> None:
     """Give the model that a variable is to the run, before the optimizer is made."""
     found = origins(draft.script, variable)
-    if any(one in held for one in found):
+    if any(one in draft.held for one in found):
         return
-    held.update(found)
+    draft.held.update(found)
     made_in = [
         one
         for home, one in draft.script.project.sources(draft.module, variable)
@@ -161,11 +172,11 @@ def _changed_after(
     return found
 
 
-def _wrappers(draft: Draft, held: set[ast.expr]) -> None:
+def _wrappers(draft: Draft) -> None:
     """Leave of `DDP(model)` and of `model.module` the model, where the run holds it already."""
     script, module = draft.script, draft.module
     for call in script.calls(*_WRAPPERS):
-        if call in held or not call.args:
+        if call in draft.held or not call.args:
             continue
         match module.statement(call):
             case ast.Assign(targets=[target], value=value) as statement if value is call and dotted(
@@ -196,7 +207,7 @@ def _is_part(draft: Draft, call: ast.Call) -> bool:
                 given,
                 *(one for part in _listed(script, given) for one in script.sources(part)),
             ]
-            if call in values or other in ancestors(draft.module, call):
+            if call in values or other in draft.module.above(call):
                 return True
     return False
 

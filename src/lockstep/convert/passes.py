@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from lockstep.check.editor import PART
 from lockstep.check.source import Loop, dotted
-from lockstep.convert import questions
-from lockstep.convert.draft import RUN, Draft, calls
+from lockstep.convert import carried, questions
+from lockstep.convert.draft import RUN, Draft, calls, sent_backward
 
 #: What reads a tensor without its graph.
 _NUMBERS = ("detach", "item", "data", "shape", "size")
@@ -43,42 +43,34 @@ def _starts(body: Sequence[ast.stmt]) -> list[int]:
 def _one_backward(draft: Draft, part: Sequence[ast.stmt]) -> None:
     """Send the sum of losses backward where each was sent by itself."""
     sent = [
-        (one, one.value) for one in part if isinstance(one, ast.Expr) and _is_backward(one.value)
+        (one, one.value)
+        for one in part
+        if isinstance(one, ast.Expr) and isinstance(one.value, ast.Call) and is_backward(one.value)
     ]
     if len(sent) < 2:
         return
-    if not _may_join(part, [one for one, _ in sent]):
+    losses = [sent_backward(call) for _, call in sent]
+    inner = {node for one in losses for node in ast.walk(one)}
+    if any(edit.node in inner for edit in draft.edits) or not _may_join(part, sent):
         draft.ask(sent[0][0], questions.BACKWARD)
         return
-    losses = [draft.operand(_loss(call)) for _, call in sent]
     *earlier, (_, last) = sent
     for statement, call in earlier:
         draft.edits = [edit for edit in draft.edits if edit.node is not call]
         draft.remove(statement)
     draft.edits = [edit for edit in draft.edits if edit.node is not last]
-    draft.edit("replace", last, f"{RUN}.backward({' + '.join(losses)})")
+    total = " + ".join(draft.operand(one) for one in losses)
+    draft.edit("replace", last, f"{RUN}.backward({total})")
 
 
-def _loss(call: ast.expr) -> ast.expr:
-    """Return what is sent backward: of a scaled loss the loss."""
-    assert isinstance(call, ast.Call)
-    assert isinstance(call.func, ast.Attribute)
-    match call.func.value:
-        case ast.Call(func=ast.Attribute(attr="scale"), args=[loss]):
-            return loss
-    return call.func.value
-
-
-def _may_join(part: Sequence[ast.stmt], sent: Sequence[ast.Expr]) -> bool:
+def _may_join(part: Sequence[ast.stmt], sent: Sequence[tuple[ast.stmt, ast.Call]]) -> bool:
     """Whether losses may be added up: without gradients of their own, and not bound again in between."""
     if any(
-        one.value.args or {word.arg for word in one.value.keywords} - {"retain_graph"}
-        for one in sent
-        if isinstance(one.value, ast.Call)
+        call.args or {word.arg for word in call.keywords} - {"retain_graph"} for _, call in sent
     ):
         return False
-    first, last = part.index(sent[0]), part.index(sent[-1])
-    for statement in sent[:-1]:
+    first, last = part.index(sent[0][0]), part.index(sent[-1][0])
+    for statement, _ in sent[:-1]:
         read = {one.id for one in _names(statement)}
         after = part[max(first, part.index(statement)) : last]
         stored = {n.id for one in after for n in _names(one) if isinstance(n.ctx, ast.Store)}
@@ -87,23 +79,21 @@ def _may_join(part: Sequence[ast.stmt], sent: Sequence[ast.Expr]) -> bool:
     return True
 
 
-def _is_backward(node: ast.expr) -> bool:
-    return (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr == "backward"
-    )
+def is_backward(call: ast.Call) -> bool:
+    """Whether a call is one of a method `backward`."""
+    return isinstance(call.func, ast.Attribute) and call.func.attr == "backward"
 
 
 def _two_passes(draft: Draft, loop: Loop, second: int) -> None:
     """Write a loop over batches, with a pass for each update; what the second needs is kept."""
     taken, first = _taken(loop), loop.body[:second]
     needed = _needed(first, loop.body[second:])
-    with_graph = _keeps_attributes(first, loop.body[second:]) or any(
-        _goes_through(draft, loop.body[second:], name) and _has_graph(draft, first, name)
+    undecided = _keeps_attributes(first, loop.body[second:]) or any(
+        not carried.binds(first, name)
+        or (_goes_through(draft, loop.body[second:], name) and _has_graph(draft, first, name))
         for name in needed
     )
-    if taken is None or not isinstance(loop, ast.For) or with_graph:
+    if taken is None or not isinstance(loop, ast.For) or undecided:
         draft.ask(loop, questions.UPDATES)
         return
     source = draft.module.source

@@ -7,21 +7,13 @@ import re
 
 from lockstep.check.arguments import argument
 from lockstep.check.script import Script
-from lockstep.check.source import Function, dotted
+from lockstep.check.source import Function
 from lockstep.convert import questions, unused
 from lockstep.convert.draft import REPLICAS, RUN, Draft
 from lockstep.convert.home import Home
 
 _GOES = ("dist.init_process_group", "dist.destroy_process_group")
 _ADDRESS = re.compile(r"^MASTER_(ADDR|PORT)$")
-#: Variables of the environment, and what a run calls their values. The number of ranks is that of replicas:
-#: what is computed from it is the same on every layout.
-_VARIABLES = {
-    re.compile(r"^RANK$"): "world.rank",
-    re.compile(r"^LOCAL_RANK$"): "world.local_rank",
-    re.compile(r"^WORLD_SIZE$"): "replicas",
-}
-_ANSWERS = {"dist.get_rank": "world.rank", "dist.get_world_size": "replicas"}
 _COLLECTIVE = re.compile(
     r"^dist\.(all_\w+|reduce\w*|broadcast\w*|gather\w*|scatter\w*|monitored_barrier)$"
 )
@@ -44,11 +36,6 @@ def convert(draft: Draft) -> None:
             draft.remove(statement)
     for call in draft.module.calls:
         _call(draft, call)
-    for node in ast.walk(draft.module.tree):
-        if isinstance(node, ast.Subscript) and (named := _variable(node)):
-            draft.edit("replace", _number(draft, node), f"{RUN}.{named}")
-        elif isinstance(node, ast.Slice) and script.is_rank(node):
-            draft.ask(node, questions.PART)
     for call in list(script.calls("DataLoader")):
         _sampler(draft, call)
 
@@ -72,42 +59,13 @@ def _sets_address(statement: ast.Assign) -> bool:
 
 def _call(draft: Draft, call: ast.Call) -> None:
     script, name = draft.script, draft.script.name(call.func)
-    if name in _ANSWERS and not call.args:
-        parent = draft.module.parents.get(call)
-        zero = isinstance(parent, ast.Compare) and isinstance(parent.ops[0], ast.Eq)
-        if zero and name == "dist.get_rank" and ast.unparse(parent.comparators[0]) == "0":  # type: ignore[union-attr]
-            draft.edit("replace", parent, f"{RUN}.is_main_process")  # type: ignore[arg-type]
-        else:
-            draft.edit("replace", call, f"{RUN}.{_ANSWERS[name]}")
-    elif name == "dist.barrier":
+    if name == "dist.barrier":
         draft.edit("replace", call, f"{RUN}.barrier()")
     elif _COLLECTIVE.match(name):
         if script.evaluates(call) and script.step_loop(call) is None:
             _remove(draft, call)  # each rank measures on all of the data
         else:
             draft.ask(call, questions.COLLECTIVE.format(name))
-    elif (
-        isinstance(call.func, ast.Attribute)
-        and call.func.attr == "get"
-        and (named := _variable(call))
-    ):
-        draft.edit("replace", _number(draft, call), f"{RUN}.{named}")
-
-
-def _variable(node: ast.Subscript | ast.Call) -> str:
-    """Return what a run calls the value of `os.environ["RANK"]` or `os.environ.get("RANK", 0)`."""
-    owner = node.value if isinstance(node, ast.Subscript) else getattr(node.func, "value", None)
-    key = node.slice if isinstance(node, ast.Subscript) else next(iter(node.args), None)
-    if owner is None or not dotted(owner).endswith("environ") or not isinstance(key, ast.Constant):
-        return ""
-    return next((name for form, name in _VARIABLES.items() if form.match(str(key.value))), "")
-
-
-def _number(draft: Draft, node: ast.expr) -> ast.expr:
-    """Return `int(…)` around an expression, if it is there."""
-    parent = draft.module.parents.get(node)
-    is_int = isinstance(parent, ast.Call) and dotted(parent.func) == "int"
-    return parent if is_int else node  # type: ignore[return-value]
 
 
 # Samplers ------------------------------------------------------------------------------------------
@@ -125,8 +83,14 @@ def _sampler(draft: Draft, call: ast.Call) -> None:
         draft.edit("argument", call, "" if asked == "False" else asked, "shuffle")
         for one in made:
             _forget(draft, one)
+            left_out = argument(one, "drop_last", 5)
+            drops = left_out is not None and ast.unparse(left_out) != "False"
+            if trains and (drops or argument(one, "seed", 4) is not None):
+                draft.ask(call, questions.SAMPLER)
     if trains and made:
         _batch(draft, call)
+    elif trains and argument(call, "batch_sampler") is None:
+        draft.ask(call, questions.BATCH_SIZE)
 
 
 def _forget(draft: Draft, made: ast.Call) -> None:

@@ -16,20 +16,28 @@ from lockstep.check.project import Project
 from lockstep.check.script import Script
 from lockstep.check.source import Module
 from lockstep.convert import (
+    carried,
     data,
     decisions,
     home,
     loops,
+    losses,
     models,
     passes,
     precision,
     processes,
+    ranks,
     saving,
     unused,
 )
 from lockstep.convert.draft import REPLICAS, RUN, Draft
 from lockstep.convert.questions import MARK
 from lockstep.errors import ScriptNotFoundError, UsageError
+
+#: What turns facts into edits and questions, in this order.
+_PARTS = (
+    processes, ranks, precision, models, data, loops, losses, passes, carried, decisions, saving,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,10 +74,7 @@ class Converted:
     @property
     def changed(self) -> int:
         """How many lines go, come or have changed by more than their indentation."""
-        before, after = (
-            [line.strip() for line in text.splitlines()] for text in (self.module.text, self.text)
-        )
-        blocks = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
+        blocks = _blocks(self.module.text, self.text)
         return sum(max(b - a, d - c) for kind, a, b, c, d in blocks if kind != "equal")
 
 
@@ -83,7 +88,7 @@ def convert(path: Path) -> Converted:
     fix.available()
     script = _read(path)
     draft = Draft(script)
-    for part in (processes, precision, models, data, loops, passes, decisions, saving):
+    for part in _PARTS:
         part.convert(draft)
     edits = _placed(draft)
     text = fix.apply(draft.module, edits)
@@ -97,20 +102,35 @@ def _checked(draft: Draft, text: str) -> tuple[str, list[Question]]:
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / draft.module.path.name
         file.write_text(text, encoding="utf-8")
-        findings = engine.check([file], Selection(("LS601", "LS602", "LS604", "LS605"))).findings
+        findings = engine.check([file], Selection(("LS601", "LS602", "LS605"))).findings
     lines, found = text.split("\n"), []
-    before = [line.strip() for line in draft.module.text.splitlines()]
+    number = _numbers(draft.module.text, text)
     for one in sorted(findings, key=lambda one: -one.line):
         line = lines[one.line - 1]
         asked = f"{one.code}: {one.message}"
-        lines.insert(one.line - 1, f"{line[: len(line) - len(line.lstrip())]}{MARK}{asked}")
-        number = before.index(line.strip()) + 1 if line.strip() in before else 1
-        found.append(Question(number, one.line, asked))
+        end = line[len(line.rstrip("\r")) :]
+        lines.insert(one.line - 1, f"{line[: len(line) - len(line.lstrip())]}{MARK}{asked}{end}")
+        found.append(Question(number[one.line - 1], one.line, asked))
     shifted = [
         Question(one.before, one.after + index, one.text)
         for index, one in enumerate(reversed(found))
     ]
     return "\n".join(lines), shifted
+
+
+def _numbers(before: str, after: str) -> list[int]:
+    """Return, of each line of a converted script, the number of the line that it comes from."""
+    numbers: list[int] = []
+    for _, a, b, c, d in _blocks(before, after):
+        numbers += [max(min(a + n, b - 1), 0) + 1 for n in range(d - c)]
+    return numbers
+
+
+def _blocks(before: str, after: str) -> list[tuple[str, int, int, int, int]]:
+    """Return which lines of two texts are the same but for their indentation."""
+    old, new = ([line.strip() for line in text.splitlines()] for text in (before, after))
+    blocks = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
+    return [(kind, a, b, c, d) for kind, a, b, c, d in blocks]
 
 
 def _read(path: Path) -> Script:
@@ -173,9 +193,10 @@ def _placed(draft: Draft) -> list[Edit]:
     called = re.sub(r"\W+", "-", module.path.stem.lower()).strip("-_") or "run"
     start = place.block[place.start]
     code = f'lockstep.Run("{called}", seed={draft.seed}, replicas={REPLICAS}{draft.precision}) as {name}'
+    last = _last_import(module, start)
     head = [
         Edit("with", start, code),
-        Edit("after", _last_import(module, start), "import lockstep"),
+        *(Edit("after", last, one) for one in ("import lockstep", *draft.imports)),
     ]
     asked = [
         Edit("comment", statement, f"{MARK}{text}")

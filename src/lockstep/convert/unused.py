@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 
-from lockstep.check.source import Function
+from lockstep.check.source import Function, dotted
 from lockstep.convert.draft import RUN, Draft
 
 
@@ -58,7 +58,7 @@ def _unread(draft: Draft) -> None:
     dead, words = set(gone(draft)), _words(draft)
     for statement in faded - draft.removed:
         target = statement.targets[0]
-        if isinstance(target, ast.Name) and _is_unread(draft, target.id, dead, words):
+        if dotted(target) and _is_unread(draft, dotted(target), dead, words):
             draft.remove(statement)
 
 

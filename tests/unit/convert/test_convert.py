@@ -45,6 +45,14 @@ class Trainer:
             self.model(x).backward()
 """
 
+#: An average of a model, by a class of the script's own.
+AVERAGE = """\
+class Mean:
+    def update(self, model): ...
+    def state_dict(self): ...
+mean = Mean()"""
+SCALER = "scaler = torch.amp.GradScaler()"
+
 #: The head of a DDP script.
 DDP = "import torch.distributed as dist\ndist.init_process_group('gloo')"
 
@@ -83,7 +91,7 @@ def test_the_manual_shows_the_conversion_of_now() -> None:
 def test_the_manual_has_every_question() -> None:
     page = converted.PAGE.read_text()
     for name, text in vars(questions).items():
-        if name.isupper() and name not in ("MARK", "ACCUMULATED", "PER_RANK"):
+        if name.isupper() and name not in ("MARK", "ACCUMULATED", "NORMALISED", "PER_RANK"):
             assert re.sub(r"\{\d\}", "…", text.partition(":")[0]) in page, name
 
 
@@ -108,6 +116,46 @@ def test_the_manual_has_every_question() -> None:
         ("device = 'cuda:0'", "pass", "", 'device = "cuda"'),
         ("ä = 'ö' # ü", "pass", "ö = 1; ü = 2", "    ö = 1; ü = 2"),
         ("", "if step == 3: break", "", f"        {questions.MARK}{questions.LEAVES}"),
+        ("import sys", "if step == 3: sys.exit()", "", questions.MARK + questions.LEAVES),
+        ("", "if step == 3: raise SystemExit", "", questions.MARK + questions.LEAVES),
+        ("", "pass", "torch.save(model.state_dict(), 'a.tar')", "    if run.is_main_process:"),
+        (AVERAGE, "pass", "torch.save(mean.state_dict(), 'a.pt')", "    if run.is_main_process:"),
+        ("", "pass", "if loader: torch.save([model], 'a')", "        if run.is_main_process:"),
+        ("", "pass", "x = 1; torch.save([model], 'a')", "        torch.save([model], 'a')"),
+        ("", "pass", "with open('a', 'w') as f: f.write('')", questions.MARK + questions.SAVE),
+        ("", "pass", "import os; os.remove('a')", questions.MARK + questions.SAVE),
+        (SCALER, "scaler.update(new_scale=2.0)", "", questions.MARK + questions.SCALER),
+        (SCALER.replace("()", "(init_scale=2.0)"), "pass", "", questions.MARK + questions.SCALER),
+        ("", "mean.update(model)", AVERAGE, "LS605"),
+        ("hidden = 0", "hidden = loss + hidden", "", "run.backward(loss)"),
+        ("# above\ntorch.manual_seed(3)  # beside", "pass", "", "    # above\n    # beside\n"),
+        (
+            f"{DDP}\nfor k in range(dist.get_rank(), 8, 2): pass",
+            "pass",
+            "",
+            questions.MARK + questions.PART,
+        ),
+        (
+            f"{DDP}\nmine = [k for k in x if k % dist.get_world_size() == 1]",
+            "pass",
+            "",
+            questions.MARK + questions.PART,
+        ),
+        (f"{DDP}\nrandom.seed(3 + dist.get_rank())", "pass", "", questions.MARK + questions.RANK),
+        (
+            f"{DDP}\ndef test(x):\n    dist.all_reduce(x)\n    return x / dist.get_world_size()",
+            "pass",
+            "",
+            questions.MARK + questions.DIVIDED,
+        ),
+        (f"{DDP}\nn = 1 if dist.is_initialized() else 0", "pass", "", "n = 1 if True else 0"),
+        (f"{DDP}\nimport os\nn = 'RANK' in os.environ", "pass", "", "n = True"),
+        (
+            f"{DDP}\np.add_argument('--local_rank')\nprint(args.local_rank)",
+            "pass",
+            "",
+            "print(run.world.local_rank)",
+        ),
         (
             "",
             "if step % 2 == 1:\n            optimizer.step()",
@@ -121,6 +169,7 @@ def test_single_lines(tmp_path: Path, before: str, inside: str, after: str, line
     assert line in text, text
 
 
+#: Lines of a training, what is put in their place, and the question that is asked, if one is.
 @pytest.mark.parametrize(
     ("old", "new", "question"),
     [
@@ -130,24 +179,35 @@ def test_single_lines(tmp_path: Path, before: str, inside: str, after: str, line
         ("batch_size=4", "batch_sampler=s", questions.BATCH_SAMPLER),
         ("backward()", "backward(retain_graph=True)", questions.BACKWARD),
         ("pass", "optimizer.param_groups[0]['lr'] = 1 / (step + 1)", questions.RATE),
-        ("pass", "schedule.step(epoch + step / len(loader))", questions.RATE),
+        ("pass", "s = torch.optim.lr_scheduler.StepLR(optimizer, 1); s.step(step)", questions.RATE),
         ("optimizer.step()\n", "optimizer.step()\n    schedule.step(loss.item())\n", questions.OWN),
         ("optimizer.step()\n", "optimizer.step()\n    if loss < 1: break\n", questions.OWN),
+        ("pass", "optimizer.param_groups[0]['lr'] *= 0.9", questions.RATE),
+        ("pass", "noise.step()", questions.OPTIMIZER.format("noise")),
+        ("enumerate(loader)", "enumerate(islice(loader, 3))", questions.LEAVES),
+        ("pass", "y = next(others)", questions.LOADER.format("next(others)")),
+        ("model(x).mean()", "(model(x) * step).mean()", questions.CARRIED.format("step")),
+        ("pass", "h = loss + h", None),
+        (".mean()", ".sum()", questions.SUMS),
+        (".mean()", ".sum() / 4", questions.SUMS),
+        (".mean()", ".sum() / len(x)", None),
+        (".mean()", ".sum() / mask.sum()", questions.WEIGHT),
     ],
 )
-def test_questions(tmp_path: Path, old: str, new: str, question: str) -> None:
+def test_questions(tmp_path: Path, old: str, new: str, question: str | None) -> None:
     path = script(tmp_path)
     path.write_text(path.read_text().replace(old, new))
     made = convert(path)
-    assert [one.text for one in made.questions] == [question]
-    assert made.text.count(questions.MARK + question) == 1
+    assert [one.text for one in made.questions] == ([question] if question else [])
+    assert made.text.count(questions.MARK) == len(made.questions)
 
 
 @pytest.mark.parametrize(
     ("old", "new", "line"),
     [
         ("range(2)", "range(1, 2 if a else 3)", "run.epochs((2 if a else 3) - 1)"),
-        ("range(2)", "trange(1, n + 1)", "run.epochs(n)"),
+        ("range(2)", "tqdm(range(2))", "in tqdm(run.epochs(2), total=2):"),
+        ("range(2)", "trange(1, n + 1, leave=False)", "tqdm(run.epochs(n), total=n, leave=False)"),
         ("enumerate(loader)", "enumerate(() if a else tqdm(loader))", "run.loader(DataLoader("),
         (".backward()", "\n        (loss * 2).backward()", "run.backward(loss * 2)"),
         ("model = nn", "for net in ():\n    pass\nmodel = nn", "run.model(nn.Linear(1, 1))"),
@@ -258,6 +318,22 @@ UNLIKE = {
     "a gradient of backward": (
         "a = model(x).mean()\nb = model(x).std()\na.backward(one)\nb.backward(two)\nopt.step()",
         questions.BACKWARD,
+    ),
+    "a division that is only shown": (
+        "y = loss.item() / 2\nloss.backward()\nif (i + 1) % 2 == 0:\n    opt.step()\n    opt.zero_grad()",
+        questions.EVERY,
+    ),
+    "a part of the loss is divided": (
+        "(loss / 2 + x.mean()).backward()\nif (i + 1) % 2 == 0:\n    opt.step()\n    opt.zero_grad()",
+        questions.EVERY,
+    ),
+    "a condition beside the number": (
+        "(loss / 2).backward()\nif (i + 1) % 2 == 0 or loss < 1:\n    opt.step()\n    opt.zero_grad()",
+        questions.EVERY,
+    ),
+    "a name of the first update that some batches bind": (
+        "if i % 2:\n    kept = x\nloss.backward()\nopt.step()\nother(kept).mean().backward()\nopt2.step()",
+        questions.UPDATES,
     ),
     "a sum over samples": ("model(x).sum().backward()\nopt.step()", questions.SUMS),
     "a small batch is skipped": (

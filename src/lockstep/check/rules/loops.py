@@ -1,4 +1,4 @@
-"""LS6, first part: loops of `lockstep.Run`."""
+"""LS6, first part: loops of `lockstep.Run`; what is done for each microbatch is in `microbatches.py`."""
 
 from __future__ import annotations
 
@@ -182,101 +182,6 @@ def not_given(script: Script) -> Iterator[Hit]:
         if kind == "optimizer" or call not in inner:
             message = f"the run does not know this {kind}: it acts on every microbatch, and is not saved; pass it through run.{kind}"
             yield Hit(call, message)
-
-
-@rule(
-    "LS604",
-    "mean over tokens without a weight",
-    "this loss is a mean over the targets that are not ignored: give run.backward their number as weight=",
-    "corrupts",
-    why="""`run.backward` weights microbatches by their samples. A mean over tokens, or pixels, has another count in each
-    microbatch, so that the sum is not the gradient of the mean over the global batch.""",
-    bad="""
-    import lockstep
-    import torch.nn.functional as F
-
-    with lockstep.Run("toy", seed=0, replicas=2) as run:
-        for x, y in run.loader(data(), batch_size=32):
-            loss = F.cross_entropy(model(x), y, ignore_index=0)
-            run.backward(loss)
-    """,
-    good="""
-    import lockstep
-    import torch.nn.functional as F
-
-    with lockstep.Run("toy", seed=0, replicas=2) as run:
-        for x, y in run.loader(data(), batch_size=32):
-            loss = F.cross_entropy(model(x), y, ignore_index=0)
-            run.backward(loss, weight=(y != 0).sum())
-    """,
-)
-def no_weight(script: Script) -> Iterator[Hit]:
-    """Find losses with `ignore_index` that are sent backward without a weight."""
-    for call in script.methods("backward") if runs(script) else ():
-        if not call.args or argument(call, "weight", 1) is not None:
-            continue
-        losses = script.made_by(
-            call.args[0], "torch.nn.functional.cross_entropy", "torch.nn.functional.nll_loss"
-        )
-        if any(
-            argument(one, "ignore_index") is not None and argument(one, "reduction") is None
-            for one in losses
-        ):
-            yield Hit(call)
-
-
-@rule(
-    "LS605",
-    "work of the step done per microbatch",
-    "this is done once per microbatch, and belongs to the step",
-    "corrupts",
-    why="""The body of `for x, y in loader` runs once per replica that a rank hosts, so what is counted or averaged there
-    depends on the layout. Between the batches of `run.batches(loader)` code runs once per step; `run.step` counts steps.""",
-    bad="""
-    import lockstep
-
-    with lockstep.Run("toy", seed=0, replicas=2) as run:
-        loader = run.loader(data(), batch_size=32)
-        for x, y in loader:
-            run.backward(loss_of(model(x), y))
-            optimizer.step()
-            ema.update_parameters(model)
-    """,
-    good="""
-    import lockstep
-
-    with lockstep.Run("toy", seed=0, replicas=2) as run:
-        loader = run.loader(data(), batch_size=32)
-        for batch in run.batches(loader):
-            for x, y in batch:
-                run.backward(loss_of(model(x), y))
-                optimizer.step()
-            ema.update_parameters(model)
-    """,
-)
-def per_microbatch(script: Script) -> Iterator[Hit]:
-    """Find averages that are updated, and counts of steps that decide, in the body of a loop over microbatches."""
-    for loop in script.step_loops if runs(script) else ():
-        over = script.iterated(loop)
-        outer = isinstance(over, ast.Call) and dotted(over.func).endswith(".batches")
-        if outer or isinstance(loop, ast.While):
-            continue
-        for one in loop.body:
-            match one:
-                case ast.Expr(value=ast.Call(func=ast.Attribute(attr="update_parameters"))):
-                    yield Hit(
-                        one,
-                        "this average is updated once per microbatch: update it between the batches of run.batches",
-                    )
-                case ast.AugAssign(
-                    target=ast.Name(id=name), op=ast.Add(), value=ast.Constant(value=1)
-                ):
-                    tests = [ast.unparse(b.test) for b in ast.walk(loop) if isinstance(b, ast.If)]
-                    if any(re.search(rf"\b{name}\b", test) for test in tests):
-                        yield Hit(
-                            one,
-                            f"{name} counts microbatches, whose number depends on the layout: use run.step",
-                        )
 
 
 @rule(

@@ -66,6 +66,7 @@ def main():
             for step, (x, y) in enumerate(loader):
                 x, y = x.to(device), y.to(device)
                 logits, loss = model(x, y)
+                # scale the loss
                 run.backward(loss)
                 run.clip_grad_norm_(model.parameters(), grad_clip)
                 optimizer.step()

@@ -23,7 +23,7 @@ def loaders():
 def fit(net, opt, train, valid, epochs=3):
     plateau = run.scheduler(ReduceLROnPlateau(opt, patience=1))
     loss_fn = nn.MSELoss()
-    for epoch in run.epochs(epochs):
+    for epoch in tqdm(run.epochs(epochs), total=epochs):
         net.train()
         for x, y in tqdm(train, leave=False):
             x, y = x.to(DEVICE), y.to(DEVICE)
