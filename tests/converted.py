@@ -21,7 +21,7 @@ NAMES = {
     "ddp": 0,
     "ddp_trainer": 0,
     "gan": 0,
-    "imagenet": 0,
+    "imagenet": 1,
     "pair": 1,
     "straight": 0,
     "trainer": 0,

@@ -9,6 +9,7 @@ from lockstep.check.rules.microbatches import is_shown
 from lockstep.check.script import EVALUATION, Script
 from lockstep.check.source import Loop, dotted
 from lockstep.convert import questions
+from lockstep.convert.carried import stored
 from lockstep.convert.draft import RUN, Draft, origins
 
 
@@ -39,7 +40,8 @@ def _others(draft: Draft, loop: Loop) -> None:
             draft.ask(loop, questions.LOADER.format(_text(call)))
             break
     for call in draft.module.calls:
-        if dotted(call.func) == "next" and draft.script.step_loop(call) is loop:
+        drawn = dotted(call.func) == "next" and "parameters(" not in ast.unparse(call)
+        if drawn and draft.script.step_loop(call) is loop:
             draft.ask(call, questions.LOADER.format(_text(call)))
 
 
@@ -80,16 +82,17 @@ def _loader(draft: Draft, loop: Loop, made: ast.expr) -> None:
         if argument(call, "batch_sampler") is not None:
             draft.ask(call, questions.BATCH_SAMPLER)
         size = argument(call, "batch_size", 1)
-        if size is not None and dotted(size):
+        if size is not None and dotted(size) and "ddp" not in script.flavours:
             _sizes(draft, loop, dotted(size).rpartition(".")[2])
     draft.edit("wrap", made, f"{RUN}.loader")
 
 
 def _sizes(draft: Draft, loop: Loop, name: str) -> None:
     """Ask where a training loop reads the size of a batch: a microbatch has a part of it."""
+    own = stored(loop)
     for node in ast.walk(draft.module.tree):
         read = isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load)
-        same = read and dotted(node).rpartition(".")[2] == name
+        same = read and dotted(node).rpartition(".")[2] == name and dotted(node) not in own
         if same and draft.script.step_loop(node) is loop and not is_shown(draft.script, node):
             draft.ask(node, questions.SIZE.format(name))
 

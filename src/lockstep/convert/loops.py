@@ -67,6 +67,10 @@ def _epochs(draft: Draft, loop: Loop) -> None:
         draft.edit("argument", bar, count, "total")
     if first is None:
         return
+    if any(
+        isinstance(n, ast.Subscript) for one in draft.script.sources(first) for n in ast.walk(one)
+    ):
+        draft.ask(loop, questions.START)
     read = isinstance(loop.target, ast.Name) and any(
         draft.mentions(loop.target.id, statement) for statement in loop.body
     )

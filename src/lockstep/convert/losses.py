@@ -16,8 +16,13 @@ _OF_OTHERS = re.compile(r"\.(sum|count_nonzero)\(")
 
 
 def convert(draft: Draft) -> None:
-    """Ask about losses that are sums over samples, or means over something else."""
+    """Ask about losses that are sums over samples, or means over something else.
+
+    Not of a DDP script: its ranks put gradients together as replicas do.
+    """
     script, module = draft.script, draft.module
+    if "ddp" in script.flavours:
+        return
     trained = {
         called
         for call in module.calls

@@ -102,7 +102,9 @@ def _checked(draft: Draft, text: str) -> tuple[str, list[Question]]:
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / draft.module.path.name
         file.write_text(text, encoding="utf-8")
-        findings = engine.check([file], Selection(("LS601", "LS602", "LS605"))).findings
+        findings = engine.check(
+            [file], Selection(("LS601", "LS602", "LS605", "LS609", "LS610"))
+        ).findings
     lines, found = text.split("\n"), []
     number = _numbers(draft.module.text, text)
     for one in sorted(findings, key=lambda one: -one.line):

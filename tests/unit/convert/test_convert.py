@@ -182,6 +182,7 @@ def test_single_lines(tmp_path: Path, before: str, inside: str, after: str, line
         ("pass", "s = torch.optim.lr_scheduler.StepLR(optimizer, 1); s.step(step)", questions.RATE),
         ("optimizer.step()\n", "optimizer.step()\n    schedule.step(loss.item())\n", questions.OWN),
         ("optimizer.step()\n", "optimizer.step()\n    if loss < 1: break\n", questions.OWN),
+        ("range(2)", "range(state['epoch'], 2)", questions.START),
         ("pass", "optimizer.param_groups[0]['lr'] *= 0.9", questions.RATE),
         ("pass", "noise.step()", questions.OPTIMIZER.format("noise")),
         ("enumerate(loader)", "enumerate(islice(loader, 3))", questions.LEAVES),

@@ -110,6 +110,7 @@ def main():
             validate(val_loader, model, criterion, device, args)
             return
 
+        # lockstep: question: a run that continues after a crash counts epochs by itself, and this start comes from a file that may be another one then: let the number of epochs be the same at each launch
         for epoch in run.epochs(args.epochs - args.start_epoch):
             epoch += args.start_epoch
             # train for one epoch
