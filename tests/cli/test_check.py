@@ -92,3 +92,11 @@ def test_run_check_shows_what_would_hang_and_starts(lockstep):
     assert "LS401" in done.err
     assert "started" in done.out
     assert "LS401" not in lockstep("run", script).err
+
+
+def test_run_check_finds_the_script_of_a_package(lockstep):
+    lockstep.script(f"{HANGS}\nprint('started')\n", "pkg/__main__.py")
+    done = lockstep("run", "--check", "-m", "pkg")
+    assert done.code == 0, done.err
+    assert "pkg/__main__.py" in done.err
+    assert "LS401" in done.err

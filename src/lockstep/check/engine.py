@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,6 +87,19 @@ def _is_script(path: Path) -> bool:
     return path.suffix in _SUFFIXES and not hidden
 
 
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Look for no garbage: the trees stay to the end, and going over them takes a third of the time."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+@_without_collections()
 def check(paths: Sequence[Path], flags: Selection | None = None) -> Outcome:
     """Check files.
 

@@ -93,7 +93,10 @@ def of_target(target: str, kind: str) -> list[str]:
     from lockstep.check import engine
     from lockstep.check.output import line
 
-    path = Path(*target.split(".")).with_suffix(".py") if kind == "module" else Path(target)
+    path = Path(target)
+    if kind == "module":
+        package = Path(*target.split("."), "__main__.py")
+        path = package if package.is_file() else package.parent.with_suffix(".py")
     if not path.is_file() or path.suffix != ".py":
         return [f"lockstep: --check: {path} is no Python file; expected one"]
     findings = engine.check([path]).findings
