@@ -14,7 +14,7 @@ from lockstep.check.fix import Edit
 from lockstep.check.project import Project
 from lockstep.check.rules import RULES, SYNTAX, UNKNOWN, Harm, Hit
 from lockstep.check.script import Script
-from lockstep.check.source import Module
+from lockstep.check.source import Module, dotted
 from lockstep.errors import ScriptNotFoundError, UsageError
 
 #: Directories that hold no scripts of the user's.
@@ -144,7 +144,7 @@ def _findings(
         if not selection.has(code) or not script.flavours:
             continue
         for hit in dict.fromkeys(rule.find(script)):
-            if _ignored(module, hit, code):
+            if _ignored(module, hit, code) or _in_one_process(module, hit):
                 continue
             edits += () if module.cells else hit.edits
             cell, line = module.place(hit.node.lineno)
@@ -173,6 +173,13 @@ def _ignored(module: Module, hit: Hit, code: str) -> bool:
         lines |= {statement.lineno, statement.end_lineno}
     said = [module.ignored[line] for line in lines if line in module.ignored]
     return any(codes is None or code in codes for codes in said)
+
+
+def _in_one_process(module: Module, hit: Hit) -> bool:
+    """Whether a place is in a plain unit test, which runs in one process whatever the program does."""
+    owner = module.enclosing_class(hit.node)
+    bases = [] if owner is None else [dotted(base).rpartition(".")[2] for base in owner.bases]
+    return "TestCase" in bases
 
 
 def _unknown_codes(path: Path, module: Module) -> Iterator[Finding]:

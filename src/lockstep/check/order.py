@@ -43,6 +43,36 @@ def _left_before(parent: ast.AST, child: ast.AST) -> Iterator[ast.stmt]:
                     yield one
 
 
+def wrapped_before(script: Script, node: ast.expr, *wrappers: str) -> ast.Call | None:
+    """Return the call that has wrapped a model when `node` is evaluated."""
+    module = script.module
+    for call in [one for value in _bound(script, node) for one in script.made_by(value, *wrappers)]:
+        if call not in module.parents:
+            return call
+        same = module.scope(call) is module.scope(node)
+        inside = any(one is node for one in ast.walk(call))
+        after = (call.lineno, call.col_offset) >= (node.lineno, node.col_offset)
+        if not inside and not (same and (after or script.exclusive(call, node))):
+            return call
+    return None
+
+
+def _bound(script: Script, node: ast.expr) -> list[ast.expr]:
+    """Return what a name was bound to before it is read, in its function; itself where nothing was."""
+    name = node.id if isinstance(node, ast.Name) else ""
+    bound = script.module.bound.get((script.module.scope(node), name), [])
+    values = [one for one in bound if isinstance(one, ast.expr)]
+    if not values or len(values) < len(bound):  # a part of a value is followed from the name
+        return [node]
+    return [one for one in values if script.earlier(one, node)]
+
+
+def launcher_only(script: Script, call: ast.Call) -> bool:
+    """Whether the launcher alone makes a call: at the top of a notebook, or of a file with `mp.spawn`."""
+    top = isinstance(script.module.scope(call), ast.Module)
+    return top and (bool(script.module.cells) or "mp.spawn" in script.called)
+
+
 def _ways(script: Script, node: ast.expr, depth: int = 4) -> Iterator[tuple[ast.AST, ast.expr]]:
     """Yield a node, the calls of its function, the calls of theirs and so on, each with its scope."""
     scope = script.module.scope(node)

@@ -132,18 +132,6 @@ class Script:
             if isinstance(value, ast.Call) and self.project.name(module, value.func) in names
         ]
 
-    def wrapped_before(self, node: ast.expr, *wrappers: str) -> ast.Call | None:
-        """Return the call that has wrapped a model when `node` is evaluated."""
-        for call in self.made_by(node, *wrappers):
-            if call not in self.module.parents:
-                return call
-            same = self.module.scope(call) is self.module.scope(node)
-            inside = any(one is node for one in ast.walk(call))
-            after = (call.lineno, call.col_offset) >= (node.lineno, node.col_offset)
-            if not inside and not (same and (after or self.exclusive(call, node))):
-                return call
-        return None
-
     def constants(self, node: ast.expr) -> list[object]:
         """Return the constants that a value may be."""
         return [value.value for value in self.sources(node) if isinstance(value, ast.Constant)]

@@ -277,6 +277,24 @@ SILENT = {
             "fully_shard(net)\no.param_groups[0]['params'] = list(net.parameters())\n"
         ),
     ),
+    "a wrapper that comes later, by a function": (
+        "LS305",
+        (
+            "def wrap(m):\n    return DDP(m)\n\nnet = nn.SyncBatchNorm.convert_sync_batchnorm(net)\n"
+            "net = wrap(net)\n"
+        ),
+    ),
+    "wrappers under two conditions": (
+        "LS109",
+        "if one:\n    net = nn.DataParallel(net)\nif not one:\n    net = DDP(net)\n",
+    ),
+    "a test in one process": (
+        "LS301",
+        (
+            "import unittest\n\nclass T(unittest.TestCase):\n    def test(self):\n"
+            "        torch.save(1, 'm')\n"
+        ),
+    ),
     "the elements of a set in order": ("LS207", "list(enumerate(sorted(set(names))))\n"),
     "a number that is printed": (
         "LS402",

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 from lockstep.check.arguments import argument, spread
 from lockstep.check.fix import Edit
-from lockstep.check.order import conditions, precedes
+from lockstep.check.order import conditions, launcher_only, precedes, wrapped_before
 from lockstep.check.rule import Hit, rule
+from lockstep.check.rules.wrapping import always_wrapped
 from lockstep.check.script import Script
 from lockstep.check.source import dotted
 
@@ -52,7 +53,7 @@ def save_everywhere(script: Script) -> Iterator[Hit]:
             continue
         if any(script.is_rank(value) for value in [path, *script.sources(path)]):
             continue
-        if _own(script, path) or _launcher_only(script, call):
+        if _own(script, path) or launcher_only(script, call):
             continue
         yield Hit(call, None, tuple(_guarded(script, call)))
 
@@ -65,11 +66,6 @@ def _own(script: Script, path: ast.expr) -> bool:
     return any(name.endswith(("BytesIO", "open")) for name in made) or any(
         re.search(private, ast.unparse(one)) for one in values
     )
-
-
-def _launcher_only(script: Script, call: ast.Call) -> bool:
-    """Whether a call stands at the top of a file whose ranks are started by `mp.spawn`."""
-    return isinstance(script.module.scope(call), ast.Module) and "mp.spawn" in script.called
 
 
 def _guarded(script: Script, call: ast.Call) -> Iterator[Edit]:
@@ -132,19 +128,12 @@ def prefixed(script: Script) -> Iterator[Hit]:
         for call in ast.walk(save):
             match call:
                 case ast.Call(func=ast.Attribute(value=ast.expr() as model, attr="state_dict")):
-                    wrapped = script.wrapped_before(model, "DDP")
+                    wrapped = wrapped_before(script, model, "DDP")
                     if wrapped is not None and dotted(model):
                         code = f"{ast.unparse(model)}.module.state_dict()"
-                        sure = _always_wrapped(script, wrapped, call)
+                        sure = wrapped in script.module.parents
+                        sure = sure and always_wrapped(script, model, "DDP")
                         yield Hit(call, None, (Edit("replace", call, code),) if sure else ())
-
-
-def _always_wrapped(script: Script, wrapped: ast.Call, save: ast.Call) -> bool:
-    """Whether the model of a save has been wrapped on every way there."""
-    if wrapped not in script.module.parents:
-        return False
-    around = conditions(script, wrapped) - conditions(script, save)
-    return not around and not script.exclusive(wrapped, save)
 
 
 @rule(
@@ -189,7 +178,7 @@ def loaded_into_wrapper(script: Script) -> Iterator[Hit]:
     for call in script.methods("load_state_dict"):
         assert isinstance(call.func, ast.Attribute)
         model = call.func.value
-        wrapped = isinstance(model, ast.Name) and script.wrapped_before(model, "DDP") is not None
+        wrapped = isinstance(model, ast.Name) and wrapped_before(script, model, "DDP") is not None
         if wrapped and ast.unparse(model) not in saves:
             yield Hit(call)
 
@@ -229,7 +218,7 @@ def load_without_map(script: Script) -> Iterator[Hit]:
         given = _mapped(call) or any(
             _mapped(other) and script.exclusive(call, other) for other in script.calls("torch.load")
         )  # `if gpu is None: torch.load(path) else: …` knows of devices
-        if not given and script.guard(call) is None and not _launcher_only(script, call):
+        if not given and script.guard(call) is None and not launcher_only(script, call):
             yield Hit(call, None, (Edit("argument", call, '"cpu"', "map_location"),))
 
 

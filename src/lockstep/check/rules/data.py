@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from lockstep.check.arguments import argument, spread, true
 from lockstep.check.fix import Edit
+from lockstep.check.order import launcher_only
 from lockstep.check.rule import Hit, rule
 from lockstep.check.script import Script
 from lockstep.check.source import Function, dotted
@@ -48,7 +49,7 @@ def download_everywhere(script: Script) -> Iterator[Hit]:
     for call in script.module.calls:
         method = isinstance(call.func, ast.Attribute) and call.func.attr == "extractall"
         fetches = method or script.name(call.func) in _FETCHES or true(argument(call, "download"))
-        if fetches and script.guard(call) is None and _before_work(script, call):
+        if fetches and script.guard(call) is None and _by_ranks(script, call):
             yield Hit(call)
 
 
@@ -61,12 +62,9 @@ _FETCHES = {
 }
 
 
-def _before_work(script: Script, call: ast.Call) -> bool:
-    """Whether ranks make a call: not a hub's entry point, nor the top of a file that `mp.spawn` starts from."""
-    if script.module.path.name == "hubconf.py":
-        return False
-    main = isinstance(script.module.scope(call), ast.Module)
-    return not (main and "mp.spawn" in script.called)
+def _by_ranks(script: Script, call: ast.Call) -> bool:
+    """Whether ranks make a call: neither the launcher, nor a hub that loads a model."""
+    return script.module.path.name != "hubconf.py" and not launcher_only(script, call)
 
 
 @rule(

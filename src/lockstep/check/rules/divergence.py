@@ -62,9 +62,15 @@ def leaves_alone(script: Script) -> Iterator[Hit]:
             branch.body[-1], ast.Break | ast.Continue | ast.Return
         ):
             continue
-        alone = _by_own_loss(script, branch) or _by_rank(script, branch)
-        if (alone or _by_own_samples(script, branch)) and not script.evaluates(branch):
+        if script.evaluates(branch):
+            continue
+        if _by_rank(script, branch):
+            yield Hit(branch.body[-1], _SOME_LEAVE)
+        elif _by_own_loss(script, branch) or _by_own_samples(script, branch):
             yield Hit(branch.body[-1])
+
+
+_SOME_LEAVE = "only some ranks end here, and the others wait for them: let all ranks end together"
 
 
 def _by_own_loss(script: Script, branch: ast.If) -> bool:

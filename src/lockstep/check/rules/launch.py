@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from lockstep.check.arguments import argument
 from lockstep.check.fix import Edit
 from lockstep.check.rule import Hit, rule
+from lockstep.check.rules.wrapping import always_wrapped
 from lockstep.check.script import Script
 
 
@@ -353,5 +354,5 @@ def both_wrappers(script: Script) -> Iterator[Hit]:
     """Find a model that is given to one wrapper after the other."""
     for mine, other in (("DataParallel", "DDP"), ("DDP", "DataParallel")):
         for call in script.calls(mine):
-            if call.args and script.wrapped_before(call.args[0], other) is not None:
+            if call.args and always_wrapped(script, call.args[0], other):
                 yield Hit(call)

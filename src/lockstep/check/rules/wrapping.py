@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 from lockstep.check.arguments import argument, true
+from lockstep.check.order import conditions, wrapped_before
 from lockstep.check.rule import Hit, rule
 from lockstep.check.script import Script
 from lockstep.check.source import dotted
@@ -114,10 +115,20 @@ def late_sync_batchnorm(script: Script) -> Iterator[Hit]:
         model = argument(call, "module", 0)
         if model is None:
             continue
-        if script.wrapped_before(model, "FSDP") is not None or _sharded_before(script, model):
+        if always_wrapped(script, model, "FSDP") or _sharded_before(script, model):
             yield Hit(call, _NEW_LAYERS, harm="fails")
-        elif script.wrapped_before(model, "DDP") is not None:
+        elif always_wrapped(script, model, "DDP"):
             yield Hit(call)
+
+
+def always_wrapped(script: Script, model: ast.expr, wrapper: str) -> bool:
+    """Whether a model has its wrapper on every way by which the program comes here."""
+    wrapped = wrapped_before(script, model, wrapper)
+    if wrapped is None:
+        return False
+    homes = [script.of(one) for one in script.program if wrapped in one.parents]
+    around = conditions(homes[0], wrapped) - conditions(script, model)
+    return not around and not script.exclusive(wrapped, model)
 
 
 #: Of FSDP, which knows the layers that it has wrapped.
