@@ -1,8 +1,8 @@
 """What a script imports at its top, of the standard library and of installed packages.
 
 Read from its source, and nothing of it is run. Modules of the user's own are followed, not named: the
-worker imports them. The list ends before the first statement that may change what an import does: one that
-says `environ` or `sys.path`, for example.
+worker imports them. The list ends before the first statement that may change what an import does: it sets a
+variable of the environment or changes `sys.path`, for example, or calls a function of the user's own.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import ast
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -22,8 +22,12 @@ from lockstep.launch.spec import LaunchSpec
 _PATHS = ("stdlib", "platstdlib", "purelib", "platlib")
 #: Directories of installed packages, wherever they are: of a user, of a distribution, say.
 _SITES = ("site-packages", "dist-packages")
-#: Names after which an import may do something else than before.
-_CHANGING = frozenset({"environ", "putenv", "environb", "path", "load_dotenv", "set_start_method"})
+#: What changes the environment; other names after which an import may do something else than before.
+_ENVIRONMENT = frozenset({"environ", "environb", "putenv", "unsetenv", "load_dotenv", "read_env"})
+_CHANGING = _ENVIRONMENT | frozenset(
+    {"addsitedir", "chdir", "exec", "meta_path", "path_hooks", "run_path", "set_start_method"}
+    | {"sys.argv", "sys.path", "modules[]"}
+)
 #: Files of the user's own that are read for one script.
 _FILES = 50
 
@@ -48,25 +52,37 @@ class Import:
         return self.module.partition(".")[0]
 
 
-def at_the_top(spec: LaunchSpec) -> tuple[Import, ...]:
-    """Return what `spec` imports first, in order; nothing where it has no source."""
+@dataclass(frozen=True, slots=True)
+class Top:
+    """What the sources of a script and of the user's modules that it imports say.
+
+    Attributes:
+        imports: what is imported before anything may change what an import does, in order.
+        sets_environment: whether they may change variables of the environment anywhere, in functions, too.
+    """
+
+    imports: tuple[Import, ...]
+    sets_environment: bool
+
+
+def at_the_top(spec: LaunchSpec) -> Top:
+    """Return what `spec` imports first; nothing where it has no source."""
     is_script = spec.kind == "script"
     directory = Path(spec.target).parent if is_script else Path.cwd()
     reader = _Reader((str(directory), *sys.path[1:]))
-    package = spec.target.rpartition(".")[0] if spec.kind == "module" else ""
-    try:
-        reader.follow(package, ())
-        return tuple(reader.read(source.parse(spec), package, is_main=True))
-    except _ChangeError as change:
-        return change.before
+    package = source.package(spec)
+    reader.follow(package, ())
+    reader.read(source.parse(spec), package, is_main=True)
+    return Top(tuple(reader.found), reader.sets_environment)
 
 
-class _ChangeError(Exception):
-    """A statement may change what later imports do."""
+@dataclass
+class _File:
+    """A file that is read: its package, whether it is the script, and the names that are the user's own."""
 
-    def __init__(self, before: tuple[Import, ...] = ()) -> None:
-        super().__init__()
-        self.before = before
+    package: str
+    is_main: bool
+    own: set[str]
 
 
 @dataclass
@@ -74,30 +90,69 @@ class _Reader:
     path: tuple[str, ...]
     found: list[Import] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
+    has_ended: bool = False
+    may_change: bool = False  # in a function of the user's own
+    sets_environment: bool = False
 
-    def read(self, tree: ast.Module, parent: str, *, is_main: bool = False) -> list[Import]:
-        """Return what a module of the package `parent` and the user's modules that it imports import."""
-        for node in _statements(tree.body, is_main=is_main):
-            if isinstance(node, ast.Import):
-                for alias in node.names:
-                    self._add(alias.name, ())
-            elif isinstance(node, ast.ImportFrom):
-                if module := _absolute(node, parent):
-                    self._add(module, tuple(a.name for a in node.names if a.name != "*"))
-            elif any(_CHANGING.intersection(source.said(one)) for one in ast.walk(node)):
-                raise _ChangeError(tuple(self.found))
-        return self.found
+    def read(self, tree: ast.Module, package: str, *, is_main: bool = False) -> None:
+        """Read a module of `package` and the user's modules that it imports."""
+        words = set(_words(ast.walk(tree)))
+        self.sets_environment |= not _ENVIRONMENT.isdisjoint(words)
+        self.may_change |= not _CHANGING.isdisjoint(words)
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        own = {node.name for node in tree.body if isinstance(node, kinds)}
+        self._read_body(tree.body, _File(package, is_main, own))
 
-    def _add(self, module: str, names: tuple[str, ...]) -> None:
+    def _read_body(self, body: list[ast.stmt], file: _File) -> None:
+        for node in body:
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'":
+                self._read_body(node.body if file.is_main else node.orelse, file)
+            elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                self._read_statement(node, file)
+
+    def _read_statement(self, node: ast.stmt, file: _File) -> None:
+        self.has_ended |= self._changes(list(_running(node)), file.own)
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            self._import(node, file)
+            return
+        if isinstance(node, ast.Try):
+            self._read_body(node.body, file)
+        # Other imports in it may not happen: what they change counts, and what they import does not.
+        known = len(self.found)
+        for inner in _running(node):
+            if isinstance(inner, ast.Import | ast.ImportFrom):
+                self._import(inner, file)
+        del self.found[known:]
+
+    def _changes(self, nodes: list[ast.AST], own: set[str]) -> bool:
+        bare = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        calls = [node for node in nodes if isinstance(node, ast.Call) and _root(node) in own]
+        return not _CHANGING.isdisjoint(_words(nodes)) or any(
+            self.may_change or id(call) in bare for call in calls
+        )
+
+    def _import(self, node: ast.Import | ast.ImportFrom, file: _File) -> None:
+        taken: dict[str, tuple[str, ...]] = {alias.name: () for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            module = _absolute(node, file.package)
+            taken = {module: tuple(a.name for a in node.names if a.name != "*")} if module else {}
+        for name, names in taken.items():
+            if self._add(name, names):
+                file.own.update((a.asname or a.name).partition(".")[0] for a in node.names)
+
+    def _add(self, module: str, names: tuple[str, ...]) -> bool:
+        """Add a module, or follow it; return whether it may be the user's own."""
         package = module.partition(".")[0]
-        if package in sys.builtin_module_names:
-            self.found.append(Import(module, "built-in", names))
-        elif (spec := _find(package, self.path)) is not None:
-            # A namespace package has no origin.
-            if spec.origin is not None and _is_installed(spec.origin):
-                self.found.append(Import(module, spec.origin, names))
-            else:
-                self.follow(module, names)
+        is_builtin = package in sys.builtin_module_names
+        spec = None if is_builtin else _find(package, self.path)
+        # A namespace package has no origin.
+        origin = "built-in" if is_builtin else (spec.origin if spec is not None else None)
+        if origin is None or not _is_installed(origin):
+            self.follow(module, names)
+            return True
+        if not self.has_ended:
+            self.found.append(Import(module, origin, names))
+        return False
 
     def follow(self, module: str, names: tuple[str, ...]) -> None:
         """Read a module of the user's own in the order of its import: parents, itself, `names` in it."""
@@ -121,6 +176,8 @@ class _Reader:
         if len(self.seen) < _FILES:
             self.seen.add(origin)
             self.read(source.parse_file(Path(origin)), parent)
+        else:  # what it changes is not known
+            self.has_ended = self.sets_environment = True
 
 
 def _find(name: str, path: Sequence[str]) -> ModuleSpec | None:
@@ -152,16 +209,40 @@ def _is_installed(origin: str) -> bool:
     )
 
 
-def _statements(body: list[ast.stmt], *, is_main: bool) -> Iterator[ast.stmt]:
-    """Yield what runs when a module is imported or run, as far as that is sure."""
-    for node in body:
-        if isinstance(node, ast.Try):
-            yield from _statements(node.body, is_main=is_main)
-        elif isinstance(node, ast.If) and _asks_for_main(node.test):
-            yield from _statements(node.body if is_main else [], is_main=is_main)
-        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.If):
-            yield node
+def _running(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield a statement's nodes, without the bodies of functions in it."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from _running(child)
 
 
-def _asks_for_main(test: ast.expr) -> bool:
-    return any("__name__" in source.said(node) for node in ast.walk(test))
+def _words(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """Yield the names that `nodes` say, without those of which they only read an item."""
+    said = list(nodes)
+    read = {id(n.value) for n in said if isinstance(n, ast.Subscript | ast.Attribute) and _reads(n)}
+    for node in said:
+        if isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.alias):
+            if node.asname is not None:  # a name that is not known further down
+                yield from ("sys.path" if node.name == "sys" else node.name,)
+        elif id(node) not in read:
+            yield from source.said(node)
+            if isinstance(node, ast.Attribute):
+                yield from (f"{name}.{node.attr}" for name in source.said(node.value))
+            elif isinstance(node, ast.Subscript) and not _reads(node):
+                yield from (f"{name}[]" for name in source.said(node.value))
+
+
+def _reads(node: ast.Subscript | ast.Attribute) -> bool:
+    """Whether a node reads an item: `environ["A"]`, `environ.get`."""
+    is_item = isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load)
+    return is_item or (isinstance(node, ast.Attribute) and node.attr == "get")
+
+
+def _root(node: ast.expr) -> str:
+    """Return the name that a call, an attribute or an item begins with."""
+    while isinstance(node, ast.Call | ast.Attribute | ast.Subscript):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""

@@ -41,6 +41,19 @@ def _tree(text: bytes) -> ast.Module:
         return ast.Module(body=[], type_ignores=[])
 
 
+def package(spec: LaunchSpec) -> str:
+    """Return the package whose module `spec` runs, which is imported first; `""` where there is none."""
+    if spec.kind != "module":
+        return ""
+    parent, _, last = spec.target.rpartition(".")
+    try:
+        file = _module_file(spec.target)
+    except (OSError, ImportError, ValueError):
+        file = None
+    is_package = last != "__main__" and file is not None and file.name == "__main__.py"
+    return spec.target if is_package else parent
+
+
 def imports(spec: LaunchSpec, package: str) -> bool:
     """Return whether the source of `spec` imports `package`, or something in it."""
     return any(name.partition(".")[0] == package for name in _imported(parse(spec)))

@@ -304,7 +304,7 @@ def _preload(launch: Launch, *, is_run: bool) -> Preload | None:
     wanted = launch.environ.get("LOCKSTEP_PRELOAD", "1") != "0"
     if not (wanted and is_run and spec.start == "fork" and spec.kind != "function"):
         return None
-    found = imports.at_the_top(spec)
+    found = imports.at_the_top(spec).imports
     if all(one.module in sys.modules for one in found):
         return None
     return partial(import_shared, found, threads_of_workers(spec))

@@ -13,7 +13,7 @@ from lockstep.launch.spec import LaunchSpec
 def modules(directory: Path, text: str) -> list[tuple[str, ...]]:
     script = directory / "train.py"
     script.write_text(text)
-    return [(one.module, *one.names) for one in at_the_top(LaunchSpec(target=str(script)))]
+    return [(one.module, *one.names) for one in at_the_top(LaunchSpec(target=str(script))).imports]
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,10 @@ def modules(directory: Path, text: str) -> list[tuple[str, ...]]:
         ("from . import sibling\nimport json", [("json",)]),
         ("import json\nhalf a script", []),
         ("import math", [("math",)]),
+        ("rank = int(os.environ['RANK'])\nos.environ.get('A')\nimport json", [("json",)]),
+        ("def set_up():\n    os.environ['A'] = 'b'\nimport json", [("json",)]),
+        ("def name(): ...\nlogger = name()\nimport json", [("json",)]),
+        ("class A:\n    def f(self):\n        os.environ['A'] = 'b'\nimport json", [("json",)]),
     ],
 )
 def test_statements(tmp_path: Path, text: str, expected: list[tuple[str, ...]]) -> None:
@@ -46,9 +50,27 @@ def test_statements(tmp_path: Path, text: str, expected: list[tuple[str, ...]]) 
         "sys.path.insert(0, '.')",
         "environ = dict(A='b')",
         "load_dotenv()",
+        "if debug:\n    os.environ['A'] = 'b'",
+        "if debug:\n    import setting",
+        "class A:\n    os.environ['A'] = 'b'",
+        "from os import environ as env",
+        "from sys import path",
+        "import sys as system",
+        "try:\n    import no_such_package\nexcept ImportError:\n    os.environ['A'] = 'b'",
+        "from other import set_up\nset_up()",
+        "import other\nother.set_up().now()",
+        "def set_up(): ...\nset_up()",
+        "def set_up():\n    os.chdir('/')\ndone = set_up()",
+        "sys.argv = []",
+        "sys.modules['pickle'] = None",
+        "sys.meta_path.insert(0, finder)",
+        "os.chdir('/')",
+        "env.read_env()",
     ],
 )
 def test_the_list_ends_where_an_import_may_change(tmp_path: Path, line: str) -> None:
+    (tmp_path / "setting.py").write_text("os.environ['A'] = 'b'")
+    (tmp_path / "other.py").write_text("def set_up(): ...")
     assert modules(tmp_path, f"import json\n{line}\nimport pickle") == [("json",)]
     (tmp_path / "mine.py").write_text(f"import csv\n{line}")
     assert modules(tmp_path, "import json, mine, pickle") == [("json",), ("csv",)]
@@ -99,5 +121,7 @@ def test_a_module_run_by_name_imports_relative_to_its_package(
     (tmp_path / "kit/__init__.py").write_text("import glob")
     (tmp_path / "kit/nets.py").write_text("import csv")
     (tmp_path / "kit/train.py").write_text("from . import nets\nimport json")
-    found = at_the_top(LaunchSpec(kind="module", target="kit.train"))
-    assert [one.module for one in found] == ["glob", "csv", "json"]
+    (tmp_path / "kit/__main__.py").write_text("from . import nets\nimport bz2")
+    for target, last in (("kit.train", "json"), ("kit", "bz2"), ("kit.__main__", "bz2")):
+        found = at_the_top(LaunchSpec(kind="module", target=target)).imports
+        assert [one.module for one in found] == ["glob", "csv", last]

@@ -45,6 +45,22 @@ def test_a_script_of_lockstep(tmp_path: Path) -> None:
     assert likely(LaunchSpec(target=str(script)), {}) == (*RUN, DYNAMO)
 
 
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("os.environ['TORCH_COMPILE_DISABLE'] = '1'", RUN),
+        ("def main():\n    os.putenv('A', 'b')", RUN),
+        ("rank = os.environ['RANK'], os.environ.get('A')", (*RUN, DYNAMO)),
+    ],
+)
+def test_a_script_that_sets_what_dynamo_reads(
+    tmp_path: Path, line: str, expected: tuple[str, ...]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"import os\n{line}\nimport lockstep")
+    assert likely(LaunchSpec(target=str(script)), {}) == expected
+
+
 def test_a_strategy_with_imports_of_its_own() -> None:
     spec = LaunchSpec(target="no_such_script.py", settings=Given(strategy="fsdp"))
     assert likely(spec, {}) == (*RUN, DYNAMO, "lockstep.strategies.sharded.model")
