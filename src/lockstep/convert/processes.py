@@ -9,6 +9,7 @@ from lockstep.check.arguments import argument
 from lockstep.check.script import Script
 from lockstep.check.source import Function
 from lockstep.convert import questions, unused
+from lockstep.convert.carried import stored
 from lockstep.convert.draft import REPLICAS, RUN, Draft
 from lockstep.convert.home import Home
 
@@ -170,8 +171,8 @@ def seeds(draft: Draft, home: Home) -> None:
             continue
         given = _without_rank(script, call.args[0])
         numbers = [one for one in script.constants(given) if type(one) is int]
-        if statement in home.block:
-            draft.seed = module.source(given)
+        if statement in home.block and (known := _known_before(script, home, statement, given)):
+            draft.seed = module.source(known)
             draft.remove(statement)
             home.start = min(home.start, home.block.index(statement))
             return
@@ -186,6 +187,19 @@ def seeds(draft: Draft, home: Home) -> None:
             draft.seed = str(numbers[0])
         else:
             draft.ask(call, questions.SEED)
+
+
+def _known_before(
+    script: Script, home: Home, statement: ast.stmt, seed: ast.expr
+) -> ast.expr | None:
+    """Return a seed, or an only value of it, whose names the run's block does not bind before it is set."""
+    inside = home.block[home.start : home.block.index(statement)]
+    bound = {name for one in inside for name in stored(one)}
+    values = [_without_rank(script, one) for one in script.sources(seed)]
+    for one in [seed, *(values if len(values) == 1 else [])]:
+        if not any(isinstance(n, ast.Name) and n.id in bound for n in ast.walk(one)):
+            return one
+    return None
 
 
 def _without_rank(script: Script, node: ast.expr) -> ast.expr:

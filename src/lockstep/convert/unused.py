@@ -58,7 +58,8 @@ def _unread(draft: Draft) -> None:
     dead, words = set(gone(draft)), _words(draft)
     for statement in faded - draft.removed:
         target = statement.targets[0]
-        if dotted(target) and _is_unread(draft, dotted(target), dead, words):
+        own = isinstance(target, ast.Name) or dotted(target).startswith("self.")
+        if own and _is_unread(draft, dotted(target), dead, words):
             draft.remove(statement)
 
 

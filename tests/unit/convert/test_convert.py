@@ -141,6 +141,7 @@ def test_the_manual_has_every_question() -> None:
             "",
             questions.MARK + questions.PART,
         ),
+        (f"{DDP}\ns = 3 + dist.get_rank()\ntorch.manual_seed(s)", "pass", "", "seed=3, replicas=4"),
         (f"{DDP}\nrandom.seed(3 + dist.get_rank())", "pass", "", questions.MARK + questions.RANK),
         (
             f"{DDP}\ndef test(x):\n    dist.all_reduce(x)\n    return x / dist.get_world_size()",
