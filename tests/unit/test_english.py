@@ -42,7 +42,7 @@ ALONE = {
 API = [
     ROOT / "src/lockstep" / name
     for name in (
-        *("errors.py", "data/loader.py", "launch/api.py", "testing/layouts.py", "testing/ranks.py"),
+        *("errors.py", "data/loader.py", "launch/api.py", "testing/ranks.py"),
         *("training/run.py", "training/run_properties.py"),
         *("world/detect.py", "world/model.py"),
     )
