@@ -136,7 +136,7 @@ def test_full_disk_does_not_hang(lockstep, tiny_disk):
 
 
 def test_help_and_version_do_not_import_torch(lockstep):
-    for words in (["--help"], ["run", "--help"], ["--version"]):
+    for words in (["--help"], ["run", "--help"], ["--version"], ["completion", "bash"]):
         code = (
             "import sys\nfrom lockstep.cli import main\n"
             f"try: main({words!r})\nexcept SystemExit as leave: assert not leave.code\n"
