@@ -2,7 +2,8 @@
 
 The launcher imports torch, and what Lockstep itself needs. The fork server imports what the script has
 at its top (`imports.py`): it is a process that can be thrown away. If an import leaves a thread, a child, a
-connection or a device in it, or prints something, it ends, and another one does without that package.
+connection, a temporary directory or a device in it, prints something or reads what each rank has a value of
+its own for, it ends, and another one does without that package.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ import gc
 import importlib
 import importlib.util
 import os
+import shutil
 import signal
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 from lockstep.launch import processes, source
 from lockstep.launch.imports import Import, at_the_top
@@ -38,6 +42,19 @@ _RUN = ("lockstep.training.run", "lockstep.exchange.shared_memory")
 _DYNAMO = "torch._dynamo"
 #: Packages whose import reaches out of the process, or that keep what they find in the environment.
 _NEVER = ("mpi4py", "horovod", "ray", "tensorflow", "jax", "cupy")
+
+
+#: Variables that workers get from the launcher, which has none or those of an outer launch.
+_OF_WORKERS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "GROUP_",
+    "ROLE_",
+    "MASTER_",
+    "TORCHELASTIC_",
+    "LOCKSTEP_",
+)
 
 
 def likely(spec: LaunchSpec, env: Mapping[str, str]) -> tuple[str, ...]:
@@ -94,6 +111,7 @@ class Footprint:
         pools: libraries of OpenBLAS, which starts threads and takes them through forks by itself.
         unforkable: packages that are never shared, and `cuda` where a device is in use.
         handlers: of signals; a worker starts without those of its parent.
+        finalizers: number of `weakref.finalize`: the first worker to end would do what they do for all.
     """
 
     tasks: int
@@ -102,6 +120,7 @@ class Footprint:
     pools: frozenset[str]
     unforkable: frozenset[str]
     handlers: tuple[object, ...]
+    finalizers: int
 
     @staticmethod
     def look() -> Footprint:
@@ -115,6 +134,7 @@ class Footprint:
             pools=frozenset(line.split()[-1] for line in maps if "openblas" in line),
             unforkable=frozenset(name for name in _NEVER if name in sys.modules) | _cuda(),
             handlers=tuple(signal.getsignal(number) for number in signal.valid_signals()),
+            finalizers=len(weakref.finalize._registry),  # type: ignore[attr-defined]
         )
 
     def allows(self, later: Footprint) -> bool:
@@ -126,6 +146,7 @@ class Footprint:
             and later.files <= self.files
             and later.unforkable <= self.unforkable
             and later.handlers == self.handlers
+            and later.finalizers <= self.finalizers
         )
 
 
@@ -134,14 +155,20 @@ def import_shared(
 ) -> str | None:
     """Import what a script has at its top; return a package after which this process is not to be forked.
 
-    What cannot be imported here is left to the workers, and so is one that prints: it prints there.
+    What cannot be imported here is left to the workers, and so is what prints: it prints there.
 
     Args:
         imports: of the script.
         threads: what workers have as `OMP_NUM_THREADS`, which some packages read when they are imported.
         skipped: packages to leave out.
     """
-    with gc_off(), threads_shared(threads), untied(), _printing() as has_printed:
+    with (
+        gc_off(),
+        threads_shared(threads),
+        untied(),
+        _printing() as has_printed,
+        _noting() as noted,
+    ):
         before = Footprint.look()
         for one in imports:
             if (
@@ -157,8 +184,10 @@ def import_shared(
                 for name in one.names:
                     getattr(sys.modules[one.module], name, None)
             now = Footprint.look()
-            if not before.allows(now) or has_printed():
+            if not before.allows(now) or has_printed() or noted:
                 _end_children(now.children - before.children)
+                for directory in filter(os.path.isabs, noted):
+                    shutil.rmtree(directory, ignore_errors=True)
                 return one.package
             before = now
     return None
@@ -225,6 +254,34 @@ def _printing() -> Iterator[Callable[[], bool]]:
             for copy, number in kept:
                 os.dup2(copy, number)
                 os.close(copy)
+
+
+@contextlib.contextmanager
+def _noting() -> Iterator[list[str]]:
+    """Yield a list of the variables of workers that are read, and of the temporary directories made."""
+    noted: list[str] = []
+    kind, make = type(os.environ), tempfile.mkdtemp
+
+    class Noting(kind):  # type: ignore[misc, valid-type]
+        def __getitem__(self, name: str) -> str:
+            if name.startswith(_OF_WORKERS):
+                noted.append(name)
+            return cast("str", super().__getitem__(name))
+
+        def __iter__(self) -> Iterator[str]:
+            noted.append("all")
+            return cast("Iterator[str]", super().__iter__())
+
+    def mkdtemp(*args: Any, **kwargs: Any) -> Any:
+        directory = make(*args, **kwargs)
+        noted.append(directory)
+        return directory
+
+    os.environ.__class__, tempfile.mkdtemp = Noting, mkdtemp
+    try:
+        yield noted
+    finally:
+        os.environ.__class__, tempfile.mkdtemp = kind, make
 
 
 def _flush() -> None:

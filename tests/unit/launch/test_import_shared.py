@@ -15,13 +15,23 @@ MODULES = {
     "leaving": "raise SystemExit(3)",
     "files": "kept = open(__file__)",
     "lazy": "def __getattr__(name):\n    import clean\n    return clean",
+    "cleans": "import atexit, os; HOME = os.environ.get('HOME'); atexit.register(os.getpid)",
+    "mpi4py": "",
+}
+
+#: What no fork goes with.
+ALONE = {
     "prints": "print('a banner')",
     "writes": "import os; os.write(2, b'a warning')",
     "threads": "from threading import Event, Thread; Thread(target=Event().wait, daemon=True).start()",
     "children": "import subprocess; child = subprocess.Popen(['sleep', '100'])",
     "sockets": "import socket; kept = socket.socket()",
     "handlers": "import signal; signal.signal(signal.SIGUSR1, print)",
-    "mpi4py": "",
+    "ranks": "import os; RANK = int(os.environ.get('LOCAL_RANK', 0))",
+    "worlds": "import os; SIZE = os.getenv('WORLD_SIZE'); IS_ONE = 'MASTER_PORT' not in os.environ",
+    "copies": "import os; BEFORE = os.environ.copy()",
+    "directories": "import tempfile; MADE = tempfile.mkdtemp()",
+    "finalizers": "import weakref; weakref.finalize(lambda: 0, print)",
     "over_mpi": "import mpi4py",
 }
 
@@ -37,6 +47,8 @@ problem = import_shared(imports, "1", skipped)
 assert os.environ == before
 children = sys.modules.get("children")
 assert children is None or children.child.wait() == -9
+made = sys.modules.get("directories")
+assert made is None or not os.path.exists(made.MADE)
 print(json.dumps([problem, [name for name in (*names, "clean") if name in sys.modules]]))
 """
 
@@ -49,7 +61,7 @@ def imported(
     elsewhere: bool = False,
 ) -> tuple[str | None, list[str]]:
     """Return the package that cannot be shared, and which modules are there after it."""
-    for name, text in MODULES.items():
+    for name, text in (MODULES | ALONE).items():
         (directory / f"{name}.py").write_text(text)
     place = directory / "elsewhere" if elsewhere else directory
     argument = json.dumps([str(directory), str(place), names, taken, skipped])
@@ -66,8 +78,8 @@ def imported(
 
 
 def test_what_can_be_shared(tmp_path: Path) -> None:
-    names = ("clean", "broken", "leaving", "files")
-    assert imported(tmp_path, *names) == (None, ["clean", "files", "clean"])
+    names = ("clean", "broken", "leaving", "files", "cleans")
+    assert imported(tmp_path, *names) == (None, ["clean", "files", "cleans", "clean"])
 
 
 def test_what_is_imported_only_when_it_is_taken(tmp_path: Path) -> None:
@@ -75,9 +87,7 @@ def test_what_is_imported_only_when_it_is_taken(tmp_path: Path) -> None:
     assert imported(tmp_path, "lazy", taken=("part",)) == (None, ["lazy", "clean"])
 
 
-@pytest.mark.parametrize(
-    "name", ["prints", "writes", "threads", "children", "sockets", "handlers", "over_mpi"]
-)
+@pytest.mark.parametrize("name", ALONE)
 def test_what_no_fork_goes_with_stops_it(tmp_path: Path, name: str) -> None:
     assert imported(tmp_path, name, "clean") == (name, [name])
     assert imported(tmp_path, name, "clean", skipped=(name,)) == (None, ["clean", "clean"])
