@@ -39,7 +39,7 @@ class ExchangeEntry:
             in the place of `build`.
         strategy: the only strategy that takes it; `None` for each that takes exchanges of this class.
         no_loss_scale: why it cannot go with the loss scale of fp16, if so.
-        compares_batches: whether it refuses gradients of different batches; where not, strategies do.
+        compares_batches: whether it refuses gradients of different batches; where not, `ddp` does, on CPUs.
         at_servers: whether parameter servers sum gradients, and not ranks.
     """
 

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class _Hook:
-    """Says that a module is called, but not that a copy of it is."""
+    """Says that a module is called, but not that a copy of it is, or what was loaded from a file."""
 
     def __init__(self, act: Callable[[], None]) -> None:
         self._act = act
@@ -23,6 +23,13 @@ class _Hook:
 
     def __deepcopy__(self, _memo: object) -> Callable[..., None]:
         return _nothing
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _of_copies, ()
+
+
+def _of_copies() -> Callable[..., None]:
+    return _nothing
 
 
 def _nothing(*_: object) -> None:

@@ -122,7 +122,8 @@ class Models:
         parts = [layer.ranks.exactness for layer in layers(held.module)]
         held.exactness = worst([held.exactness, *parts])
         # DistributedDataParallel's; without effect, as gradients meet once per global batch anyway.
-        held.wrapped.__dict__.setdefault("no_sync", contextlib.nullcontext)
+        if not hasattr(held.wrapped, "no_sync"):
+            held.wrapped.__dict__["no_sync"] = contextlib.nullcontext
         self._state.models.append(held)
         if self.exactness != before:  # what was said when the run began does not hold any more
             context.record.warn(

@@ -292,6 +292,29 @@ def test_no_sync_is_there_and_changes_nothing(make_run, request, grouped: bool) 
         assert "no_sync" not in model.state_dict()
 
 
+class Syncing(nn.Linear):
+    def no_sync(self) -> str:
+        return "its own"
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_whole_model_is_saved_and_keeps_its_own_no_sync(
+    make_run, request, tmp_path, replicas: int, grouped: bool
+) -> None:
+    if grouped:
+        request.getfixturevalue("lone_group")
+    with make_run(replicas=replicas) as run:
+        model = run.model(Syncing(3, 1))
+        for (x,) in run.loader(data(), batch_size=4):
+            run.backward(model(x).mean())
+        assert model.no_sync() == "its own"
+        torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    x = torch.ones(2, 3)
+    assert torch.equal(loaded(x), model(x))
+
+
 def test_parameters_of_another_model_join_later(make_run) -> None:
     with make_run(replicas=2) as run:
         first, second = run.model(nn.Linear(3, 2)), run.model(nn.Linear(2, 1))
