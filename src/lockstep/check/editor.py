@@ -9,10 +9,8 @@ from collections.abc import Mapping, Sequence
 import libcst as cst
 from libcst.metadata import PositionProvider
 
-from lockstep.check.fix import Edit, Place
+from lockstep.check.fix import PART, Edit, Place
 
-#: A statement that stands where another part of a loop's body begins; in the loops to be, where one goes.
-PART = "lockstep: the next part"
 #: Begins the text of the statement that stands where a `with` is to begin.
 _WITH = "lockstep with: "
 #: Comments for tools, about the line that they stand on.

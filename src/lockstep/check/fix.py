@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from lockstep.check.source import Module
 
+#: A statement that stands where another part of a loop's body begins; in the loops to be, where one goes.
+PART = "lockstep: the next part"
 Place = tuple[int, int]
 Kind = Literal[
     "argument", "replace", "callee", "given", "wrap", "inside", "owner",

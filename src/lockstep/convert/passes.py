@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
-from lockstep.check.editor import PART
+from lockstep.check.fix import PART
 from lockstep.check.source import Loop, dotted
 from lockstep.convert import carried, questions
 from lockstep.convert.draft import RUN, Draft, calls, sent_backward

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -414,3 +416,15 @@ def test_what_check_finds_in_the_converted_script_is_a_question(tmp_path: Path) 
     (one,) = [one for one in made.questions if one.text.startswith("LS605")]
     assert made.text.splitlines()[one.after - 1].strip() == questions.MARK + one.text
     assert path.read_text().splitlines()[one.before - 1].strip() == "mean.update_parameters(model)"
+
+
+def test_without_libcst_the_extra_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LOOP.format(before="", inside="", after=""))
+    code = "import sys; sys.modules['libcst'] = None; from lockstep.cli import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "convert", str(script)], capture_output=True, text=True
+    )
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "pip install 'torch-lockstep[check]'" in done.stderr
