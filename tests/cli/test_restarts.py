@@ -163,6 +163,14 @@ def test_what_a_script_imports_is_there_when_its_workers_begin(lockstep):
     assert (done.code, done.out) == (0, "\n" * 3), done.err
 
 
+@pytest.mark.ranks(2)
+def test_a_package_that_ends_the_launchers_imports_is_left_to_the_workers(lockstep):
+    lockstep.script("import os\nif 'RANK' not in os.environ:\n    os._exit(7)\n", "abrupt.py")
+    script = lockstep.script("import abrupt, lockstep\nprint('imported', flush=True)")
+    done = lockstep("run", "-n", "2", script)
+    assert (done.code, done.out) == (0, "imported\n"), done.err
+
+
 @pytest.mark.wide
 @pytest.mark.ranks(2)
 def test_a_package_that_prints_is_left_to_the_workers(lockstep):

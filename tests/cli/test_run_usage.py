@@ -25,6 +25,10 @@ import pytest
         (["--devices", "0,,1"], "--devices is '0,,1'; '' is no id; expected auto"),
         (["--devices", "0-3"], "--devices is '0-3'; expected auto"),
         (["-n", "cpu", "--devices", "0,1"], "-n cpu and --devices 0,1 contradict each other"),
+        (
+            "--nnodes 1:2 --rdzv-endpoint 127.0.0.1 -n 2 --mesh 2x2 --strategy pipeline".split(),
+            "a mesh of 2x2 has 4 ranks; the run has 2",
+        ),
         (["--bind", "tight"], "invalid choice: 'tight'"),
         (["--max-restarts", "-1"], "--max-restarts is -1; expected at least 0"),
         (["--preempt-signal", "KILL"], "--preempt-signal is 'KILL'; expected the name of a signal"),

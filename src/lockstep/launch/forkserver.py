@@ -80,7 +80,11 @@ class ForkServer:
         skipped: list[str] = []
         while preload is not None and len(skipped) < _TRIES:
             self._start_server(job, unheard, partial(preload, skipped))
-            problem = self._receive()["problem"]
+            try:
+                problem = self._receive()["problem"]
+            except RunError:  # an import has ended the server: workers import by themselves
+                self.close()
+                break
             if problem is None:
                 return
             self.close()

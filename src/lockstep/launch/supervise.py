@@ -38,7 +38,7 @@ from lockstep.launch.plan import (
     Plan,
     check_replicas,
     make_plan,
-    threads_of_workers,
+    share_of_threads,
 )
 from lockstep.launch.preload import import_shared
 from lockstep.launch.rank_progress import RankProgress
@@ -189,7 +189,8 @@ def _joined(launch: Launch, interrupts: Interrupts) -> Iterator[Rounds | None]:
         last_call=nodes.last_call or LAST_CALL_SECONDS,
     )
     if not terms.fixed:  # now, and not when a node comes that is one too many
-        check_replicas(launch, terms.most * launch.ranks)
+        for count in (terms.least, terms.most):
+            check_replicas(launch, count * launch.ranks)
     rounds = Rounds(
         config,
         _describe(launch),
@@ -307,4 +308,5 @@ def _preload(launch: Launch, *, is_run: bool) -> Preload | None:
     found = imports.at_the_top(spec).imports
     if all(one.module in sys.modules for one in found):
         return None
-    return partial(import_shared, found, threads_of_workers(spec))
+    threads = share_of_threads(spec, launch.environ, launch.machine.cores, launch.ranks)
+    return partial(import_shared, found, threads)

@@ -31,6 +31,8 @@ ALONE = {
     "worlds": "import os; SIZE = os.getenv('WORLD_SIZE'); IS_ONE = 'MASTER_PORT' not in os.environ",
     "copies": "import os; BEFORE = os.environ.copy()",
     "directories": "import tempfile; MADE = tempfile.mkdtemp()",
+    "backups": "import pathlib, sys, tempfile; MADE = tempfile.mkdtemp(dir=sys.path[0]); "
+    "pathlib.Path(MADE, 'users').touch()",
     "finalizers": "import weakref; weakref.finalize(lambda: 0, print)",
     "over_mpi": "import mpi4py",
 }
@@ -49,6 +51,8 @@ children = sys.modules.get("children")
 assert children is None or children.child.wait() == -9
 made = sys.modules.get("directories")
 assert made is None or not os.path.exists(made.MADE)
+backups = sys.modules.get("backups")
+assert backups is None or os.listdir(backups.MADE) == ["users"]
 print(json.dumps([problem, [name for name in (*names, "clean") if name in sys.modules]]))
 """
 
