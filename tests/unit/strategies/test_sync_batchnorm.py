@@ -322,7 +322,10 @@ def test_what_belongs_to_the_run_already(make_run) -> None:
     ("settings", "message"),
     [
         ({"strategy": "pipeline"}, "strategy=pipeline, which cuts each replica's share to pieces"),
-        ({"strategy": "ps", "staleness": 2}, "staleness=2, under which workers run without each other"),
+        (
+            {"strategy": "ps", "staleness": 2},
+            "staleness=2, under which workers run without each other",
+        ),
     ],
 )
 def test_where_ranks_do_not_compute_together(settings: dict, message: str) -> None:
