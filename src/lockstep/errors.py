@@ -1,27 +1,27 @@
-"""Every error a user can meet, each with an exit code and a hint.
+"""All errors that Lockstep raises for users, each with an exit code and a hint.
 
 LockstepError
-├── UsageError                 exit 2   a flag, an argument or a layout that cannot work
-│   ├── ScriptNotFoundError             the script to run is not there
-│   ├── WorldError                      the environment contradicts itself
-│   │   └── UnreachableError            a node or rank that no packet reaches
-│   └── DeviceError                     a device that this machine does not have
-├── OutputError                exit 1   a file that was asked for cannot be written
-├── CheckFailedError           exit 3   a check ran, and did not hold
-└── RunError                   exit 1   a run that started and failed
-    ├── ModelError                      a model that the run does not hold, or ranks that differ
-    ├── LoaderError                     data that cannot be split as asked
-    ├── StepError                       calls in an order that depends on the layout
+├── UsageError                 exit 2   invalid flag, argument or layout
+│   ├── ScriptNotFoundError             the script does not exist
+│   ├── WorldError                      variables of the environment contradict each other
+│   │   └── UnreachableError            a node or rank cannot be reached over the network
+│   └── DeviceError                     this machine lacks the device
+├── OutputError                exit 1   an output file cannot be written
+├── CheckFailedError           exit 3   a check failed
+└── RunError                   exit 1   a run failed
+    ├── ModelError                      a model is not one of the run's, or differs between ranks
+    ├── LoaderError                     data that cannot be split over the replicas
+    ├── StepError                       the order of calls would make the result depend on the layout
     ├── NonFiniteLossError              a loss that is NaN or infinite
-    ├── ExactnessError                  a setting that breaks the promise, with `exact=True`
-    ├── MismatchError                   ranks are in different calls that all ranks make together
-    ├── DivergenceError                 ranks that should hold the same bits do not
+    ├── ExactnessError                  a setting makes the result depend on the layout, with `exact=True`
+    ├── MismatchError                   ranks are in different collective calls
+    ├── DivergenceError                 ranks that should have the same bits differ
     ├── RunDirectoryError               the run directory cannot be used
     ├── CheckpointError                 a checkpoint or a file of weights cannot be written or read
-    └── PeerError                       another rank left, died or fell behind
-        └── EarlyExitError              another rank left a loop that this rank is still in
+    └── PeerError                       another rank ended or is stuck
+        └── EarlyExitError              another rank left a loop early
 
-A message says what was seen and what was expected; the hint names the flag or the call that helps.
+A message says what was seen and what was expected; the hint names the flag or the call to change.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-#: Exit code of a run that was told to make room, and saved its state before: `EX_TEMPFAIL`.
+#: Exit code of a preempted run, which has saved its state: `EX_TEMPFAIL`.
 PREEMPTED = 75
 
 
@@ -53,51 +53,51 @@ class LockstepError(Exception):
 
 
 class UsageError(LockstepError):
-    """A flag, an argument or a layout that cannot work."""
+    """A flag, an argument or a layout is invalid."""
 
     exit_code = 2
 
 
 class ScriptNotFoundError(UsageError):
-    """The script to run is not there, or is not a file."""
+    """The script does not exist, or is not a file."""
 
 
 class WorldError(UsageError):
-    """The environment variables that should say who this process is contradict each other."""
+    """The environment variables for rank, world size and rendezvous contradict each other."""
 
 
 class UnreachableError(WorldError):
-    """A node or a rank that another one cannot reach over the network."""
+    """A node or a rank cannot be reached over the network."""
 
 
 class DeviceError(UsageError):
-    """A device was asked for that this machine does not have."""
+    """This machine does not have the device."""
 
 
 class OutputError(LockstepError):
-    """A file that was asked for cannot be written."""
+    """An output file cannot be written."""
 
 
 class CheckFailedError(LockstepError):
-    """A check ran to its end and did not hold."""
+    """A check ran to its end and failed."""
 
     exit_code = 3
 
 
 class RunError(LockstepError):
-    """A run that started and failed."""
+    """A run started and failed."""
 
 
 class ModelError(RunError):
-    """A model or an optimizer that the run does not hold, or that differs between ranks."""
+    """A model or an optimizer is not one of the run's, or differs between ranks."""
 
 
 class LoaderError(RunError):
-    """Data that cannot be split over the replicas as asked."""
+    """Data cannot be split over the replicas."""
 
 
 class StepError(RunError):
-    """Calls in an order whose result would depend on the layout."""
+    """The order of calls would make the result depend on the layout."""
 
 
 class NonFiniteLossError(RunError):
@@ -105,15 +105,15 @@ class NonFiniteLossError(RunError):
 
 
 class ExactnessError(RunError):
-    """A setting that would break the promise, while `exact=True`."""
+    """A setting would make the result depend on the layout, with `exact=True`."""
 
 
 class MismatchError(RunError):
-    """Ranks are in different calls, each of which all ranks have to make together."""
+    """Ranks are in different collective calls; expected the same call on all ranks."""
 
 
 class DivergenceError(RunError):
-    """Ranks that should hold the same bits do not."""
+    """Ranks that should have the same bits differ."""
 
 
 class RunDirectoryError(RunError):
@@ -121,15 +121,15 @@ class RunDirectoryError(RunError):
 
 
 class CheckpointError(RunError):
-    """A checkpoint, or a file of weights, that cannot be written or read."""
+    """A checkpoint, or a file of weights, cannot be written or read."""
 
 
 class PeerError(RunError):
-    """Another rank left, died or fell behind: a consequence, seldom the cause."""
+    """Another rank ended or is stuck: mostly a consequence of its failure, not the cause."""
 
 
 class EarlyExitError(PeerError):
-    """Another rank left a loop that this rank is still in."""
+    """Another rank left a loop over a loader before its end."""
 
 
 def did_you_mean(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:

@@ -204,7 +204,7 @@ class Settings:
     seed: int = _setting(0, "everything random follows from it", int, check=_check_seed)
     replicas: int | None = _setting(
         None,
-        "number of logical workers, at least as many as ranks",
+        "number of logical data-parallel workers, at least as many as ranks",
         int,
         unsaid="the number of ranks",
         check=_at_least(1),
@@ -212,14 +212,14 @@ class Settings:
     )
     exact: bool = _setting(
         True,
-        "refuse what would make the result depend on the layout",
+        "refuse settings and calls that make the result depend on the layout",
         boolean,
         flag=("training", "--exact"),
         negatable=True,
     )
     strategy: str = _setting(
         "auto",
-        "how models are held; `auto` is `ddp` on several ranks, else `single`",
+        "how models are distributed; `auto` is `ddp` on several ranks, else `single`",
         str,
         choices=STRATEGIES.own,
         check=STRATEGIES.require,
@@ -237,18 +237,18 @@ class Settings:
     )
     sync_every: int | None = _setting(
         None,
-        "steps between two exchanges of `local-sgd` and `diloco`",
+        "steps between two averages of the parameters with `local-sgd` or `diloco`",
         int,
-        unsaid="16 and 50",
+        unsaid="16 for `local-sgd`, 50 for `diloco`",
         check=_at_least(1),
         flag=("training", "--sync-every H"),
         changes_result=True,
     )
     mesh: str | None = _setting(
         None,
-        "`DATAxMODEL`, such as `2x2`: how many models, and over how many ranks each is spread",
+        "`DATAxMODEL`, such as `2x2`: number of copies of the model, and of ranks that hold one copy",
         str,
-        unsaid="one model over all ranks with `pipeline` and `tensor`, else one on each",
+        unsaid="one copy over all ranks with `pipeline` and `tensor`, else one copy per rank",
         check=parse_mesh,
         flag=("training", "--mesh DATAxMODEL"),
     )
@@ -263,25 +263,24 @@ class Settings:
     )
     staleness: int | None = _setting(
         None,
-        "gradients are computed with the parameters that lack exactly so many of the latest updates; given "
-        "with strategy `ps`, servers update",
+        "compute gradients with parameters that are exactly K updates old; with strategy `ps`, the "
+        "servers then run the optimizer",
         int,
-        unsaid="none, and workers update by themselves",
+        unsaid="none; with `ps`, the workers run the optimizer",
         check=_at_least(0),
         flag=("training", "--staleness K"),
         changes_result=True,
     )
     precision: str = _setting(
         "fp32",
-        "`bf16` or `fp16` for forward passes under autocast, fp16 with a loss scale",
+        "run forward passes under autocast in `bf16` or `fp16`; `fp16` scales the loss",
         str,
         choices=PRECISIONS,
         flag=("training", "--precision P"),
     )
     devices: str = _setting(
         "auto",
-        "`cpu`, `gpu`, `auto`, or a list such as `2,3` or `GPU-8f5c1a2b,MIG-…`, one for each rank of a "
-        "node",
+        "`cpu`, `gpu`, `auto`, or one device per rank of a node, such as `2,3` or `GPU-8f5c1a2b,MIG-…`",
         str,
         check="lockstep.world.devices_asked:parse",
         flag=("layout", "--devices D"),
@@ -310,30 +309,30 @@ class Settings:
         flag=("records", "--fresh"),
         of_one_launch=True,
     )
-    progress: bool = _setting(True, "show a bar or lines on the main rank", boolean)
+    progress: bool = _setting(True, "show a progress bar, or lines, on the main rank", boolean)
     stop_on_nan: bool = _setting(
         False,
-        "check every loss, and stop at one that is not finite",
+        "check every loss, and stop at the first that is not finite",
         boolean,
         flag=("records", "--stop-on-nan"),
     )
     checkpoint_every: float = _setting(
         600.0,
-        "seconds between checkpoints that the script doesn't ask for; 0 for none",
+        "seconds between periodic checkpoints, beside those of `run.save`; 0 for none",
         float,
         check=_at_least(0, float),
-        flag=("survival", "--checkpoint-every SECONDS"),
+        flag=("fault tolerance", "--checkpoint-every SECONDS"),
     )
     keep: int = _setting(
         3,
-        "how many of the latest checkpoints stay, besides the best",
+        "number of latest checkpoints to keep, beside the best",
         int,
         check=_at_least(1),
-        flag=("survival", "--keep N"),
+        flag=("fault tolerance", "--keep N"),
     )
     loggers: tuple[Any, ...] = _setting(
         (),
-        "`tensorboard`, `wandb` or `mlflow`, to which `run.log` is forwarded",
+        "forward `run.log` to `tensorboard`, `wandb` or `mlflow`",
         names,
         check="lockstep.record.loggers:check",
         flag=("records", "--logger NAME"),
@@ -349,14 +348,14 @@ class Settings:
     )
     default_replicas: int | None = _setting(
         None,
-        "`replicas` of a script that names none",
+        "`replicas` of a script that sets none",
         int,
         of_script=False,
         check=_at_least(1),
     )
     default_threads: int | None = _setting(
         None,
-        "`threads` of a script that names none",
+        "`threads` of a script that sets none",
         int,
         of_script=False,
         check=_at_least(1),
@@ -385,7 +384,7 @@ def from_environment(settings: Settings, environ: Mapping[str, str] | None = Non
 _OF_LAUNCHERS = (
     Setting(
         name="bind",
-        help="whether each rank keeps to cores of its own",
+        help="`cores`: pin each rank to cores of its own",
         parse=str,
         default="none",
         choices=("none", "cores"),
@@ -394,38 +393,37 @@ _OF_LAUNCHERS = (
     ),
     Setting(
         name="max_restarts",
-        help="failures in a row without progress after which ranks are started again",
+        help="maximum number of restarts in a row without progress",
         parse=int,
-        unsaid="3, and 0 for exceptions of the script's own and for scripts without a `lockstep.Run`",
+        unsaid="3; 0 for exceptions that the script raises, and for scripts without `lockstep.Run`",
         check=_at_least(0),
-        flag=("survival", "--max-restarts K"),
+        flag=("fault tolerance", "--max-restarts K"),
         forwarded=False,
         blank_is_unset=True,
         of_one_launch=True,
     ),
     Setting(
         name="preempt_signal",
-        help="a signal that makes a run save its state and end with exit code 75, such as `USR1`; SIGTERM "
-        "always does",
+        help="signal, such as `USR1`, on which a run saves its state and exits with 75, as on SIGTERM",
         parse=str,
-        unsaid="SIGTERM alone",
+        unsaid="SIGTERM only",
         check=signal_of,
-        flag=("survival", "--preempt-signal NAME"),
+        flag=("fault tolerance", "--preempt-signal NAME"),
         blank_is_unset=True,
     ),
     Setting(
         name="hang_timeout",
-        help="seconds that a rank may show no sign of life, 0 for ever",
+        help="seconds without progress on any rank after which a launch counts as hung; 0 for no limit",
         parse=float,
         default=1800.0,
         check=_at_least(0, float),
-        flag=("survival", "--hang-timeout SECONDS"),
+        flag=("fault tolerance", "--hang-timeout SECONDS"),
         forwarded=False,
         blank_is_unset=True,
     ),
     Setting(
         name="shutdown_timeout",
-        help="seconds from asking ranks to end to killing them",
+        help="seconds between SIGTERM and SIGKILL when ranks are ended",
         parse=float,
         default=5.0,
         check=_at_least(0, float),

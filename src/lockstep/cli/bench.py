@@ -63,15 +63,14 @@ def _add_what(parser: Parser) -> None:
         metavar="E,…",
         help="run each number of ranks with each exchange: tree,shared-memory",
     )
-    add("--repeat", type=int, default=3, metavar="K", help="rounds that are measured (default: 3)")
-    flags.add(parser, "replicas", help="replicas on all layouts (default: the ranks)")
+    add("--repeat", type=int, default=3, metavar="K", help="number of measured rounds (default: 3)")
+    flags.add(parser, "replicas", help="replicas on all layouts (default: the number of ranks)")
     flags.add(
         parser,
         "threads",
-        help="intra-op threads of each rank (default: what the script says, else the cores divided by "
-        "the most ranks)",
+        help="intra-op threads per rank (default: the script's, else the cores divided by the most ranks)",
     )
-    one = {"choices": ("auto", "cpu", "gpu"), "metavar": None, "help": "what ranks compute on"}
+    one = {"choices": ("auto", "cpu", "gpu"), "metavar": None, "help": "devices of the ranks"}
     flags.add(parser, "devices", **one)
     add(
         "--restart",
@@ -79,17 +78,25 @@ def _add_what(parser: Parser) -> None:
         default=True,
         help="measure a restart after a kill, in one more launch of each combination (the default)",
     )
-    add("--project", metavar="N,…", help="say what a fitted model says of these numbers of ranks")
-    add("--bandwidth", metavar="B", help="of the link to project to, such as 25Gbit/s")
-    add("--latency", metavar="L", help="of a message over that link, such as 20us")
+    add(
+        "--project",
+        metavar="N,…",
+        help="fit a model to the results, and project them to these numbers of ranks",
+    )
+    add("--bandwidth", metavar="B", help="bandwidth of the projected network, such as 25Gbit/s")
+    add("--latency", metavar="L", help="latency of the projected network, such as 20us")
 
 
 def _add_outputs(parser: Parser) -> None:
     add = parser.add_argument
-    add("--compare", metavar="FILE", help="set another result beside this one: a file, or a table")
-    add("--json", type=Path, metavar="FILE", help="write the results there")
-    add("--html", type=Path, metavar="FILE", help="write a page with charts there")
-    add("--keep", type=Path, metavar="DIR", help="keep the runs in DIR")
+    add(
+        "--compare",
+        metavar="FILE",
+        help="compare with an earlier result: a file of --json, or a table",
+    )
+    add("--json", type=Path, metavar="FILE", help="write the results to FILE")
+    add("--html", type=Path, metavar="FILE", help="write a page with charts to FILE")
+    add("--keep", type=Path, metavar="DIR", help="keep the run directories in DIR")
 
 
 def handle(options: argparse.Namespace) -> int:

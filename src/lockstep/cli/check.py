@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lockstep.check.engine import Outcome
 
 _EPILOG = """\
-Rules are for scripts of torch.distributed, Accelerate, Fabric and Lockstep; other files are passed over.
+Rules are for scripts of torch.distributed, Accelerate, Fabric and Lockstep; other files are skipped.
 `# lockstep: ignore[LS201]` on its line silences a finding; [tool.lockstep.check] in pyproject.toml has
 select and ignore. Exit codes: 0 no findings, or all fixed; 1 findings, or with --diff something to fix;
 2 usage.
@@ -40,17 +40,17 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     )
     add = parser.add_argument
     add("paths", nargs="*", type=Path, metavar="PATH", help="scripts, notebooks, directories")
-    add("--fix", action="store_true", help="mend what can be mended safely")
+    add("--fix", action="store_true", help="apply the safe fixes")
     add("--diff", action="store_true", help="show what --fix would change, and change nothing")
-    add("--select", metavar="CODE,…", help="run these rules only: codes, their beginnings, or ALL")
-    add("--ignore", metavar="CODE,…", help="leave these rules out")
+    add("--select", metavar="CODE,…", help="run only these rules: codes, prefixes of codes, or ALL")
+    add("--ignore", metavar="CODE,…", help="skip these rules")
     add(
         "--format",
         choices=("text", "json", "sarif", "github"),
         default="text",
-        help="how findings are written (default: text)",
+        help="output format (default: text)",
     )
-    add("--exit-zero", action="store_true", help="exit with 0 also where there are findings")
+    add("--exit-zero", action="store_true", help="exit with 0 even if there are findings")
     add("--list", action="store_true", help="list all rules, and check nothing")
     add("--explain", metavar="CODE", help="explain a rule, and check nothing")
     parser.set_defaults(handler=handle)

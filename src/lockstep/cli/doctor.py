@@ -12,13 +12,13 @@ from lockstep.cli.parser import Parser
 from lockstep.errors import UsageError
 
 _EPILOG = """\
-Under Slurm, `srun -N 2 lockstep doctor` looks at two nodes and at the network between them. Each line is
+Under Slurm, `srun -N 2 lockstep doctor` examines two nodes and the network between them. Each line is
 ok, a warning or a failure, and says what to do. Nothing is changed. Exit codes: 0 no failure, 1 a failure,
 2 usage, 3 a node did not arrive.
 """
 _EXAMPLES = {
-    "lockstep doctor": "look at this machine",
-    "lockstep doctor --nnodes 2 --rdzv-endpoint node0": "on each of two nodes: look at both",
+    "lockstep doctor": "examine this machine",
+    "lockstep doctor --nnodes 2 --rdzv-endpoint node0": "on each of two nodes: examine both",
 }
 
 
@@ -37,7 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         type=Path,
         default=Path("runs"),
         metavar="DIR",
-        help="where runs are to be kept: its file system is looked at (default: runs)",
+        help="directory of the runs, whose file system is checked (default: runs)",
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.set_defaults(handler=handle)

@@ -33,15 +33,20 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         "--output",
         type=Path,
         metavar="FILE",
-        help="ends in .pt, .pth, .bin or .safetensors (default: RUN_DIR/model.pt)",
+        help="file to write: .pt, .pth, .bin or .safetensors (default: RUN_DIR/model.pt)",
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--step", type=int, metavar="N", help="the checkpoint of step N (default: the newest)"
     )
-    which.add_argument("--best", action="store_true", help="the best one, as run.save(best=) said")
+    which.add_argument(
+        "--best", action="store_true", help="the best checkpoint, by run.save(best=...)"
+    )
     parser.add_argument(
-        "--model", type=int, metavar="K", help="which of several models, from 0 in order"
+        "--model",
+        type=int,
+        metavar="K",
+        help="index of the model, in the order of the run.model calls",
     )
     parser.add_argument("--force", action="store_true", help="overwrite FILE")
     parser.set_defaults(handler=handle)

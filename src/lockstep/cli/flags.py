@@ -52,7 +52,7 @@ def _help(setting: Setting) -> str:
 
 def add_training(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say how a run trains."""
-    title = "training", "Each wins over what the script says to lockstep.Run."
+    title = "training", "Each flag wins over the argument of lockstep.Run."
     add(parser.add_argument_group(*title), *OF_TRAINING)
 
 

@@ -19,37 +19,39 @@ def add(parser: argparse.ArgumentParser, *, elastic: bool) -> None:
     group.add_argument(
         "--nnodes",
         metavar="NODES",
-        help="number of nodes, on each of which this command is started"
-        + "; MIN:MAX if they may come and go" * elastic,
+        help="number of nodes; this command is started on each"
+        + "; MIN:MAX for an elastic launch" * elastic,
     )
-    group.add_argument("--node-rank", type=int, metavar="K", help="number of this node, from 0")
-    group.add_argument("--master-addr", metavar="HOST", help="host or address of node 0")
+    group.add_argument("--node-rank", type=int, metavar="K", help="rank of this node, from 0")
+    group.add_argument("--master-addr", metavar="HOST", help="host name or address of node 0")
     group.add_argument(
-        "--master-port", type=int, metavar="PORT", help="its port (default: one that is free)"
+        "--master-port", type=int, metavar="PORT", help="port of node 0 (default: a free one)"
     )
     group.add_argument(
         "--rdzv-endpoint",
         metavar="PLACE",
-        help="HOST[:PORT] or file:///DIRECTORY rendezvous of nodes without numbers",
+        help="rendezvous without --node-rank: HOST[:PORT], or file:///DIRECTORY that all nodes share",
     )
     group.add_argument(
-        "--rdzv-id", metavar="ID", help="name of this launch, where several use one endpoint"
+        "--rdzv-id", metavar="ID", help="id of this launch, if several launches share an endpoint"
     )
     group.add_argument(
-        "--interface", metavar="NAME", help="network interface (default: one that all others reach)"
+        "--interface",
+        metavar="NAME",
+        help="network interface (default: one that all other nodes reach)",
     )
     group.add_argument(
         "--join-timeout",
         type=float,
         metavar="SECONDS",
-        help="how long nodes may take to come (default: 300)",
+        help="rendezvous timeout (default: 300)",
     )
     if elastic:
         group.add_argument(
             "--last-call",
             type=float,
             metavar="SECONDS",
-            help="how long a launch waits for more than MIN nodes before it begins (default: 30)",
+            help="time to wait for further nodes when MIN have joined (default: 30)",
         )
 
 

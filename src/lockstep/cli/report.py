@@ -36,7 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         "--output",
         type=Path,
         metavar="FILE",
-        help="the page; what is there is replaced (default: report.html in the first RUN_DIR)",
+        help="page to write, overwritten if it exists (default: report.html in the first RUN_DIR)",
     )
     parser.set_defaults(handler=handle)
 

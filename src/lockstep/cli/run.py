@@ -46,7 +46,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     nodes.add(parser, elastic=True)
     flags.add_training(parser)
     _add_start(parser)
-    flags.add(parser.add_argument_group("survival"), *flags.of_group("survival"))
+    flags.add(parser.add_argument_group("fault tolerance"), *flags.of_group("fault tolerance"))
     _add_records(parser)
     torchrun.add_flags(parser)
     parser.add_argument("target", metavar="SCRIPT", help="the script to run, or with -m a module")
@@ -135,7 +135,8 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
         "--nproc-per-node",
         dest="n",
         metavar="N",
-        help="ranks: a number, cpu (cores), gpu, or auto (default: 1, or as many as --devices names)",
+        help="number of ranks, or cpu (one per core), gpu (one per GPU), auto (gpu, else cpu) "
+        "(default: 1, or one for each of --devices)",
     )
     flags.add(group, "replicas", "devices", "threads")
     flags.add(group, "bind", choices=TABLE["bind"].choices)
@@ -146,37 +147,39 @@ def _add_start(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--start",
         choices=("fork", "spawn", "exec"),
-        help="fork from a process that has imported torch (default), or a fresh interpreter each, "
-        "with (spawn) or without (exec) Lockstep's error reports",
+        help="how ranks start: fork of a process that has imported torch (default), spawn of a fresh "
+        "interpreter, or exec of python SCRIPT, without Lockstep's error reports",
     )
-    group.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module's name")
+    group.add_argument(
+        "-m", "--module", action="store_true", help="SCRIPT is a module, as with python -m"
+    )
     group.add_argument(
         "--legacy-local-rank",
         dest="local_rank_option",
         action="store_const",
         const="--local-rank",
         default="auto",
-        help="give each rank the option --local-rank=K; scripts that declare it get it without this flag",
+        help="pass --local-rank=K to each rank; scripts that declare the option get it without this flag",
     )
     group.add_argument(
         "--legacy-local_rank",
         dest="local_rank_option",
         action="store_const",
         const="--local_rank",
-        help="the same for scripts that spell it --local_rank=K",
+        help="pass --local_rank=K to each rank",
     )
     group.add_argument(
         "--no-local-rank",
         dest="local_rank_option",
         action="store_const",
         const="none",
-        help="give no rank such an option, even where the script declares it",
+        help="pass neither option, even to a script that declares it",
     )
     group.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
     group.add_argument(
         "--check",
         action="store_true",
-        help="before the launch, show what in SCRIPT would hang or corrupt (see lockstep check)",
+        help="before the launch, show the findings of lockstep check on SCRIPT",
     )
 
 
@@ -188,18 +191,21 @@ def _add_records(parser: argparse.ArgumentParser) -> None:
         "--tee",
         type=_bits_of("--tee"),
         metavar="S",
-        help="streams that are shown with a prefix: 1 is standard output, 2 standard error, 3 both; "
-        "0:3,1:1 says it for each local rank (default: rank 0 is shown, without a prefix)",
+        help="streams to show with a prefix per rank: 1 is stdout, 2 stderr, 3 both; 0:3,1:1 chooses for "
+        "each local rank (default: rank 0, without a prefix)",
     )
     group.add_argument(
         "-r",
         "--redirects",
         type=_bits_of("--redirects"),
         metavar="S",
-        help="streams that only the log files receive, in the same way",
+        help="streams to write to the log files only; values as for --tee",
     )
     group.add_argument("--local-ranks-filter", metavar="K,…", help="show these local ranks only")
     group.add_argument(
-        "--log-dir", type=Path, metavar="DIR", help="where log files go, in a new folder"
+        "--log-dir",
+        type=Path,
+        metavar="DIR",
+        help="directory of log files; a launch makes a new folder in it",
     )
     flags.add(group, "loggers", "stop_on_nan")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _EPILOG = """\
 Everything after SCRIPT belongs to the script. Exit codes: that of the job; 2 if there is none; 130
-if Ctrl-C left it to itself.
+if Ctrl-C ended the command and left the job running.
 """
 _EXAMPLES = {
     "lockstep submit --nodes 2 -n 4 --time 2:00:00 train.py": "2 nodes of 4 ranks, for two hours",
@@ -41,7 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         "--dry-run", action="store_true", help="print the job script and submit nothing"
     )
     parser.add_argument(
-        "--no-follow", action="store_true", help="print the job's number and leave it to itself"
+        "--no-follow", action="store_true", help="print the job's number and return"
     )
     parser.add_argument("target", metavar="SCRIPT", help="the script to run, or with -m a module")
     parser.add_argument("args", metavar="ARG", nargs=argparse.REMAINDER, help="arguments for it")
@@ -160,4 +160,6 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         help="ranks on each node: a number, cpu (cores), gpu, or auto (default: 1)",
     )
     flags.add(group, "replicas", "devices", "threads", "run_dir")
-    group.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
+    group.add_argument(
+        "-m", dest="module", action="store_true", help="SCRIPT is a module, as with python -m"
+    )

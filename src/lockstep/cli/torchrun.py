@@ -57,8 +57,8 @@ def add_flags(parser: Parser) -> None:
     """Add the flags that only torchrun has."""
     group = parser.add_argument_group(
         "torchrun",
-        "Its other flags. All of its flags may be spelled with underscores, and be set by PET_* variables. "
-        "Without effect: --monitor-interval, --event-log-handler. Refused: --logs-specs, "
+        "Further flags of torchrun. Any flag of torchrun may be spelled with underscores, and set by PET_* "
+        "variables. Ignored: --monitor-interval, --event-log-handler. Refused: --logs-specs, "
         "--duplicate-stdout-filters, --duplicate-stderr-filters, --virtual-local-rank.",
     )
     before = _dests(parser)
@@ -74,39 +74,42 @@ def _dests(parser: argparse.ArgumentParser) -> set[str]:
 
 def _add_meeting(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--standalone", action="store_true", help="one node, whatever the environment says"
+        "--standalone", action="store_true", help="single node, whatever the environment says"
     )
     group.add_argument("--rdzv-backend", metavar="NAME", help="c10d or static")
     group.add_argument(
-        "--rdzv-conf", metavar="K=V,…", help="join_timeout and last_call_timeout, in seconds"
+        "--rdzv-conf", metavar="K=V,…", help="keys join_timeout and last_call_timeout, in seconds"
     )
     group.add_argument(
-        "--local-addr", metavar="ADDRESS", help="as --interface, by an address that it has"
+        "--local-addr",
+        metavar="ADDRESS",
+        help="address of the network interface, in place of --interface",
     )
 
 
 def _add_start(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--start-method", metavar="M", help="spawn, fork or forkserver; see --start")
     group.add_argument(
-        "--start-method", metavar="M", help="spawn, fork or forkserver; --start says more"
+        "--no-python", action="store_true", help="SCRIPT is an executable, not a Python script"
     )
     group.add_argument(
-        "--no-python", action="store_true", help="SCRIPT is a program that needs no python"
+        "--run-path", action="store_true", help="run SCRIPT in Lockstep's interpreter (the default)"
     )
     group.add_argument(
-        "--run-path", action="store_true", help="run SCRIPT inside Lockstep's process: the default"
-    )
-    group.add_argument(
-        "--role", default="default", metavar="NAME", help="what ranks read as ROLE_NAME"
+        "--role",
+        default="default",
+        metavar="NAME",
+        help="value of ROLE_NAME on the ranks (default: default)",
     )
     group.add_argument(
         "--numa-binding",
         choices=("node", "socket", "exclusive", "core-complex"),
-        help="as --bind cores",
+        help="the same as --bind cores",
     )
     group.add_argument(
         "--signals-to-handle",
         metavar="NAME,…",
-        help="signals besides TERM, INT and HUP that end the launch and are passed on",
+        help="signals, beside TERM, INT and HUP, that end the launch and are forwarded to the ranks",
     )
     flags.add(group, "shutdown_timeout")
 

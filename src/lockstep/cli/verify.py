@@ -58,7 +58,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         "--layouts",
         action="append",
         metavar="LAYOUT …",
-        help='one or several, after commas or spaces: 1,2,4 or 1 "4>2@30" "2,kill@30" (default: 1,2)',
+        help='layouts to compare, such as 1,2,4 or 1 "4>2@30" "2,kill@30" (default: 1,2)',
     )
     parser.add_argument(
         "--strategies",
@@ -69,17 +69,21 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         "--kills", type=int, metavar="K", help="add a layout in which K random workers are killed"
     )
     parser.add_argument(
-        "--seed", type=int, metavar="S", help="what draws the moments of the kills (default: 0)"
+        "--seed", type=int, metavar="S", help="seed of the times of the kills (default: 0)"
     )
     flags.add(
-        parser, "replicas", help="replicas on all layouts (default: the ranks of the largest)"
+        parser,
+        "replicas",
+        help="replicas on all layouts (default: the ranks of the largest layout)",
     )
     flags.add(parser, "threads")
-    one = {"choices": ("auto", "cpu", "gpu"), "metavar": None, "help": "what ranks compute on"}
+    one = {"choices": ("auto", "cpu", "gpu"), "metavar": None, "help": "devices of the ranks"}
     flags.add(parser, "devices", **one)
     flags.add_training(parser)
     parser.add_argument("--json", action="store_true", help="print the verdict as JSON")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep runs and traces in DIR")
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIR", help="keep the run directories and traces in DIR"
+    )
     parser.add_argument("target", metavar="SCRIPT", help="the script to verify")
     parser.set_defaults(handler=handle)
 

@@ -34,7 +34,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         type=Path,
         nargs="?",
         metavar="RUN_DIR",
-        help="the directory of the run (default: the run in runs/ that began last)",
+        help="the directory of the run (default: the newest run in runs/)",
     )
     parser.add_argument(
         "--rank", type=int, default=0, metavar="K", help="show the log of rank K (default: 0)"
@@ -43,7 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         "--every",
         type=float,
         metavar="SECONDS",
-        help="look so often (default: 1 on a terminal, 5 elsewhere)",
+        help="seconds between updates (default: 1 on a terminal, 5 elsewhere)",
     )
     parser.set_defaults(handler=handle)
 

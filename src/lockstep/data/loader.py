@@ -1,4 +1,4 @@
-"""The loader: global batches, of which this rank sees the microbatches of its replicas."""
+"""`Loader` and `GlobalBatch`: iterate over the microbatches of this rank's replicas."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Measure = Callable[[Iterator[Any]], Iterator[Any]]
 
 
 class GlobalBatch:
-    """One global batch: iterating over it gives this rank's microbatches.
+    """One global batch; iterating over it yields this rank's microbatches.
 
     Each iteration is one *pass*. A second pass sees the same data again, for scripts that update
     twice per batch, such as a generator and a discriminator.
@@ -41,7 +41,7 @@ class GlobalBatch:
         return show(pairs, self._observer, shown=True)
 
     def pass_over(self) -> None:
-        """Fetch what no pass has asked for, so that the next batch begins where it should."""
+        """Fetch the microbatches that no pass has taken, so that the next batch begins in its place."""
         self._is_over = True
         for _ in self._batch:
             pass
@@ -77,9 +77,9 @@ class Loader:
     Made by `Run.loader`.
 
     Attributes:
-        number: in which order the run made its loaders; part of every key.
+        number: index of the loader, in the order of `run.loader` calls.
         batch_size: samples per global batch.
-        dataset: what it loads from, as of a DataLoader.
+        dataset: the dataset, as of a DataLoader.
     """
 
     def __init__(
@@ -107,14 +107,14 @@ class Loader:
         """Return the number of global batches in one loop over the data.
 
         Raises:
-            TypeError: if the data is a stream, whose length is not known.
+            TypeError: if the dataset is an IterableDataset, which has no length.
         """
         if not isinstance(self._source, MapSource):
             raise TypeError("a loader over an IterableDataset has no length")
         return len(self._source)
 
     def close(self) -> None:
-        """Let go of worker processes; there is nothing to iterate over afterwards."""
+        """End the worker processes; the loader cannot be iterated over afterwards."""
         self._source.close()
 
     def __iter__(self) -> Iterator[Any]:

@@ -62,26 +62,26 @@ def launch(
     run_dir: str | os.PathLike[str] | None = None,
     timeout: float | None = None,
 ) -> list[Any]:
-    """Run `main(*args)` on `n` ranks; return its values in the order of ranks.
+    """Run `main(*args)` on `n` ranks; return a list of its return values, by rank.
 
     Workers are forked where this process allows it, so that `main` may be defined in a notebook, and
     spawned otherwise, after a line that says why.
 
     Args:
-        main: the function that every rank runs.
+        main: the function that every rank runs; its return value can be pickled.
         n: number of ranks, or `cpu`, `gpu` or `auto`.
-        args: its arguments, the same on every rank.
-        replicas: replicas of the run; the script's or as many as ranks by default.
-        start: how workers come to life.
-        devices: what ranks compute on: `auto`, `cpu`, `gpu`, or a list with one GPU for each rank.
-        max_restarts: failures in a row without progress after which ranks are started again; by default
-            what the failure suggests, if `main` has opened a run.
-        run_dir: where logs and records go; a new directory in `runs/` by default.
-        timeout: seconds after which the launch is stopped.
+        args: arguments of `main`, the same on every rank.
+        replicas: replicas of the run; by default those of `lockstep.Run`, or the number of ranks.
+        start: start method: `fork`, `spawn`, or `auto`, which forks if possible.
+        devices: devices of the ranks: `auto`, `cpu`, `gpu`, or a list with one GPU for each rank.
+        max_restarts: maximum number of restarts in a row without progress; by default 3, and 0 for
+            exceptions that `main` raises and for a `main` without `lockstep.Run`.
+        run_dir: directory of logs and records; by default a new one in `runs/`.
+        timeout: seconds after which all ranks are ended; `None` for no limit.
 
     Raises:
-        RunError: if a rank fails, or at the timeout; with the verdict, no process is left.
-        UsageError: if the launch cannot work.
+        RunError: if a rank fails, or at the timeout. It has the verdict; no process is left.
+        UsageError: if an argument is invalid, or it is called in a worker.
     """
     _refuse_in_worker()
     spec = LaunchSpec(

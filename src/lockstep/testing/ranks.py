@@ -1,4 +1,4 @@
-"""Running a function on several ranks of this machine, within a hard time limit."""
+"""`run_ranks` and `assert_same`: run a function on several local ranks, with a timeout, and compare."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RankError(LockstepError):
     """A rank raised an exception or died.
 
     Attributes:
-        rank: which one; the first, where others only followed.
+        rank: the rank that failed first.
     """
 
     def __init__(self, rank: int, what: str, trace: str = "") -> None:
@@ -31,7 +31,7 @@ class RankError(LockstepError):
 
 
 class RankTimeoutError(LockstepError):
-    """Ranks were still running at the end of the time they had."""
+    """Ranks were still running at the timeout."""
 
 
 @dataclass(slots=True)
@@ -49,22 +49,22 @@ def run_ranks(
     timeout: float = 60.0,
     environ: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Run `function(*args)` on `n` ranks of this machine, and return what each returned.
+    """Run `function(*args)` on `n` ranks of this machine; return a list of its return values, by rank.
 
-    Every rank is a process of its own in which Lockstep and `env://` find their world; the store is
-    hosted here on a port that the system chooses. Ranks are forked from a server that has imported
-    torch and nothing else, so that starting them is cheap and the state of this process is not theirs.
+    Every rank is a process with the variables of `env://`; this process hosts the store, on a free
+    port. Ranks are forked from a server that has imported torch and nothing else: they start fast,
+    and have no state of this process.
 
     Args:
-        function: something importable; it is passed by name.
+        function: a function that can be imported; it is pickled by name.
         n: number of ranks.
-        args: its arguments; they are pickled.
-        timeout: seconds until all ranks are killed.
-        environ: environment variables to set besides.
+        args: arguments of `function`; they are pickled.
+        timeout: seconds after which all ranks are killed.
+        environ: further environment variables.
 
     Raises:
-        RankError: if a rank raised an exception or died; the first one, with its traceback.
-        RankTimeoutError: if the ranks took too long.
+        RankError: if a rank raised an exception or was killed: the first one, with its traceback.
+        RankTimeoutError: at the timeout.
     """
     store = _host_store()
     ranks = [
@@ -181,19 +181,19 @@ def assert_same(
     replicas: int,
     timeout: float = 60.0,
 ) -> Any:
-    """Run `function(*args)` on every number of ranks in `layouts`, and return what all returned.
+    """Run `function(*args)` on every number of ranks in `layouts`; return the value that all ranks return.
 
     Args:
-        function: something importable that trains and returns, say, `run.digest()`.
+        function: a function that can be imported, trains, and returns `run.digest()`, say.
         layouts: numbers of ranks.
-        args: its arguments.
+        args: arguments of `function`.
         replicas: number of replicas on all layouts.
         timeout: seconds for each layout.
 
     Raises:
         CheckFailedError: if a rank of a layout returned another value than the first one.
         RankError: if a rank failed.
-        RankTimeoutError: if a layout took too long.
+        RankTimeoutError: at the timeout of a layout.
     """
     environ = {"LOCKSTEP_REPLICAS": str(replicas)}
     first: list[Any] = []

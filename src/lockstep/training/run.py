@@ -1,4 +1,4 @@
-"""The run: the one object that a training script talks to."""
+"""`lockstep.Run`: the object through which a script makes its models, optimizers and loaders."""
 
 from __future__ import annotations
 
@@ -33,43 +33,43 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 class Run(RunProperties):
     """A training run whose result does not depend on its layout.
 
-    Use it as a context manager; inside, models, optimizers and loaders are made through it.
+    Use it as a context manager, and make models, optimizers and loaders through it.
 
     Args:
-        name: what the run is called; names its directory.
-        seed: everything random follows from it.
-        replicas: number of logical workers, at least as many as ranks; by default the number of ranks.
-        exact: refuse what would make the result depend on the layout.
-        strategy: how models are held: `single`, `ddp`, `dp`, `ps`, `fsdp`, `pipeline`, `tensor`, or `auto`.
+        name: name of the run, and of its directory in `runs/`; without `/`.
+        seed: seed of all random numbers: initial weights, order of samples, dropout, augmentation.
+        replicas: number of logical data-parallel workers, at least as many as ranks; by default as many.
+        exact: refuse settings and calls that make the result depend on the layout.
+        strategy: distribution of models: `auto`, `single`, `ddp`, `dp`, `ps`, `fsdp`, `pipeline`, `tensor`.
         exchange: how gradients are summed: `shared-memory`, `tree`, `native`, `mpi`, or `auto`, the fastest
             exact one of the first three; `server`, which is that of `ps`. With `exact=False` also `bf16`,
-            `fp16` and `powersgd`, which ship less of them, and `local-sgd` and `diloco`, which ship
-            weights now and then.
-        sync_every: steps between two exchanges of `local-sgd` (default 16) and `diloco` (default 50).
-        mesh: `DATAxMODEL`, such as `2x2`: how many models, and over how many ranks each is spread.
-        staleness: how many of the latest updates the parameters lack that gradients are computed with, on
-            every layout; with strategy `ps` servers update, and workers wait that much less.
-        precision: `fp32`; `bf16` or `fp16` for forward passes under autocast, fp16 with a loss scale.
+            `fp16` and `powersgd`, which compress gradients, and `local-sgd` and `diloco`, which average
+            parameters every `sync_every` steps.
+        sync_every: steps between two averages with `local-sgd` (default 16) and `diloco` (default 50).
+        mesh: `DATAxMODEL`, such as `2x2`: number of copies of the model, and of ranks that hold one copy.
+        staleness: compute gradients with parameters that are exactly so many updates old, on every
+            layout; with strategy `ps`, the servers then run the optimizer.
+        precision: `fp32`; `bf16` or `fp16` run forward passes under autocast; `fp16` scales the loss.
         devices: `cpu`, `gpu`, `auto`, or a list of indices such as `2,3`, one for each rank of a node.
         threads: intra-op threads per process; by default the cores divided by the replicas.
         run_dir: directory of the run; by default `runs/NAME/TIME`.
-        progress: show a bar or lines on the main rank.
-        stop_on_nan: check every loss, and stop at one that is not finite.
-        checkpoint_every: seconds between checkpoints that the script doesn't ask for; 0 for none.
-        keep: how many of the latest checkpoints stay, besides the best.
+        progress: show a progress bar, or lines, on the main rank.
+        stop_on_nan: check every loss, and stop at the first that is not finite.
+        checkpoint_every: seconds between periodic checkpoints, beside those of `save`; 0 for none.
+        keep: number of latest checkpoints to keep, beside the best.
         loggers: `tensorboard`, `wandb`, `mlflow` or objects with `log(values, step)`, for `run.log`.
-        init_method: rendezvous of the ranks, in place of what the environment says:
+        init_method: rendezvous of the ranks, in place of that of the environment:
             `tcp://host:port`, `file:///shared/path` or `env://`.
-        rank: number of this process, given with `world_size` or not at all.
+        rank: rank of this process; given with `world_size`, or not at all.
         world_size: number of processes.
-        store: a store that all ranks have, of the script's own.
+        store: a `torch.distributed` store of the script, the same on all ranks.
 
     The environment variable `LOCKSTEP_` plus the name of an argument wins over the argument; `name`,
     `rank`, `world_size` and `store` have none.
 
     Raises:
-        UsageError: for a setting that makes no sense, or more ranks than replicas.
-        WorldError: if the environment contradicts itself, or the other ranks cannot be met.
+        UsageError: if a setting is invalid, or there are more ranks than replicas.
+        WorldError: if variables of the environment contradict each other, or the rendezvous fails.
         DeviceError: if there are not enough devices.
         RunDirectoryError: if the directory cannot be used.
     """
@@ -143,26 +143,25 @@ class Run(RunProperties):
     def model(self, module: Sequence[nn.Module], **settings: Any) -> nn.Sequential: ...
 
     def model(self, module: nn.Module | Sequence[nn.Module], **settings: Any) -> nn.Module:
-        """Place `module` on the device, make it identical on all ranks, and hold it.
+        """Move `module` to the device, give it the same weights on all ranks, and wrap it for the strategy.
 
         Args:
             module: the model, changed in place; or a list of modules that are called one after the other.
-            settings: keyword arguments for DistributedDataParallel, or DataParallel with `dp`; checked on
-                every layout, used where the model is held so. Those of another strategy have no effect:
-                for `fsdp`, `wrap`, which modules are gathered by themselves, `gather`, for how long
-                (`unit` or `batch`), and those of torch's `fully_shard` (`reshard_after_forward`,
-                `shard_placement_fn`, `mp_policy`, `offload_policy`); for `pipeline`, `chunks`,
-                `chunk_inputs` and `split`: parts of a batch, arguments with one row per sample, where
-                stages begin; for `tensor`, `plan`, how torch's `parallelize_module` is to cut the model;
-                for the exchange `powersgd`, those of torch's `PowerSGDState`. See the manual, "Strategies".
+            settings: keyword arguments of the strategy, checked on every layout; those of another
+                strategy have no effect. `ddp`: those of DistributedDataParallel; `dp`: those of
+                DataParallel. `fsdp`: `wrap` (modules to shard as units), `gather` (`unit` or `batch`), and
+                those of `fully_shard` (`reshard_after_forward`, `shard_placement_fn`, `mp_policy`,
+                `offload_policy`). `pipeline`: `chunks` (microbatches of the schedule), `chunk_inputs`
+                (arguments with one row per sample), `split` (first modules of stages). `tensor`: `plan`,
+                the plan of `parallelize_module`. Exchange `powersgd`: those of `PowerSGDState`.
 
         Returns:
-            What the script is to call: the module itself; with `dp` on GPUs a wrapper that looks like it.
+            The module itself; with `dp` on GPUs, a wrapper with the same attributes.
 
         Raises:
             ModelError: if ranks built different models, or gradients are sparse.
-            UsageError: if a model cannot be spread over the ranks that are to hold it.
-            ExactnessError: for a setting that breaks the promise.
+            UsageError: if the model cannot be divided over the ranks of the mesh.
+            ExactnessError: if a setting makes the result depend on the layout.
         """
         self._require_open("run.model")
         return self._session.models.add(module, settings)
@@ -170,22 +169,21 @@ class Run(RunProperties):
     def sync_batchnorm(self, module: ModelT) -> ModelT:
         """Return `module` with BatchNorm over the global batch, on any device; call it before `model`.
 
-        Like `torch.nn.SyncBatchNorm.convert_sync_batchnorm`, whose layers it takes, too: every BatchNorm
-        is replaced by one with the same parameters and buffers. On one rank with one replica nothing
-        else changes. All ranks call it.
+        Like `torch.nn.SyncBatchNorm.convert_sync_batchnorm`, it replaces every BatchNorm, and every
+        SyncBatchNorm, by a layer with the same parameters and buffers. All ranks call it.
 
         Raises:
             ExactnessError: with more replicas than ranks: their statistics cannot be summed.
-            ModelError: if it is held already, or has a layer that cannot be converted.
+            ModelError: if `run.model` has taken the module, or a layer cannot be converted.
         """
         session = self._session
         return synchronise(session.context, session.state, self._loop, module)  # type: ignore[return-value]
 
     def optimizer(self, optimizer: OptimizerT) -> OptimizerT:
-        """Let `optimizer.step()` act once per global batch.
+        """Make `optimizer.step()` update the parameters once per global batch; return `optimizer`.
 
         Raises:
-            ModelError: if it holds parameters of no model of the run.
+            ModelError: if a parameter of the optimizer belongs to no model of the run.
         """
         state = self._session.state
         self._optimizers += 1
@@ -196,34 +194,34 @@ class Run(RunProperties):
         return gated
 
     def scheduler(self, scheduler: SchedulerT) -> SchedulerT:
-        """Let `scheduler.step()` act once per global batch inside a loop, and always outside.
+        """Make `scheduler.step()` act once per global batch in a loop over a loader; return `scheduler`.
 
-        From here on it is part of the run's state, as optimizers and models are.
+        Outside of such a loop every call acts. The state of the scheduler is saved with the run.
         """
         gated = optimizers.gate_scheduler(scheduler, self._loop)
         self._session.state.schedulers.append(gated)
         return gated
 
     def register(self, name: str, value: Any) -> Any:
-        """Count `value` as state of the run: anything with `state_dict` and `load_state_dict`.
+        """Save and restore `value` with the run, and return it; it has `state_dict` and `load_state_dict`.
 
         Raises:
-            ModelError: if it lacks one of them, or the name is taken.
+            ModelError: if a method is missing, or the name is taken.
         """
         self._session.register(name, value)
         return value
 
     def save(self, *, best: float | None = None) -> None:
-        """Save the state of the run to disk, beside the training.
+        """Write a checkpoint of the run, in the background.
 
-        Inside a loop, the state is saved when the script is done with this batch. The run resumes from
-        there. All ranks call it.
+        Inside a loop over a loader, the checkpoint has the state at the end of the batch. All ranks
+        call it.
 
         Args:
-            best: how good this state is, larger is better; the best one is kept besides the latest.
+            best: score of this state, larger is better; the checkpoint with the best one is kept.
 
         Raises:
-            CheckpointError: if an earlier one could not be written.
+            CheckpointError: if an earlier checkpoint could not be written.
         """
         self._require_open("run.save")
         self._session.save(None if best is None else float(best))
@@ -248,14 +246,14 @@ class Run(RunProperties):
             data: a dataset, or a DataLoader whose settings are adopted.
             batch_size: samples per *global* batch.
             shuffle: a new keyed order in every epoch.
-            sampler: an order of the user's; its length must be known.
-            drop_last: leave out a last batch that is short; otherwise it weighs what it holds.
-            collate_fn: makes a batch of a list of samples.
-            num_workers: processes per rank that fetch in advance.
-            workers: other settings for the DataLoader, such as `prefetch_factor`.
+            sampler: a sampler of the script, with a length: the order of each epoch.
+            drop_last: drop a last batch that is short; otherwise its samples weigh as all others do.
+            collate_fn: makes a microbatch of a list of samples, as for a DataLoader.
+            num_workers: DataLoader worker processes per rank.
+            workers: other arguments of the DataLoader, such as `prefetch_factor`.
 
         Raises:
-            LoaderError: if the data cannot be split as asked.
+            LoaderError: if the data cannot be split over the replicas.
         """
         asked = {"batch_size": batch_size, "sampler": sampler, "collate_fn": collate_fn, **workers}
         asked |= {"shuffle": shuffle, "drop_last": drop_last, "num_workers": num_workers}
@@ -263,11 +261,16 @@ class Run(RunProperties):
         return self._session.loaders.make(data, asked)
 
     def batches(self, loader: Loader) -> Iterator[GlobalBatch]:
-        """Yield global batches, each to be iterated over once per update."""
+        """Yield global batches; iterate over each one once per update, as for a GAN."""
         return loader.batches()
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield the epochs of the run, `0` to `count - 1`."""
+        """Yield the epochs of the run, `0` to `count - 1`; a resumed run begins at its current one.
+
+        Raises:
+            UsageError: if `count` is negative.
+            StepError: after the end of the run.
+        """
         if count < 0:
             raise UsageError(f"{count} epochs; expected 0 or more")
         self._require_open("run.epochs")
@@ -276,18 +279,20 @@ class Run(RunProperties):
     # --- a step ----------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, weight: torch.Tensor | float | None = None) -> None:
-        """Compute gradients of `loss`, the mean over this microbatch's samples, summed over the replicas.
+        """Compute gradients: in place of `loss.backward()`.
+
+        `loss` is the mean over this microbatch. Gradients are those of the mean over the global batch.
 
         Args:
-            loss: a scalar.
-            weight: how many things the loss is the mean of, such as tokens: gradients are those of the
-                mean over all of the global batch. By default the samples count.
+            loss: a tensor of one element.
+            weight: number of elements that the loss is the mean of, such as tokens; by default the
+                number of samples.
 
         Raises:
             StepError: outside of a loop over a loader, or twice for a model in one microbatch.
-            ModelError: if the loss is no scalar, or comes from no model of the run.
-            NonFiniteLossError: with `stop_on_nan`, for a loss that is NaN or infinite.
-            PeerError: if another rank is gone.
+            ModelError: if the loss has several elements, or no model of the run computed it.
+            NonFiniteLossError: with `stop_on_nan`, if the loss is NaN or infinite.
+            PeerError: if another rank has ended.
         """
         self._require_open("run.backward")
         self._session.backward(loss, weight)
@@ -298,13 +303,16 @@ class Run(RunProperties):
         """Scale gradients to a total norm of at most `max_norm`, once per global batch.
 
         Args:
-            parameters: a model, or what `torch.nn.utils.clip_grad_norm_` takes.
-            max_norm: the largest norm that is left as it is.
-            norm_type: which norm.
+            parameters: a model, or an argument of `torch.nn.utils.clip_grad_norm_`.
+            max_norm: upper limit of the norm.
+            norm_type: order p of the norm; `inf` for the largest element.
 
         Returns:
-            The norm before, a scalar; NaN on microbatches that are not the last of a global batch,
-            where it is not known yet.
+            The norm before clipping, of shape `()`; NaN on microbatches that are not the last of a global
+            batch, where gradients are incomplete.
+
+        Raises:
+            ModelError: if `parameters` are those of several models, of which one is sharded.
         """
         if not self._loop.acts_now():
             return torch.tensor(float("nan"))
@@ -315,15 +323,19 @@ class Run(RunProperties):
         """Clamp each element of the gradients to `-clip_value` to `clip_value`, once per global batch.
 
         Args:
-            parameters: a model, or what `torch.nn.utils.clip_grad_value_` takes.
-            clip_value: the largest magnitude that is left.
+            parameters: a model, or an argument of `torch.nn.utils.clip_grad_value_`.
+            clip_value: upper limit of the magnitude.
         """
         if self._loop.acts_now():
             own = optimizers.listed(parameters)
             optimizers.clip_values(own, float(clip_value), self._session.state.models)
 
     def log(self, **values: Any) -> None:
-        """Record values of this step and show the newest; never waits for other ranks or the device."""
+        """Record values of this step, without waiting for other ranks or the device.
+
+        Args:
+            values: numbers, or tensors of one element, by name.
+        """
         if not self._loop.is_on_the_way:
             self._session.context.record.log(values)
 
@@ -333,15 +345,15 @@ class Run(RunProperties):
         """Return the mean over all samples of all ranks.
 
         Args:
-            items: one per microbatch, computed while it iterates over a loader: the microbatch's
-                mean, or one value per sample (shape `(samples, …)`), or the mean over something else and
-                how many that were, as `(loss, tokens)`; or a mapping of such.
+            items: one per microbatch, computed while this call iterates over a loader: the mean over the
+                microbatch (shape `()`), or one value per sample (shape `(samples, …)`), or a pair of a
+                mean and the number of its elements, as `(loss, tokens)`; or a mapping of these.
 
         Returns:
-            A number, the same on every rank and layout; or one for each entry of the mappings.
+            A float, the same on every rank and layout; a dictionary of floats for mappings.
 
         Raises:
-            StepError: inside a microbatch, with several replicas; or where there are no samples.
+            StepError: inside a microbatch, with several replicas; or if there are no samples.
         """
         return self._session.metrics.mean(items)
 
@@ -350,9 +362,9 @@ class Run(RunProperties):
 
         Args:
             items: as in `mean`, without weights.
-            per_sample: whether the first dimension of a tensor is that of the samples, which is summed
-                over with all others. If not, an item is the microbatch's own sum, of any shape, such as a
-                confusion matrix; the result has that shape.
+            per_sample: whether items have shape `(samples, …)`; the sum is over all dimensions. If not,
+                an item is the microbatch's sum, of any shape, such as a confusion matrix; the result has
+                that shape.
         """
         return self._session.metrics.sum(items, per_sample=per_sample)
 
@@ -360,19 +372,19 @@ class Run(RunProperties):
         """Return one row per sample of the data, in dataset order, on every rank.
 
         Args:
-            items: one tensor of shape `(samples, …)` per microbatch, computed while it iterates.
+            items: one tensor of shape `(samples, …)` per microbatch, computed while this call iterates.
         """
         return self._session.metrics.gather(items)
 
     # --- together --------------------------------------------------------------------------------
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """Let the main rank go through the body first, then one rank per node, then all others."""
+        """Return a context: its body runs on the main rank, then one rank per node, then the others."""
         self._loop.require_meeting_point("run.main_process_first", of_models=False)
         return self._session.rank_order.first()
 
     def barrier(self) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have called it."""
         self._loop.require_meeting_point("run.barrier", of_models=False)
         self._session.barrier()
 
@@ -385,7 +397,7 @@ class Run(RunProperties):
         """Return the SHA-256 of all models and registered objects, as `sha256:…`.
 
         Raises:
-            StepError: inside a microbatch, with several replicas and a model that is cut over ranks.
+            StepError: inside a microbatch, with several replicas and a sharded model.
         """
         if self._end is not None and self._session.state.is_split:
             return self._end  # the other ranks, which hold the rest of the models, have left
@@ -398,14 +410,14 @@ class Run(RunProperties):
         """Write a model's plain `state_dict`, without wrappers' prefixes, on the main rank.
 
         Args:
-            path: where to: `.pt`, for `torch.load(path, weights_only=True)`, or `.safetensors`.
-            model: which of the run's models; may be left out where there is one.
+            path: a file `.pt`, for `torch.load(path, weights_only=True)`, or `.safetensors`.
+            model: one of the run's models; the only one by default.
 
         Raises:
-            ModelError: if it is not clear which one.
+            ModelError: if `model` is left out and there are several.
             CheckpointError: if the file cannot be written.
-            UsageError: if its suffix is another.
-            StepError: inside a microbatch, with several replicas and a model that is cut over ranks.
+            UsageError: if the suffix is another one.
+            StepError: inside a microbatch, with several replicas and a sharded model.
         """
         held = self._session.models.find(model)
         if held.is_split or self._loop.microbatch is None:
@@ -416,19 +428,19 @@ class Run(RunProperties):
         weights_only.write_weights(Path(path), held.state(), here=writes)
 
     def load(self, path: str | Path, model: nn.Module | None = None) -> None:
-        """Start a model from plain weights, such as another program's `state_dict`; each rank reads them.
+        """Load a `state_dict` from a file into a model; every rank reads the file.
 
-        Where the run continues from a state of its own, that state wins.
+        A run that resumes from a snapshot or checkpoint keeps that state.
 
         Args:
-            path: a file that ends in `.pt`, `.pth`, `.bin` or `.safetensors`; names may begin with
-                `module.`, as DataParallel and DistributedDataParallel leave them.
-            model: which of the run's models; may be left out where there is one.
+            path: a file `.pt`, `.pth`, `.bin` or `.safetensors`; keys may begin with
+                `module.`, the prefix of DataParallel and DistributedDataParallel.
+            model: one of the run's models; the only one by default.
 
         Raises:
-            ModelError: if it is not clear which one, or the weights don't fit it.
+            ModelError: if `model` is left out and there are several, or names or shapes don't fit.
             CheckpointError: if the file cannot be read.
-            UsageError: if its suffix is another.
+            UsageError: if the suffix is another one.
         """
         self._loop.require_meeting_point("run.load")
         self._session.models.load(model, weights_only.read_weights(Path(path)))

@@ -1,4 +1,4 @@
-"""Properties of a run that a script may read at any time: its rank, its layout, its position."""
+"""Properties of `lockstep.Run`: rank, device, replicas, epoch and step, exchange, mesh."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ class RunProperties:
 
     @property
     def world(self) -> World:
-        """The rank of this process, and its place among all."""
+        """Rank, local rank and number of processes."""
         return self._session.context.world
 
     @property
     def device(self) -> torch.device:
-        """The device that this rank computes on."""
+        """Device of this rank."""
         return self._session.context.device
 
     @property
     def replicas(self) -> int:
-        """Number of logical workers of the run."""
+        """Number of logical data-parallel workers of the run."""
         return self._session.context.replicas
 
     @property
@@ -62,43 +62,43 @@ class RunProperties:
 
     @property
     def directory(self) -> Path:
-        """Where the run keeps its records."""
+        """Directory of the run."""
         return self._session.context.record.directory
 
     @property
     def epoch(self) -> int:
-        """Number of the running epoch, from 0."""
+        """Current epoch, from 0."""
         return self._loop.epoch
 
     @property
     def step(self) -> int:
-        """How many times the parameters have been updated."""
+        """Number of updates of the parameters so far."""
         return self._loop.updates
 
     @property
     def exchange(self) -> str:
-        """Name of the exchange that is used, or `none` on a single rank."""
+        """Name of the exchange; `none` on one rank."""
         return self._session.context.exchange
 
     @property
     def scale(self) -> float:
-        """The factor of losses in `precision="fp16"`, until gradients are summed; 1 otherwise."""
+        """Loss scale with `precision="fp16"`, as of `torch.amp.GradScaler`; else 1."""
         scaler = self._session.state.scaler
         return 1.0 if scaler is None else scaler.scale
 
     @property
     def mesh(self) -> DeviceMesh:
-        """All ranks as torch's mesh with the dimensions `data` and `model`.
+        """DeviceMesh of all ranks, with the dimensions `data` and `model`.
 
         Raises:
-            UsageError: on a strategy that gives each rank a whole model.
+            UsageError: if the strategy gives each rank a whole model.
         """
         context = self._session.context
         return context.groups.require_mesh(context.settings.strategy)
 
     @property
     def exactness(self) -> str:
-        """Class of the run: `exact`; `close` where another layout rounds otherwise; `approximate`."""
+        """Class of exactness: `exact`, `close` (another layout rounds differently) or `approximate`."""
         return self._session.models.exactness
 
     @property

@@ -1,4 +1,4 @@
-"""From the environment of a process to its world: the only place that reads worker identity."""
+"""`detect`: read rank, world size and rendezvous from the environment variables of a launcher."""
 
 from __future__ import annotations
 
@@ -101,13 +101,13 @@ def given(
 
     Args:
         init_method_url: the rendezvous address; gives way to `LOCKSTEP_INIT_METHOD`.
-        rank: number of this process; by default what the environment says.
+        rank: rank of this process; by default that of the environment.
         world_size: number of processes; given with `rank`, or not at all.
-        has_store: whether the script has a store of its own to meet at.
+        has_store: whether the script has a store of its own for the rendezvous.
         environ: variables to read; the process's own by default.
 
     Raises:
-        UsageError: if the arguments don't belong together.
+        UsageError: if only one of `rank` and `world_size` is given.
         WorldError: if they contradict each other.
     """
     if (rank is None) != (world_size is None):

@@ -1,4 +1,4 @@
-"""The world: one process's place among all processes of a run."""
+"""`World`: rank, local rank, node rank, their counts, and the rendezvous of a process."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from lockstep.errors import WorldError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """The rank of this process and the rendezvous of all, as its environment says.
+    """Rank and rendezvous of a process, read from its environment.
 
     Attributes:
-        rank: number of this process among all, `0 <= rank < size`.
+        rank: rank of this process, `0 <= rank < size`.
         size: number of processes.
-        local_rank: number of this process among those of its node.
+        local_rank: rank of this process on its node.
         local_size: number of processes on this node.
-        node_rank: number of this node among all nodes.
+        node_rank: rank of this node.
         node_count: number of nodes.
-        placed: whether local and node numbers are known; if not, they are guesses of a single node, and
-            the ranks find out at rendezvous.
+        placed: whether local and node ranks are known; if not, they are those of a single node, until
+            the rendezvous.
         address: host of the rendezvous store: rank 0's, unless the launcher hosts it.
-        port: port of that store; `None` where none is given: then the ranks agree on one under `key`.
+        port: port of that store; if `None`, the ranks agree on one under `key`.
         key: a name that the processes of this job share, and no other process on their nodes.
-        file: a file in a directory that all nodes share, which is the rendezvous store instead.
-        launch_file: a rendezvous store of the launcher's, which no other user can open.
-        by_mpi: whether only MPI has the address of the rendezvous.
-        generation: how many times the processes were (re)started before these.
+        file: a rendezvous store in a file, in a directory that all nodes share.
+        launch_file: a rendezvous store of the launcher, in a file that no other user can open.
+        by_mpi: whether the rendezvous address is exchanged over MPI.
+        generation: number of restarts before these processes.
         agent_store: whether the launcher hosts the store, so that every rank is a client of it.
-        environment: which environment was detected.
-        reason: why it was chosen, in words.
+        environment: name of the detected environment.
+        reason: why it was chosen.
 
     Raises:
         WorldError: if the numbers contradict each other.
