@@ -1,4 +1,4 @@
-"""Which strategies and exchanges there are: those of Lockstep, and those that other packages publish.
+"""Registry of strategies and exchanges: those of Lockstep, and those of other packages.
 
 A strategy says how models are held, an exchange how gradients meet. An entry says what one needs and
 promises; `hold`, `build` and `check` name functions as `module:function`, which are imported where they are

@@ -1,4 +1,4 @@
-"""All settings of runs and launches: each is declared once, here.
+"""Table of all settings of runs and launches; each is declared once, here.
 
 From this table come the flags of the verbs, the `LOCKSTEP_*` variables, what launchers forward to their
 ranks, the checks of all three, and the page `docs/manual/settings.md`. `lockstep.Run` has an argument for

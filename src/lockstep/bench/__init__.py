@@ -1,1 +1,1 @@
-"""`lockstep bench`: a script on several layouts, what it took there, and what a model says of others."""
+"""`lockstep bench`: measure a script on several layouts, and project its step time to others."""

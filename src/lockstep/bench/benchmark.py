@@ -1,4 +1,4 @@
-"""A benchmark from what was asked for to the content of its file of results."""
+"""`Benchmark`: the validated options, all launches, and the content of the results file."""
 
 from __future__ import annotations
 

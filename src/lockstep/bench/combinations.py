@@ -1,4 +1,4 @@
-"""On which combinations of ranks, strategy and exchange a script is measured."""
+"""Combinations of ranks, strategy and exchange that a script is measured on."""
 
 from __future__ import annotations
 

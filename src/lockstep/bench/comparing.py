@@ -1,4 +1,4 @@
-"""Two results beside each other: what may be compared, and by what."""
+"""Comparison of two results: refusal of results that do not compare, and their ratios."""
 
 from __future__ import annotations
 

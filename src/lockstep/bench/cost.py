@@ -1,4 +1,4 @@
-"""What an exchange costs: messages and bytes of one rank in one step, by the number of ranks.
+"""Cost of an exchange: messages and bytes per rank and step, by the number of ranks.
 
 A message takes a latency, and its bytes over the bandwidth (Hockney 1994, the alpha-beta model).
 """

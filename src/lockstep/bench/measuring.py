@@ -1,4 +1,4 @@
-"""What one run did, out of the events that it recorded."""
+"""Measurements of one run, computed from its recorded events."""
 
 from __future__ import annotations
 

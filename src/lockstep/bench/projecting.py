@@ -1,4 +1,4 @@
-"""From measured rows to points, and from a fitted model to the rows of a projection."""
+"""Measured rows to points of the model, and the fitted model to rows of a projection."""
 
 from __future__ import annotations
 

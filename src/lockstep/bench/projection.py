@@ -1,4 +1,4 @@
-"""What a step would take on other numbers of ranks: a model, fitted to measured points.
+"""Model of the step time on other numbers of ranks, fitted to measured points.
 
     step(N) = overhead + compute · s + data · s + latency · m + bytes / bandwidth
 

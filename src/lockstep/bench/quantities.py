@@ -1,4 +1,4 @@
-"""Quantities as people write them, in and out."""
+"""Quantities with units, such as 25Gbit/s and 20us: parsing and formatting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of results: medians and ranges of the repeats of each combination, and what follows from them."""
+"""Rows of results: medians and ranges over the repeats of a combination, and speed-ups."""
 
 from __future__ import annotations
 

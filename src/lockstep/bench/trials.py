@@ -1,4 +1,4 @@
-"""Running the script on one combination, in a launch of its own."""
+"""One trial: the script on one combination, in a launch of its own."""
 
 from __future__ import annotations
 

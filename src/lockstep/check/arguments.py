@@ -1,4 +1,4 @@
-"""Arguments of calls, as they stand there."""
+"""Arguments of a call in the syntax tree, by position or keyword."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rules run: `[tool.lockstep.check]` of the nearest pyproject.toml, and the flags."""
+"""Selection of rules: `[tool.lockstep.check]` of the nearest pyproject.toml, and the flags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules run over files: findings, notes, and the edits that would mend them."""
+"""Run rules over files: findings, notes, and the edits that fix them."""
 
 from __future__ import annotations
 

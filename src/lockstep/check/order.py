@@ -1,4 +1,4 @@
-"""In which order, and under which conditions, a program comes to its calls."""
+"""Order and conditions in which a program executes its calls."""
 
 from __future__ import annotations
 

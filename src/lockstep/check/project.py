@@ -1,4 +1,4 @@
-"""Several files, and what follows from all of them: imports, calls, and where values come from."""
+"""Analysis over several files: imports, calls, and origins of values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rule is: a code, its text, an example of each kind, and a function that finds."""
+"""`Rule`: a code, its texts, examples, and the function that yields its findings."""
 
 from __future__ import annotations
 

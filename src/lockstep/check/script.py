@@ -1,4 +1,4 @@
-"""What rules ask about one file: which loop trains, which branch depends on the rank, what is wrapped."""
+"""Facts about one file for rules: training loops, rank-dependent branches, wrapped models."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""State that is never lost: snapshots in host memory, checkpoints on disk, and the way back."""
+"""Snapshots in host memory, checkpoints on disk, and restoring a run from them."""

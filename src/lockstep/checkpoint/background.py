@@ -1,4 +1,4 @@
-"""One thread that does jobs in order, and keeps an error for the thread that waits."""
+"""A background thread that runs jobs in order; its error is raised in the thread that waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checkpoints of a directory: which there are, which of them are what was written, and which stay.
+"""Checkpoints of a directory: listing, verification by checksums, deletion of old ones.
 
 Does not import torch.
 """

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: written by all ranks while training goes on, whole or not at all.
+"""Checkpoints on disk: written atomically by all ranks while training continues.
 
 training thread: save() ── copies this rank's parts ──> goes on
 own thread:                └─ writes, checks, renames (saving.py), removes old ones

@@ -1,4 +1,4 @@
-"""From a run directory to a file of plain weights, without the run's script."""
+"""Export a checkpoint of a run directory to a plain `state_dict` file, without the script."""
 
 from __future__ import annotations
 

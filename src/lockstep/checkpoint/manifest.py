@@ -1,4 +1,4 @@
-"""`manifest.json`: what a checkpoint holds, of which run it is, and what its files have to look like.
+"""`manifest.json` of a checkpoint: run, step, types and shapes of tensors, checksums of files.
 
 Does not import torch.
 """

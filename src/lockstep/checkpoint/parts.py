@@ -1,4 +1,4 @@
-"""Parts of tensors: what a rank holds of one that is cut over ranks, and reads of one that was saved."""
+"""Shards of tensors: the shard that a rank holds, and reads of saved tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run stands, in numbers that mean the same on every layout.
+"""Position of a run in its epochs, loops and steps, in numbers that any layout can resume from.
 
 A position is the way to it: the events that the script comes past when it starts again from its top, in
 order. Whatever is over is short: of a phase its last epoch stays, of a loop its last batch, of a metric its

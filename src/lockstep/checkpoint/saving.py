@@ -1,4 +1,4 @@
-"""One checkpoint on its way to the disk, in a thread of its own.
+"""Write one checkpoint to disk, in a background thread.
 
 each writer: its tensors ──> __K_0.distcp, part-K.json ─┐
 main rank:   all parts there ──> .metadata, manifest.json ──> fsync ──> rename ──> fsync

@@ -1,4 +1,4 @@
-"""How often snapshots are taken: as often as they cost little."""
+"""Interval of snapshots: as short as their cost in training time allows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that outlives the workers: a page that says where each rank is, and two buffers for snapshots.
+"""Shared memory that outlives the workers: the status page of all ranks, and snapshot buffers.
 
 The launcher makes it before it forks the fork server; workers inherit descriptors. It is anonymous
 (memfd): no other user sees it, limits on /dev/shm don't matter, and it goes with the last process that

@@ -1,4 +1,4 @@
-"""Snapshots: the run's state in memory that outlives the workers.
+"""Snapshots: copies of the run's state in shared memory that outlives the workers.
 
 Of what all ranks of a launcher hold each copies a share, and of what is cut over them its own part. A rank
 that is killed in the middle leaves that half of the memory without its mark; the other half still holds

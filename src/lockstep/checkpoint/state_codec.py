@@ -1,4 +1,4 @@
-"""State as a tree: nested containers become JSON text, and the tensors in them a flat mapping.
+"""Encode nested state as JSON text and a flat mapping of tensors, and decode it.
 
 What `state_dict()` returns is made of containers, numbers and tensors. Nothing else is taken, so that
 nothing has to be unpickled when it is read back.

@@ -1,4 +1,4 @@
-"""Plain weights: the `state_dict` that any PyTorch program reads and writes, without a run around it."""
+"""Plain weights: read and write a model's `state_dict`, as any PyTorch program does."""
 
 from __future__ import annotations
 

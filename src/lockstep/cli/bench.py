@@ -1,4 +1,4 @@
-"""`lockstep bench`: how fast a script is on several layouts, and what a model says of others."""
+"""`lockstep bench`: measure a script on several layouts, and project its step time to others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lockstep completion`: the script by which a shell completes Lockstep's commands."""
+"""`lockstep completion`: print the completion script for a shell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where verbs that start a script many times leave its runs."""
+"""Directory for the runs of verbs that start a script many times: kept, or temporary."""
 
 from __future__ import annotations
 

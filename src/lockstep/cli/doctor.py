@@ -1,4 +1,4 @@
-"""`lockstep doctor`: what is wrong with these machines, before anything is trained on them."""
+"""`lockstep doctor`: examine machines and their network before training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lockstep export`: the plain weights of a run, from one of its checkpoints."""
+"""`lockstep export`: write the weights of a checkpoint to a plain file."""
 
 from __future__ import annotations
 

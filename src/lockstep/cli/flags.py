@@ -1,4 +1,4 @@
-"""Flags of settings, for every verb that starts runs."""
+"""Flags of settings, for all verbs that start runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags of several nodes, for the verbs that are started on each of them."""
+"""Flags of several nodes, for verbs that are started on each node."""
 
 from __future__ import annotations
 

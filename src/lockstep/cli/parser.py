@@ -1,4 +1,4 @@
-"""A parser of one verb's words: its errors are Lockstep's, and a near miss gets a suggestion."""
+"""`Parser`: argparse with Lockstep's errors, suggestions for near misses, and examples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lockstep report`: what runs recorded, as one HTML page."""
+"""`lockstep report`: write the records of runs to one HTML page."""
 
 from __future__ import annotations
 

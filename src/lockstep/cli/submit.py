@@ -1,4 +1,4 @@
-"""`lockstep submit`: hand a script to Slurm as a job, and follow it."""
+"""`lockstep submit`: submit a script to Slurm as a job, and follow it."""
 
 from __future__ import annotations
 

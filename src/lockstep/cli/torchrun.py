@@ -1,4 +1,4 @@
-"""torchrun's flags: those that Lockstep has in another way, and the `PET_*` variables of all."""
+"""Flags that only torchrun has, and torchrun's `PET_*` variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lockstep watch`: the progress of a run, from its records."""
+"""`lockstep watch`: show the progress of a run, from its records."""
 
 from __future__ import annotations
 

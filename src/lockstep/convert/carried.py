@@ -1,4 +1,4 @@
-"""What goes from one iteration of a training loop to the next and into a loss: these are microbatches."""
+"""State that a loop carries from one iteration into a later loss: iterations become microbatches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loaders: what a training loop goes over is given to `run.loader`."""
+"""Loaders: the data of a training loop goes through `run.loader`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What decides something by the numbers of one rank, or by counting microbatches: questions."""
+"""Questions about decisions by the values of one rank, or by a count of microbatches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The edits and questions of one conversion while it is made, and where values of the script come from."""
+"""`Draft`: edits and questions of one conversion, and origins of the script's values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the run is made, and how it comes to the functions and classes that need it."""
+"""Place where the run is made, and its way to the functions and classes that need it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses that are no means over samples: gradients of a batch are put together from means of its parts."""
+"""Losses that are not means over samples: gradients of a batch as means over its parts."""
 
 from __future__ import annotations
 

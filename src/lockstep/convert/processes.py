@@ -1,4 +1,4 @@
-"""What a DDP script does by hand, and a run does: process group, ranks, samplers, devices, seeds."""
+"""Set-up of a DDP script that a run replaces: process group, ranks, samplers, devices, seeds."""
 
 from __future__ import annotations
 

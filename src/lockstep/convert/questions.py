@@ -1,4 +1,4 @@
-"""What is asked in a converted script, and noted beside it; the manual's page explains each question."""
+"""Questions and notes of a converted script; the manual's page explains each question."""
 
 #: How a question begins in the converted script; what to search for.
 MARK = "# lockstep: question: "

@@ -1,4 +1,4 @@
-"""What a DDP script asks its launcher: the rank, the number of ranks, and what follows from them."""
+"""Rank and world size in a DDP script, and values computed from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files: what every rank would write is written by one."""
+"""Files: writes by every rank become writes by the main rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A script, converted: all edits and questions put together, or a refusal."""
+"""Conversion of a script: all edits and questions applied, or a refusal."""
 
 from __future__ import annotations
 

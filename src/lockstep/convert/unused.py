@@ -1,4 +1,4 @@
-"""What a conversion leaves without a use: empty branches and functions, names, imports."""
+"""Removal of code that a conversion leaves unused: branches, functions, names, imports."""
 
 from __future__ import annotations
 

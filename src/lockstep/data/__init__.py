@@ -1,1 +1,1 @@
-"""From a dataset to this rank's microbatches."""
+"""Datasets, orders of epochs, and loaders of this rank's microbatches."""

@@ -1,4 +1,4 @@
-"""From what a user passes to `Run.loader` to a source of microbatches, or a clear refusal."""
+"""Arguments of `Run.loader` to a source of microbatches; data that cannot be split is refused."""
 
 from __future__ import annotations
 

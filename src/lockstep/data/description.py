@@ -1,4 +1,4 @@
-"""What a rank holds of its data, in a few short values that can be compared with those of another.
+"""Description of a loader's data in a few values and checksums, which ranks compare.
 
 Nothing here fetches a sample: that may be slow, and may change a dataset.
 """

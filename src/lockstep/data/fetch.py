@@ -1,4 +1,4 @@
-"""From indices to one microbatch, each sample under its own key.
+"""Fetch the samples of a microbatch, each under its own random key.
 
 Runs in DataLoader workers too: nothing here knows about ranks.
 """

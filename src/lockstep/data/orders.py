@@ -1,4 +1,4 @@
-"""Which order an epoch has: the dataset's, a keyed shuffle, or what a sampler of the user's draws."""
+"""Order of an epoch: that of the dataset, a keyed shuffle, or the user's sampler."""
 
 from __future__ import annotations
 

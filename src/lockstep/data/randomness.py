@@ -1,4 +1,4 @@
-"""Setting the random generators that users draw from: torch's, NumPy's and Python's."""
+"""Seeding of the random generators of torch, NumPy and Python."""
 
 from __future__ import annotations
 

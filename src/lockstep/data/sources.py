@@ -1,4 +1,4 @@
-"""Where microbatches come from: map-style datasets, and streams that are read once."""
+"""Sources of microbatches: map-style datasets, and iterable datasets that are read once."""
 
 from __future__ import annotations
 

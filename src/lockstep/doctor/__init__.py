@@ -1,4 +1,4 @@
-"""`lockstep doctor`: what is wrong with these machines, before anything is trained on them.
+"""`lockstep doctor`: checks of machines and their network before training.
 
 A check is a function in the file of its group, with what each node looks at. `child.py` runs what may hang
 or crash in a process that is given up on; `meeting.py` brings the nodes together, on the rendezvous of

@@ -1,4 +1,4 @@
-"""What a check is: a name, what nodes look at, alone or together, and a judgement over all of them."""
+"""`Check`: a name, measurements on each node or between nodes, and a verdict over all nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A function in a process of its own, so that one which hangs or crashes is given up on.
+"""Run a function in a child process with a timeout, so that a hang or crash is one finding.
 
 A file server that does not answer, a driver that hangs and a processor that lacks an instruction end the
 child and not the doctor. Children are forked before the doctor starts a thread, and before CUDA is touched.

@@ -1,4 +1,4 @@
-"""All checks in their order: what each node looks at alone, what they do together, and the report."""
+"""Run all checks in order, on each node and between nodes, and make the report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPUs: memory, processes on them, throttling, ECC, and which reach each other's memory."""
+"""GPUs: memory, processes on them, throttling, ECC, and peer access."""
 
 from __future__ import annotations
 

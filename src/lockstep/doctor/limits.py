@@ -1,4 +1,4 @@
-"""What the system and its control groups leave a training: shared memory, files, memory, cores."""
+"""Limits of the system and its cgroups: shared memory, open files, memory, cores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bandwidth and latency between every two nodes, in a time that is bounded whatever the network does.
+"""Bandwidth and latency between every two nodes, measured in bounded time.
 
 Nodes pair up in rounds, so that each is in one pair at a time. What arrives is measured, where it arrives:
 what was sent may still lie in a buffer.

@@ -1,4 +1,4 @@
-"""The nodes that are examined together: they meet as launchers do, and gather what each has found."""
+"""Rendezvous of the examined nodes, as of launchers, and all-gather of their results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ways between the nodes: names, interfaces, connections in both directions, and clocks."""
+"""Network between nodes: names, interfaces, connections in both directions, clocks."""
 
 from __future__ import annotations
 

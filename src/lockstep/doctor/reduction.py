@@ -1,4 +1,4 @@
-"""A small all-reduce by each backend, whose result is known."""
+"""A small all-reduce on each backend, with a known result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Versions of what computes, and whether all nodes have the same."""
+"""Versions of Python, PyTorch, CUDA and drivers, compared over all nodes."""
 
 from __future__ import annotations
 

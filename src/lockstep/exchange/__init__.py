@@ -1,1 +1,1 @@
-"""How gradients meet: every exchange turns the nodes of all ranks into their sum."""
+"""Exchanges: sums of gradients over all ranks."""

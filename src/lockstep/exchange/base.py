@@ -1,4 +1,4 @@
-"""What every exchange is, and what a rank knows of the others' nodes."""
+"""`Exchange`, the protocol of all exchanges, and `Forest`, the tree nodes of all ranks."""
 
 from __future__ import annotations
 

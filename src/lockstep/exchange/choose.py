@@ -1,4 +1,4 @@
-"""Which exchange a run uses."""
+"""Choice of the exchange of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exchanges that ship less than the gradients are: in fewer bits, or of lower rank.
+"""Compressed exchanges: gradients in fewer bits, or of lower rank.
 
 What they share: a rank that hosts several replicas adds their gradients first, and the strategy's notes
 behind the last bucket cross the wire as they are, beside it, since small numbers in 16 bits are rounded.

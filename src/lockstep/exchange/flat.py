@@ -1,4 +1,4 @@
-"""Where the gradients of parameters lie in a flat tensor: as in a bucket of DistributedDataParallel.
+"""Offsets of gradients in a flat tensor, as in a bucket of DistributedDataParallel.
 
 One gradient follows the other, each in the order in which its parameter lies in memory (channels last,
 say), or in the order of its indices where the parameter has gaps or overlaps itself. Complex numbers are

@@ -1,4 +1,4 @@
-"""Memory for sums, kept from one backward pass to the next."""
+"""Buffers for sums, reused by every backward pass."""
 
 from __future__ import annotations
 

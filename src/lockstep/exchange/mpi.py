@@ -1,4 +1,4 @@
-"""The exchange over MPI, for ranks on CPUs that an MPI library connects better than Gloo does.
+"""Exchange `mpi`: sums over MPI, for CPU ranks with a fast MPI library.
 
 MPI moves the bits and the sum is taken here, in tree order: the order of `MPI_Allreduce` is the
 library's affair. Only between two ranks of one node each there is but one order.

@@ -1,4 +1,4 @@
-"""The process group's own all-reduce: the order of its sum is the library's affair."""
+"""Exchange `native`: the process group's all-reduce; the backend chooses the order of the sum."""
 
 from __future__ import annotations
 

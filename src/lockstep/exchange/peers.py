@@ -1,4 +1,4 @@
-"""Sockets between the ranks of one host: who has written what, and who is gone.
+"""Sockets between ranks of one host: notices of written buffers, detection of ended ranks.
 
 A process that dies closes its sockets, so that its peers learn of it at once; that is why signals go
 through sockets rather than through flags in the shared memory itself.

@@ -1,4 +1,4 @@
-"""PowerSGD: gradients of matrices, shipped as products of two thin ones.
+"""PowerSGD: gradients of matrices, sent as products of two low-rank factors.
 
 Vogels et al., NeurIPS 2019 (arXiv:1905.13727), as PyTorch implements it for DistributedDataParallel.
 """

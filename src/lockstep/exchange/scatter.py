@@ -1,4 +1,4 @@
-"""The sum in tree order where each rank needs its own share only: a reduce-scatter of tree nodes."""
+"""Reduce-scatter in tree order: each rank gets the sum of its own share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sum in tree order through memory that the ranks of one host share.
+"""Exchange `shared-memory`: the sum in tree order, in memory that the ranks of one host share.
 
 Every rank writes its nodes where all can read them, sums its share of everyone's nodes in place, and
 reads the result, which lies in the first node of rank 0. The memory is anonymous (memfd), so that

@@ -1,4 +1,4 @@
-"""The sum in tree order over any wire: shares out, sums in order, shares back."""
+"""Exchange `tree`: all-to-all of shares, sums in tree order, all-gather; over torch or MPI."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parent process: from what the user asked for to processes that ran and ended.
+"""The launcher: plan a launch, start its ranks, supervise them, report failures.
 
 The package can be called: `lockstep.launch(main, n=2)` is `lockstep.launch.functions.launch`. The
 name of the call and the name of the part of the house are the same word.

@@ -1,4 +1,4 @@
-"""The agent starts the workers of each generation, watches them and ends them; nothing else starts any."""
+"""`Agent`: starts, watches and ends the workers of each generation."""
 
 from __future__ import annotations
 

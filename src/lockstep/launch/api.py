@@ -1,4 +1,4 @@
-"""Launching a script or a module from the command line."""
+"""Launch a script or a module, as `lockstep run` does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which processors each local rank keeps to: pure, from the cores of the node."""
+"""CPU affinity of each local rank, from the cores of the node; pure."""
 
 from __future__ import annotations
 

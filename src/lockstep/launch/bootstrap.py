@@ -1,4 +1,4 @@
-"""A worker in an interpreter of its own: `python -m lockstep.launch.bootstrap KIND TARGET ARGS`."""
+"""A worker in a fresh interpreter: `python -m lockstep.launch.bootstrap KIND TARGET ARGS`."""
 
 from __future__ import annotations
 

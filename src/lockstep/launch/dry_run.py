@@ -1,4 +1,4 @@
-"""Showing a plan to people: what `--dry-run` prints."""
+"""`--dry-run`: print the plan of a launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the user says of failures: restarts, preemption, hangs."""
+"""Settings of fault tolerance: restarts, preemption signal, hang timeout."""
 
 from __future__ import annotations
 

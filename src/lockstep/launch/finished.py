@@ -1,4 +1,4 @@
-"""A launch whose run is finished already: a launcher that is killed at the end leaves nothing to do."""
+"""Marker of a finished run: a launcher that was killed at the end leaves nothing to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launching a function from Python: `lockstep.launch(main, n=2)`.
+"""`lockstep.launch(main, n=2)`: launch a function from Python.
 
 The function's value on each rank comes back through a file in a directory of this launch alone.
 """

@@ -1,4 +1,4 @@
-"""The settings that the flags of a launch give."""
+"""`Given`: the settings that were given by flags."""
 
 from __future__ import annotations
 

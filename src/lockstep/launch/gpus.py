@@ -1,4 +1,4 @@
-"""The GPUs of this machine and what the environment leaves visible of them, without touching CUDA.
+"""GPUs of this machine, and those that the environment leaves visible, without touching CUDA.
 
 Asked is `nvidia-smi -L`. NVML by its Python bindings would say the same, and NVIDIA promises more for
 its stability; but a library in the launcher cannot be given up on when a driver hangs, and leaves open

@@ -1,4 +1,4 @@
-"""Hangs: no rank of this launcher moves; which rank do the others wait for, and at which line?
+"""Hang detection: if no rank makes progress, find the rank that others wait for, and its line.
 
 A rank writes a number that grows with everything that happens on it (`checkpoint.shared_memory.Slot`). A
 rank that waits while others move is early, no more. Where no rank moves for the hang timeout, none will:

@@ -1,4 +1,4 @@
-"""What a script imports at its top, of the standard library and of installed packages.
+"""Imports at the top of a script, of the standard library and of installed packages.
 
 Read from its source, and nothing of it is run. Modules of the user's own are followed, not named: the
 worker imports them. The list ends before the first statement that may change what an import does: it sets a

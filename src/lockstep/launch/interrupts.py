@@ -1,4 +1,4 @@
-"""Signals to the launcher become flags that it looks at: no exception at an arbitrary line."""
+"""Signals to the launcher, noted as flags: no exception at an arbitrary line."""
 
 from __future__ import annotations
 

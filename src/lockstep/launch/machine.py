@@ -1,4 +1,4 @@
-"""What a plan needs to know about the machine."""
+"""`Machine`: the facts about this machine that a plan depends on."""
 
 from __future__ import annotations
 

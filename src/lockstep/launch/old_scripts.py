@@ -1,4 +1,4 @@
-"""What old scripts expect of their launcher.
+"""Support of old scripts: `--local_rank` options, and `torch.multiprocessing.spawn`.
 
 `torch.distributed.launch` gave each process its local rank as an option: `--local_rank=K`, spelled
 `--local-rank=K` since torch 2.0. A script that declares one of them gets it here as well: the source

@@ -1,4 +1,4 @@
-"""Keeping OpenMP from tying the launcher, and the workers that it forks, to one core.
+"""Settings of OpenMP that keep it from binding the launcher and its forked workers to one core.
 
 With `OMP_PROC_BIND`, OpenMP's library ties the thread that loads it to the first core. In the launcher,
 that is the thread from which all workers come: each of them would inherit the one core.

@@ -1,4 +1,4 @@
-"""Where workers' output goes: a log file each, and the terminal for those that are shown.
+"""Output of workers: a log file for each rank, and the terminal for selected ranks.
 
 A rank that is not shown writes straight to its log file. A rank that is shown writes to a pipe, or to
 a pseudo-terminal where the launcher's own stream is a terminal (so that progress bars work); one

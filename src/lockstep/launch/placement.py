@@ -1,4 +1,4 @@
-"""Which device each local rank gets: pure, from what was asked for and what the machine has."""
+"""Device of each local rank, from `--devices` and the devices of the machine; pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a launch as asked for to the exact processes that would run: pure, starts nothing."""
+"""`Plan`: commands, environments, devices and log files of a launch. Pure, starts nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is imported once, before workers are forked, so that no worker has to.
+"""Imports that the fork server does once, before workers are forked.
 
 The launcher imports torch, and what Lockstep itself needs. The fork server imports what the script has
 at its top (`imports.py`): it is a process that can be thrown away. If an import leaves a thread, a child, a

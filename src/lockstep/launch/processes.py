@@ -1,4 +1,4 @@
-"""What the kernel is asked about processes: death signals, clean children, threads.
+"""Calls of Linux for processes: death signals, clean children, affinity, threads.
 
 Everything here is for Linux. A child made by `fork` keeps its parent's signal handlers, random state
 and streams; `make_clean` gives it those of a process of its own.

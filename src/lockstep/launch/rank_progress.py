@@ -1,4 +1,4 @@
-"""Where the ranks of this launcher stand, as they have written it into the memory they share with it."""
+"""Progress of this launcher's ranks, read from the shared status page."""
 
 from __future__ import annotations
 

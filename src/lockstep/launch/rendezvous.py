@@ -1,4 +1,4 @@
-"""How the launchers of a launch meet: alone on the loopback interface, or several over the network.
+"""Rendezvous of launchers: one on the loopback interface, or several over the network.
 
 Every generation has a store of its own, on a port that the system chooses. Workers of one generation
 never see keys of another, not even scripts that know nothing of generations: torchrun 2.13 keeps one

@@ -1,4 +1,4 @@
-"""Which failures are followed by a new generation of workers, and how often: pure.
+"""Restart policy: kinds of failures that start a new generation, and how often. Pure.
 
 A failure that came from outside the script (a signal, a lost node, a full disk) need not come again. An
 exception of the script's own would: the run is a function of its script, so the same step fails the same

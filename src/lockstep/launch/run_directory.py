@@ -1,4 +1,4 @@
-"""Where a launch keeps its records and its logs."""
+"""Run directory of a launch: records and log files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random state before the first line of a script that uses Lockstep: the same on all ranks.
+"""Seeds of random generators at the first line of a Lockstep script, the same on all ranks.
 
 Inside a run keys set the generators. What a script draws before it, such as a split of its data, would
 differ from rank to rank. Every launch starts at the same state, so that a restart, another layout and a

@@ -1,4 +1,4 @@
-"""The source of a script or a module: read and parsed, and nothing of it imported or run."""
+"""Source of a script or a module, read and parsed without importing or running it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the user asked to start, as one value that is valid or does not exist."""
+"""`LaunchSpec`: the validated request of a launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank reads the launcher's standard input: the only one, or rank 0 where it is a terminal."""
+"""Standard input of the launcher: for its only rank, or for rank 0 if it is a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which streams of the ranks the terminal shows: `--redirects`, `--tee`, `--local-ranks-filter`. Pure.
+"""Streams of ranks on the terminal: `--redirects`, `--tee`, `--local-ranks-filter`. Pure.
 
 A log file receives both streams of its rank, whatever the terminal shows.
 """

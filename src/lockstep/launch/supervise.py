@@ -1,4 +1,4 @@
-"""One launch from its fork server to its verdict, leaving nothing behind."""
+"""Supervise one launch, from its fork server to its verdict and clean-up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running the user's script or module as `__main__`, the way `python` itself would."""
+"""Run the user's script or module as `__main__`, as `python` does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torchrun's flags mean to Lockstep, where that is not what they mean to torchrun."""
+"""Translation of torchrun's own flags to a launch of Lockstep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker does with itself: run the target, describe what went wrong, end properly."""
+"""Main function of a worker: run the target, report its exception, end the process."""
 
 from __future__ import annotations
 

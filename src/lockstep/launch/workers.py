@@ -1,4 +1,4 @@
-"""The processes of a generation: started through the fork server, watched, and ended to the last one."""
+"""Worker processes of a generation: start through the fork server, watch, end."""
 
 from __future__ import annotations
 

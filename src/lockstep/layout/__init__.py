@@ -1,1 +1,1 @@
-"""Which replica, which samples, which keys, which order of sums: integers only, no torch."""
+"""Integers of a layout: replicas, samples, random keys, reduction tree. No torch."""

@@ -1,4 +1,4 @@
-"""Cutting a row of things into neighbouring pieces that weigh about the same."""
+"""Partition of a sequence into contiguous parts of about equal weight."""
 
 from __future__ import annotations
 

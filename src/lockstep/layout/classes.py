@@ -1,4 +1,4 @@
-"""Classes of exactness (see `lockstep.registry`): which of them a run is in."""
+"""Class of exactness of a run (see `lockstep.registry`)."""
 
 from __future__ import annotations
 

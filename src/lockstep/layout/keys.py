@@ -1,4 +1,4 @@
-"""Keys for random streams: a function of what is computed, never of where.
+"""Keys of random streams: functions of seed, epoch, step, sample and replica, not of the rank.
 
 Keys are BLAKE2b digests (RFC 7693) of the purpose and the numbers, so that neighbouring numbers give
 unrelated streams.

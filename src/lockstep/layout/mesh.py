@@ -1,4 +1,4 @@
-"""The ranks of a run as a rectangle: models beside each other, each of them over neighbouring ranks."""
+"""Mesh of a run: copies of the model, each over neighbouring ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which strategies have parameter servers."""
+"""Check of the number of parameter servers against the strategy."""
 
 from __future__ import annotations
 

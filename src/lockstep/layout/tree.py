@@ -1,4 +1,4 @@
-"""The fixed binary tree over replicas in whose order every sum is taken.
+"""The fixed binary reduction tree over replicas: the order of every sum.
 
 `tree(lo, hi)` splits at `lo` plus the largest power of two below `hi - lo`. Its shape depends on the
 number of replicas alone, so a sum taken along it has the same bits however the replicas are spread.

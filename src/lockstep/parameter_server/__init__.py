@@ -1,1 +1,1 @@
-"""Parameter servers: their process, how workers find and reach it, and the strategy `ps` on top of that."""
+"""Parameter servers: server process, discovery, connections, and the strategy `ps`."""

@@ -1,4 +1,4 @@
-"""The process: `python -m lockstep.parameter_server`, with the variables that the launcher gives it.
+"""Server process: `python -m lockstep.parameter_server`, with variables of the launcher.
 
 With an address as its argument it belongs to the process that started it: it says on its standard output
 where it listens, and ends when its standard input is closed.

@@ -1,4 +1,4 @@
-"""A worker's connections to the servers of its launch: it sends, waits for answers, and counts bytes."""
+"""Connections of a worker to the servers: requests, answers, and counts of bytes."""
 
 from __future__ import annotations
 

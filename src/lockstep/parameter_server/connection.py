@@ -1,4 +1,4 @@
-"""One worker's connection, as a server sees it: messages come and go in pieces, and nothing waits."""
+"""Non-blocking connection of a server to one worker: messages in pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the servers of a launch are, and how workers and servers know each other.
+"""Addresses of the servers of a launch, and authentication of workers and servers.
 
 Servers are no ranks. They know the launch from the variables that its workers have, and leave their address
 in its store. One of these variables is a secret. It is in no message;

@@ -1,4 +1,4 @@
-"""The sum by servers: each of them sums one share of every bucket, in tree order, for all workers.
+"""Exchange `server`: each server sums one share of every bucket, in tree order.
 
     worker 0 ──┐ nodes of its share ┌── server 0 ──┐ sums of its share ┌── worker 0
     worker 1 ──┴────────────────────┴── server 1 ──┴───────────────────┴── worker 1

@@ -1,4 +1,4 @@
-"""What workers and servers send each other: a fixed header, a little JSON, raw bytes of tensors.
+"""Messages between workers and servers: a fixed header, JSON, raw bytes of tensors.
 
 Nothing is pickled: a header says how many bytes follow, and what they are is known from the kind of the
 message or said in its JSON.

@@ -1,4 +1,4 @@
-"""Optimizers as JSON: a class by its name, numbers of parameter groups, state without its tensors.
+"""Optimizers as JSON: class name, indices of parameter groups, state without its tensors.
 
 A worker describes its optimizer, and a server makes one like it. Nothing is unpickled on the way.
 """

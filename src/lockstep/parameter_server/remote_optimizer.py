@@ -1,4 +1,4 @@
-"""A worker's end of an optimizer that lives in servers: each holds some parameters whole, and updates them.
+"""Worker side of an optimizer that runs in servers; each server updates whole parameters.
 
 worker                                         server
   gradients of batch t, learning rates  ─────►   waits for all workers' gradients of batch t,

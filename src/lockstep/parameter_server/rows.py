@@ -1,4 +1,4 @@
-"""How tensors lie beside each other in one row of bytes, the same for a worker and its server.
+"""Offsets of tensors in one row of bytes, the same on a worker and its server.
 
 Tensors keep the order of their elements in memory (channels last, say): an optimizer's kernels go through
 them in that order, and round the last few elements of it otherwise than those that fill a vector.

@@ -1,4 +1,4 @@
-"""The server's loop: one thread, many connections, nothing that waits for a single worker."""
+"""Event loop of a server: one thread, many connections, no wait for a single worker."""
 
 from __future__ import annotations
 

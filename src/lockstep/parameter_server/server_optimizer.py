@@ -1,4 +1,4 @@
-"""The parameters of one optimizer that a server holds: one update per global batch.
+"""Server side of an optimizer: its parameters, updated once per global batch.
 
 Update `t` is made of the gradients of batch `t` of all workers, as soon as all are there. Every worker is
 sent the parameters after every update, and takes those that it needs when it needs them.

@@ -1,4 +1,4 @@
-"""The parameter servers of a run: those of `lockstep run`, or processes that rank 0 starts.
+"""Parameter servers of a run: those of `lockstep run`, or processes that rank 0 starts.
 
 Under another launcher rank 0 starts them with the first model that needs them. They end with it, when the
 last such model is closed, or rank 0 dies.

@@ -1,4 +1,4 @@
-"""A session: the workers that train one model together, and what they have with this server.
+"""`Session` of a server: the workers of one model, their sums and their optimizers.
 
 Sums are taken in the order of the tree, as soon as all workers' nodes are there.
 """

@@ -1,4 +1,4 @@
-"""The strategy `ps`: every worker holds a copy of the model, and gradients meet in servers.
+"""Strategy `ps`: every worker has a copy of the model, and servers sum the gradients.
 
 Without a staleness servers sum gradients, and every worker updates its own copy. With a staleness K,
 servers hold the parameters and the optimizer, and workers compute: in passes with gradients a worker's own

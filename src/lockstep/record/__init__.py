@@ -1,1 +1,1 @@
-"""What stays of a run: its directory, its record, its events, its trace."""
+"""Records of a run: its directory, `run.json`, events, trace."""

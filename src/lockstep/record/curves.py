@@ -1,4 +1,4 @@
-"""What ranks logged, as curves with one value per step: a restart computes some steps again."""
+"""Logged values as curves with one value per step; steps after a restart replace earlier ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The directory of a run: where its logs and records go."""
+"""Run directory: paths of logs and records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events: what a rank or a launcher logged, one JSON object per line, in `events/rank-K.jsonl`."""
+"""Events of a rank or a launcher: one JSON object per line, in `events/rank-K.jsonl`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Following the events of all ranks while they are written: one value for each step, of all replicas.
+"""Follow the events of all ranks while they are written: one value per step, over all replicas.
 
 Ranks log without waiting for each other. What they have logged lies in `events/`; the main rank reads it
 there, so that no step waits for a logger, and a value is the mean over all replicas.

@@ -1,4 +1,4 @@
-"""Forwarding what a run logs to loggers, on the main rank, in a thread: no step waits for them."""
+"""Forwarding of logged values to loggers, on the main rank, in a background thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One launch at a time in a run directory: a lock on a file there, which ends with its process.
+"""Lock of a run directory: one launch at a time; the lock ends with its process.
 
 That is rank 0. While ranks are restarted no process holds the lock: so the file also names the launcher,
 and as long as that process lives, no other launch on its host takes the lock.

@@ -1,4 +1,4 @@
-"""Loggers of other projects: TensorBoard, Weights & Biases, MLflow, and objects of the script's own."""
+"""Loggers: TensorBoard, Weights & Biases, MLflow, and objects of the script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the machine does while a run trains: cores, memory and the GPU, of one rank, about once a second."""
+"""Monitor of a rank's cores, memory and GPU, about once a second."""
 
 from __future__ import annotations
 

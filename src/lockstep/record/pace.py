@@ -1,4 +1,4 @@
-"""How fast a run trains: the time of its steps, and what of it went to the loader and to the exchange."""
+"""Step times of a run, and their parts in the loader and in the exchange."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a bar on a terminal, a line per epoch elsewhere."""
+"""Display of progress: a bar on a terminal, a line per epoch elsewhere."""
 
 from __future__ import annotations
 

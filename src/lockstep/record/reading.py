@@ -1,4 +1,4 @@
-"""Reading what a run has recorded: for reports, benchmarks, and a view of a run that goes on."""
+"""Read the records of a run: for reports, benchmarks, and `lockstep watch`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything a run writes and shows, behind one listener."""
+"""`Recorder`: the listener that writes all records of a run and shows its progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a worker describes its exception to the launcher: one JSON file, written whole or not at all."""
+"""Error report of a worker to its launcher: one JSON file, written atomically."""
 
 from __future__ import annotations
 

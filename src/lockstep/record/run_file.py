@@ -1,4 +1,4 @@
-"""`run.json`: what a run is, where it ran, how it ended."""
+"""`run.json`: identity of a run, layouts of its generations, and its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run is asked to record."""
+"""`RecordSettings`: the settings of a run's records."""
 
 from __future__ import annotations
 

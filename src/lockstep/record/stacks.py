@@ -1,4 +1,4 @@
-"""Python stacks of a process: written when a signal asks for them, read back; the user's line in them."""
+"""Python stacks of a process: written on a signal, read back, and the user's line in them."""
 
 from __future__ import annotations
 

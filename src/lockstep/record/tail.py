@@ -1,4 +1,4 @@
-"""Files that a run goes on writing: what has come since the last look."""
+"""Tail of files that a run still writes: the content since the last read."""
 
 from __future__ import annotations
 

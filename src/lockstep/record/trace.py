@@ -1,4 +1,4 @@
-"""The trace: what every step saw and made, exact to the bit, for two layouts to be compared.
+"""Trace: samples, losses and digests of every step, exact to the bit, to compare two layouts.
 
 Every rank has a file for each generation, with one JSON object per line. `{"kind": "microbatch", …}` holds
 the bits of a replica's loss and its sample ids, `{"kind": "seen", …}` the ids of a microbatch without a

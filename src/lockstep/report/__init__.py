@@ -1,1 +1,1 @@
-"""Reports: what runs have recorded, as one HTML page that needs no network."""
+"""`lockstep report`: records of runs as one HTML page that needs no network."""

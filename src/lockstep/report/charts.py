@@ -1,4 +1,4 @@
-"""Charts of what runs have logged and measured."""
+"""Charts of logged and measured values of runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One HTML page out of titled sections: text, tables, figures of plotly. It loads nothing from elsewhere.
+"""HTML page of titled sections: text, tables, figures of plotly. It loads nothing from elsewhere.
 
 All text is escaped, that of figures too: markup is read only in `hovertemplate` and `texttemplate`.
 A figure takes its colours of text, grid and background from the page, light or dark.

@@ -1,4 +1,4 @@
-"""The runs of a report: what each has recorded, and what it is called there."""
+"""Runs of a report: their records, and their names in it."""
 
 from __future__ import annotations
 

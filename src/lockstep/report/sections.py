@@ -1,4 +1,4 @@
-"""A report's sections: what runs are, how they trained, what the machine did, what happened."""
+"""Sections of a report: identity, losses, speed, machine, events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fewer points that look the same: of each stretch of a curve its lowest and its highest."""
+"""Downsampling of curves: the lowest and the highest point of each interval."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happened to a run: starts, failures, restarts, checkpoints and its end, as a chart and in words."""
+"""Timeline of a run: starts, failures, restarts, checkpoints, end; as a chart and in words."""
 
 from __future__ import annotations
 

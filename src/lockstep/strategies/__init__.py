@@ -1,1 +1,1 @@
-"""How a model is held: what happens to its gradients and buffers in every microbatch."""
+"""Strategies: distribution of a model, its gradients and buffers over the ranks."""

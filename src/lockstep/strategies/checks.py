@@ -1,4 +1,4 @@
-"""What a model and its settings must be, whatever the strategy and the layout."""
+"""Checks of a model and its settings that hold for every strategy and layout."""
 
 from __future__ import annotations
 

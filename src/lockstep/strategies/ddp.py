@@ -1,4 +1,4 @@
-"""DistributedDataParallel as a reducer of gradients, with an exchange of ours as its communication hook.
+"""Strategy `ddp`: DistributedDataParallel as reducer, with an exchange as communication hook.
 
 The script calls its own module: of DDP only the buckets and the hooks into autograd are used.
 """

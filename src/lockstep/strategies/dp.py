@@ -1,4 +1,4 @@
-"""DataParallel: one process, and threads that compute on a GPU each.
+"""Strategy `dp`: `nn.DataParallel`, one process with a thread for each GPU.
 
 In every forward pass the inputs are cut to as many pieces as there are GPUs, the module is copied to
 each of them, and the outputs are gathered on one; in the backward pass the first GPU receives all

@@ -1,4 +1,4 @@
-"""Models whose tensors are cut over ranks: the state of one, as each rank holds and takes its parts."""
+"""State of models with sharded tensors: each rank saves and loads its shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules that the run does not train, and whose buffers are replica 0's, too: averages of weights."""
+"""Modules that the run does not train, such as averages of weights: buffers of replica 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This rank's share of a gradient: its replicas' contributions, reduced to maximal nodes."""
+"""Gradients of this rank: those of its replicas, reduced to maximal tree nodes."""
 
 from __future__ import annotations
 

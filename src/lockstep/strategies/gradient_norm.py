@@ -1,4 +1,4 @@
-"""The norm of gradients: of each by itself, then of those norms in the order of parameters.
+"""Total norm of gradients: the norm of each, then of these norms in the order of parameters.
 
 torch's `get_total_norm` puts norms of one type and device together before it adds them, in an order that
 comes from a hash. With one type the bits are the same; with several, they would follow from where a

@@ -1,4 +1,4 @@
-"""What a strategy is given to hold a model with."""
+"""`ModelContext`: the device, groups and settings that a strategy gets with a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `run.model` takes for some strategies, known without loading what they are made of."""
+"""Keyword arguments of `run.model` for each strategy, known without importing the strategy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forward passes of a module: what is told of them, and what they must leave alone."""
+"""Hooks on forward passes of a module, and refusal of passes that change parameters."""
 
 from __future__ import annotations
 

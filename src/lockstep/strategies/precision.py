@@ -1,4 +1,4 @@
-"""Reduced precision inside forward passes: parameters and outputs stay in fp32."""
+"""Autocast of forward passes; parameters and outputs stay in fp32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sum of gradients over the ranks that hold one part of a model, by an exchange of ours."""
+"""`Reducer`: sums of gradients over the ranks that hold one part of a model, by an exchange."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of a model that depend on how a batch or a layer is divided: they draw, or look at all samples."""
+"""Modules whose result depends on the division of a model: random draws, batch statistics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models whose gradients go to no other rank: one rank hosts all replicas, or there are no gradients."""
+"""Strategy `single`: no sum over ranks, for one rank with all replicas or for no gradients."""
 
 from __future__ import annotations
 

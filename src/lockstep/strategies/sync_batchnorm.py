@@ -1,4 +1,4 @@
-"""BatchNorm over the whole global batch: the statistics of all replicas meet in every forward pass.
+"""BatchNorm over the global batch: statistics of all replicas, summed in every forward pass.
 
 The method is that of torch.nn.SyncBatchNorm, on any device. Each rank computes count, mean and the sum of
 squared deviations of its own samples; they are merged pairwise by the formula of Chan, Golub and LeVeque

@@ -1,4 +1,4 @@
-"""One model over several ranks, each with a part of its layers' matrices."""
+"""Strategy `tensor`: tensor parallelism; each rank has a part of the layers' matrices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The last versions of a model's parameters: what late gradients are computed with.
+"""Last versions of a model's parameters, for gradients with staleness.
 
 With a staleness K, a pass with gradients sees the parameters that lack their K latest updates, exactly:
 

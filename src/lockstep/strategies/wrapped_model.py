@@ -1,4 +1,4 @@
-"""A model that a run holds: the part that all strategies share."""
+"""`WrappedModel`: the base class of models under every strategy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PyTorch's DataParallel, looking like the module that it holds."""
+"""Wrapper of `nn.DataParallel` with the attributes of its module."""
 
 from __future__ import annotations
 

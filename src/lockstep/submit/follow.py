@@ -1,4 +1,4 @@
-"""Following a job: why it waits, what it prints, how it ended."""
+"""Follow a job: the reason for which it waits, its output, its end."""
 
 from __future__ import annotations
 

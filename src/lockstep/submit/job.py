@@ -1,4 +1,4 @@
-"""From a request to a job: its files lie with the records of its run."""
+"""Submit a request as a job, with its files in the run directory."""
 
 from __future__ import annotations
 

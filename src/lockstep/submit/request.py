@@ -1,4 +1,4 @@
-"""What the user asks Slurm for, as one value that is valid or does not exist."""
+"""`JobRequest`: the validated request of a Slurm job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of Slurm's commands: hand a job in, ask for its state."""
+"""Calls of Slurm's commands: submission and state of a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the user sees of the command's own."""
+"""Messages of `lockstep submit` on the terminal."""
 
 from __future__ import annotations
 

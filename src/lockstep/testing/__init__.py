@@ -1,4 +1,4 @@
-"""For tests of distributed code, ours and users': run a function on several ranks, and get all back."""
+"""Run a function on several ranks in a test, and compare layouts."""
 
 from lockstep.testing.ranks import RankError, RankTimeoutError, assert_same, run_ranks
 

@@ -1,4 +1,4 @@
-"""The inside of one rank: its environment, its function, what it has to say."""
+"""Main function of a test rank: environment, call of the function, report."""
 
 from __future__ import annotations
 

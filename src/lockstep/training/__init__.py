@@ -1,1 +1,1 @@
-"""The run: the one object that a training script talks to."""
+"""`lockstep.Run` and its parts: loop, loaders, models, optimizers, metrics, checkpointing."""

@@ -1,4 +1,4 @@
-"""Modules that the run does not train, but whose buffers its loops change: averages of weights, say."""
+"""Averages of weights and other modules that the run does not train, but whose buffers loops change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The backward pass of one microbatch: its loss, weighted, through the models of the run.
+"""`run.backward`: the backward pass of one microbatch, with its weight.
 
 A loss may be a mean over something else than samples, such as tokens. The mean over a global batch is
 `sum_r w_r * loss_r / sum_r w_r`, where replica `r` has `w_r` tokens. What all of them have is known only

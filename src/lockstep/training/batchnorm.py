@@ -1,4 +1,4 @@
-"""`run.sync_batchnorm`: which ranks' statistics meet, and where they cannot."""
+"""`run.sync_batchnorm`: conversion of BatchNorm, and refusal where statistics cannot be summed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving the state of a run: snapshots in memory, checkpoints on disk, and an end on request."""
+"""Checkpointing of a run: snapshots in memory, checkpoints on disk, preemption."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that all ranks make together: each begins by asking whether all of them are in the same one.
+"""Collective check: every call of all ranks begins by comparing which call each rank makes.
 
 Costs one small message per call. Backward passes, which happen in every step, don't ask: the watchdog
 compares them when they take too long.

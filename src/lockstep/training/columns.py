@@ -1,4 +1,4 @@
-"""Sums with a place for each replica, so that their total has the same bits on every layout."""
+"""Sums with a column for each replica: totals have the same bits on every layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the parts of a run know of it: all that stays as it is from the start of the run to its end."""
+"""`Context`: world, groups, device, settings and record of a run, constant until its end."""
 
 from __future__ import annotations
 

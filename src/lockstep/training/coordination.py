@@ -1,4 +1,4 @@
-"""All ranks agree on one step after which they save, or save and end, or take a snapshot together.
+"""Agreement of all ranks on the step after which they save, take a snapshot or end.
 
 Ranks of one launcher look at its status page at every point: rank 0 names the next step there. No rank
 has done it yet, since none gets through a step without rank 0, which comes to it later. With a staleness

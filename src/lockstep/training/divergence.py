@@ -1,4 +1,4 @@
-"""Whether all ranks hold the same: the data of each loader in its first loop, and all bits at the end.
+"""Divergence checks over ranks: data of each loader in its first loop, all bits at the end.
 
 A script that draws a split or an order before its run, without a seed, gives each rank another one. Each
 rank compares itself with rank 0, which does not wait.

@@ -1,4 +1,4 @@
-"""Faults that a rank injects into itself, for tests and for `lockstep verify`: real kills, real signals."""
+"""Fault injection for tests and `lockstep verify`: a rank kills or signals itself."""
 
 from __future__ import annotations
 

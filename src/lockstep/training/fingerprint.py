@@ -1,4 +1,4 @@
-"""What a run is: everything that its result depends on, as far as it can know, and its title."""
+"""Fingerprint of a run: identity, from everything known that its result depends on, and title."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where this rank stands: written for the launcher and the watch, with everything that happens.
+"""Heartbeat and progress of this rank, written for its launcher and the watchdog.
 
 Costs less than a microsecond per event: a step has a handful of them.
 """

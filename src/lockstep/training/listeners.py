@@ -1,4 +1,4 @@
-"""What is told of steps and loops."""
+"""`Listener`: callbacks on steps, batches and loops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run stands: epochs, loops over loaders, microbatches, steps."""
+"""`Loop`: position of a run in its epochs, loops over loaders, microbatches and steps."""
 
 from __future__ import annotations
 

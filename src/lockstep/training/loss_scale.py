@@ -1,4 +1,4 @@
-"""The loss scale of fp16: chosen as torch's GradScaler chooses it, and the same on every layout.
+"""Loss scale of fp16, updated as in torch's GradScaler, and the same on every layout.
 
 Gradients below 6e-8 are zero in fp16. So the backward pass starts from a loss that is many times larger,
 and gradients are divided by as much once they have met. Where they do not fit into fp16 any more, the step

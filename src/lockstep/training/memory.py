@@ -1,4 +1,4 @@
-"""What this rank has of the launcher's memory: its slot on the status page, and the snapshots."""
+"""Shared memory of this rank: its slot on the launcher's status page, and its snapshots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Taking models into a run."""
+"""`run.model`: check a module, place it, and wrap it with the strategy."""
 
 from __future__ import annotations
 

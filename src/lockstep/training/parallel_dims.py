@@ -1,4 +1,4 @@
-"""How the ranks of a run stand: which of them hold one model together, and which hold the same part."""
+"""Parallel dimensions: groups of ranks that share one model, and that hold the same part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Being asked to end: a signal is noted, and the run ends after a step that all agree on, saved."""
+"""Preemption: on a signal the run ends after a step that all ranks agree on, with saved state."""
 
 from __future__ import annotations
 

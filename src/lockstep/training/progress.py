@@ -1,4 +1,4 @@
-"""The way of a run through its script: what it comes past, and how it gets back to where it was.
+"""Progress of a run through its script: calls that a resumed run repeats up to its saved position.
 
 A script that is started again runs from its top. Until it comes to the position, whatever it comes past is
 there already, and must look to the script as it did:

@@ -1,4 +1,4 @@
-"""What a run continues from: what its directory says of it, and the newest state that any rank holds."""
+"""Resume: the state of a run directory, or the newest snapshot that any rank holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The life of a run in this process: what it begins with, and how it ends."""
+"""`Session`: life cycle of a run in this process, from its rendezvous to its digest."""
 
 from __future__ import annotations
 

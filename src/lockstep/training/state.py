@@ -1,4 +1,4 @@
-"""The state of a run: what is saved, and must come back for it to go on as if nothing had been."""
+"""State of a run: everything that snapshots and checkpoints save and restore."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The watch over other ranks: a rank that is not coming is named instead of waited for.
+"""Watchdog: while this rank waits, ranks that have ended or are stuck are named.
 
 A rank that leaves a loop early, ends, or fails says so in the store, and so does one that waits for long.
 A thread of every rank looks there while its own rank makes no progress. Only a thread can: the main one

@@ -1,1 +1,1 @@
-"""Proof of the promise on a user's own script: run it on several layouts, compare every step."""
+"""`lockstep verify`: run a script on several layouts, and compare every step."""

@@ -1,4 +1,4 @@
-"""A storm: workers of a running launch are killed at random moments, as its traces grow.
+"""Chaos: kill workers of a running launch at random steps, read from its traces.
 
 Every moment is to be hit: before the first step, inside of steps and exchanges, while a snapshot commits,
 in evaluations, in the last step, and while the next generation starts.

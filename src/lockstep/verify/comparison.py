@@ -1,4 +1,4 @@
-"""The first thing that differs between two layouts, and samples seen twice or never."""
+"""Comparison of two layouts: the first difference, and samples seen twice or never."""
 
 from __future__ import annotations
 

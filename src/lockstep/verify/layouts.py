@@ -1,4 +1,4 @@
-"""Which layouts a script is verified on, and what is to happen to it there.
+"""Layouts of `--layouts`: ranks, changes of their number, kills and preemptions.
 
 A layout is a number of ranks, `2`. It may change on the way, `4>2@30>3@60`: preempted after step 30 and
 continued on 2 ranks, after step 60 on 3. It may be followed by faults, `2,kill@30,term@25`: a rank is

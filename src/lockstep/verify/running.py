@@ -1,4 +1,4 @@
-"""Running a script on one layout, in launches of its own."""
+"""Run a script on one layout, in launches of its own."""
 
 from __future__ import annotations
 

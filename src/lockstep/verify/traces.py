@@ -1,4 +1,4 @@
-"""Reading the traces of all ranks and generations of a layout back as one."""
+"""Traces of all ranks and generations of a layout, read back as one."""
 
 from __future__ import annotations
 

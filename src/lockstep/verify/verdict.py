@@ -1,4 +1,4 @@
-"""What `lockstep verify` concludes from the outcomes of all layouts."""
+"""Verdict of `lockstep verify`, from the outcomes of all layouts."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Watching a run from outside: what its run directory says now, on a terminal."""
+"""`lockstep watch`: the progress of a run on a terminal, from its run directory."""

@@ -1,4 +1,4 @@
-"""Showing a run until it ends, or until a key closes the view."""
+"""Refresh the display until the run ends or a key closes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The picture of a run on a terminal."""
+"""Terminal display of a run."""
 
 from __future__ import annotations
 

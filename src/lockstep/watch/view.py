@@ -1,4 +1,4 @@
-"""What is known of a run at one moment, and what follows from that."""
+"""`View`: the state of a run at one moment, and values computed from it."""
 
 from __future__ import annotations
 

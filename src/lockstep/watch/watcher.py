@@ -1,4 +1,4 @@
-"""Following a run by its directory alone: what has been written since the last look."""
+"""`Watcher`: follow a run by the new content of its run directory."""
 
 from __future__ import annotations
 

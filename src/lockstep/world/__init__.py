@@ -1,4 +1,4 @@
-"""Who this process is, and where its peers are."""
+"""Rank and world of this process: detection, rendezvous, process group, devices."""
 
 from lockstep.world.detect import detect
 from lockstep.world.model import World

@@ -1,4 +1,4 @@
-"""What the cgroups of a process allow of processor time and memory, and what the kernel has killed for it.
+"""Limits of a process's cgroups: processor time, memory, and kills for lack of memory.
 
 A limit may be set on any group between the process and the root, so the smallest on the way counts.
 Groups above a container's own are out of its sight; so are their limits.

@@ -1,4 +1,4 @@
-"""From a meeting to its process group."""
+"""Process group of a run, made after the rendezvous."""
 
 from __future__ import annotations
 

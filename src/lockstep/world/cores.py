@@ -1,4 +1,4 @@
-"""What this machine gives a process to compute with: its cores, as far as it may use them.
+"""Cores that a process may use: affinity and cgroup quota.
 
 A core is a physical one. Two hardware threads of a core share its arithmetic units, which are what
 training needs; a second intra-op thread there waits for the first.

@@ -1,4 +1,4 @@
-"""Which device a rank computes on, and how many threads."""
+"""Device and number of intra-op threads of a rank."""
 
 from __future__ import annotations
 

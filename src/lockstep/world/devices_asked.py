@@ -1,4 +1,4 @@
-"""What may be said about devices: a word, or a list of ids; read here, looked up elsewhere.
+"""Parser of `--devices`: a word, or a list of indices and ids.
 
 auto                     a GPU for every rank where there are any, else the processor
 cpu, gpu                 the one or the other

@@ -1,4 +1,4 @@
-"""Process groups leave when no thread can hang on them: not with the last model, but with the process.
+"""Destruction of process groups at the end of the process, when no thread can hang on them.
 
 Gloo's threads drop what a collective held after it is done, and a collective of a backward pass holds the
 context of Python, so that they need the interpreter's lock for it. A thread that comes late meets two

@@ -1,4 +1,4 @@
-"""Which host this is: two processes are on one host if they can share memory and local sockets."""
+"""Identity of a host: its processes share memory and local sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a world to the store where its ranks meet: made here, never guessed.
+"""Rendezvous of the ranks of a `World`: its store, its checks, the completed world.
 
 environment ── World ── store ── membership check ── connectivity check ── World, complete
 """

@@ -1,4 +1,4 @@
-"""MPI, where a script uses it: begun once, and ended in a way that lets no other rank hang.
+"""MPI: initialised once, and ended so that no other rank hangs.
 
 `MPI_Finalize` waits for all ranks. One that has failed must not call it, since the others may wait for
 this one in a collective; where a process ends without it, `mpiexec` ends the others.

@@ -1,4 +1,4 @@
-"""Slurm's names of nodes: lists of them written short, and the addresses that Slurm knows."""
+"""Slurm's node lists: expansion, and addresses that Slurm knows."""
 
 from __future__ import annotations
 

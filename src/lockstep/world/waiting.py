@@ -1,4 +1,4 @@
-"""Waiting for what others leave in a store, in a way that can be broken off and prints nothing.
+"""Waiting for keys of a store, interruptible and without torch's printed stacks.
 
 A store's own `wait` keeps signals from being handled, and prints a stack where it gives up.
 """

@@ -1,4 +1,4 @@
-"""LS2, third part: how large a batch is over all ranks, and what follows from it."""
+"""LS2, third part: size of the batch over all ranks, and its consequences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LS3, second part: what is saved and loaded."""
+"""LS3, second part: saving and loading checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LS4, third part: ranks that go different ways."""
+"""LS4, third part: ranks that take different branches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LS1, first part: how ranks start: addresses, devices, the end."""
+"""LS1, first part: start and end of ranks, addresses, devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LS6, first part: loops of `lockstep.Run`; what is done for each microbatch is in `microbatches.py`."""
+"""LS6, first part: loops of `lockstep.Run`; operations per microbatch are in `microbatches.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LS5: numbers that are shown."""
+"""LS5: metrics that are logged or printed."""
 
 from __future__ import annotations
 

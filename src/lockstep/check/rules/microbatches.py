@@ -1,4 +1,4 @@
-"""LS6: what belongs to a whole batch, and is done for each microbatch of `lockstep.Run`."""
+"""LS6: operations of a global batch that a loop of `lockstep.Run` does per microbatch."""
 
 from __future__ import annotations
 

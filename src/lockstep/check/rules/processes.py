@@ -1,4 +1,4 @@
-"""LS1, second part: how a script starts processes of its own."""
+"""LS1, second part: processes that a script starts itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LS2, first part: samplers: which samples a rank gets."""
+"""LS2, first part: samplers, and the samples that a rank gets."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Several launchers, one launch: how they find each other, who takes part, and what is decided for all."""
+"""Launches over several nodes: rendezvous of launchers, membership, and common decisions."""

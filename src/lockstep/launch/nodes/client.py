@@ -1,4 +1,4 @@
-"""The other launchers while the workers run: who failed, who is lost, and one decision for all.
+"""Client of the coordinator: reports on this node's ranks, and the decision for all nodes.
 
     launcher k: how it is ──> launcher 0: coordinator ──> what is decided
 

@@ -1,4 +1,4 @@
-"""Several launchers, one launch: how many there are, which one this is, and where they meet. Pure."""
+"""Rendezvous config of a launch over several nodes: node count, node rank, endpoint. Pure."""
 
 from __future__ import annotations
 

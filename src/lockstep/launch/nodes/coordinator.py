@@ -1,4 +1,4 @@
-"""What launcher 0 makes of what all launchers say: one decision for all of them. Pure.
+"""Coordinator on launcher 0: one decision for all launchers, from their reports. Pure.
 
 said:     a sign of life, done, a failure, leaving
 decided:  restart   the same launchers start their workers again

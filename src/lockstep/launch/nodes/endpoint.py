@@ -1,4 +1,4 @@
-"""How launchers get to the store where they meet: at a host, or in a file of a shared directory."""
+"""Rendezvous endpoint of launchers: a store on a host, or in a file of a shared directory."""
 
 from __future__ import annotations
 

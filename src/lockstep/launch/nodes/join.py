@@ -1,4 +1,4 @@
-"""A launcher's arrival at a round: it waits until enough have come, and the round is closed."""
+"""Join a rendezvous round: wait until enough launchers have joined, and the round is closed."""
 
 from __future__ import annotations
 

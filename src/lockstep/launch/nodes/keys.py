@@ -1,4 +1,4 @@
-"""What launchers leave for each other in the store where they meet.
+"""Keys of the rendezvous store of launchers.
 
     launch, told/K      what the launch is; what launcher 0 tells all, once
     newest              number of the newest round, and who takes part in it; what follows is under round/N

@@ -1,4 +1,4 @@
-"""Who starts which ranks: pure numbers, the same on all launchers."""
+"""Membership: the ranks that each launcher starts. Pure, and the same on all launchers."""
 
 from __future__ import annotations
 

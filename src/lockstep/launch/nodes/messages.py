@@ -1,4 +1,4 @@
-"""What launchers tell launcher 0, and what it answers, in forms that JSON has."""
+"""Messages between launchers and the coordinator, as JSON."""
 
 from __future__ import annotations
 

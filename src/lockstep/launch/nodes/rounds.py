@@ -1,4 +1,4 @@
-"""Rounds: launchers that may come and go meet again whenever one has come, or is gone.
+"""Rendezvous rounds of an elastic launch: a new one when a launcher has joined or is lost.
 
 approach ── arrive ── the round closes ── connectivity check ── membership   (then they watch each other)
 └─ is a round going on, and can its launcher 0 be reached?

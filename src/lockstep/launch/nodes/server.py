@@ -1,4 +1,4 @@
-"""Where launcher 0 listens to the others, a connection for each, and the coordinator answers."""
+"""Server of the coordinator on launcher 0, with one connection for each launcher."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Ranks that train by themselves between averages of their parameters (local SGD, DiLoCo)."""
+"""Local SGD and DiLoCo: ranks train independently between averages of their parameters."""

@@ -1,4 +1,4 @@
-"""Means of tensors over ranks, taken in tree order: of weights, and of what optimizers remember."""
+"""Averages of parameters and optimizer state over ranks, in tree order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Local SGD and DiLoCo: each rank trains by itself for some steps, then they become one model again.
+"""`LocalModel`: independent steps on each rank, then one average of the parameters.
 
 For links so slow that gradients cannot cross them in every step. What a rank does by itself is a step on
 its own share of the global batch; the more ranks, the more of them there are: the result depends on the

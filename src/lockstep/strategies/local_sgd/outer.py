@@ -1,4 +1,4 @@
-"""What becomes of the ranks' models when they meet again after steps of their own."""
+"""Outer step of local SGD and DiLoCo: the mean, or Nesterov momentum on it."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Models whose layers lie on several ranks: partition, schedule, and messages between stages."""
+"""Pipeline parallelism: partition into stages, schedule, messages between stages."""

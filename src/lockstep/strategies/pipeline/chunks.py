@@ -1,4 +1,4 @@
-"""Parts of a batch: which tensors of a call are cut, and putting together what has become of the parts.
+"""Chunks of a batch: split the tensors of a call, and merge the outputs.
 
 Cut is what has one row per sample, and that is said, not guessed: a mask may be as long as the batch.
 """

@@ -1,4 +1,4 @@
-"""Calls of a model that several ranks hold: whether all are in the same, and what one says that fails."""
+"""Consistency of calls over the stages of a model: the same call on all, one error for all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One model over several ranks, each with a stage of it; rows of ranks with models beside each other."""
+"""Strategy `pipeline`: a stage of the model on each rank, and data parallelism over rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks that hold one model send each other: tensors in tuples, lists and dictionaries.
+"""Point-to-point messages between stages: tensors in tuples, lists and dictionaries.
 
 A message is a JSON header of a fixed size, which holds the structure and what each tensor is like, and
 then the tensors. Nothing has to be known of them in advance: a batch may be shorter than the one before.

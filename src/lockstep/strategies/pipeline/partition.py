@@ -1,4 +1,4 @@
-"""Cutting a model into stages, one for each rank.
+"""Partition of a model into stages, one for each rank.
 
 A row of modules is cut between its modules, any other model where its forward pass allows it (`trace.py`).
 """

@@ -1,4 +1,4 @@
-"""Forward and backward passes through the stages of a row of ranks.
+"""Schedule of a pipeline: forward and backward passes through the stages.
 
 A call of the model is one node of autograd's graph on every rank of the row: what the script computes from
 its output, all ranks compute alike, and when gradients come back to that node the ranks go through their

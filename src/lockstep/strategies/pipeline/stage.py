@@ -1,4 +1,4 @@
-"""What a stage is: a piece of a model's forward pass, with the values that it takes and gives."""
+"""`Stage`: a part of a model's forward pass, with its inputs and outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages of a model that is no row of modules: its forward pass as a graph of calls (torch.fx), cut.
+"""Stages of models that are not sequential: the graph of the forward pass (torch.fx), split.
 
 The model's own `forward` runs once on symbols, and the parts that it calls stay whole. Only a part that is
 heavier than a stage should be, or has the place where the user wants a cut inside of it, is looked into in

@@ -1,1 +1,1 @@
-"""Models whose parameters are cut over the ranks: units, the wrap policy, and how they are held."""
+"""Sharded models (FSDP2): units, wrap policy, and the strategy `fsdp`."""

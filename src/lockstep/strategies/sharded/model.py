@@ -1,4 +1,4 @@
-"""Parameters, gradients and optimizer state cut over ranks: FSDP2, with sums in tree order."""
+"""Strategy `fsdp`: parameters, gradients and optimizer state sharded by FSDP2, sums in tree order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Into which units a model is cut for FSDP2, and how: what torch gathers and lets go of together."""
+"""Wrap policy of FSDP2: the modules that become units, and their `fully_shard` settings."""
 
 from __future__ import annotations
 

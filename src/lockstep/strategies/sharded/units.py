@@ -1,4 +1,4 @@
-"""The units of a sharded model: the parameters that torch gathers together, and their gradients.
+"""Units of a sharded model: parameters that torch gathers together, and their gradients.
 
 All that is used of FSDP2 besides its public face is in this file: a unit's parameters, and the whole
 tensors that forward passes compute with in their place (torch 2.11 to 2.13).

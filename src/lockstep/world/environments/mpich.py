@@ -1,4 +1,4 @@
-"""Processes started by MPICH's `mpiexec`, or by one of its kin: Intel MPI, MVAPICH.
+"""Processes started by `mpiexec` of MPICH, Intel MPI or MVAPICH.
 
 All of them start processes by Hydra, which sets `PMI_RANK` and `PMI_SIZE` (the Process Management
 Interface), `MPI_LOCALRANKID` and `MPI_LOCALNRANKS`.

@@ -1,4 +1,4 @@
-"""What Open MPI and MPICH have in common: their `mpiexec` says who a process is, but not where to meet."""
+"""Common parts of Open MPI and MPICH: `mpiexec` gives ranks, but no rendezvous address."""
 
 from __future__ import annotations
 

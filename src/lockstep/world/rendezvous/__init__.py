@@ -1,1 +1,1 @@
-"""How ranks and launchers meet: the port of the job's store, who came, and who reaches whom."""
+"""Rendezvous of ranks and launchers: port discovery, store, membership and connectivity checks."""

@@ -1,4 +1,4 @@
-"""The connectivity check: every node connects to every other one, before anything waits for it.
+"""Connectivity check: every node connects to every other one, before any rank waits for it.
 
 The members meet at a store already; that says nothing of the ways between them, which collectives take.
 Each listens, and tells a token: 172.17.0.1 exists on every host with Docker, and would answer for the

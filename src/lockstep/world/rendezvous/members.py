@@ -1,4 +1,4 @@
-"""One question to all members of a rendezvous: each gives a value, all get one answer or one error."""
+"""All-gather over the members of a rendezvous: a value of each, one answer or error for all."""
 
 from __future__ import annotations
 

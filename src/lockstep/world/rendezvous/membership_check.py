@@ -1,4 +1,4 @@
-"""The membership check: each rank says who and where it is, and rank 0 says whether that fits together.
+"""Membership check: rank 0 compares the ranks, hosts and versions of all.
 
 It finds who shares a host, and names ranks that did not come, ranks that claim the same place, and
 nodes whose libraries differ, before anything waits for them in a collective. What launchers say of their

@@ -1,4 +1,4 @@
-"""Stores of torch in which ranks and launchers meet: in a file, or at a port."""
+"""`torch.distributed` stores for the rendezvous: in a file, or at a port."""
 
 from __future__ import annotations
 
