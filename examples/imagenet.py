@@ -4,7 +4,7 @@
 
 DIR has train/CLASS/*.JPEG and val/CLASS/*.JPEG, as ImageNet has; without ImageNet,
 `python examples/data.py imagenet DIR --images 400` writes small data. The latest checkpoints and the best
-are in the run directory; the same command goes on there. On small data ResNet-18 comes to a top-1 of 96 %
+are in the run directory; the same command resumes there. On small data ResNet-18 comes to a top-1 of 96 %
 in 10 epochs (docs/manual/examples.md has the flags).
 """
 

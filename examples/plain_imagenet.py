@@ -4,7 +4,7 @@
 
 DIR has train/CLASS/*.JPEG and val/CLASS/*.JPEG, as ImageNet has; without ImageNet,
 `python examples/data.py imagenet DIR --images 400` writes small data. The latest checkpoints and the best
-are in --output-dir; the same command goes on there.
+are in --output-dir; the same command resumes there.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def parse() -> argparse.Namespace:
     add("--val-crop-size", type=int, default=224)
     add("--val-resize-size", type=int, default=256)
     add("--amp", action="store_true", help="forward passes in bf16")
-    add("--output-dir", type=Path, default="imagenet", help="the same command goes on there")
+    add("--output-dir", type=Path, default="imagenet", help="the same command resumes there")
     add("--weights", type=Path, help="a file of weights to start from")
     add("-e", "--evaluate", "--test-only", action="store_true", help="do not train")
     return parser.parse_args()

@@ -1,6 +1,6 @@
 """Registry of strategies and exchanges: those of Lockstep, and those of other packages.
 
-A strategy says how models are held, an exchange how gradients meet. An entry says what one needs and
+A strategy distributes models, an exchange sums gradients. An entry says what one needs and
 promises; `hold`, `build` and `check` name functions as `module:function`, which are imported where they are
 used. So names are known without importing torch. Other packages publish an entry by an entry point in the
 group `lockstep.strategies` or `lockstep.exchanges`, under the name that users will choose it by.
@@ -26,7 +26,7 @@ Function = str | Callable[..., Any]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ExchangeEntry:
-    """How gradients may meet.
+    """An exchange: how gradients are summed.
 
     Attributes:
         name: what users choose it by; of an entry point, that one's name.

@@ -85,7 +85,7 @@ def test_ctrl_c_leaves_the_job_to_itself(slurm: Slurm, lockstep: Lockstep) -> No
     process.send_signal(signal.SIGINT)
     done = lockstep.finish(process)
     assert done.code == 130
-    assert f"job {job} goes on without being followed" in done.err
+    assert f"job {job} continues without being followed" in done.err
     assert f"squeue -j {job} · cancel: scancel {job}\n" in done.err
     assert slurm("squeue", "--noheader", "--format=%A").out.split() == [job]
 

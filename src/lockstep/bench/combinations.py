@@ -22,7 +22,7 @@ class Combination:
     Attributes:
         ranks: number of ranks; with `dp`, of GPUs, all of one rank.
         strategy: how models are held; `None` leaves it to the script.
-        exchange: how gradients meet; `None` leaves it to the script, and on one rank there is none.
+        exchange: name of the exchange; `None` leaves it to the script, and on one rank there is none.
     """
 
     ranks: int

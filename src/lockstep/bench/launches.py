@@ -74,7 +74,7 @@ class Launches:
 
         seconds = self._in("restart", combination, launch)
         self._restarts[combination] = seconds
-        took = "the run did not go on" if seconds is None else f"{seconds:.2f} s"
+        took = "the run did not resume" if seconds is None else f"{seconds:.2f} s"
         self.say(f"restart after a kill: {combination}: {took}")
 
     def _in(

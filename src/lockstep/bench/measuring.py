@@ -53,7 +53,7 @@ class Measured:
         start_seconds: from the command to the end of the first step.
         devices: names of what ranks compute on.
         strategy: how models were held; `None` where it is not recorded.
-        exchange: how gradients met; the same.
+        exchange: name of the exchange; the same.
     """
 
     steps: int

@@ -19,7 +19,7 @@ from lockstep.record.reading import Recorded
 
 #: Seconds of training before the kill of a measured restart.
 _BEFORE_KILL = 3.0
-#: Steps that a run goes on after it.
+#: Steps of the run after it.
 _AFTER_KILL = 3
 
 
@@ -85,7 +85,7 @@ class Work:
         )
 
     def restart(self, combination: Combination, trial: Trial, directory: Path) -> float | None:
-        """Run the script once more, kill a rank on the way, and return how long the run took to go on.
+        """Run the script once more, kill a rank, and return how long the run took to resume.
 
         Args:
             combination: what to run.
@@ -93,7 +93,7 @@ class Work:
             directory: as in `run`.
 
         Returns:
-            seconds, or `None` where the run did not go on after the kill.
+            seconds, or `None` where the run did not resume after the kill.
         """
         assert trial.measured is not None
         kill = min(

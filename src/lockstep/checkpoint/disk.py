@@ -1,6 +1,6 @@
 """Checkpoints on disk: written atomically by all ranks while training continues.
 
-training thread: save() ── copies this rank's parts ──> goes on
+training thread: save() ── copies this rank's parts ──> continues
 own thread:                └─ writes, checks, renames (saving.py), removes old ones
 """
 
@@ -115,7 +115,7 @@ class Checkpoints:
         *,
         best: float | None,
     ) -> None:
-        """Save the state after `step`: copy it, and let it be written while training goes on.
+        """Save the state after `step`: copy it, and let it be written while training continues.
 
         All ranks call it with the same state. An earlier checkpoint that is still being written is
         waited for. A state that was saved last is not saved again; but `best` is noted.

@@ -1,6 +1,6 @@
 """Position of a run in its epochs, loops and steps, in numbers that any layout can resume from.
 
-A position is the way to it: the events that the script comes past when it starts again from its top, in
+A position is the way to it: the events that the script reaches when it starts again from its top, in
 order. Whatever is over is short: of a phase its last epoch stays, of a loop its last batch, of a metric its
 value. The last event of a level may be open: the position is inside it.
 """
@@ -90,7 +90,7 @@ class MetricEvent:
         value: what it returned, or has seen until now: numbers, tensors, and containers of them.
         key: where generators stood when it returned.
         after: the counters when it returned.
-        events: that its items come past, while it is open.
+        events: those that its items reach, while it is open.
     """
 
     call: str

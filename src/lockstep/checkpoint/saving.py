@@ -354,7 +354,7 @@ class Saving:
         for left in self._place.drafts.glob("*"):
             shutil.rmtree(left, ignore_errors=True)
         heard = [f"{self._serial}/heard/{rank}" for rank in range(1, self._peers.size)]
-        # With the store, those who would hear it are gone; and the checkpoint is there.
+        # Without the store, no rank would read it; and the checkpoint is there.
         with contextlib.suppress(RuntimeError, CheckpointError):
             self._peers.say(f"{self._serial}/done/0")
             self._peers.hear(self._serial, heard, _LINGER_SECONDS)

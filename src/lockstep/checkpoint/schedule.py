@@ -46,7 +46,7 @@ class Schedule:
         self._last: tuple[int, float] | None = None
 
     def go_on(self, steps: int) -> None:
-        """The run goes on after so many steps, and its memory is there: the next step has a snapshot.
+        """The run resumes after so many steps, and its memory is there: the next step has a snapshot.
 
         So a generation that is killed after its first step leaves that step.
         """

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 VARIABLE = "LOCKSTEP_MEMORY"
 #: The most ranks that one launcher may have.
 SLOTS = 1024
-#: Where ranks meet, by `Slot.waiting`: 0 is nowhere, 1 any other place, the last one after the run.
+#: Collective calls, by `Slot.waiting`: 0 is none, 1 any other call, the last one after the run.
 MEETINGS = (
     "",
     "a meeting of all ranks",
@@ -112,7 +112,7 @@ class Slot:
     Attributes:
         pid: process id of a rank that has opened a run in this generation; 0 before.
         beat: grows with everything that happens on the rank: a sign of life.
-        entered: how many times the rank has come to a place where all ranks meet.
+        entered: number of collective calls that the rank has entered.
         waiting: at which of `MEETINGS` the rank is; 0 while it is at none.
         step: steps that the run has done.
         run: number of the run in its process, from 0.

@@ -142,7 +142,7 @@ class Snapshot:
 class Snapshots:
     """The memory for snapshots, as one rank sees it.
 
-    Make it before the ranks meet: what the generation before has left is looked at here.
+    Make it before the rendezvous of the ranks: what the generation before has left is looked at here.
 
     Args:
         descriptors: the memory.

@@ -113,7 +113,7 @@ class Generators:
 
 
 def set_generators(states: States) -> None:
-    """Let the generators go on from where those of another process stood."""
+    """Let the generators resume from where those of another process stood."""
     cpu, numpy, python, device = states
     if cpu is not None:
         torch.set_rng_state(_bytes(cpu))

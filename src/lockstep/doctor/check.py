@@ -36,7 +36,7 @@ class Asked:
 
     Attributes:
         run_dir: where runs are to be kept.
-        address: host at which the nodes meet, where they meet at one.
+        address: host of the rendezvous, if it has one.
     """
 
     run_dir: Path

@@ -24,7 +24,7 @@ _GROUPS = (software, gpus, limits, storage, network, links, reduction, training)
 CHECKS = {
     one.name: one for group in _GROUPS for one in ENTERED if one.judge.__module__ == group.__name__
 }
-#: Exit codes: no failure, failures, and nodes that did not meet.
+#: Exit codes: no failure, failures, and nodes that did not arrive.
 OK, FAILED, APART = 0, 1, 3
 #: All-reduces, each by another backend, that may be started at most.
 _STARTERS = 2
@@ -143,7 +143,7 @@ def _looks(one: Check, asked: Asked) -> Callable[[Any], Any]:
 
 
 def _meet(config: RendezvousConfig | None, nodes: Nodes) -> tuple[Meeting, Finding | None]:
-    """Meet the other nodes; where they did not, return a meeting of this node alone, and why."""
+    """Join the rendezvous of the nodes; if it fails, return one of this node alone, and why."""
     alone = Meeting(labels=(host.name(),))
     if config is None:
         return alone, None

@@ -39,7 +39,7 @@ class Meeting:
         index: number of this node.
         labels: what to call each.
         hosts: which host each is on.
-        endpoint: where they meet; `None` for one that is alone.
+        endpoint: of the rendezvous; `None` for a single node.
         interface: the one that the user chose.
         reach: interface and address of each, once all have reached each other.
         starters: children that may start others: they were forked before this process had threads.
@@ -66,7 +66,7 @@ class Meeting:
 
     @property
     def store(self) -> dist.Store:
-        """The store where they meet."""
+        """The store of the rendezvous."""
         assert self.endpoint is not None, "several nodes have met"
         return self.endpoint.store
 
@@ -145,7 +145,7 @@ def meet(config: RendezvousConfig, seconds: float, interface: str | None) -> Mee
 def _join(
     config: RendezvousConfig, endpoint: Endpoint, token: str, seconds: float
 ) -> tuple[Card, ...]:
-    """Join the only round of this meeting; return the cards of all nodes in their order."""
+    """Join the only round of this rendezvous; return the cards of all nodes in their order."""
     keys = RendezvousKeys(endpoint.store, go_on)
     keys.found({"name": host.name()})
     first = 0 if endpoint.hosts else config.count

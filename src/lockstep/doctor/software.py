@@ -49,7 +49,7 @@ def versions(seen: Seen) -> Iterator[Finding]:
             if mine != its:
                 fine = False
                 yield Finding(
-                    # NCCL of two versions does not meet; the others may compute other bits.
+                    # NCCL of two versions does not connect; the others may compute other bits.
                     "failure" if name == "NCCL" else "warning",
                     f"{label} has {name} {mine}, {first} has {its}; expected the same",
                     "install the same on all nodes",

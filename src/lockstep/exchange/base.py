@@ -76,7 +76,7 @@ class ExchangeContext:
     Attributes:
         name: of the exchange.
         forest: the tree nodes of the ranks.
-        parameters: of the model, whose gradients meet.
+        parameters: of the model, whose gradients are summed.
         group: the ranks.
         store: where they leave notes for each other.
         key: used once per run.

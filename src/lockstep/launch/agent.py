@@ -54,8 +54,8 @@ class Agent:
     """Runs generation after generation of workers, which come from the fork server.
 
     Args:
-        planner: gives the plan of a generation, once it is known where its workers meet.
-        rendezvous: where the launchers meet.
+        planner: gives the plan of a generation, once the rendezvous of its workers is known.
+        rendezvous: of the launchers.
         server: makes the workers.
         output: takes their output.
         interrupts: signals that the launcher received.
@@ -168,7 +168,7 @@ class Agent:
             return self._report(self._told(self._failures()))
         if (hang := self._hang()) is not None:
             state = self._report(hang)
-            self._processes.kill()  # who hangs has nothing left to say
+            self._processes.kill()  # a worker that hangs has nothing to report
             return state
         if self._coordinator is not None and self._coordinator.decision is not None:
             return self._follow(self._coordinator.decision)
@@ -333,7 +333,7 @@ class Agent:
         return self._rendezvous.membership.names[self._rendezvous.membership.index]
 
     def _part(self, text: str, exit_code: int) -> None:
-        """Tell the other launchers, if there are any, what ends this one; some can go on without it."""
+        """Tell the other launchers, if there are any, what ends this one; some can continue without it."""
         if self._coordinator is None:
             return
         if self._rendezvous.may_leave:
@@ -378,7 +378,7 @@ class Agent:
     def _shutdown(self) -> None:
         """Ask the workers' sessions to end, and make them after a grace."""
         death_sig = signal.SIGTERM
-        # A launcher that leaves keeps the others waiting, who have all that its workers have.
+        # A launcher that leaves keeps the others waiting, although they have all the state of its workers.
         fault_tolerance = FaultTolerance() if self.plan is None else self.plan.spec.fault_tolerance
         if self._interrupts.first in fault_tolerance.passed_on:
             death_sig = self._interrupts.first

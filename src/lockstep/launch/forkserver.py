@@ -272,7 +272,7 @@ class _Server:
 
     def _start(self, request: Request, streams: list[int]) -> None:
         server = os.getpid()
-        # A signal that meets the child before it has reset its handlers waits until it has.
+        # A signal that reaches the child before it has reset its handlers waits until it has.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             pid = processes.fork()

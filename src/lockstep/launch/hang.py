@@ -2,7 +2,7 @@
 
 A rank writes a number that grows with everything that happens on it (`checkpoint.shared_memory.Slot`). A
 rank that waits while others move is early, no more. Where no rank moves for the hang timeout, none will:
-then every rank writes its Python stacks, and the rank that has come to the fewest meetings is behind.
+then every rank writes its Python stacks, and the rank with the fewest collective calls is behind.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Stand:
     Attributes:
         worker: its plan.
         opened: whether it has come to its first run.
-        entered: how many meetings it has come to.
+        entered: number of collective calls that it has entered.
         waiting: at which of `MEETINGS` it is; 0 for none.
         step: how many steps it has done.
         stopped: whether its process is stopped.
@@ -68,7 +68,7 @@ class Stand:
 
     @property
     def progress(self) -> float:
-        """How far it has come: one that is at a meeting is further than one on its way there."""
+        """Its progress: a rank inside a collective call is further than one before it."""
         if not self.opened:
             return -1.0
         return self.entered + (0.5 if self.waiting else 0.0)
@@ -165,7 +165,7 @@ class HangWatch:
         dump([(worker, pid) for worker, _, pid in living])
         if self._signs != self._read():
             self._still = 0.0
-            return None  # it went on at the last moment
+            return None  # it continued at the last moment
         stands = [_stand(worker, slot, pid) for worker, slot, pid in living]
         behind = min(stands, key=lambda stand: stand.order)
         return Hang(

@@ -46,7 +46,7 @@ def adapt(spec: LaunchSpec) -> tuple[LaunchSpec, str | None]:
 
 
 def warning(spec: LaunchSpec) -> str | None:
-    """Return what to tell a user who starts several ranks of a script that starts its own."""
+    """Return what to tell a user that starts several ranks of a script that starts its own."""
     line = next((call.lineno for call in _calls(spec) if _spawns(call)), None)
     if line is None:
         return None

@@ -52,12 +52,12 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """Where and as how many the workers of one generation meet.
+    """Rendezvous and number of the workers of one generation.
 
     Attributes:
         number: how many times the workers were restarted before.
         max_restarts: how many times they may be.
-        membership: who starts which ranks; `None` where this launcher starts them all.
+        membership: the ranks of each launcher; `None` where this launcher starts them all.
         port: of the store; 0 while it is not known, as in a dry run.
         run_id: what the nodes of one launch call it.
         listens: whether a launcher hosts a store at the port; otherwise rank 0 does, if the script asks
@@ -80,7 +80,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPlan:
-    """One worker or server: what it runs, as whom, and where its output goes.
+    """One worker or server: what it runs, its rank, and where its output goes.
 
     Attributes:
         rank: its number among all workers; server 0 has -1, server 1 has -2 and so on.
@@ -135,7 +135,7 @@ def resolve(spec: LaunchSpec, machine: Machine, environ: Mapping[str, str]) -> L
         servers=servers.count(spec, environ),
         nodes=None if spec.kind == "function" else rendezvous_config(spec.nodes, work, environ),
     )
-    # The number of all ranks, which a mesh has to fit, is known when the launchers have met.
+    # The number of all ranks, which a mesh has to fit, is known after the rendezvous of the launchers.
     if launch.nodes is None or spec.settings.value("mesh", environ) is None:
         check_replicas(launch, launch.ranks)
     first, members = Generation(), Membership.alone(launch.ranks)
@@ -156,7 +156,7 @@ def make_plan(
 
     Args:
         launch: what all generations have in common.
-        generation: where its workers meet.
+        generation: rendezvous and number of its workers.
         run_dir: the run's directory.
         log_dir: receives the workers' output; `logs/` in the run's directory by default.
         error_dir: a directory private to this launch.
@@ -336,7 +336,7 @@ def _shared_environment(
         "ROLE_NAME": spec.role,
         "MASTER_ADDR": members.address,
         "MASTER_PORT": str(generation.port),
-        # A rank that is alone may start ranks of its own, which meet without the launcher's store.
+        # A rank that is alone may start ranks of its own, whose rendezvous has another store.
         "TORCHELASTIC_USE_AGENT_STORE": str(generation.listens and (size != "1" or has_servers)),
         "TORCHELASTIC_RUN_ID": spec.nodes.id or generation.run_id,
         "LOCKSTEP_LAUNCH": generation.run_id,

@@ -91,7 +91,7 @@ def _import_all(more: Sequence[str]) -> str | None:
             importlib.import_module(name)
     if processes.task_count() > threads:
         return "an import started threads in the launcher"
-    with contextlib.suppress(Exception):  # a worker that needs it meets the same, and says so
+    with contextlib.suppress(Exception):  # a worker that needs it raises the same error
         for name in more:
             importlib.import_module(name)
     if processes.task_count() > threads:

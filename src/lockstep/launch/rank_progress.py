@@ -66,7 +66,7 @@ class RankProgress:
 
     @property
     def origin(self) -> str:
-        """From where the next generation goes on, to be said after a restart; empty for nowhere."""
+        """From where the next generation continues, to be said after a restart; empty for nowhere."""
         tag, number = self.progress
         if not number:
             return ""

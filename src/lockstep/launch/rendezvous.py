@@ -43,7 +43,7 @@ class Rendezvous:
     Args:
         common: what all generations of the launch have in common.
         ranks: number of ranks of this launcher.
-        rounds: where the launchers meet; `None` for one that is alone.
+        rounds: of the launchers' rendezvous; `None` for a single launcher.
         port: where this launcher hosts each generation's store; 0 for a port that the system chooses.
         check: called again and again while others are waited for.
 
@@ -70,7 +70,7 @@ class Rendezvous:
         #: The agent, which starts the workers, knows better.
         self.policy: Policy = lambda _: None
         self.check = check
-        #: The other launchers, while a round goes on; `None` for a launcher that is alone.
+        #: The other launchers, while a round continues; `None` for a launcher that is alone.
         self.coordinator: CoordinatorClient | None = None
         #: Number of this generation; -1 before the first.
         self.generation = -1
@@ -87,7 +87,7 @@ class Rendezvous:
 
     @property
     def may_leave(self) -> bool:
-        """Whether the others go on without this launcher."""
+        """Whether the others continue without this launcher."""
         return self._rounds is not None and not self._rounds.fixed and self.membership.count > 1
 
     @property
@@ -103,7 +103,7 @@ class Rendezvous:
 
         Raises:
             RoundOverError: if the launch ends instead.
-            WorldError: if the launchers cannot meet again.
+            WorldError: if another rendezvous fails.
         """
         self._store = None
         port = self._open() if self._rounds is None else self._enter()
@@ -138,7 +138,7 @@ class Rendezvous:
                 continue
             assert self.coordinator is not None
             self.generation = self._next
-            # Once the launch has begun, it does not depend on the store where launchers met.
+            # Once the launch has begun, it does not depend on the store of the launchers' rendezvous.
             check = self.check if self._has_begun else self._check_all
             try:
                 port = self.coordinator.enter(self.generation, self._open, check)
@@ -232,7 +232,7 @@ class Rendezvous:
 
 
 class _Watch:
-    """Launcher 0's look at where launchers meet: who has come, and who has lost it.
+    """Launcher 0's look at the rendezvous: launchers that have joined, and that have lost it.
 
     Args:
         rounds: the rounds of the launch.
@@ -248,7 +248,7 @@ class _Watch:
     def _run(self) -> None:
         losses = 0
         while not self._stop.wait(_LOOK_SECONDS):
-            # A shared directory may be out of reach for a while: the round goes on meanwhile.
+            # A shared directory may be out of reach for a while: the round continues meanwhile.
             with contextlib.suppress(RuntimeError, OSError, ValueError):
                 lost = self._rounds.answer_losses(losses)
                 losses += len(lost)

@@ -20,7 +20,7 @@ LINK = "logs"
 
 
 class RunDirectory:
-    """The directories of a launch, made when the launchers have met.
+    """The directories of a launch, made after the rendezvous of the launchers.
 
     A script that does not import Lockstep gets no run directory unless one is asked for. Its logs lie in
     a temporary directory, which stays where a rank has failed. If the script makes a Run after all,

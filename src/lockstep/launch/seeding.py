@@ -2,7 +2,7 @@
 
 Inside a run keys set the generators. What a script draws before it, such as a split of its data, would
 differ from rank to rank. Every launch starts at the same state, so that a restart, another layout and a
-launch that goes on with a run directory draw the same again.
+launch that continues with a run directory draw the same again.
 """
 
 from __future__ import annotations

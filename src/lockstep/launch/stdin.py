@@ -30,7 +30,7 @@ def restored() -> Iterator[None]:
         yield
     finally:
         with contextlib.suppress(termios.error):  # the terminal may be gone
-            if before is not None and _is_ours():  # the kernel stops who does it in the background
+            if before is not None and _is_ours():  # the kernel stops background processes
                 termios.tcsetattr(0, termios.TCSANOW, before)
 
 

@@ -68,7 +68,7 @@ def supervise(
     Args:
         launch: the launch, on this machine.
         job: what each worker does.
-        place: makes the run's directories, once the launchers of all nodes have met.
+        place: makes the run's directories, after the rendezvous of all launchers.
         private: a directory for this launch's own files.
         interrupts: signals to the launcher.
         deadline: moment of `time.monotonic` at which it must be over.
@@ -77,7 +77,7 @@ def supervise(
         Interrupted: if the launcher was told to stop.
         NotNeeded: if the launch ended before there was a place for this launcher.
         TimeoutError: if `deadline` passed.
-        WorldError: if the launchers of other nodes cannot be met.
+        WorldError: if the rendezvous with other launchers fails.
     """
     spec, environ, is_run = launch.spec, launch.environ, source.imports(launch.spec, "lockstep")
     has_locks = (private / _LOCK).exists()
@@ -117,7 +117,7 @@ def supervise(
 
 
 def _listens(launch: Launch, *, is_run: bool, has_locks: bool) -> bool:
-    """Return whether ranks meet in a store at a port: files do where they can be locked."""
+    """Return whether the ranks' store is at a port: files do where they can be locked."""
     if has_locks and is_run and source.leaves_groups_alone(launch.spec):
         return False
     return launch.ranks > 1 or (not has_locks and launch.servers > 0)
@@ -126,7 +126,7 @@ def _listens(launch: Launch, *, is_run: bool, has_locks: bool) -> bool:
 def _ports(nodes: Nodes, *, is_only: bool) -> tuple[int, int]:
     """Return the ports for the only rank of a launch and for the store of its ranks; 0 for any.
 
-    Where nodes come and go, they meet at the port that was asked for as long as the launch lasts.
+    Where nodes come and go, the rendezvous has the requested port as long as the launch lasts.
     """
     port = nodes.main_port or 0
     if is_only and nodes.count in (None, 1):
@@ -146,11 +146,11 @@ def _plan(
 
     Args:
         launch: the launch.
-        place: has the run's directories, made when the launchers had met.
+        place: has the run's directories, made after the rendezvous of the launchers.
         private: a directory for the launch's own files.
         port: of a rank that is alone: it may host a store there, if the script wants one.
-        files: where ranks that one launcher starts meet in a file of each generation, which torch locks;
-            `None` on a file system without locks, where they meet at the port where the launcher listens.
+        files: stores of ranks that one launcher starts, a file for each generation, which torch locks;
+            `None` on a file system without locks, where the store is at the launcher's port.
         generation: the generation.
     """
     if launch.nodes is None:
@@ -226,7 +226,7 @@ def _patience(
         nonlocal began, last, told
         interrupts.check()
         now = time.monotonic()
-        if now - last > _SILENCE_SECONDS:  # they met meanwhile, and meet again
+        if now - last > _SILENCE_SECONDS:  # a rendezvous passed meanwhile, and another follows
             began, told = now, False
         last = now
         if not told and now - began > _SILENCE_SECONDS:

@@ -177,7 +177,7 @@ def _alone(given: dict[str, object]) -> Nodes:
 def _at_endpoint(given: dict[str, object], backend: str | None) -> list[str]:
     """Settle what the endpoint overrules; return what the user is told.
 
-    torchrun's static nodes have numbers and meet at the endpoint; others are numbered as they come.
+    torchrun's static nodes have ranks and use the endpoint; others are numbered as they join.
     """
     address, port = endpoint_place(str(given["endpoint"]))
     idle = [name for name in ("main_address", "main_port") if given.pop(name, None) is not None]

@@ -58,7 +58,7 @@ class Client:
 
         Args:
             token: what both know; another program that listens there does not learn it.
-            worker: which session it joins, as whom.
+            worker: the session that it joins, and its rank there.
 
         Raises:
             PeerError: if what listens there is no server of this launch.
@@ -245,6 +245,6 @@ class Clients:
 
 
 def _failure(meta: Mapping[str, Any]) -> RunError:
-    """Return why a server cannot go on: another worker, or what it was asked to do."""
+    """Return why a server cannot continue: another worker, or what it was asked to do."""
     kind = ModelError if meta.get("kind") == "model" else PeerError
     return kind(str(meta.get("message")), hint=meta.get("hint"))

@@ -33,7 +33,7 @@ class _Pending:
 class ServerExchange:
     """The exchange of workers that have servers.
 
-    A bucket goes out as soon as it is complete, while the backward pass goes on; servers sum meanwhile.
+    A bucket goes out as soon as it is complete, while the backward pass continues; servers sum meanwhile.
     The last bucket waits for all sums.
 
     Args:

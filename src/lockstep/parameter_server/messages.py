@@ -37,7 +37,7 @@ class Kind(IntEnum):
     VERSION = 8  # the parameters after an update
     STATE = 9  # an optimizer's state after an update, or the request for it
     TRAFFIC = 10  # how many bytes a server has moved, or the request for it
-    ERROR = 11  # why a session cannot go on
+    ERROR = 11  # why a session cannot continue
     BYE = 12  # a worker leaves in good order
 
 

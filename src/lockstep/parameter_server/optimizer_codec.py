@@ -1,6 +1,6 @@
 """Optimizers as JSON: class name, indices of parameter groups, state without its tensors.
 
-A worker describes its optimizer, and a server makes one like it. Nothing is unpickled on the way.
+A worker describes its optimizer, and a server makes one like it. Nothing is unpickled.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Servers:
     """The servers of a run; rank 0 may start them.
 
     Args:
-        meeting: with the other ranks.
+        meeting: rendezvous of the ranks.
         count: number of servers.
         directory: of the run.
         threads: intra-op threads of each rank.

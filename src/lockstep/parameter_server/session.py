@@ -36,7 +36,7 @@ class Session:
         self._optimizers: dict[int, ServerOptimizer] = {}  # by the number of the optimizer
         self._left: str | None = None  # what is said of the last worker that left
         self._left_hint = ""
-        self._error: dict[str, str | None] | None = None  # why the workers cannot go on
+        self._error: dict[str, str | None] | None = None  # why the workers cannot continue
 
     @property
     def is_empty(self) -> bool:
@@ -107,7 +107,7 @@ class Session:
             self._fail(self._left, self._left_hint)
 
     def _fail(self, message: str, hint: str | None, *, kind: str = "peer") -> None:
-        """Tell the workers why they cannot go on: a worker (`peer`), or what they ask for (`model`)."""
+        """Tell the workers why they cannot continue: a worker (`peer`), or what they ask for (`model`)."""
         if self._error is None:
             self._error = {"message": message, "hint": hint, "kind": kind}
             for worker in self._workers.values():

@@ -46,7 +46,7 @@ def _has_just_begun(life: Life) -> bool:
 def without_superseded(ranks: Mapping[int, Sequence[Event]]) -> dict[int, list[Event]]:
     """Return the events of each rank without those whose steps were computed again later.
 
-    A generation goes on after some step: what earlier ones recorded of later steps is superseded, also
+    A generation resumes after some step: what earlier ones recorded of later steps is superseded, also
     that of ranks which this generation lacks. So all ranks are held against the generations of the lowest.
     """
     of_rank = {rank: lives(events) for rank, events in ranks.items()}

@@ -76,7 +76,7 @@ class Follower:
     Args:
         directory: the run directory.
         ranks: number of ranks.
-        resumed: the step after which this generation goes on; 0 for a new run.
+        resumed: the step after which this generation continues; 0 for a new run.
         state: what `state` returned in an earlier generation.
 
     Attributes:

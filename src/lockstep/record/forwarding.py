@@ -28,7 +28,7 @@ class Forwarding:
         directory: the run directory.
         about: identity of the run.
         ranks: number of ranks.
-        resumed: the step after which this generation goes on.
+        resumed: the step after which this generation continues.
         say: tells the user how it goes, from any thread.
 
     Raises:

@@ -51,7 +51,7 @@ class Owner:
 
     @staticmethod
     def of(environment: str, environ: Mapping[str, str], launch: str | None) -> Owner:
-        """Return who is responsible for this rank: its launcher, if there is one that restarts ranks."""
+        """Return the owner of the lock for this rank: its launcher, if there is one that restarts ranks."""
         pid = os.getpid()
         if environment == "lockstep":
             pid = int(environ.get(LAUNCHER_VARIABLE, pid))
@@ -95,7 +95,7 @@ class DirectoryLock:
             raise cannot_write(directory, error) from error
 
     def _try(self) -> str | None:
-        """Take the lock, or find that this launch has it; else return who has it, in words."""
+        """Take the lock, or find that this launch has it; else return the owner, in words."""
         file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             is_free = _lock(file)

@@ -72,7 +72,7 @@ class Pace:
 
     def exchanging(self, device: str) -> contextlib.AbstractContextManager[object]:
         """Return what is entered while a backward pass waits for gradients to be summed."""
-        # On a GPU the host goes on: how long it waits is no measure of the exchange.
+        # On a GPU the host continues: how long it waits is no measure of the exchange.
         return self.exchange if device == "cpu" else contextlib.nullcontext()
 
     def begin(self) -> None:

@@ -63,7 +63,7 @@ class Recorder:
     Args:
         settings: what the run is asked to do.
         identity: what the run is.
-        world: who this process is.
+        world: rank and rendezvous of this process.
         store: through which the main rank names the directory.
 
     Attributes:
@@ -96,7 +96,7 @@ class Recorder:
 
     @property
     def origin(self) -> str:
-        """From where the run goes on, in words; empty for a new one."""
+        """From where the run continues, in words; empty for a new one."""
         return self._origin
 
     def _open_trace(self) -> Trace | None:
@@ -104,7 +104,7 @@ class Recorder:
         return Trace(place, self._world.rank, self._settings.generation) if place else None
 
     def begin(self, step: int, source: str | None) -> None:
-        """Record that the run begins, or goes on after step number `step` from the state in `source`."""
+        """Record that the run begins, or resumes after step number `step` from the state in `source`."""
         if self._trace is not None:
             self._trace.begin(step)
         self._events.add(kind="start", **self._start(step))
@@ -130,7 +130,7 @@ class Recorder:
         )
 
     def _start(self, step: int) -> dict[str, Any]:
-        """Return who this process is, for its first event."""
+        """Return the rank, host and process id, for the first event."""
         world, device = self._world, self._settings.device
         return {
             "generation": self._settings.generation,
@@ -168,7 +168,7 @@ class Recorder:
         return directories.create(self._settings.run_dir, self._settings.name, stamp=path.name)
 
     def _follow(self, path: Path) -> None:
-        """Tell the run before this one that the script went on."""
+        """Tell the run before this one that the script continued."""
         before = self._settings.before
         try:
             if before is not None:
@@ -302,7 +302,7 @@ class Recorder:
                 f"run.log cannot record {taken}: every event has its own",
                 hint="log it under another name",
             )
-        # Copies: a running total goes on changing in place until the event is written.
+        # Copies: a running total keeps changing in place until the event is written.
         kept = {
             k: v.detach().clone() if isinstance(v, torch.Tensor) else v for k, v in values.items()
         }
@@ -368,7 +368,7 @@ class Recorder:
         )
 
     def preempted(self, step: int) -> None:
-        """Record that the run was asked to end after step number `step`, and can go on from there."""
+        """Record that the run was asked to end after step number `step`, and can resume from there."""
         if self._world.is_main:
             self._write("preempted", step=step)
         if (

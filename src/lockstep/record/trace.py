@@ -4,7 +4,7 @@ Every rank has a file for each generation, with one JSON object per line. `{"kin
 the bits of a replica's loss and its sample ids, `{"kind": "seen", …}` the ids of a microbatch without a
 backward pass, as in an evaluation; `{"kind": "step", …}` the digests of models and registered objects after
 an update, `{"kind": "end", …}` those at the end of the run; the first line says after which step the
-generation goes on.
+generation continues.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Trace:
         self._file = path.open("w", encoding="utf-8")
 
     def begin(self, step: int) -> None:
-        """Record after which step this generation goes on: what others saw after it is computed again."""
+        """Record after which step this generation continues: what others saw after it is computed again."""
         self._write(kind="begin", step=step)
         self._file.flush()
 

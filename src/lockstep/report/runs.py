@@ -36,7 +36,7 @@ class Shown:
 
     @property
     def status(self) -> str:
-        """How the run ended, or that it goes on; `dead` where it has no process any more."""
+        """How the run ended, or that it continues; `dead` where it has no process any more."""
         return status(str(self.recorded.run.get("status")), self.used)
 
     @property

@@ -34,7 +34,7 @@ class Moment:
     Attributes:
         time: when, in Unix seconds.
         kind: one of the chart's marks.
-        row: whom it happened to: a rank, or the launcher.
+        row: its subject: a rank, or the launcher.
         text: what it was.
     """
 

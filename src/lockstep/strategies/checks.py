@@ -121,7 +121,7 @@ def index_of(device: int | str | torch.device) -> int | None:
 
 
 def shares_buffers(settings: dict[str, Any]) -> bool:
-    """Whether ranks take replica 0's buffers: always, but for who asked otherwise with exact=False."""
+    """Whether ranks take replica 0's buffers: always, unless settings say otherwise with exact=False."""
     return named_buffers_of_own(settings) is None
 
 

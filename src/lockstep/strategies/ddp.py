@@ -57,7 +57,7 @@ class ReplicatedModel(WrappedModel):
         block: the replicas of this rank.
         replicas: number of replicas in all.
         group: the process group.
-        exchange: how gradients meet.
+        exchange: sums the gradients.
         settings: keyword arguments for DistributedDataParallel.
         exchanging: see `ModelContext`.
         compares_batches: see `ExchangeEntry`.
@@ -213,7 +213,7 @@ class ReplicatedModel(WrappedModel):
 
     @property
     def _notes(self) -> int:
-        """How many elements go behind the last bucket: who uses what, and where each rank stands."""
+        """Number of elements behind the last bucket: used parameters, and the step of each rank."""
         return self._place_bytes + (len(self.parameters) if self._finds_unused else 0)
 
     def _write_notes(self, tails: list[torch.Tensor]) -> None:
@@ -273,7 +273,7 @@ class ReplicatedModel(WrappedModel):
     def load_extras(self, extras: Mapping[str, Any]) -> None:
         """Take what `extras` returned."""
         super().load_extras(extras)
-        # A run may go on with another exchange than it began with.
+        # A run may continue with another exchange than it began with.
         exchange = self._remembering
         if exchange is not None and exchange.name in extras:
             exchange.load(extras[exchange.name])

@@ -21,7 +21,7 @@ class FollowedModule:
         module: the module.
         block: the replicas of this rank.
         group: the process group whose ranks share their buffers; `None` for a single rank.
-        meeting: entered where ranks wait for each other's buffers.
+        meeting: context of calls in which ranks wait for each other's buffers.
     """
 
     is_split = False

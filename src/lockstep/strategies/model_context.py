@@ -28,7 +28,7 @@ class ModelContext:
             holds a whole model.
         store: where ranks leave notes for each other.
         exchange: name of the exchange.
-        sync_every: steps between two meetings of exchanges that meet seldom; `None` for their default.
+        sync_every: steps between two averages of `local-sgd` and `diloco`; `None` for the default.
         exchanging: entered while a backward pass waits for gradients to be summed, where the host does.
         exact: whether what makes the result depend on the layout is refused.
         say: tells the user how the model is held, on the main rank; not where progress is off.

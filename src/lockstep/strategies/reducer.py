@@ -20,8 +20,8 @@ class Reducer:
     """Sums the tree nodes of all ranks, bucket by bucket.
 
     Args:
-        exchange: how they meet.
-        parameters: those whose gradients meet; plain tensors.
+        exchange: sums the gradients.
+        parameters: those whose gradients are summed; plain tensors.
     """
 
     def __init__(self, exchange: Exchange, parameters: Sequence[torch.Tensor]) -> None:

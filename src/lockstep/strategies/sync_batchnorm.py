@@ -30,12 +30,12 @@ _UNKNOWN = (UninitializedParameter, UninitializedBuffer)
 
 
 class Ranks:
-    """The ranks whose statistics meet.
+    """The ranks whose statistics are summed.
 
     Args:
         group: their process group, used for nothing else; `None` for a single one.
         counts: whether what this rank computes on counts, or only stands in for samples.
-        meeting: makes what is entered while ranks wait for each other in a forward pass.
+        meeting: makes a context of waits for other ranks in a forward pass.
         exactness: class of a run with such layers.
     """
 
@@ -146,7 +146,7 @@ class _Batch(NamedTuple):
         number: how many values a channel has.
         eps: what is added to the variance.
         counts: whether this rank's part counts.
-        ranks: who has the other parts.
+        ranks: those with the other parts.
     """
 
     mean: torch.Tensor
@@ -177,7 +177,7 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if torch.is_grad_enabled():  # with create_graph: what meets here has no gradient of its own
+        if torch.is_grad_enabled():  # with create_graph: these sums have no gradient of their own
             raise StepError(
                 "a gradient was taken with create_graph=True through a layer of run.sync_batchnorm, whose "
                 "backward pass has no gradient itself; expected one backward pass",
@@ -210,7 +210,7 @@ def _accumulated(x: torch.Tensor) -> torch.dtype:
 
 
 def _across(x: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Return the shape in which one value per channel meets `x`, and all dimensions but the channels'."""
+    """Return the shape that broadcasts a value per channel to `x`, and all dimensions but that one."""
     others = [dim for dim in range(x.dim()) if dim != 1]
     return [1 if dim in others else -1 for dim in range(x.dim())], others
 

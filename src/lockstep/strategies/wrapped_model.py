@@ -189,7 +189,7 @@ class WrappedModel(abc.ABC):
             self._torn = True
 
     def check_whole(self) -> None:
-        """Refuse to go on after a `break` between the replicas of one batch.
+        """Refuse to continue after a `break` between the replicas of one batch.
 
         Raises:
             StepError: if there was one; a rank that hosts a single replica would have finished.
@@ -233,13 +233,13 @@ class WrappedModel(abc.ABC):
             alone: whether the loss depends on no other model of the run.
 
         Raises:
-            StepError: if the model's gradients have met already in this pass, or an earlier backward
+            StepError: if the model's gradients were summed already in this pass, or an earlier backward
                 pass was interrupted by an exception.
         """
         if self.several_replicas:
             self._check_replica(microbatch)
         self._before_backward(microbatch, alone=alone)
-        self._interrupted = True  # until gradients have met
+        self._interrupted = True  # until gradients have been summed
 
     def _check_replica(self, microbatch: Microbatch) -> None:
         """Check that no gradients are there that another replica would not have, or has had already."""
@@ -284,7 +284,7 @@ class WrappedModel(abc.ABC):
         """Get ready for the backward pass of a microbatch, where there is something to do."""
 
     def after_backward(self, microbatch: Microbatch) -> None:
-        """Let the gradients of a backward pass meet those of the other replicas."""
+        """Sum the gradients of a backward pass over the replicas."""
         self.used = False
         self._met = True
         self._meet(microbatch)
@@ -298,7 +298,7 @@ class WrappedModel(abc.ABC):
 
         Raises:
             StepError: if plain PyTorch would have added gradients of an earlier batch, or if there
-                are gradients that have not met those of the other replicas.
+                are gradients that have not been summed over the replicas.
         """
         if not self.several_replicas:
             return
@@ -363,7 +363,7 @@ class WrappedModel(abc.ABC):
             self.versions.forget()
 
     def extras(self) -> dict[str, Any]:
-        """Return what else the strategy must have to go on, besides model and optimizer."""
+        """Return what else the strategy must have to continue, besides model and optimizer."""
         return {} if self.versions is None else {"versions": self.versions.state()}
 
     def load_extras(self, extras: Mapping[str, Any]) -> None:
@@ -427,7 +427,7 @@ class WrappedModel(abc.ABC):
         """Let `meeting` be entered where ranks wait for each other's parts of parameters.
 
         Args:
-            meeting: for a wait that is a call by itself.
+            meeting: context of waits in calls of their own.
             in_pass: for one inside of `run.backward`, which is a call on its last microbatch only.
         """
 

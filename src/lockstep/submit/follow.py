@@ -169,7 +169,7 @@ class Follower:
         return _code(end)
 
     def _detach(self, why: str) -> int:
-        say(f"\nlockstep: {why}job {self._job} goes on without being followed")
+        say(f"\nlockstep: {why}job {self._job} continues without being followed")
         say(f"hint: {self._ways()}")
         return _DETACHED
 

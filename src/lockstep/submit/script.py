@@ -19,7 +19,7 @@ _REQUEUE = f"""\
 code=$?
 
 # {PREEMPTED}: preempted, its state is saved. {128 + _SIGNAL}: the signal came before there was any.
-# Back into the queue; the same run goes on. A job that Slurm is ending already is not ours to put there.
+# Requeue the job: the same run resumes. A job that Slurm is ending already is left alone.
 if [ $code -eq {PREEMPTED} ] || [ $code -eq {128 + _SIGNAL} ]; then
   if [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
     scontrol requeue "$SLURM_JOB_ID"
@@ -82,7 +82,7 @@ def _directives(request: JobRequest, directory: Path, run_dir: Path) -> list[str
         ("time", request.time_limit),
         ("chdir", str(directory)),
         ("output", _pattern(run_dir, directory)),
-        # A job that is requeued goes on in the same file.
+        # A job that is requeued continues in the same file.
         ("open-mode", "append"),
     ]
     own = [f"--{name}={_quoted(value)}" for name, value in named if value is not None]

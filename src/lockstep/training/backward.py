@@ -2,7 +2,7 @@
 
 A loss may be a mean over something else than samples, such as tokens. The mean over a global batch is
 `sum_r w_r * loss_r / sum_r w_r`, where replica `r` has `w_r` tokens. What all of them have is known only
-when the last replica has been computed. So gradients of `w_r * loss_r` meet, in tree order as all others,
+when the last replica has been computed. So gradients of `w_r * loss_r` are summed, in tree order as ever,
 and are divided by the sum of the weights then.
 """
 
@@ -51,7 +51,7 @@ class Backward:
         self.has_run = False
 
     def __call__(self, loss: torch.Tensor, weight: torch.Tensor | float | None = None) -> None:
-        """Compute the gradients of `loss` and let them meet; see `Run.backward`."""
+        """Compute the gradients of `loss` and sum them; see `Run.backward`."""
         loop, scaler, watchdog = self._loop, self._state.scaler, self._context.watchdog
         microbatch = loop.require_microbatch("run.backward")
         _check_loss(loss)
@@ -80,7 +80,7 @@ class Backward:
     def _begin(
         self, microbatch: Microbatch, loss: torch.Tensor, models: Sequence[WrappedModel]
     ) -> None:
-        """Say that gradients are about to meet."""
+        """Announce the sum of gradients."""
         if (watchdog := self._context.watchdog) is not None:
             places = [self._state.models.index(model) for model in models]
             watchdog.backward_begins(microbatch, places)
@@ -142,7 +142,7 @@ class Weighting:
         loss: torch.Tensor,
         weight: torch.Tensor | float | None,
     ) -> float:
-        """Return what the gradients of a microbatch's loss are multiplied with before they meet.
+        """Return what the gradients of a microbatch's loss are multiplied with before the sum.
 
         Raises:
             StepError: for a weight that is none, or for some microbatches of a batch only; for a loss that
@@ -202,7 +202,7 @@ class Weighting:
             )
 
     def finish(self, microbatch: Microbatch, models: Sequence[WrappedModel]) -> None:
-        """Divide gradients that have met by the weight of the global batch.
+        """Divide summed gradients by the weight of the global batch.
 
         Raises:
             StepError: if that is zero.

@@ -84,7 +84,7 @@ def _check_several(replicas: int, ranks: int, *, exact: bool) -> None:
 
 
 def _group(context: Context) -> dist.ProcessGroup | None:
-    """Return a group of its own: gradients are summed in the run's while statistics meet."""
+    """Return a group of its own: gradients are summed in the run's group at the same time."""
     data = context.groups.data
     if data is None or dist.get_world_size(data) == 1:
         return None

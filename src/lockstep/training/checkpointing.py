@@ -192,7 +192,7 @@ class Checkpointing:
 
 
 def begin(context: Context, state: State, loop: Loop) -> Checkpointing:
-    """Let the run begin, or go on from its newest state; return what saves it from there on.
+    """Let the run begin, or resume from its newest state; return what saves it from there on.
 
     Raises:
         RunDirectoryError: if the directory has a checkpoint of another run.
@@ -231,7 +231,7 @@ def begin(context: Context, state: State, loop: Loop) -> Checkpointing:
 
 
 def _go_on(context: Context, state: State, loop: Loop, checkpoints: Checkpoints) -> None:
-    """Let the loop begin, or go on from the newest state that any rank finds."""
+    """Let the loop begin, or resume from the newest state that any rank finds."""
     memory = context.memory
     snapshots = None if memory is None else memory.snapshots
     is_new = context.resume_info.is_new and context.world.generation == 0

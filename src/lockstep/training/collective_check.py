@@ -44,7 +44,7 @@ class CollectiveCheck:
     Args:
         heartbeat: where this rank stands.
         group: the process group, or `None` for a single rank.
-        meeting: with the other ranks, which may have told why they are gone.
+        meeting: rendezvous of the ranks, with the errors of those that have ended.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class RankOrder:
     """The ranks of a run, one after the other.
 
     Args:
-        world: who this process is.
+        world: rank and rendezvous of this process.
         store: where ranks leave notes for each other.
         heartbeat: where this rank says that it waits.
     """
@@ -175,7 +175,7 @@ def mismatch(own: WaitingRank, other: WaitingRank) -> MismatchError | None:
     """Return why two ranks that wait do so in vain; `None` where they don't, as far as one can tell.
 
     Each waits for all others in its own call. Where the calls differ now, and differed at the place that
-    the slower one has come to, neither can go on. One that waits in another call because it has got
+    the slower one has come to, neither can continue. One that waits in another call because it has got
     there by the same way is only further, and waits for a third rank.
     """
     number = min(own.now.number, other.now.number)

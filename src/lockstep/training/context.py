@@ -50,7 +50,7 @@ class Context:
 
     Attributes:
         settings: what is asked for.
-        meeting: the ranks, and how they tell each other of failures.
+        meeting: rendezvous of the ranks, through which they report failures.
         identity: what the result depends on.
         resume_info: what the run directory says of the run until now.
         says_replicas: whether the script, the launch or an earlier launch says how many replicas there are.
@@ -147,12 +147,12 @@ def join(settings: Settings, world: World, store: dist.Store | None = None) -> C
 
     Args:
         settings: what is asked for.
-        world: who this process is.
+        world: rank and rendezvous of this process.
         store: a store that all ranks have, of the script's own.
 
     Raises:
         UsageError: for settings that cannot go together, or not here.
-        WorldError: if the other ranks cannot be met.
+        WorldError: if the rendezvous fails.
         DeviceError: if there are not enough devices.
         RunDirectoryError: if the directory cannot be used.
     """

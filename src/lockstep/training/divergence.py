@@ -44,7 +44,7 @@ class SameData:
     """Compares the data of loaders with the data of rank 0.
 
     Attributes:
-        meeting: with the other ranks.
+        meeting: rendezvous of the ranks.
         exact: whether values count, and not only what they are chosen by.
     """
 
@@ -56,7 +56,7 @@ class SameData:
         return None if self.meeting.world.size == 1 else partial(self._compare, loader)
 
     def _compare(self, loader: int, own: dict[str, str]) -> None:
-        """Compare what this rank holds; rank 0 says what it holds, and goes on.
+        """Compare what this rank holds; rank 0 says what it holds, and continues.
 
         Raises:
             DivergenceError: if it is something else than on rank 0.
@@ -104,7 +104,7 @@ def check_same(
     """Wait until all ranks have come to their end, and compare what they end with.
 
     Args:
-        meeting: with the other ranks.
+        meeting: rendezvous of the ranks.
         own: digest of this rank.
         parts: returns digests of models and registered objects, by name; asked for where ranks differ.
         exact: whether digests have to be the same.

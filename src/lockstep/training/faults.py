@@ -48,7 +48,7 @@ class Faults:
         return faults if faults.kill or faults.term else None
 
     def go_on(self, step: int) -> None:
-        """The run goes on after step number `step`: what was to come until then has come."""
+        """The run resumes after step number `step`: what was to come until then has come."""
         self._done = step
 
     def before_backward(self, step: int) -> None:

@@ -25,7 +25,7 @@ _RECENT = 16
 
 
 class Call(NamedTuple):
-    """A call in which all ranks meet.
+    """A collective call.
 
     Attributes:
         number: how many of them the rank had come to, with this one.
@@ -88,10 +88,10 @@ class Heartbeat(Listener):
         self._elsewhere += 1
         self._slot.beat = self.beat + self._elsewhere
 
-    # --- meetings --------------------------------------------------------------------------------
+    # --- collective calls ------------------------------------------------------------------------
 
     def enter(self, kind: str, detail: Detail = ()) -> None:
-        """Come to a place where all ranks meet."""
+        """Enter a collective call."""
         self._entered += 1
         self.recent.append(Call(self._entered, kind, detail))
         self.waits = True
@@ -100,20 +100,20 @@ class Heartbeat(Listener):
         self.moves()
 
     def leave(self) -> None:
-        """Go on: all ranks have met."""
+        """Leave a collective call: all ranks have entered it."""
         self.waits = False
         self._slot.waiting = 0
         self.moves()
 
     def pass_by(self, kind: str) -> None:
-        """Come to a place where ranks meet, and not wait there."""
+        """Pass a collective call without a wait."""
         self.enter(kind)
         self.leave()
 
     def meeting(self, kind: str) -> AbstractContextManager[None]:
-        """Return what is entered and left around a place where all ranks meet, as often as one likes.
+        """Return the reusable context of a collective call.
 
-        In another such place, as in a backward pass in which layers meet, one comes back to that place.
+        Inside another one, such as a backward pass with layers that sum, it returns to the outer call.
         """
         return _Around(self, kind)
 

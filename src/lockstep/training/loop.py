@@ -27,13 +27,13 @@ class Loop:
         seed: the run's seed.
         replicas: number of replicas in all.
         models: the models that the run holds; the run adds to it.
-        listeners: who is told of steps and loops.
+        listeners: get callbacks on steps and loops.
 
     Attributes:
         progress: the way through the script.
         epoch: number of the running epoch.
         epochs: how many epochs were asked for.
-        resumed: after which step the run goes on; 0 where it begins.
+        resumed: after which step the run continues; 0 where it begins.
         followed: modules whose buffers are replica 0's, too; the run adds to them.
     """
 
@@ -128,7 +128,7 @@ class Loop:
 
     @property
     def steps(self) -> int:
-        """How many steps are done; on the way back as many as were when the script was here."""
+        """How many steps are done; during replay as many as were when the script was here."""
         return self.progress.steps
 
     @property
@@ -142,7 +142,7 @@ class Loop:
         return self.progress.position(self.points)
 
     def resume(self, position: Position, restore: Restore) -> None:
-        """Go on at `position`: pass over what was done before it.
+        """Continue at `position`: pass over what was done before it.
 
         Args:
             position: where the run was.
@@ -215,10 +215,10 @@ class Loop:
         """The state is whole here."""
         if self.progress.is_on_the_way:
             return
-        # A loop that was left in the middle of a batch has not let the ranks' buffers meet.
+        # A loop that was left in the middle of a batch has not synchronized the ranks' buffers.
         for model in self._buffered:
             model.finish_buffers()
-        # Models count their own steps until they meet: where one has, all do, or there might never be a
+        # Models count their own steps until an average: where one has, all do, or there might never be a
         # batch after which all are whole.
         if self._has_met or not self._loops:
             self.come_together(waits=not self._loops)
@@ -298,7 +298,7 @@ class Loop:
         self._updated = True
 
     def stepped(self, model: WrappedModel) -> None:
-        """A model that each rank trains by itself was updated: if it is whole now, ranks have just met."""
+        """A model of independent ranks was updated: if it is whole now, ranks have just averaged."""
         self._has_met |= model.is_whole
 
     def new_loader(self) -> int:
@@ -336,7 +336,7 @@ class Loop:
             loop.events.clear()
 
     def needs_stand_ins(self) -> bool:
-        """Whether replicas without a sample take part: gradients, buffers or parts of a model meet."""
+        """Whether replicas without a sample take part in sums of gradients, buffers or parts of a model."""
         return torch.is_grad_enabled() or any(
             model.trains_buffers or model.is_split for model in self._buffered
         )

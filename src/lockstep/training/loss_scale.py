@@ -1,12 +1,12 @@
 """Loss scale of fp16, updated as in torch's GradScaler, and the same on every layout.
 
 Gradients below 6e-8 are zero in fp16. So the backward pass starts from a loss that is many times larger,
-and gradients are divided by as much once they have met. Where they do not fit into fp16 any more, the step
+and gradients are divided by as much after their sum. Where they do not fit into fp16 any more, the step
 is left out and the scale halved; after many steps without, it is doubled. See Micikevicius et al., "Mixed
 Precision Training", ICLR 2018 (arXiv:1710.03740).
 
 `torch.amp.GradScaler` itself divides at the optimizer's step, by calls that the script makes, and one rank
-decides for itself. Here gradients are divided where they meet, before the script sees them, and what is
+decides for itself. Here gradients are divided after their sum, before the script sees them, and what is
 looked at is their sum: the same bits on all ranks. The numbers and the kernel are GradScaler's.
 """
 
@@ -70,7 +70,7 @@ class Scaler(Listener):
                 torch._foreach_mul_(waiting, self.scale)
 
     def after_backward(self, models: Iterable[WrappedModel]) -> None:
-        """The gradients of `models` have met: divide them by the scale, and see if they are finite."""
+        """The gradients of `models` are summed: divide them by the scale, and see if they are finite."""
         for model in models:
             self._found[id(model)] = found = self._unscale(gradients_of(model))
             if model.is_split and self._group is not None:

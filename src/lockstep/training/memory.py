@@ -42,7 +42,7 @@ class Memory:
 
         Args:
             environ: the environment of this process.
-            meeting: with the other ranks.
+            meeting: rendezvous of the ranks.
             identity: of the run.
             ahead: by how many steps ranks may be ahead of the first one.
         """

@@ -1,7 +1,7 @@
 """Metrics over all samples: each counted once, summed in tree order, the same on every rank.
 
 What they return is part of where the run stands, and so is what one has seen that is under way: a script
-that goes on after a crash finds the values that it had.
+that resumes after a crash finds the values that it had.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Seen(Protocol):
         """Return what all ranks have seen; all of them call this together."""
 
     def resume(self, partial: Any) -> None:
-        """Go on from what all ranks had seen."""
+        """Continue from what all ranks had seen."""
 
     def result(self) -> Any:
         """Return the metric; all ranks call this together."""
@@ -57,7 +57,7 @@ class Metrics:
         replicas: number of replicas in all.
         block: those of this rank.
         group: the process group, or `None` for a single rank.
-        meeting: given a call's name, returns what is entered while ranks meet in it.
+        meeting: given a call's name, returns the context of its collective part.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Metrics:
         return gathered
 
     def once(self, call: str, compute: Callable[[], str]) -> str:
-        """Return what `compute` does; on the way back, what it returned when the script was here first.
+        """Return what `compute` does; during replay, what it returned when the script was here first.
 
         On a rank's earlier microbatches the call is another one: only ranks with several replicas make it.
         """
@@ -137,7 +137,7 @@ class Metrics:
         return _copy(value)
 
     def _begin(self, call: str) -> MetricEvent:
-        """Return a call that begins now; done, if it was before the position that the run goes on from."""
+        """Return a call that begins now; done, if it was before the position that the run resumes from."""
         self._loop.approach()
         event = self._loop.progress.metric_begins(call)
         if not event.done:
@@ -161,7 +161,7 @@ class Metrics:
     ) -> Iterator[tuple[Any, Microbatch]]:
         for item in items:
             microbatch = self._loop.require_microbatch(call)
-            # On the way back it has been seen, when its batch was computed first.
+            # During replay it has been seen, when its batch was computed first.
             if not (again and self._loop.is_on_the_way):
                 yield item, microbatch
 
@@ -190,7 +190,7 @@ class _Mean:
         return [self._sums.complete(), self._weights.complete()]
 
     def resume(self, partial: Any) -> None:
-        """Go on from them."""
+        """Continue from them."""
         self._sums.resume(partial[0])
         self._weights.resume(partial[1])
 
@@ -224,7 +224,7 @@ class _Sum:
         return self._sums.complete()
 
     def resume(self, partial: Any) -> None:
-        """Go on from them."""
+        """Continue from them."""
         self._sums.resume(partial)
 
     def result(self) -> Any:
@@ -254,7 +254,7 @@ class _Rows:
         return _joined([part for part in _of_all(_joined(self._parts), self._group) if part])
 
     def resume(self, partial: Any) -> None:
-        """Go on from them: one rank holds what all had seen."""
+        """Continue from them: one rank holds what all had seen."""
         if self._holds_first:
             self._parts = [tuple(partial)]
 

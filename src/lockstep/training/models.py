@@ -121,7 +121,7 @@ class Models:
             held.versions = Versions(held.module, asked.staleness)
         parts = [layer.ranks.exactness for layer in layers(held.module)]
         held.exactness = worst([held.exactness, *parts])
-        # DistributedDataParallel's; without effect, as gradients meet once per global batch anyway.
+        # DistributedDataParallel's; without effect, as gradients are summed once per global batch anyway.
         if not hasattr(held.wrapped, "no_sync"):
             held.wrapped.__dict__["no_sync"] = contextlib.nullcontext
         self._state.models.append(held)

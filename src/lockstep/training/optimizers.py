@@ -240,7 +240,7 @@ def gate_scheduler(scheduler: Scheduler, loop: Loop) -> Scheduler:
 
     @functools.wraps(act)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # On the way back it has been done: what it led to is loaded.
+        # During replay it has been done: what it led to is loaded.
         acts = loop.acts_now() and not loop.is_on_the_way
         return act(self, *args, **kwargs) if acts else None
 

@@ -181,7 +181,7 @@ def _check_exchange(strategy: StrategyEntry, name: str) -> None:
 
 
 def _check_meetings(settings: Settings) -> None:
-    """Refuse steps between two meetings where ranks meet in every step."""
+    """Refuse `sync_every` for exchanges that sum in every step."""
     if settings.sync_every is not None and not EXCHANGES.find(settings.exchange).hold:
         seldom = EXCHANGES.where(lambda one: one.hold)
         raise UsageError(

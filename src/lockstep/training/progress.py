@@ -1,6 +1,6 @@
 """Progress of a run through its script: calls that a resumed run repeats up to its saved position.
 
-A script that is started again runs from its top. Until it comes to the position, whatever it comes past is
+A script that is started again runs from its top. Until it comes to the position, whatever it reaches is
 there already, and must look to the script as it did:
 
 - of a phase that is over, the last epoch is entered again;
@@ -39,11 +39,11 @@ _AGAIN = 16
 
 @dataclass(slots=True)
 class _Level:
-    """What a script comes past within a phase, a metric or a loop's batch, or outside of all.
+    """Events that a script reaches within a phase, a metric or a loop's batch, or outside of all.
 
     Attributes:
-        events: that it has come past.
-        ahead: on the way back, those that it is to come past; `None` inside of what was not recorded.
+        events: those that it has reached.
+        ahead: during replay, those that it is to reach; `None` inside of what was not recorded.
         of: what it is the inside of.
         waits: whether the position lies behind what is entered again here.
     """
@@ -165,7 +165,7 @@ class Progress:
         """The script is done with an epoch.
 
         Raises:
-            CheckpointError: if it should have come past something else there.
+            CheckpointError: if it should have reached another event there.
         """
         phase = self._phase
         level = self._levels[self._level_of(phase)]
@@ -278,7 +278,7 @@ class Progress:
     # --- metrics and saves -----------------------------------------------------------------------
 
     def metric_begins(self, call: str) -> MetricEvent:
-        """Return a call of a metric that begins now; on the way back with the value that it had."""
+        """Return a call of a metric that begins now; during replay with the value that it had."""
         event = self._expect(MetricEvent, call)
         if event is None:
             event = MetricEvent(call=call)
@@ -295,7 +295,7 @@ class Progress:
         return event
 
     def metric_ends(self, event: MetricEvent, value: Any, key: int | None) -> None:
-        """A call of a metric returns `value`: what its items came past is not needed any more."""
+        """A call of a metric returns `value`: the events of its items are not needed any more."""
         self._leave(event)
         event.done, event.value, event.key, event.after = True, value, key, self.counters()
         event.events = []
@@ -317,14 +317,14 @@ class Progress:
     # --- levels ----------------------------------------------------------------------------------
 
     def _expect(self, kind: type[EventT], call: str = "") -> EventT | None:
-        """Return what the run has come past here before.
+        """Return the event that the run has reached here before.
 
-        A script may decide whether it saves or evaluates, by what it does not have on the way back: the
+        A script may decide whether it saves or evaluates, by what it does not have during replay: the
         best value until then, say. So these calls may be missing, and others may come, which return `None`
         as they do off the way and inside of evaluations.
 
         Raises:
-            CheckpointError: if the run has come past something else, without which it cannot go on.
+            CheckpointError: if the run has reached another event, without which it cannot continue.
         """
         level = self._around if kind is PhaseEvent else self._levels[-1]
         if self._target is None or level.ahead is None:
@@ -370,7 +370,7 @@ class Progress:
     def _level_of(self, event: Event) -> int:
         return next(number for number, level in enumerate(self._levels) if level.of is event)
 
-    # --- the way back ----------------------------------------------------------------------------
+    # --- replay ----------------------------------------------------------------------------------
 
     def set_out(self, target: Position) -> None:
         """The run was at `target` before: from here on, pass over what was done until then."""
@@ -383,7 +383,7 @@ class Progress:
 
     @property
     def is_entered_again(self) -> bool:
-        """Whether the script has been before where it is, on the way back, and its results are known."""
+        """Whether the script has been before where it is, during replay, and its results are known."""
         return self._target is not None and self._levels[-1].ahead is not None
 
     def check_arrived(self) -> None:
@@ -419,7 +419,7 @@ def _again(loop: LoopEvent) -> int | None:
 
 
 def _check_the_same(done: LoopEvent, batching: Batching, epoch: int | None) -> None:
-    """Refuse to go on in the middle of a loop whose batches are others now; one that is over may be."""
+    """Refuse to continue in the middle of a loop whose batches are others now; one that is over may be."""
     differences = [] if done.complete else done.batching.differences(batching)
     if differences:
         where = "" if epoch is None else f" of epoch {epoch}"
@@ -432,7 +432,7 @@ def _check_the_same(done: LoopEvent, batching: Batching, epoch: int | None) -> N
 
 
 def _is_open(event: Event) -> bool:
-    """Whether a position whose last event is this one is inside of it, at what it has come past there."""
+    """Whether a position whose last event is this one is inside of it, at an event there."""
     if isinstance(event, PhaseEvent):
         return not (event.ended or event.complete)
     return isinstance(event, MetricEvent) and not event.done

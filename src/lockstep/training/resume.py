@@ -60,19 +60,19 @@ def recall(
     """Return what the main rank finds in `run_dir`, the same on all ranks.
 
     Args:
-        meeting: with the other ranks.
+        meeting: rendezvous of the ranks.
         run_dir: the directory; `None` for a new one.
         launch: name of this launch.
         fresh: whether a run of another launch is to be forgotten.
 
     Raises:
         RunDirectoryError: if the record there is damaged.
-        PeerError: if the main rank cannot go on.
+        PeerError: if the main rank cannot continue.
     """
 
     def earlier() -> ResumeInfo:
         recorded = (None if run_dir is None else run_file.read(run_dir)) or {}
-        # A restart goes on with what this launch has begun, fresh or not.
+        # A restart continues with what this launch has begun, fresh or not.
         is_of_launch = launch is not None or meeting.world.generation > 0
         is_ours = recorded.get("launch") == launch and is_of_launch
         generations, identity = recorded.get("generations", []), recorded.get("identity", {})
@@ -129,7 +129,7 @@ class Search:
     """Looks for the state of a run in memory and on disk, together with the other ranks.
 
     Args:
-        meeting: with the other ranks.
+        meeting: rendezvous of the ranks.
         group: the process group; `None` for a single rank.
         snapshots: the memory that this rank sees, if any.
         disk: the checkpoints of the run.

@@ -103,7 +103,7 @@ class Run(RunProperties):
         place = None if run_dir is None else Path(run_dir)
         asked = {**locals(), "run_dir": place, "loggers": tuple(loggers)}
         show_plainly()
-        # An argument for each setting, under its name; the others say where the ranks meet.
+        # An argument for each setting, under its name; the others are for the rendezvous.
         settings = Settings(name=name, **{one: asked[one] for one in OF_SCRIPTS})
         world = given(init_method, rank, world_size, has_store=store is not None)
         self._session = Session(from_environment(settings), world, store)
@@ -403,7 +403,7 @@ class Run(RunProperties):
             return self._end  # the other ranks, which hold the rest of the models, have left
         if self._session.state.is_split:
             self._loop.require_meeting_point("run.digest")
-        # On the way back models hold the state that is restored, and not the one that is asked for.
+        # During replay models hold the state that is restored, and not the one that is asked for.
         return self._session.metrics.once("run.digest", self._session.digest)
 
     def export(self, path: str | Path, model: nn.Module | None = None) -> None:
@@ -423,7 +423,7 @@ class Run(RunProperties):
         if held.is_split or self._loop.microbatch is None:
             self._loop.require_meeting_point("run.export")
         held.check_gathering()
-        # On the way back the file has been written, with the weights of then.
+        # During replay the file has been written, with the weights of then.
         writes = self.is_main_process and not self._loop.is_on_the_way
         weights_only.write_weights(Path(path), held.state(), here=writes)
 

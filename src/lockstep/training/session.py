@@ -42,11 +42,11 @@ _PATIENCE = 10.0
 
 
 class Session:
-    """A run from meeting the other ranks to leaving them.
+    """A run from the rendezvous of its ranks to its end.
 
     Args:
         settings: what is asked for.
-        world: who this process is.
+        world: rank and rendezvous of this process.
         store: a store that all ranks have, of the script's own.
 
     Attributes:
@@ -76,7 +76,7 @@ class Session:
         set_key(keys.derive(settings.seed, keys.INIT))
 
     def _begin(self) -> None:
-        """Make the parts, and let the loop begin, or go on from the newest state."""
+        """Make the parts, and let the loop begin, or resume from the newest state."""
         context, record = self.context, self.context.record
         self.state = State()
         averages = Averages(context.of_model(-1), self.state.models, context.heartbeat)

@@ -51,7 +51,7 @@ class State:
         self._groups: list[int] = []  # of each optimizer, when the run was given it
 
     def epoch_begins(self) -> None:
-        """Remember the state of what is registered: on the way back a script decides by it as it did."""
+        """Remember the state of what is registered: during replay a script decides by it as it did."""
         states = {name: one.state_dict() for name, one in self.registered.items()}
         self._before = {name: copy.deepcopy(one) for name, one in states.items() if _is_small(one)}
 

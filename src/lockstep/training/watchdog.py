@@ -48,7 +48,7 @@ class Watchdog(Listener):
     """Publishes where this rank leaves loops and waits, and looks where the others do.
 
     Args:
-        meeting: the ranks, and the store that they reach.
+        meeting: rendezvous of the ranks, with their store.
         heartbeat: where this rank stands.
         fail: told of the disagreement, and the line of the script, before the process ends; by default
             the launcher is.
@@ -116,7 +116,7 @@ class Watchdog(Listener):
             self._in_backward = True
 
     def backward_ends(self) -> None:
-        """The backward pass is over; on a rank's last microbatch all ranks have met in it."""
+        """The backward pass is over; on a rank's last microbatch all ranks have taken part in it."""
         if self._in_backward:
             self._meetings += 1
             self._leave_backward()
@@ -189,7 +189,7 @@ class Watchdog(Listener):
             self._hear_moves()
         if self._pulse is not None and (error := self._pulse.lost()) is not None:
             self._end(error)
-        row = self._row  # the main thread may go on
+        row = self._row  # the main thread may continue
         if self._in_backward:
             self._compare_loops(self._others)
         elif row:
@@ -235,7 +235,7 @@ class Watchdog(Listener):
                 )
 
     def _compare_calls(self) -> None:
-        """This rank waits: do other ranks that wait, and go on waiting, wait in another call?"""
+        """This rank waits: do other ranks that wait, and continue to wait, wait in another call?"""
         own = WaitingRank(
             rank=self._rank,
             looks=self._looks,
@@ -274,7 +274,7 @@ class Watchdog(Listener):
     def _end(self, error: LockstepError) -> None:
         if self._stop.is_set():
             return  # the main thread has gone on, and is closing the run
-        # What Lockstep and torch do below the script's line is the same for everybody who waits there.
+        # What Lockstep and torch do below the script's line is the same for all ranks that wait there.
         frames = [frame for frame in stacks.of(_main_frame()) if frame.is_users]
         text = "".join(f"  at {frame}\n" for frame in frames)
         print(f"lockstep: error: {error}\n{text}", end="", file=sys.stderr, flush=True)  # noqa: T201

@@ -1,6 +1,6 @@
 """Layouts of `--layouts`: ranks, changes of their number, kills and preemptions.
 
-A layout is a number of ranks, `2`. It may change on the way, `4>2@30>3@60`: preempted after step 30 and
+A layout is a number of ranks, `2`. It may change during the run, `4>2@30>3@60`: preempted after step 30 and
 continued on 2 ranks, after step 60 on 3. It may be followed by faults, `2,kill@30,term@25`: a rank is
 killed in step 30, the run is preempted after step 25. What ends a launch makes the next one a stage.
 """
@@ -26,7 +26,7 @@ class Stage:
     Attributes:
         ranks: number of ranks.
         kills: steps in whose backward pass the last rank kills itself.
-        until: step after which it is preempted; `None` where it goes on to the end.
+        until: step after which it is preempted; `None` where it continues to the end.
     """
 
     ranks: int
@@ -142,7 +142,7 @@ def _parse_layout(text: str, faults: Sequence[str]) -> Layout:
             hint='for example "4>2@30>3@60"',
         )
     terms, kills = _parse_faults(faults)
-    # A run that is preempted without being moved goes on as it was.
+    # A run that is preempted without being moved continues as it was.
     stays = [([begun, *(ranks for ranks, end in moves if end <= step)][-1], step) for step in terms]
     ends = sorted([*moves, *stays], key=lambda end: end[1])
     name = ",".join([text, *faults])

@@ -29,7 +29,7 @@ class Verdict:
 
     @property
     def same(self) -> bool:
-        """Whether all layouts end with the same weights and saw the same on the way."""
+        """Whether all layouts end with the same weights and saw the same samples."""
         return self.difference is None and len({o.digest for o in self.outcomes}) == 1
 
     @property
@@ -112,6 +112,6 @@ def judge(outcomes: Sequence[Outcome]) -> Verdict:
 def _coverage(outcomes: Sequence[Outcome]) -> Coverage:
     whole = outcomes[0].traces.complete
     own = coverage(outcomes[0].traces)
-    # A layout whose ranks diverged stopped on the way: it has not come to the samples that it lacks.
+    # A layout whose ranks diverged stopped early: it has not reached the samples that it lacks.
     others = (coverage(one.traces, whole) for one in outcomes[1:] if one.digest is not None)
     return next((one for one in (own, *others) if not one.is_exact), own)

@@ -21,7 +21,7 @@ from lockstep.watch.screen import Screen
 from lockstep.watch.view import Moment, View
 from lockstep.watch.watcher import Watcher
 
-#: Exit code by how a run has ended; without one it goes on.
+#: Exit code by how a run has ended; without one it continues.
 _ENDS = {"finished": 0, "failed": 1, "dead": 1, "preempted": PREEMPTED}
 #: Of what happened before, so many lines at most are printed.
 _MOMENTS = 10

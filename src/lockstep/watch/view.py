@@ -167,9 +167,9 @@ class View:
 
     @property
     def end(self) -> str | None:
-        """What is to be said about how the run ended; `None` for nothing, or while it goes on."""
+        """What is to be said about how the run ended; `None` for nothing, or while it continues."""
         if self.status == "dead":
-            return "no process of this run is left; the same command with --run-dir goes on with it"
+            return "no process of this run is left; the same command with --run-dir resumes it"
         said = {"finished": self.content.get("digest"), "failed": self._cause}.get(self.status)
         return None if said is None else str(said).partition("\n")[0]
 

@@ -1,6 +1,6 @@
 """Limits of a process's cgroups: processor time, memory, and kills for lack of memory.
 
-A limit may be set on any group between the process and the root, so the smallest on the way counts.
+A limit may be set on any group between the process and the root, so the smallest of them counts.
 Groups above a container's own are out of its sight; so are their limits.
 
 https://docs.kernel.org/admin-guide/cgroup-v2.html (cpu.max),

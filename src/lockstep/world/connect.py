@@ -30,13 +30,13 @@ class Connection:
 
 
 def connect(meeting: Meeting, device: torch.device, *, always: bool = False) -> Connection:
-    """Return the process group of the ranks that have met.
+    """Return the process group of the ranks of a rendezvous.
 
     A process group that the script has already made is taken as it is, if it moves tensors in the
     processor's memory as well as on the device; else a group of the same ranks that does is made beside it.
 
     Args:
-        meeting: of the ranks.
+        meeting: rendezvous of the ranks.
         device: what this rank computes on.
         always: whether a rank that is alone has a process group, too.
 

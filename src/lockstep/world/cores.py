@@ -72,10 +72,10 @@ def shared_cores(meeting: Meeting) -> int:
     `mpiexec` and Slurm do.
 
     Args:
-        meeting: where all ranks have met.
+        meeting: rendezvous of all ranks.
 
     Raises:
-        PeerError: if a rank cannot go on.
+        PeerError: if a rank cannot continue.
     """
     world, store = meeting.world, meeting.store
     store.set(f"cores/{world.node_rank}/{world.local_rank}", json.dumps(asdict(Share.here())))

@@ -55,7 +55,7 @@ def _index(asked: Word | Ids, world: World, count: int, environ: Mapping[str, st
         return world.local_rank
     if count == 1 and len(_shown(environ)) == 1:
         # As under Slurm's --gpus-per-task: each process was given a GPU of its own. Where all of them
-        # were given the same one, they find out when they meet.
+        # were given the same one, they find out at the rendezvous.
         return 0
     if asked == "gpu" or count:
         raise DeviceError(

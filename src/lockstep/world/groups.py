@@ -1,11 +1,11 @@
 """Destruction of process groups at the end of the process, when no thread can hang on them.
 
 Gloo's threads drop what a collective held after it is done, and a collective of a backward pass holds the
-context of Python, so that they need the interpreter's lock for it. A thread that comes late meets two
+context of Python, so that they need the interpreter's lock for it. A thread that comes late hits two
 faults of torch (both seen with 2.13, mostly where a rank's threads share one core):
 
 - the thread that drops the last reference to a group joins its threads. `DistributedDataParallel`'s reducer
-  does so with the lock in hand, and where it outlives `destroy_process_group`, neither ever goes on;
+  does so with the lock in hand, and where it outlives `destroy_process_group`, neither ever continues;
 - an interpreter that is being torn down ends the thread in the middle of a destructor, which aborts.
 
 A group whose last reference is Python's own is safe: it gives the lock away while it joins.

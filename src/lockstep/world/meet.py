@@ -43,10 +43,10 @@ _runs = itertools.count()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """All ranks have met.
+    """A completed rendezvous of all ranks.
 
     Attributes:
-        world: who this rank is, complete: its local and node numbers are known.
+        world: rank and rendezvous, complete: its local and node numbers are known.
         store: a key-value store that all ranks reach; fresh for every run and generation.
         number: how many runs this process has made before.
         ours: whether the store was made here, so that this process leaves it in good order.
@@ -58,7 +58,7 @@ class Meeting:
     ours: bool
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks, outside of collectives, that this one cannot go on."""
+        """Tell the other ranks, outside of collectives, that this one cannot continue."""
         if self.world.size == 1:
             return
         what = str(error).partition("\n")[0]
@@ -88,7 +88,7 @@ class Meeting:
         """Wait until all ranks are ready for what they can only do together.
 
         Raises:
-            PeerError: if one cannot go on.
+            PeerError: if one cannot continue.
         """
         self.conclude("ready", "1", lambda _: "1", "begin")
 
@@ -98,7 +98,7 @@ class Meeting:
         Rank 0 reads all texts and every rank reads one answer: N ranks read 2 N keys.
 
         Args:
-            key: names the question; used once per meeting.
+            key: names the question; used once per rendezvous.
             own: the text of this rank.
             of: makes the answer from all texts, in rank order; called on rank 0 alone.
             what: what ranks come to, for the error.
@@ -130,7 +130,7 @@ class Meeting:
         """Wait until `keys` are in the store.
 
         Raises:
-            PeerError: if a rank cannot go on, or they are not there after the time of a collective.
+            PeerError: if a rank cannot continue, or they are not there after the time of a collective.
         """
         try:
             found = await_any(self.store, [["failed"], keys], TIMEOUT.total_seconds())
@@ -149,7 +149,7 @@ def meet(world: World, store: dist.Store | None = None) -> Meeting:
     A store of the user's, or the one of a process group that the script has made, is taken as it is.
 
     Args:
-        world: who this process is.
+        world: rank and rendezvous of this process.
         store: a store that all ranks have, of the user's own.
 
     Raises:
@@ -231,7 +231,7 @@ def _complete(world: World, store: dist.Store, number: int, wait: timedelta) -> 
         world, names = membership_check.check_members(notes, world, own, wait.total_seconds())
     except WorldError:
         if world.file is not None and world.is_main and membership_check.came_once(notes, 0):
-            _file_of(world, number).unlink(missing_ok=True)  # no other ranks meet there
+            _file_of(world, number).unlink(missing_ok=True)  # no other ranks use it
         raise
     if world.node_count == 1:
         _use_interface("lo")

@@ -19,7 +19,7 @@ _PAUSES = (0.002, 0.05)
 
 
 def go_on() -> None:
-    """Go on waiting."""
+    """Continue waiting."""
 
 
 def await_any(

@@ -140,7 +140,7 @@ def test_ctrl_c(states, output, capsys):
     states([KeyboardInterrupt()])
     assert follow.Follower("12", output).follow() == 130
     assert capsys.readouterr().err == (
-        "\nlockstep: job 12 goes on without being followed\n"
+        "\nlockstep: job 12 continues without being followed\n"
         "hint: follow: tail -f slurm-12.out · state: squeue -j 12 · cancel: scancel 12\n"
     )
 

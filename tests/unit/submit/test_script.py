@@ -54,8 +54,7 @@ def test_the_whole_script():
         "code=$?\n"
         "\n"
         "# 75: preempted, its state is saved. 138: the signal came before there was any.\n"
-        "# Back into the queue; the same run goes on. A job that Slurm is ending already is not ours"
-        " to put there.\n"
+        "# Requeue the job: the same run resumes. A job that Slurm is ending already is left alone.\n"
         "if [ $code -eq 75 ] || [ $code -eq 138 ]; then\n"
         '  if [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then\n'
         '    scontrol requeue "$SLURM_JOB_ID"\n'

@@ -42,7 +42,7 @@ from lockstep.check.script import Script
     fix="writes `os.environ.setdefault` for the assignment",
 )
 def hard_coded_address(script: Script) -> Iterator[Hit]:
-    """Find constants for `os.environ["MASTER_…"]`, outside conditions, and for the place to meet at."""
+    """Find constants for `os.environ["MASTER_…"]`, outside conditions, and for the rendezvous address."""
     for call in script.calls("dist.init_process_group"):
         place = argument(call, "init_method", 1)
         if isinstance(place, ast.Constant) and str(place.value).startswith("tcp://"):

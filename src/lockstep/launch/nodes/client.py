@@ -59,11 +59,11 @@ class CoordinatorClient:
     """What this launcher knows of the others, and they of it, in one round.
 
     Args:
-        membership: who they are.
+        membership: the launchers and their ranks.
         place: where launcher 0 listens; `None` on launcher 0.
         generation: number of the round's first generation.
         policy: launcher 0's: which failures are followed by new workers.
-        least: how many launchers a launch needs that goes on without those that are lost; `None` for one
+        least: how many launchers a launch needs that continues without those that are lost; `None` for one
             that does not.
         hint: what could have been done about the loss of launcher 0, where it ends the launch.
     """
@@ -114,7 +114,7 @@ class CoordinatorClient:
         self._say(done=True)
 
     def leave(self, why: str, *, saves: bool = False) -> None:
-        """Tell the others that this launcher leaves: they are to go on without it.
+        """Tell the others that this launcher leaves: they are to continue without it.
 
         Args:
             why: what they are told.

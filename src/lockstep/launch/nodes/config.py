@@ -34,7 +34,7 @@ class Nodes:
         rank: number of this one.
         main_address: host of launcher 0.
         main_port: the port at which launcher 0 listens; by default one they agree on.
-        endpoint: `HOST`, `HOST:PORT` or `file:///DIRECTORY`: where launchers meet that have no numbers.
+        endpoint: `HOST`, `HOST:PORT` or `file:///DIRECTORY`: rendezvous of launchers without node ranks.
         id: name of the launch, which keeps two launches at one rendezvous address apart.
         interface: network interface to use; by default one at which all others reach this node.
         join_timeout: seconds that launchers may take to come; `None` leaves `LOCKSTEP_JOIN_TIMEOUT`.
@@ -98,7 +98,7 @@ class RendezvousConfig:
         address: host of the one that keeps the store.
         port: the port at which it listens, where the user chose one.
         directory: a directory that all nodes share, where no host is special.
-        source: who said so, in words.
+        source: where the values come from, in words.
     """
 
     name: str
@@ -112,7 +112,7 @@ class RendezvousConfig:
 
     @property
     def place(self) -> str:
-        """Where the launchers meet: a directory or a host."""
+        """Rendezvous of the launchers: a directory or a host."""
         return str(self.directory or self.address)
 
     @property
@@ -157,7 +157,7 @@ def rendezvous_config(
         environ: the launcher's environment.
 
     Raises:
-        UsageError: if nothing says where they meet, or the flags contradict the environment.
+        UsageError: if there is no rendezvous address, or the flags contradict the environment.
         WorldError: if the environment contradicts itself.
     """
     if nodes.alone:

@@ -2,7 +2,7 @@
 
 said:     a sign of life, done, a failure, leaving
 decided:  restart   the same launchers start their workers again
-          round     another round begins, without those who are lost or leave, or with newcomers
+          round     another round begins, without those that are lost or leave, or with newcomers
           end       the launch is over, with a verdict
           done      the launch is over, and all went well
 """
@@ -37,7 +37,7 @@ class Coordinator:
         membership: the launchers of the round.
         now: the time, in seconds of any clock, as in all calls.
         policy: says which failures are followed by new workers.
-        least: how many launchers a launch needs that goes on without those that are lost; `None` for one
+        least: how many launchers a launch needs that continues without those that are lost; `None` for one
             that does not.
         generation: number of the round's first generation.
     """
@@ -99,7 +99,7 @@ class Coordinator:
         self.look(now)
 
     def welcome(self, names: tuple[str, ...]) -> None:
-        """Note who wants to take part."""
+        """Note the launchers that want to take part."""
         self._newcomers = names
 
     def supersede(self) -> None:
@@ -177,7 +177,7 @@ class Coordinator:
         return 0.0 if index == 0 else now - self._heard[index]
 
     def _let_go(self, leaving: list[Said], now: float) -> None:
-        """Go on without those who leave; if too few stay, let all save the run's state and leave."""
+        """Continue without those that leave; if too few stay, let all save the run's state and leave."""
         if self._first_leaves is None:
             self._first_leaves = now
         staying = self._membership.count - len(leaving)

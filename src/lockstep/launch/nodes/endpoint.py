@@ -26,13 +26,13 @@ _TAKEN_HINT = "another launch with this name runs on this host: give each an --r
 
 
 class Endpoint:
-    """How launchers get to the store where they meet.
+    """Connects launchers to their rendezvous store.
 
     Args:
-        store: where they meet.
+        store: of the rendezvous.
         entrance: what lets others find the store at a host: its port, and the lock of this host.
         hosts: whether this launcher hosts the store.
-        file: the file of a shared directory in which they meet.
+        file: the store's file in a shared directory.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ def is_here(config: RendezvousConfig) -> bool:
 
 @contextlib.contextmanager
 def host_lock(name: str) -> Iterator[bool]:
-    """Hold a lock among the launchers of this host that meet under `name`; give whether it was free."""
+    """Hold a lock among the launchers of this host whose rendezvous is `name`; give whether it was free."""
     digest = hashlib.sha256(os.fsencode(name)).hexdigest()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as lock:
         try:

@@ -13,9 +13,9 @@ from lockstep.launch.nodes.keys import Card, RendezvousKeys
 _FIRST_PAUSE, _PAUSE = 0.002, 0.05
 #: How long the first round waits for more nodes, once there are as many as it needs.
 LAST_CALL_SECONDS = 30.0
-#: The same later: those who are expected are known, and on their way.
+#: The same later: those that are expected are known, and on their way.
 _SETTLE_SECONDS = 3.0
-#: The same for those who only suppose that the round before is over.
+#: The same for those that only suppose that the round before is over.
 _CAUTIOUS_SECONDS = 10.0
 _LOOK_SECONDS = 5.0
 #: How long a launcher that is to close a round may take to do so.
@@ -29,7 +29,7 @@ class Terms:
     Attributes:
         least: how many launchers it needs.
         most: how many may take part.
-        fixed: whether the launch has one round, of all who are needed.
+        fixed: whether the launch has one round, of all that are needed.
         seconds: how long they may take to come.
         last_call: how long the first round waits for more, once there are enough.
     """
@@ -42,7 +42,7 @@ class Terms:
 
 
 def order(cards: Sequence[Card], most: int) -> tuple[Card, ...]:
-    """Return the cards of a round in the order of their launchers: those who stay, then newcomers."""
+    """Return the cards of a round in the order of their launchers: those that stay, then newcomers."""
     ranked = sorted(enumerate(cards), key=lambda one: (-one[1].round, one[1].index, one[0]))
     return tuple(card for _, card in ranked[:most])
 
@@ -51,11 +51,11 @@ class Join:
     """One launcher's arrival at one round.
 
     Args:
-        keys: where launchers meet.
+        keys: of the rendezvous store.
         number: of the round.
         own: this launcher's card.
         expected: tokens of launchers that are on their way.
-        may_close: whether this launcher knows, or supposes, that no round is going on.
+        may_close: whether this launcher knows, or supposes, that no round is in progress.
         terms: when the round begins.
         hint: says what to look at if launchers are missing.
     """
@@ -83,7 +83,7 @@ class Join:
 
         Raises:
             NotNeeded: if the launch ends meanwhile.
-            WorldError: if too few come, or this launcher is not let in; all who came to a round that cannot
+            WorldError: if too few come, or this launcher is not let in; all in a round that cannot
                 begin get the same.
         """
         self._keys.arrive(self._number, self._own)
@@ -136,7 +136,7 @@ class Join:
 
     @property
     def _patience(self) -> float:
-        """Seconds without a newcomer after which a round begins with those who are there."""
+        """Seconds without a newcomer after which a round begins with those that are there."""
         if self._number == 1:
             return min(self._terms.last_call, self._terms.seconds)
         return min(self._terms.last_call, _SETTLE_SECONDS if self._expected else _CAUTIOUS_SECONDS)
@@ -173,6 +173,6 @@ class Join:
         )
 
     def _fail(self, error: WorldError) -> None:
-        """End this round for all who have come to it; raise what the first to do so has said."""
+        """End this round for all that have come to it; raise what the first to do so has said."""
         self._keys.fail(self._number, error)
         self._keys.check_failed(self._number)

@@ -1,14 +1,14 @@
 """Keys of the rendezvous store of launchers.
 
     launch, told/K      what the launch is; what launcher 0 tells all, once
-    newest              number of the newest round, and who takes part in it; what follows is under round/N
-    card/K, arrivals    who has come to a round
+    newest              number of the newest round, and its members; what follows is under round/N
+    card/K, arrivals    launchers that have joined a round
     failed, heard       why the round cannot begin, and how many have read it
     place               where its launcher 0 listens
     loss/K, alive/K     a launcher has lost launcher 0; launcher 0 lives
 
-Nothing in it beats, since a file only grows. Who lives is known by launcher 0 of a round; who has
-lost launcher 0 asks it here, before there is another round: of two halves of a network, one goes on.
+Nothing in it beats, since a file only grows. Launcher 0 of a round knows the live launchers; one that has
+lost launcher 0 asks it here, before there is another round: of two halves of a network, one continues.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CONNECT_SECONDS = 2.0
 #: How long the host of the store, which goes with it, stays for others to read why it leaves.
 _LINGER_SECONDS = 3.0
 _PAUSE = 0.01
-#: Arrivals that may have died before they said who they are, in a row.
+#: Arrivals that may have died before they sent their card, in a row.
 _GAP = 4
 
 
@@ -67,7 +67,7 @@ class Card:
 
 
 class RendezvousKeys:
-    """The store where launchers meet.
+    """The rendezvous store of launchers.
 
     Args:
         store: one that all of them reach.
@@ -109,7 +109,7 @@ class RendezvousKeys:
     # A round that cannot begin.
 
     def fail(self, number: int, error: WorldError) -> None:
-        """Tell all who come to a round why it cannot begin; the first reason is told."""
+        """Tell all that come to a round why it cannot begin; the first reason is told."""
         if self.store.add(f"round/{number}/failures", 1) == 1:
             self.tell(f"round/{number}/failed", [error.message, error.hint])
         self._count_heard(number)
@@ -132,7 +132,7 @@ class RendezvousKeys:
             self.store.add(f"round/{number}/heard", 1)
 
     def linger(self, number: int) -> None:
-        """Wait a moment until all who came to a round have read why it cannot begin."""
+        """Wait a moment until all that came to a round have read why it cannot begin."""
         heard, deadline = f"round/{number}/heard", time.monotonic() + _LINGER_SECONDS
         if not self.has(f"round/{number}/failed"):
             return
@@ -159,7 +159,7 @@ class RendezvousKeys:
         return told
 
     def end(self) -> None:
-        """Tell those who wait for a place that the launch is over."""
+        """Tell those that wait for a place that the launch is over."""
         self.tell("over", 1)
 
     def check_over(self) -> None:
@@ -187,12 +187,12 @@ class RendezvousKeys:
         self.tell(f"round/{number}/card/{arrival}", asdict(card))
 
     def arrived(self, number: int) -> int:
-        """Return how many have come to a round; some may have died before they said who they are."""
+        """Return how many have come to a round; some may have died before they sent their card."""
         key = f"round/{number}/arrivals"
         return int(self.store.get(key)) if self.has(key) else 0
 
     def cards(self, number: int, known: Sequence[Card] = ()) -> list[Card]:
-        """Return the cards of all who have come to a round; `known` are those that were read before."""
+        """Return the cards of all that have come to a round; `known` are those that were read before."""
         cards = list(known)
         seen = {card.token for card in cards}
         gap, arrival = 0, len(cards)
@@ -215,7 +215,7 @@ class RendezvousKeys:
     def close(self, number: int, cards: Sequence[Card]) -> None:
         """Begin a round with these launchers, unless a newer one has begun.
 
-        One write says that it has begun, and with whom: a launcher that dies here leaves the whole of it
+        One write has its begin and its members: a launcher that dies here leaves the whole of it
         or nothing, and one that was stopped for a while does not undo what others have done since.
         """
         newest, _, before = self._newest()
@@ -265,7 +265,7 @@ class RendezvousKeys:
         return self.newest() == number
 
     def answer_losses(self, number: int, known: int) -> list[int]:
-        """Answer those who have lost launcher 0, after the first `known`; return their numbers."""
+        """Answer those that have lost launcher 0, after the first `known`; return their numbers."""
         asked: list[int] = []
         while self.has(f"round/{number}/loss/{known + len(asked)}"):
             loss = known + len(asked)

@@ -127,7 +127,7 @@ class Membership:
         return sum(count for count, node in pairs if node == self.node)
 
     def __str__(self) -> str:
-        """Return who they are and where, in one line."""
+        """Return the launchers and their hosts, in one line."""
         places = self.reached_at or ("",) * self.count
         each = [
             f"{name}{place and f' at {place}'}"

@@ -1,7 +1,7 @@
 """Rendezvous rounds of an elastic launch: a new one when a launcher has joined or is lost.
 
 approach ── arrive ── the round closes ── connectivity check ── membership   (then they watch each other)
-└─ is a round going on, and can its launcher 0 be reached?
+└─ is a round in progress, and can its launcher 0 be reached?
 
 A launch whose launchers do not come and go has one round, which needs all of them.
 """
@@ -54,7 +54,7 @@ class Rounds:
         terms: when a round begins.
         interface: network interface that the user chose.
         check: called again and again while others are waited for.
-        say: tells the user who is in a round.
+        say: shows the user the members of a round.
 
     Raises:
         NotNeeded: if the launch ends before there was a place for this launcher.
@@ -138,7 +138,7 @@ class Rounds:
 
     @property
     def survives_host(self) -> bool:
-        """Whether the launch goes on without the host of the store: there is none where it is a file."""
+        """Whether the launch continues without the host of the store: there is none where it is a file."""
         return self._config.directory is not None
 
     @property
@@ -181,7 +181,7 @@ class Rounds:
                 self.keys.check_failed(self.number)
 
     def fail(self, error: LockstepError) -> None:
-        """Tell those who wait for this launcher that it cannot go on."""
+        """Tell those that wait for this launcher that it cannot continue."""
         if self._terms.fixed or self.membership.index == 0:
             name = self.membership.names[self.membership.index]
             text = f"{name} cannot start its ranks: {error.message}"
@@ -199,7 +199,7 @@ class Rounds:
         """Return where launcher 0 of this round listens; `None` if it does not say so in time.
 
         Raises:
-            WorldError: if it cannot go on.
+            WorldError: if it cannot continue.
         """
         told = self._hear(f"round/{self.number}/place")
         if told is None and self._terms.fixed:
@@ -254,7 +254,7 @@ class Rounds:
             raise error
 
     def _approach(self) -> bool:
-        """Wait until the round that goes on can be reached; return whether there is none any more.
+        """Wait until the round that continues can be reached; return whether there is none any more.
 
         Raises:
             UnreachableError: if this node stays cut off.
@@ -378,10 +378,10 @@ class Rounds:
             which = "" if self._terms.fixed else f" round {number}:"
             self._say(f"lockstep:{which} {self.membership}")
 
-    # While a round goes on: launcher 0.
+    # While a round continues: launcher 0.
 
     def newcomers(self) -> tuple[str, ...]:
-        """Return the names of those who wait for the next round, as far as there is room."""
+        """Return the names of those that wait for the next round, as far as there is room."""
         room = self._terms.most - self.membership.count
         cards = self.keys.cards(self.number + 1) if room else []
         return tuple(card.launcher.name for card in cards[:room])
@@ -391,14 +391,14 @@ class Rounds:
         return self.keys.newest() > self.number
 
     def answer_losses(self, known: int) -> list[int]:
-        """Answer those who have lost launcher 0, after the first `known`; return their numbers.
+        """Answer those that have lost launcher 0, after the first `known`; return their numbers.
 
         A launcher whose own thread is stuck gives no answer: another round begins without it.
         """
         return [] if self._owner.is_stuck() else self.keys.answer_losses(self.number, known)
 
     def end(self) -> None:
-        """Tell those who wait for a place that the launch is over."""
+        """Tell those that wait for a place that the launch is over."""
         self.keys.end()
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from lockstep.world import network
 _INTERVAL = 0.02
 #: How long launcher 0 waits for the others to hear the last decision, before it ends.
 _LINGER_SECONDS = 5.0
-#: How long it goes on telling it, where it does not end.
+#: How long it continues telling it, where it does not end.
 _AFTERLIFE_SECONDS = 20.0
 #: A line over which nothing comes for as long is not used any more.
 _IDLE_SECONDS = 30.0
@@ -60,7 +60,7 @@ class CoordinatorServer:
     """Where launcher 0 listens to the others.
 
     Args:
-        membership: who they are.
+        membership: the launchers and their ranks.
         coordinator: what decides.
         loopback: whether all of them are on this host, and always will be.
     """
@@ -92,7 +92,7 @@ class CoordinatorServer:
             yield self._coordinator
 
     def close(self) -> None:
-        """Leave when the others have heard the last decision; who goes on need not wait for that."""
+        """Leave when the others have the last decision; launchers that continue don't wait for it."""
         decision = self._coordinator.decision
         if decision is None or not decision.is_last:
             self._closed.set()
@@ -123,7 +123,7 @@ class CoordinatorServer:
                     self._closed.wait(_INTERVAL / 2)
                     continue
                 if not self._room.acquire(blocking=False):
-                    connection.close()  # a launcher that meets with this calls again
+                    connection.close()  # a launcher that sees this connects again
                     continue
                 threading.Thread(
                     target=self._converse,

@@ -31,19 +31,19 @@ from lockstep.strategies.local_sgd.outer import Mean, Nesterov, Outer
 from lockstep.strategies.model_context import ModelContext
 from lockstep.strategies.wrapped_model import WrappedModel
 
-#: Steps between two meetings where the user says no number. Local SGD: Lin et al., "Don't Use Large
+#: Default steps between two averages. Local SGD: Lin et al., "Don't Use Large
 #: Mini-Batches, Use Local SGD" (ICLR 2020, arXiv:1808.07217), use up to 16. DiLoCo: the smallest number
 #: of those that Douillard et al. compare (50 to 2000; their runs have a hundred thousand steps).
 EVERY = {"local-sgd": 16, "diloco": 50}
 
 
 class LocalModel(WrappedModel):
-    """A model that each rank trains by itself between meetings with the others.
+    """A model that each rank trains independently between averages.
 
     Args:
         module: the user's model, already on its device.
         context: where it is to live.
-        every: steps between two meetings.
+        every: steps between two averages.
         outer: makes one model of several.
     """
 
@@ -64,7 +64,7 @@ class LocalModel(WrappedModel):
         self._meeting: AbstractContextManager[None] = nullcontext()
         self._weight = 0.0
         self._steps = 0
-        # Samples of a batch whose step has not happened yet; and those of the steps since ranks have met.
+        # Samples of a batch whose step has not happened yet; and those of the steps since the last average.
         self._batch = self._samples = 0
         self._has_own_buffers = False
 
@@ -101,7 +101,7 @@ class LocalModel(WrappedModel):
         """Take note of the optimizer, whose memory is averaged, too.
 
         Raises:
-            ModelError: for a second one: it would step after the ranks have met.
+            ModelError: for a second one: it would step after the average.
         """
         if self._optimizer is not None:
             raise ModelError(
@@ -112,7 +112,7 @@ class LocalModel(WrappedModel):
         self._optimizer = optimizer
 
     def update(self, act: Callable[[], Any]) -> Any:
-        """Let the optimizer act; after as many steps as were asked for, meet."""
+        """Let the optimizer act; every `sync_every` steps, average."""
         if not self._steps:
             self._outer.begin()
         result = act()
@@ -126,7 +126,7 @@ class LocalModel(WrappedModel):
 
     @property
     def is_whole(self) -> bool:
-        """Whether all ranks are one: just after they have met."""
+        """Whether all ranks have the same parameters: just after an average."""
         return not self._steps and not self._has_own_buffers
 
     def come_together(self) -> None:
@@ -178,7 +178,7 @@ class LocalModel(WrappedModel):
 
     def load_extras(self, extras: Mapping[str, Any]) -> None:
         """Take what `extras` returned."""
-        # A run may go on with another exchange than it began with.
+        # A run may continue with another exchange than it began with.
         if extras.get("outer"):
             self._outer.load(extras["outer"])
 

@@ -21,7 +21,7 @@ class Outer(Protocol):
         """Give the parameters what follows from the mean of what the ranks gave."""
 
     def state(self) -> dict[str, Any]:
-        """Return what the next meeting depends on, besides the parameters; the same on all ranks."""
+        """Return the state of the outer step besides the parameters; the same on all ranks."""
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take what `state` returned."""

@@ -126,7 +126,7 @@ def _script() -> str:
 
 
 def fingerprint(parts: Any, tensors: Sequence[torch.Tensor]) -> str:
-    """Return what tells the values of a call from others; shapes only on a GPU, for which nobody waits."""
+    """Return what tells the values of a call from others; on a GPU, only shapes, without a wait."""
     crc = zlib.crc32(json.dumps(parts).encode())
     for tensor in tensors:
         crc = zlib.crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), crc)

@@ -296,7 +296,7 @@ class _Refusal:
 
 
 def _refuse_state(module: nn.Module, _prefix: str, keep_vars: bool) -> None:
-    """Refuse `state_dict()`: this rank has a stage only. With `keep_vars` nobody means to save it."""
+    """Refuse `state_dict()`: this rank has a stage only. With `keep_vars` it is not for saving."""
     if not keep_vars:
         raise ModelError(
             f"{type(module).__name__}.state_dict() was called, and this rank has one stage of it; "

@@ -7,7 +7,7 @@ stages in the other direction. So the script's loop is the one it would be on a 
 All chunks of a batch go forward, one after the other, before the first goes back (GPipe, Huang et al.,
 arXiv:1811.06965), as the loss is the script's affair and needs the whole output.
 
-A stage that fails goes on with its messages, and says in them that it has failed: so no rank waits for one
+A stage that fails continues its messages, and says in them that it has failed: so no rank waits for one
 that does not come, and all of them raise, as a script may catch it.
 """
 
@@ -189,7 +189,7 @@ class _Pass:
         )
         if len(self._sizes) == 1:
             return self._forward_whole()
-        # What a chunk draws cannot go on from where the chunk before has drawn in later stages.
+        # What a chunk draws cannot resume from where the chunk before has drawn in later stages.
         key = derive(int(torch.randint(2**62, ())), FORWARD, self._schedule.row.rank)
         with undisturbed():
             set_key(key)
@@ -201,7 +201,7 @@ class _Pass:
         return self._share(merged, None)
 
     def _forward_whole(self) -> Message:
-        """Draw as one process would: each stage goes on from where the one before has drawn."""
+        """Draw as one process would: each stage resumes from where the one before has drawn."""
         return self._share(*self._forward_chunk(0, Generators.now()))
 
     def _share(self, output: Any, states: States | None) -> Message:
@@ -227,7 +227,7 @@ class _Pass:
         Args:
             chunk: its number.
             begin: where the generators stood when the model was called, if the stages draw in turn;
-                then where they stand afterwards is returned, or `None` if nobody has drawn.
+                then where they stand afterwards is returned, or `None` if no chunk has drawn.
         """
         schedule = self._schedule
         message = None if schedule.is_first else schedule.row.receive(schedule.row.rank - 1)
@@ -395,7 +395,7 @@ class _Pass:
 
 
 def _nothing() -> None:
-    """Where nobody asks whether a chunk has drawn."""
+    """Without checks whether a chunk has drawn."""
 
 
 def _dismantled(

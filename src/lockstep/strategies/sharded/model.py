@@ -42,7 +42,7 @@ class ShardedModel(CutState, WrappedModel):
         module: the user's model, sharded in place.
         context: where it lives.
         units: its units; the last is the model itself.
-        scatter: how gradients meet; `None` on a single rank.
+        scatter: reduce-scatter of gradients; `None` on a single rank.
         gather: `unit` or `batch`, as `run.model` was given it.
     """
 
@@ -350,7 +350,7 @@ class _Passing:
 
 
 class _Refusal:
-    """What a sharded model says to who copies it."""
+    """The error of a copy of a sharded model."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -34,9 +34,9 @@ def world(
 ) -> World:
     """Return the world of a process that `mpiexec` has started.
 
-    On one node the ranks meet on its loopback interface, under a name that only this job has. On
+    On one node the rendezvous is on its loopback interface, under a name that only this job has. On
     several nodes nothing says where rank 0 is, nor which number a node has: unless `MASTER_ADDR` and
-    `MASTER_PORT` do, the ranks ask MPI when they meet.
+    `MASTER_PORT` do, the ranks ask MPI at the rendezvous.
 
     Raises:
         WorldError: if the numbers contradict each other.

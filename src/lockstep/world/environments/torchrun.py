@@ -2,7 +2,7 @@
 
 The variables are those of https://docs.pytorch.org/docs/stable/elastic/run.html; `RANK` and
 `WORLD_SIZE` alone (as scripts on `torch.multiprocessing.spawn` set them) leave open which ranks share a
-node: the ranks find out when they meet.
+node: the ranks find out at the rendezvous.
 """
 
 from __future__ import annotations

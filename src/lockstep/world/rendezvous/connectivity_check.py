@@ -1,6 +1,6 @@
 """Connectivity check: every node connects to every other one, before any rank waits for it.
 
-The members meet at a store already; that says nothing of the ways between them, which collectives take.
+The members share a store already; collectives need connections between them, too.
 Each listens, and tells a token: 172.17.0.1 exists on every host with Docker, and would answer for the
 wrong one. All try the interfaces of member 0. The interface by which a member reaches it is the
 member's, unless the user chose one; then all pairs are tried at these. The answer is the same for all:

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 #: How much longer the others wait for the answer of member 0 than member 0 waits for them.
 _SLACK = 15.0
-#: How long member 0, with whom the store may go, stays for the others to read an error.
+#: How long member 0, with which the store may end, stays for the others to read an error.
 _LINGER_SECONDS = 3.0
 _PAUSE = 0.005
 
 
 class Members:
-    """The members of a rendezvous that meet at a store, as one of them sees them.
+    """The members of a rendezvous, as one of them sees them.
 
     Args:
         store: one that all members reach, used for these questions alone.

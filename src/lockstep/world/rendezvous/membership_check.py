@@ -1,6 +1,6 @@
 """Membership check: rank 0 compares the ranks, hosts and versions of all.
 
-It finds who shares a host, and names ranks that did not come, ranks that claim the same place, and
+It finds ranks that share a host, and names ranks that did not come, ranks that claim the same place, and
 nodes whose libraries differ, before anything waits for them in a collective. What launchers say of their
 nodes is compared by the same functions.
 """
@@ -108,7 +108,7 @@ def check_members(
 
     Args:
         store: a store that all ranks reach, used for this alone.
-        world: who this rank is.
+        world: rank and rendezvous of this process.
         own: what it says of itself.
         seconds: how long ranks may take to come.
 

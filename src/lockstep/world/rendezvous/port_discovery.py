@@ -27,7 +27,7 @@ from lockstep.world.network import interface_towards, listen, why_unreached
 from lockstep.world.waiting import Check, go_on
 
 #: Ports of the sequences: above those of well-known services, below those that Linux gives to clients. A
-#: prime number of them, so that no stride meets a port twice.
+#: prime number of them, so that no stride reaches a port twice.
 _FIRST_PORT, _LAST_PORT = 18_000, 31_998
 _CANDIDATES = 16
 _CONNECT_SECONDS = 2.0
@@ -71,9 +71,7 @@ class Announcer:
                 connection, _ = self._listener.accept()
             except OSError as error:
                 if error.errno in _NO_ROOM:
-                    self._closed.wait(
-                        _PAUSE[1]
-                    )  # who connects waits in the system's queue meanwhile
+                    self._closed.wait(_PAUSE[1])  # connections wait in the system's queue meanwhile
                 continue
             with connection, contextlib.suppress(OSError):
                 connection.setblocking(False)  # a line has room in what the system keeps
@@ -138,7 +136,7 @@ def find(
     Args:
         addresses: where the host may be.
         name: what all processes of the job call it.
-        who: what to call this process in messages.
+        who: name of this process in messages.
         seconds: how long the host may take to answer.
         port: the one port to ask at, where the user chose it.
         check: called again and again meanwhile; may raise to end it.
@@ -270,7 +268,7 @@ def _way(address: str) -> str:
 
 
 def _again(seconds: float) -> Iterator[None]:
-    """Go on until `seconds` are over, with a pause between that gets longer."""
+    """Continue until `seconds` are over, with a pause between that gets longer."""
     deadline, pause = time.monotonic() + seconds, _PAUSE[0]
     while True:
         yield

@@ -18,12 +18,12 @@ TIMEOUT = timedelta(minutes=30)
 #: How long a store may take to answer a new client, once something listens at its port. Both ask the
 #: resolver for each other's names (torch 2.13), which takes half a minute where it does not answer.
 _STORE_TIMEOUT = timedelta(seconds=60)
-#: A file in which ranks meet begins with the length of a short key.
+#: The file of a store begins with the length of a short key.
 _LONGEST_KEY = 1 << 16
 
 
 def open_file(path: Path) -> dist.Store:
-    """Return the store in a file in which ranks meet, made if it is not there.
+    """Return the store in a file, made if it is not there.
 
     Raises:
         WorldError: if it cannot be opened, or is no store.
