@@ -71,7 +71,7 @@ class UnreachableError(WorldError):
 
 
 class DeviceError(UsageError):
-    """This machine does not have the device."""
+    """The device does not exist on this machine."""
 
 
 class OutputError(LockstepError):

@@ -152,7 +152,7 @@ def test_nobody_reads(states, output, capsys, monkeypatch):
     states([JobState(state="RUNNING")])
     monkeypatch.setattr(follow.Follower, "_show", closed)
     assert follow.Follower("12", output).follow() == 130
-    assert "the output is not read any more: job 12 goes on" in capsys.readouterr().err
+    assert "the output is not read any more: job 12 continues" in capsys.readouterr().err
 
 
 def test_what_arrives_late_is_shown(states, output, capsys, monkeypatch):
