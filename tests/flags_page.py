@@ -61,7 +61,14 @@ def _verb(name: str, parser: Parser, seen: dict[tuple[str, ...], str]) -> Iterat
             yield f"**{group.title}**: as in [`lockstep {seen[rows]}`](#lockstep-{seen[rows]}).\n"
         elif rows:
             about = [f"{_text(group.description)}\n"] if group.description else []
-            yield from (f"**{group.title}**\n", *about, "| | |", "| --- | --- |", *rows, "")
+            yield from (
+                f"**{group.title}**\n",
+                *about,
+                f"| {_kind(group)} | meaning |",
+                "| --- | --- |",
+                *rows,
+                "",
+            )
             seen[rows] = name
     yield f"{_text(parser.epilog or '').strip()}\n\n```bash"
     yield (
@@ -74,6 +81,10 @@ def _rows(parser: Parser, group: argparse._ArgumentGroup) -> Iterator[str]:
         if action.help != argparse.SUPPRESS and not isinstance(action, argparse._HelpAction):
             told = _text(parser._get_formatter()._expand_help(action))
             yield f"| {_spelled(action)} | {told} |"
+
+
+def _kind(group: argparse._ArgumentGroup) -> str:
+    return "flag" if group._group_actions[0].option_strings else "argument"
 
 
 def _text(told: str) -> str:
