@@ -287,7 +287,7 @@ EXCHANGES = Registry(
         ExchangeEntry(
             name="mpi", build="lockstep.exchange.mpi:build", check="lockstep.exchange.mpi:check"
         ),
-        ExchangeEntry(name="server", strategy="ps", at_servers=True),
+        ExchangeEntry(name="server", strategy="ps", compares_batches=True, at_servers=True),
         ExchangeEntry(
             name="bf16", build="lockstep.exchange.compressed:build", exactness="approximate"
         ),

@@ -288,43 +288,6 @@ def train_partly(frozen: list[int]) -> str:
         return run.digest()
 
 
-class Careful(nn.Module):
-    """Draws, refuses some inputs by an exception of its own, and spoils some backward passes."""
-
-    class RefusedError(ValueError):
-        """Needs two arguments, as some exceptions do."""
-
-        def __init__(self, what: str, number: int) -> None:
-            super().__init__(f"{what} {number}")
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + torch.randn(())
-        if x.isnan().any():
-            raise self.RefusedError("nan", 3)
-        return x
-
-
-def train_careful() -> tuple[str, list[str]]:
-    """Exceptions inside of the model, which the script catches."""
-    with quiet_run() as run:
-        middle = nn.Sequential(nn.Linear(8, 8), Careful())
-        model = run.model([nn.Linear(6, 8), middle, nn.Linear(8, 4)])
-        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        caught = []
-        for x, y in run.loader(classes(24, (6,)), batch_size=8, shuffle=True):
-            for bad in (torch.full((2, 6), float("nan")), torch.ones(2, 5)):
-                try:
-                    model(bad)
-                except Careful.RefusedError:
-                    caught.append("refused")
-                except RuntimeError as error:
-                    caught.append(str(error).partition(" (")[0])
-            run.backward(F.cross_entropy(model(x), y))
-            optimizer.step()
-            optimizer.zero_grad()
-        return run.digest(), sorted(set(caught))
-
-
 def train_average() -> str:
     """An average of weights: a copy from before run.model, which is given to the run, too."""
     with quiet_run() as run:
@@ -350,7 +313,6 @@ def train_in_corners() -> list[Any]:
     return [
         *(train_partly(list(places)) for places in frozen),
         train_against_itself(),
-        train_careful(),
         train_average(),
     ]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint import disk
+from lockstep.checkpoint import dcp
 from lockstep.errors import LockstepError
 from lockstep.testing import RankError, run_ranks
 
@@ -44,11 +44,11 @@ def read(directory: str) -> tuple[int, str, bool]:
     """Return the newest checkpoint's step and text, and whether its tensors are right."""
     mine = checkpoints(directory)
     found = mine.newest()
-    tensors = disk.read(found)
+    tensors = dcp.stored(found.path, found.manifest)
     mine.close()
-    right = state(found.step)
+    right = state(found.manifest.step)
     same = all(torch.equal(tensors[name].read(), right[name]) for name in right)
-    return found.step, found.text, same
+    return found.manifest.step, found.manifest.text, same
 
 
 def write(directory: str, steps: int) -> list[tuple[int, str, bool]]:
@@ -63,7 +63,7 @@ def write(directory: str, steps: int) -> list[tuple[int, str, bool]]:
 
 def newest(mine: Any) -> tuple[int, str, bool]:
     found = mine.newest()
-    return found.step, found.text, True
+    return found.manifest.step, found.manifest.text, True
 
 
 def test_written_by_three_and_read_by_one(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_a_mesh_of_whole_models_is_what_ddp_does() -> None:
     assert run_ranks(jobs.train_conv, 2, settings, {}) == [expected] * 2
 
 
-def test_frozen_parts_gradients_of_inputs_exceptions_and_averages() -> None:
+def test_frozen_parts_gradients_of_inputs_and_averages() -> None:
     """Each is a few steps; in one launch, as starting ranks takes longer than that."""
     assert_same(spread.train_in_corners, replicas=2, meshes=[(3, "1x3"), (4, "2x2")])
 

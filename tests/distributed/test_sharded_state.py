@@ -20,7 +20,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import lockstep
 from lockstep.checkpoint import catalog, dcp
-from lockstep.checkpoint.disk import Checkpoints, read
+from lockstep.checkpoint.dcp import stored
+from lockstep.checkpoint.disk import Checkpoints
 from lockstep.checkpoint.parts import Cut
 from lockstep.checkpoint.shared_memory import Descriptors
 from lockstep.checkpoint.snapshot import Snapshots
@@ -130,7 +131,10 @@ def test_each_rank_writes_its_part_or_all_gather_tensor_by_tensor(
 ) -> None:
     staged = run_ranks(save, 3, str(tmp_path), apart)
     checkpoint = catalog.look(tmp_path / "checkpoints/step-00000003")
-    assert same({name: one.read() for name, one in read(checkpoint).items()}, whole())
+    assert same(
+        {name: one.read() for name, one in stored(checkpoint.path, checkpoint.manifest).items()},
+        whole(),
+    )
     total = sum(tensor.nbytes for tensor in whole().values())
     assert sum(staged) == total
     assert (min(staged) > 0) is (apart == -1)
@@ -249,7 +253,10 @@ def test_saved_on_four_ranks_and_continued_on_three_and_one(tmp_path: Path) -> N
         )
         assert told.returncode == 0, told.stderr
         tensors = torch.load(tmp_path / "plain.pt", weights_only=True)
-        assert same(tensors, {name: one.read() for name, one in read(newest).items()})
+        assert same(
+            tensors,
+            {name: one.read() for name, one in stored(newest.path, newest.manifest).items()},
+        )
         weights = newest.path / "__2_0.distcp"
         assert weights.exists(), "the third rank wrote a part"
     assert run_ranks(train, 1, place, 0.0, environ={**environ, **FSDP}) == [expected]

@@ -43,21 +43,6 @@ class Found:
     path: Path
     manifest: Manifest
 
-    @property
-    def step(self) -> int:
-        """Updates that the run had done."""
-        return self.manifest.step
-
-    @property
-    def best(self) -> float | None:
-        """How good this state is, as the run said; larger is better."""
-        return self.manifest.best
-
-    @property
-    def text(self) -> str:
-        """The rest of the state, as it was given to `save`."""
-        return self.manifest.text
-
 
 def place(directory: Path, key: Key) -> Path:
     """Return where a checkpoint is."""

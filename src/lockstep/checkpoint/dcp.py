@@ -183,17 +183,34 @@ def stored(directory: Path, manifest: Manifest) -> dict[str, Stored]:
         CheckpointError: if it cannot be read; so does reading.
     """
     load_dcp()
-    if sum(map(bytes_of, manifest.tensors.values())) > sum(
-        f.bytes for f in manifest.files.values()
-    ):
-        raise DamagedError("its files are too small for the tensors that it names")
-    if not manifest.tensors:
-        return {}
-    contents = _Contents(directory, manifest)
-    return {
-        name: Stored(torch.Size(spec.shape), dtype_of(spec), partial(contents.read, name))
-        for name, spec in manifest.tensors.items()
-    }
+    with _readable(directory):
+        wanted = sum(map(bytes_of, manifest.tensors.values()))
+        if wanted > sum(file.bytes for file in manifest.files.values()):
+            raise DamagedError("its files are too small for the tensors that it names")
+        if not manifest.tensors:
+            return {}
+        contents = _Contents(directory, manifest)
+        return {
+            name: Stored(torch.Size(spec.shape), dtype_of(spec), partial(contents.read, name))
+            for name, spec in manifest.tensors.items()
+        }
+
+
+@contextlib.contextmanager
+def _readable(directory: Path) -> Iterator[None]:
+    """Say of what goes wrong in the body that the checkpoint in `directory` cannot be read."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoint {directory} cannot be read: {error.strerror or error}"
+        ) from error
+    except Exception as error:  # what is wrong with the contents can show itself in any way
+        why = f"its parts contradict each other: {error}"
+        why = error.message if isinstance(error, DamagedError) else why
+        raise DamagedError(f"the checkpoint {directory} cannot be read: {why}") from error
 
 
 class _Contents:
@@ -202,11 +219,10 @@ class _Contents:
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self._directory = directory
         self._specs = manifest.tensors
-        with self._readable():
-            self._reader = _reading()[0](directory, frozenset(manifest.files))
-            metadata = self._reader.read_metadata()
-            self._reader.set_up_storage_reader(metadata, is_coordinator=True)
-            self._there = {name: metadata.state_dict_metadata[name] for name in manifest.tensors}
+        self._reader = _reading()[0](directory, frozenset(manifest.files))
+        metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        self._there = {name: metadata.state_dict_metadata[name] for name in manifest.tensors}
 
     def read(self, name: str, box: Box) -> Tensor:
         """Return a part of a tensor; of what is in the files it reads one part at a time."""
@@ -217,7 +233,7 @@ class _Contents:
         target = torch.empty(box.sizes, dtype=dtype_of(self._specs[name]))
         if not box.numel:
             return target
-        with self._readable():
+        with _readable(self._directory):
             there = self._there[name]
             if tuple(there.size) != self._specs[name].shape:
                 raise DamagedError(
@@ -229,19 +245,6 @@ class _Contents:
                 raise DamagedError(f"parts of {name} are missing")
             self._reader.read_data(LoadPlan(items), _reading()[1](target)).wait()
         return target
-
-    @contextlib.contextmanager
-    def _readable(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise CheckpointError(
-                f"{self._directory} cannot be read: {error.strerror or error}"
-            ) from error
-        except (CheckpointError, MemoryError):
-            raise
-        except Exception as error:  # what is wrong with the contents can show itself in any way
-            raise DamagedError(f"its parts contradict each other: {error}") from error
 
 
 def load_dcp() -> None:

@@ -11,7 +11,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import partial
 from math import isnan, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,9 +21,9 @@ from torch import Tensor
 from lockstep.checkpoint import catalog, dcp, manifest
 from lockstep.checkpoint.background import Background
 from lockstep.checkpoint.catalog import Found, Key, Warn
-from lockstep.checkpoint.manifest import TensorSpec
-from lockstep.checkpoint.parts import Box, Cut, Stored, cut_of, local, whole
-from lockstep.checkpoint.saving import Content, Peers, Saving, Workplace, explained, not_written
+from lockstep.checkpoint.manifest import Manifest, TensorSpec
+from lockstep.checkpoint.parts import Box, Cut, cut_of, local, whole
+from lockstep.checkpoint.saving import Peers, Saving, Workplace, explained, not_written
 from lockstep.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -139,16 +138,10 @@ class Checkpoints:
         specs, parts = self._stage(tensors)
         assert self._place is not None
         self._serial, self._last = self._serial + 1, (step, text)
-        content = Content(
-            identity=self._identity,
-            step=step,
-            best=best,
-            text=text,
-            specs=specs,
-            shares=self._shares,
-            tensors=parts,
+        told = Manifest(
+            identity=self._identity, step=step, best=best, text=text, tensors=specs, files={}
         )
-        saving = Saving(self._peers, self._place, self._serial, content)
+        saving = Saving(self._peers, self._place, self._serial, told, self._shares, parts)
 
         def write() -> None:
             began = time.monotonic()
@@ -306,32 +299,6 @@ class Buffers:
         for device in devices:
             torch.cuda.synchronize(device)
         return dict(self._kept)
-
-
-def read(checkpoint: Found) -> dict[str, Stored]:
-    """Return the tensors of a checkpoint, which are read when asked for.
-
-    Raises:
-        CheckpointError: if it cannot be read; so does reading.
-    """
-    with _readable(checkpoint):
-        stored = dcp.stored(checkpoint.path, checkpoint.manifest)
-
-    def fetch(of: Stored, box: Box) -> Tensor:
-        with _readable(checkpoint):
-            return of.fetch(box)
-
-    return {n: Stored(one.shape, one.dtype, partial(fetch, one)) for n, one in stored.items()}
-
-
-@contextlib.contextmanager
-def _readable(checkpoint: Found) -> Iterator[None]:
-    try:
-        yield
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"the checkpoint {checkpoint.path} cannot be read: {error.message}", hint=error.hint
-        ) from error
 
 
 def _described(tensors: Mapping[str, Tensor]) -> tuple[dict[str, TensorSpec], dict[str, Cut]]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from lockstep.checkpoint import catalog
+from lockstep.checkpoint import catalog, dcp
 from lockstep.checkpoint.catalog import Found, Key
-from lockstep.checkpoint.disk import read, warn_on_stderr
+from lockstep.checkpoint.disk import warn_on_stderr
 from lockstep.checkpoint.weights_only import check_suffix, write_weights
 from lockstep.errors import CheckpointError, UsageError
 
@@ -46,7 +46,7 @@ def export(
         raise UsageError(f"{target} exists", hint="--force overwrites it, -o names another file")
     chosen = choose(run_dir, step=step, best=best)
     names = _names(chosen, model)
-    tensors = read(chosen)
+    tensors = dcp.stored(chosen.path, chosen.manifest)
     write_weights(target, {own: tensors[name].read() for name, own in names.items()})
     return target, chosen
 

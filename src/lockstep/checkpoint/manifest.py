@@ -5,13 +5,14 @@ Does not import torch.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from lockstep.errors import CheckpointError
 from lockstep.version import __version__
@@ -174,23 +175,37 @@ def read(directory: Path) -> Manifest:
 
 
 def write(directory: Path, manifest: Manifest) -> None:
-    """Write the manifest so that a reader, or a crash, sees the old or the new one, never a part.
+    """Write the manifest.
 
     Raises:
         OSError: if it cannot be written.
     """
-    draft = directory / f".{NAME}.{os.getpid()}"
+    with replacing(directory / NAME, FILE_MODE) as file:
+        file.write(manifest.dumps().encode())
+    sync_directory(directory)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """Write a file in the body; a reader, or a crash, sees the old or the new one, never a part.
+
+    Args:
+        path: of the file.
+        mode: who may read and write it, before the process's mask.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with os.fdopen(
-            os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, FILE_MODE), "w"
-        ) as file:
-            file.write(manifest.dumps())
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
-        draft.replace(directory / NAME)
+        draft.replace(path)
     finally:
-        draft.unlink(missing_ok=True)
-    sync_directory(directory)
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
 
 
 def note_best(directory: Path, best: float) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from lockstep.checkpoint import state_codec
 from lockstep.data.microbatch import Batching
 from lockstep.errors import CheckpointError
 
@@ -218,7 +219,7 @@ def _told(event: Event, tensors: Tensors) -> dict[str, Any]:
         elif name == "losses":
             told[name] = [float(loss) for loss in value]
         elif name == "value":
-            told[name] = _put(value, tensors)
+            told[name] = state_codec.encode(value, name, tensors)
         else:
             told[name] = asdict(value) if isinstance(value, Counters | Batching) else value
     return told
@@ -230,30 +231,7 @@ def _parse(told: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Even
         if name == "events":
             fields[name] = [_parse(one, tensors) for one in value]
         elif name == "value":
-            fields[name] = _take(value, tensors)
+            fields[name] = state_codec.decode(value, tensors.get)
         elif name != "kind":
             fields[name] = _PARSED[name](value) if name in _PARSED else value
     return _KINDS[told["kind"]](**fields)
-
-
-def _put(value: Any, tensors: Tensors) -> Any:
-    """Return a value as JSON has it: a tensor is an object with its name."""
-    if isinstance(value, torch.Tensor):
-        name = str(len(tensors))
-        tensors[name] = value
-        return {"tensor": name}
-    if isinstance(value, Mapping):
-        return {"entries": [[name, _put(one, tensors)] for name, one in value.items()]}
-    if isinstance(value, list | tuple):
-        return [_put(one, tensors) for one in value]
-    return value
-
-
-def _take(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    if isinstance(value, list):
-        return [_take(one, tensors) for one in value]
-    if not isinstance(value, Mapping):
-        return value
-    if "tensor" in value:
-        return tensors.get(value["tensor"])
-    return {name: _take(one, tensors) for name, one in value["entries"]}

@@ -16,7 +16,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lockstep.checkpoint import catalog, dcp, manifest
 from lockstep.checkpoint.catalog import Key
-from lockstep.checkpoint.manifest import FileSpec, Manifest, TensorSpec
+from lockstep.checkpoint.manifest import FileSpec, Manifest
 from lockstep.errors import CheckpointError, PeerError
 from lockstep.world import host
 from lockstep.world.waiting import await_any
@@ -179,29 +179,6 @@ class Workplace:
         shutil.rmtree(self.drafts, ignore_errors=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Content:
-    """What is saved.
-
-    Attributes:
-        identity: of the run.
-        step: updates that the run has done.
-        best: how good this state is.
-        text: the rest of the state.
-        specs: types and shapes of all tensors.
-        shares: what each writer writes.
-        tensors: this rank's parts, on the CPU; nothing changes them.
-    """
-
-    identity: Mapping[str, Any]
-    step: int
-    best: float | None
-    text: str
-    specs: Mapping[str, TensorSpec]
-    shares: dcp.Shares
-    tensors: Mapping[str, Tensor]
-
-
 class Saving:
     """Writes one checkpoint.
 
@@ -209,23 +186,34 @@ class Saving:
         peers: the other ranks.
         place: where to write, and which ranks write.
         serial: which checkpoint of this launch it is, from 1.
-        content: what is saved.
+        told: what it holds; its files are not known yet.
+        shares: what each writer writes.
+        tensors: this rank's parts, on the CPU; nothing changes them.
 
     Attributes:
         path: on the main rank, where it is.
     """
 
-    def __init__(self, peers: Peers, place: Workplace, serial: int, content: Content) -> None:
-        self._peers, self._place, self._content = peers, place, content
+    def __init__(
+        self,
+        peers: Peers,
+        place: Workplace,
+        serial: int,
+        told: Manifest,
+        shares: dcp.Shares,
+        tensors: Mapping[str, Tensor],
+    ) -> None:
+        self._peers, self._place = peers, place
+        self._told, self._shares, self._tensors = told, shares, tensors
         self._serial = str(serial)
         self._draft = place.drafts / self._serial
         self._there = self._of_step()
-        self.path = catalog.place(place.directory, (content.step, 0))
+        self.path = catalog.place(place.directory, (told.step, 0))
 
     def _of_step(self) -> dict[Key, Path]:
         """Return where checkpoints of this step are."""
         there = catalog.paths(self._place.directory)
-        return {key: path for key, path in there.items() if key[0] == self._content.step}
+        return {key: path for key, path in there.items() if key[0] == self._told.step}
 
     def run(self) -> bool:
         """Write it; return whether it is on disk: it is not where nothing waits for it any more.
@@ -265,8 +253,8 @@ class Saving:
 
     def _write_part(self, part: int) -> None:
         self._draft.mkdir(mode=manifest.DIRECTORY_MODE, exist_ok=True)
-        content = self._content
-        results = dcp.write_part(self._draft, part, content.shares, content.specs, content.tensors)
+        specs = self._told.tensors
+        results = dcp.write_part(self._draft, part, self._shares, specs, self._tensors)
         names = {result["file"] for result in results}
         files = {name: _describe(self._draft / name) for name in sorted(names)}
         told = {"results": results, "files": files}
@@ -301,22 +289,14 @@ class Saving:
         return [json.loads(self._part(part).read_text(encoding="utf-8")) for part in range(count)]
 
     def _commit(self, parts: list[dict[str, Any]]) -> None:
-        content, draft = self._content, self._draft
-        dcp.finish(draft, content.shares, content.specs, [part["results"] for part in parts])
+        draft, specs = self._draft, self._told.tensors
+        dcp.finish(draft, self._shares, specs, [part["results"] for part in parts])
         files = {name: FileSpec(**spec) for part in parts for name, spec in part["files"].items()}
         files[dcp.METADATA] = FileSpec(**_describe(draft / dcp.METADATA))
         for part in range(len(parts)):
             self._part(part).unlink()
-        told = Manifest(
-            identity=content.identity,
-            step=content.step,
-            best=content.best,
-            text=content.text,
-            tensors=content.specs,
-            files=files,
-        )
         self._peers.look(self._serial)
-        manifest.write(draft, told)
+        manifest.write(draft, replace(self._told, files=files))
         self._rename()
         manifest.sync_directory(self._place.directory)
 
@@ -324,20 +304,20 @@ class Saving:
         """Make this state the newest checkpoint of its step; one that is there already moves up."""
         there = self._of_step()
         texts = {key: self._text_at(path) for key, path in there.items()}
-        last = max(there, default=(self._content.step, -1))
+        last = max(there, default=(self._told.step, -1))
         if last in there and texts[last] is None:
             catalog.remove(there[last])
         # Another state of this step has the next number: weights may change without an update.
         is_free = last not in there or not there[last].exists()
-        is_next = not is_free and texts[last] != self._content.text
+        is_next = not is_free and texts[last] != self._told.text
         self.path = catalog.place(self._place.directory, (last[0], max(last[1], 0) + is_next))
-        same = next((there[key] for key in there if texts[key] == self._content.text), None)
+        same = next((there[key] for key in there if texts[key] == self._told.text), None)
         if same is None:
             self._draft.rename(self.path)
             return
         same.rename(self.path)
-        if self._content.best is not None:
-            manifest.note_best(self.path, self._content.best)
+        if self._told.best is not None:
+            manifest.note_best(self.path, self._told.best)
 
     def _text_at(self, path: Path) -> str | None:
         """Return the text of a checkpoint; `None` for one that is damaged, or another run's."""
@@ -345,7 +325,7 @@ class Saving:
             there = catalog.look(path)
         except CheckpointError:
             return None
-        return None if there.manifest.differences(self._content.identity) else there.text
+        return None if there.manifest.differences(self._told.identity) else there.manifest.text
 
     def _tell(self) -> None:
         """Tell the other ranks that the checkpoint is there; return when they have heard."""
@@ -417,8 +397,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def _describe(path: Path) -> dict[str, Any]:
     path.chmod(manifest.FILE_MODE)
-    spec = FileSpec.of(path)
-    return {"bytes": spec.bytes, "sha256": spec.sha256}
+    return asdict(FileSpec.of(path))
 
 
 def _sizes(directory: Path) -> Iterator[int]:

@@ -32,6 +32,10 @@ class Schedule:
         page: where the ranks of this launcher look.
         leads: whether this is the first rank of its launcher.
         ahead: by how many steps another rank may be ahead of that one.
+
+    Attributes:
+        number: of the next snapshot, where all ranks take each together by another agreement.
+        taken: how many snapshots were taken: as many on all ranks of the launcher.
     """
 
     def __init__(
@@ -40,8 +44,8 @@ class Schedule:
         self._snapshots, self._page, self._leads = snapshots, page, leads
         self._least = ahead + 1
         self._preparing: threading.Thread | None = None
-        self._number = snapshots.number
-        self._taken = 0
+        self.number = snapshots.number
+        self.taken = 0
         self._steps = 0
         self._last: tuple[int, float] | None = None
 
@@ -54,7 +58,7 @@ class Schedule:
         self._last = (steps, time.monotonic())
         if self._leads:
             # No rank has begun a step yet: none is ahead.
-            self._page.plan_snapshot(steps + 1, self._number)
+            self._page.plan_snapshot(steps + 1, self.number)
 
     def due(self, steps: int) -> int:
         """Return the number of the snapshot that is due at this point, after so many steps; 0 for none.
@@ -67,17 +71,7 @@ class Schedule:
     def postpone(self) -> None:
         """Take the snapshot that is due now after the next step."""
         if self._leads:
-            self._page.plan_snapshot(self._steps + self._least, self._number)
-
-    @property
-    def number(self) -> int:
-        """Number of the next snapshot, where all ranks take each together by another agreement."""
-        return self._number
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether a snapshot has been taken: on all ranks of the launcher, or on none."""
-        return self._taken > 0
+            self._page.plan_snapshot(self._steps + self._least, self.number)
 
     @property
     def needs_memory(self) -> bool:
@@ -101,7 +95,7 @@ class Schedule:
             if self._preparing is not None:
                 return None
         self._last = (self._steps, time.monotonic())
-        self._page.plan_snapshot(self._steps + self._least, self._number)
+        self._page.plan_snapshot(self._steps + self._least, self.number)
         return None
 
     def take(
@@ -117,17 +111,17 @@ class Schedule:
         """
         self._snapshots.write(number, text, tensors)
         now = time.monotonic()
-        self._taken += 1
-        self._number = number + 1
+        self.taken += 1
+        self.number = number + 1
         if self._leads and self._last is not None:
             interval = self._interval(began, now - began)
-            self._page.plan_snapshot(self._steps + interval, self._number)
+            self._page.plan_snapshot(self._steps + interval, self.number)
             self._last = (self._steps, now)
 
     def _interval(self, began: float, cost: float) -> int:
         assert self._last is not None, "memory was taken before"
         last_steps, last_time = self._last
-        if self._taken <= _WARM:
+        if self.taken <= _WARM:
             return self._least
         step = (began - last_time) / max(1, self._steps - last_steps)
         return max(self._least, math.ceil(cost / (_SHARE * max(step, 1e-9))))

@@ -155,6 +155,8 @@ class Snapshots:
     Attributes:
         parts: how many ranks the launcher has.
         number: of the first snapshot that this generation takes.
+        found: the newest snapshot of this run that the generation before has left; `None` once the run goes
+            on, since it is overwritten then.
         is_spoken_for: whether it holds a run that the script comes to after this one: a generation began
             again with the first of several runs, and the one that was interrupted waits here.
     """
@@ -176,7 +178,7 @@ class Snapshots:
         self.number = next_number(self._buffers)
         self._layouts: list[tuple[Layout, int] | None] = [None, None]
         self._copies: list[list[tuple[str, torch.Tensor, slice | None]]] = [[], []]
-        self._found = self.newest()
+        self.found = self.newest()
         left = newest(self._buffers)
         self.is_spoken_for = left is not None and run_of(left.tag) > run_of(tag)
 
@@ -191,15 +193,6 @@ class Snapshots:
         tensors = {name: layout.view(data, name) for name in layout.places}
         first, stop, size = head["ranks"]
         return Snapshot(head["text"], tensors, range(first, stop), size, head["cuts"])
-
-    @property
-    def found(self) -> Snapshot | None:
-        """The newest snapshot of this run that the generation before has left."""
-        return self._found
-
-    def forget(self) -> None:
-        """Let go of what was found: from here on it may be overwritten."""
-        self._found = None
 
     def is_ready(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Return whether there is memory for `tensors`."""

@@ -64,13 +64,22 @@ def flatten(state: Mapping[str, Any]) -> tuple[str, dict[str, torch.Tensor]]:
         CheckpointError: if it holds something that is neither container, number, text nor tensor.
     """
     tensors: dict[str, torch.Tensor] = {}
-    tree = {name: _Flattener(tensors).encode(value, name) for name, value in state.items()}
+    tree = {name: encode(value, name, tensors) for name, value in state.items()}
     return json.dumps(tree), tensors
 
 
 def rebuild(text: str, tensor: Callable[[str], Any]) -> dict[str, Any]:
     """Return the state that `flatten` has taken apart, with what `tensor` returns for each name."""
-    return {name: _decode(value, tensor) for name, value in json.loads(text).items()}
+    return {name: decode(value, tensor) for name, value in json.loads(text).items()}
+
+
+def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """Return `value` as JSON has it, and add the tensors in it to `tensors`, under names made of `path`.
+
+    Raises:
+        CheckpointError: as `flatten`.
+    """
+    return _Flattener(tensors).encode(value, path)
 
 
 class _Flattener:
@@ -131,9 +140,10 @@ class _Flattener:
         return name
 
 
-def _decode(value: Any, tensor: Callable[[str], Any]) -> Any:
+def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
+    """Return the value that `encode` has made JSON of, with what `tensor` returns for each name."""
     if isinstance(value, list):
-        return [_decode(item, tensor) for item in value]
+        return [decode(item, tensor) for item in value]
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
@@ -144,7 +154,7 @@ def _decode(value: Any, tensor: Callable[[str], Any]) -> Any:
     if kind == "scalar":
         return np.dtype(content[0]).type(content[1])
     if isinstance(content, list):
-        content = [_decode(item, tensor) for item in content]
+        content = [decode(item, tensor) for item in content]
     if kind in _MAPPINGS.values():
         content = [(key, item) for key, item in content]
     return _MAKERS[kind](content)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import pickle
 import zipfile
 from collections.abc import Mapping
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lockstep.checkpoint.manifest import replacing
 from lockstep.checkpoint.parts import whole
 from lockstep.errors import CheckpointError, ModelError, UsageError
 
@@ -77,7 +76,6 @@ def write_weights(path: Path, state: Mapping[str, Any], *, here: bool = True) ->
         CheckpointError: if it cannot be written.
     """
     check_suffix(path)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
     tensors: dict[str, Any] = {}
     for name, value in state.items():
         one = whole(value)
@@ -86,18 +84,12 @@ def write_weights(path: Path, state: Mapping[str, Any], *, here: bool = True) ->
     if not here:
         return
     try:
-        with draft.open("wb") as file:
+        with replacing(path) as file:
             _write(file, tensors, safe=path.suffix == _SAFETENSORS)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
     except (OSError, RuntimeError) as error:
         cause = error if isinstance(error, OSError) else error.__context__
         reason = cause.strerror if isinstance(cause, OSError) else None
         raise CheckpointError(f"{path} cannot be written: {reason or error}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)
 
 
 def check_fit(model: str, state: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:

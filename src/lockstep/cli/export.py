@@ -66,5 +66,5 @@ def handle(options: argparse.Namespace) -> int:
         model=options.model,
         force=options.force,
     )
-    print(f"{file}: step {checkpoint.step}")
+    print(f"{file}: step {checkpoint.manifest.step}")
     return 0

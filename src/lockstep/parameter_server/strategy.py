@@ -27,9 +27,9 @@ from lockstep.parameter_server.exchange import ServerExchange
 from lockstep.parameter_server.remote_optimizer import RemoteOptimizer
 from lockstep.parameter_server.servers import Servers
 from lockstep.registry import WITH_SERVERS
-from lockstep.strategies.buffers import broadcast
+from lockstep.strategies.buffers import start_alike
 from lockstep.strategies.checks import shares_buffers
-from lockstep.strategies.ddp import ReplicatedModel, spans_devices
+from lockstep.strategies.ddp import ReplicatedModel
 from lockstep.strategies.gradient_accumulation import NOTHING, Gradients, take_gradients
 from lockstep.strategies.model_context import ModelContext
 from lockstep.strategies.versions import Versions
@@ -50,7 +50,7 @@ def hold(
     clients = context.servers.connect(context)
     try:
         if context.staleness is None:
-            return _hold_served(module, context, settings, clients)
+            return ServedModel(module, context, settings, clients)
         return _hold_remotely(module, context, settings, clients, context.staleness)
     except BaseException:
         clients.close()
@@ -72,26 +72,18 @@ class ServedModel(ReplicatedModel):
     """A replicated model whose gradients are summed by servers; every worker updates its own copy."""
 
     def __init__(
-        self, module: nn.Module, context: ModelContext, clients: Clients, settings: dict[str, Any]
+        self,
+        module: nn.Module,
+        context: ModelContext,
+        settings: Mapping[str, Any],
+        clients: Clients,
     ) -> None:
-        assert context.group is not None
-        exchange = ServerExchange(clients, context.forest)
-        of_all = context.block, context.replicas, context.group, exchange, settings
-        super().__init__(module, *of_all, context.exchanging, compares_batches=True)
+        super().__init__(module, context, ServerExchange(clients, context.forest), settings)
         self._clients, self._context = clients, context
 
     def ends(self) -> dict[str, int]:
         """Say what the servers have moved; return what this rank has."""
         return _end(self._clients, self._context)
-
-
-def _hold_served(
-    module: nn.Module, context: ModelContext, settings: Mapping[str, Any], clients: Clients
-) -> ServedModel:
-    own = {k: v for k, v in settings.items() if k not in POWERSGD_KEYWORDS}
-    if context.device.type == "cuda" and not spans_devices(module):
-        own = {"device_ids": [context.device.index], **own}
-    return ServedModel(module, context, clients, own)
 
 
 # --- servers update ----------------------------------------------------------------------------------
@@ -116,8 +108,7 @@ class RemoteModel(WrappedModel):
         clients: Clients,
         staleness: int,
     ) -> None:
-        assert context.group is not None
-        super().__init__(module, context.block, context.replicas, context.group)
+        super().__init__(module, context)
         self._context, self._clients, self._staleness = context, clients, staleness
         self._waiting = context.stepping
         self.versions: Versions = Versions(module, staleness, made_here=False)
@@ -162,7 +153,7 @@ class RemoteModel(WrappedModel):
         self._remotes.append(remote)
 
         def step(_self: Optimizer) -> None:
-            with self._waiting:
+            with self._waiting():
                 self._step(remote, type(optimizer).__name__)
 
         wrapped = functools.wraps(optimizer.step)(step)
@@ -224,7 +215,7 @@ class RemoteModel(WrappedModel):
 
     def _wait(self) -> None:
         """Have the newest version here: no rank gets it before all have sent their gradients."""
-        with self._waiting if any(one.coming for one in self._remotes) else nullcontext():
+        with self._waiting() if any(one.coming for one in self._remotes) else nullcontext():
             for remote in self._remotes:
                 self._receive_all(remote)
 
@@ -262,10 +253,6 @@ class RemoteModel(WrappedModel):
         self._wait()
         return self._remote(optimizer).state()
 
-    def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Give an optimizer its state; the servers get it with the next step."""
-        optimizer.load_state_dict(state)
-
     def _remote(self, optimizer: Optimizer) -> RemoteOptimizer:
         return next(remote for remote in self._remotes if remote.belongs_to(optimizer))
 
@@ -296,16 +283,13 @@ def _hold_remotely(
             "otherwise than a single GPU's",
             hint="leave out the staleness, or say exact=False to the run (lockstep run --no-exact)",
         )
-    # As DistributedDataParallel does: all begin with what rank 0 has.
-    with torch.no_grad():
-        both = [*module.parameters(), *module.buffers()]
-        broadcast([tensor.detach() for tensor in both], context.group)
+    start_alike(module, context.group)
     return RemoteModel(module, context, clients, staleness)
 
 
 def _check_settings(settings: Mapping[str, Any], staleness: int, context: ModelContext) -> None:
     """Refuse keywords that would make the result another, and say that the others have no effect."""
-    if not shares_buffers(dict(settings)):
+    if not shares_buffers(settings):
         raise ModelError(
             f"broadcast_buffers=False with staleness={staleness}: all workers have replica 0's buffers "
             "when their models meet; expected buffers that all ranks share",

@@ -7,13 +7,14 @@ on every rank.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from lockstep.errors import ModelError
+from lockstep.strategies.model_context import Waiting
 
 
 class Buffers:
@@ -24,6 +25,7 @@ class Buffers:
         block: the replicas of this rank.
         group: the process group, or `None` for a single rank.
         modes: whose parts' `training` says whether forward passes change buffers; by default `module`.
+        waiting: makes what is entered while ranks wait for each other here.
     """
 
     def __init__(
@@ -32,8 +34,11 @@ class Buffers:
         block: range,
         group: dist.ProcessGroup | None,
         modes: nn.Module | None = None,
+        *,
+        waiting: Waiting = nullcontext,
     ) -> None:
         self._module = module
+        self._waiting = waiting
         self._modes = modes or module
         self._hosts_first = block.start == 0
         self._several = len(block) > 1
@@ -48,8 +53,6 @@ class Buffers:
         self._first: list[torch.Tensor] | None = None
         self.dirty = False
         self._find_parts()
-        #: Entered while ranks wait for each other here.
-        self.meeting: AbstractContextManager[None] = nullcontext()
 
     def _find_parts(self) -> None:
         """Find the parts that have buffers, where there are others than before: pruning adds some."""
@@ -123,7 +126,7 @@ class Buffers:
             _copy(self._first, tensors)
         self._start = self._first = None
         if self._group is not None:
-            with self.meeting:
+            with self._waiting():
                 broadcast(tensors, self._group)
 
     # --- what cannot be the same on every rank ---------------------------------------------------
@@ -190,6 +193,13 @@ def _difference(module: nn.Module, before: list[torch.Size]) -> str:
 def _copy(source: list[torch.Tensor], target: list[torch.Tensor]) -> None:
     if target:
         torch._foreach_copy_(target, source)
+
+
+def start_alike(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Give all ranks the parameters and buffers of rank 0, as DistributedDataParallel does."""
+    both = [*module.parameters(), *module.buffers()]
+    with torch.no_grad():
+        broadcast([tensor.detach() for tensor in both], group)
 
 
 def broadcast(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from lockstep.exchange.base import Exchange, Remembering, Sum, done
 from lockstep.exchange.choose import POWERSGD_KEYWORDS, make
 from lockstep.exchange.flat import Parts, as_typed, form, lies_alike
 from lockstep.registry import EXCHANGES, resolve
-from lockstep.strategies.checks import shares_buffers
+from lockstep.strategies.checks import INEXACT, shares_buffers, spans_devices
 from lockstep.strategies.gradient_accumulation import nothing_like, take_gradients, write
 from lockstep.strategies.model_context import ModelContext
 from lockstep.strategies.passes import watch_forward
@@ -54,32 +54,26 @@ class ReplicatedModel(WrappedModel):
 
     Args:
         module: the user's model, already on its device.
-        block: the replicas of this rank.
-        replicas: number of replicas in all.
-        group: the process group.
+        context: where it lives.
         exchange: sums the gradients.
-        settings: keyword arguments for DistributedDataParallel.
-        exchanging: see `ModelContext`.
-        compares_batches: see `ExchangeEntry`.
+        settings: keyword arguments of `run.model`.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        block: range,
-        replicas: int,
-        group: dist.ProcessGroup,
+        context: ModelContext,
         exchange: Exchange,
-        settings: dict[str, Any],
-        exchanging: AbstractContextManager[object],
-        *,
-        compares_batches: bool,
+        settings: Mapping[str, Any],
     ) -> None:
-        super().__init__(module, block, replicas, group if shares_buffers(settings) else None)
-        self.exactness = "exact" if shares_buffers(settings) else "approximate"
+        shares = shares_buffers(settings)
+        super().__init__(module, context, shares_buffers=shares)
+        self.exactness = "exact" if shares else "approximate"
+        assert context.group is not None
+        self._size = dist.get_world_size(context.group)
         self._exchange = exchange
         self._remembering = exchange if isinstance(exchange, Remembering) else None
-        self._exchanging = exchanging
+        self._exchanging = context.exchanging
         self._places = {id(p): place for place, p in enumerate(self.parameters)}
         # As DDP sees them when it makes its buckets.
         self._forms = [form(p) for p in self.parameters]
@@ -87,24 +81,27 @@ class ReplicatedModel(WrappedModel):
         self._parts: dict[tuple[int, ...], Parts] = {}  # by the places of a bucket's parameters
         # DDP must synchronise the first backward pass that it sees of a static graph; where ranks
         # host several replicas it would be the last of several. The setting changes no bits.
-        several = replicas > dist.get_world_size(group)
+        several = context.replicas > self._size
         self._is_static = bool(settings.get("static_graph")) and not several
         self._finds_unused = not self._is_static and settings.get("find_unused_parameters", True)
         self._unused: set[int] = set()
         self._place = 0
-        self._place_bytes = 0 if compares_batches else _PLACE_BYTES
-        self._size = dist.get_world_size(group)
+        compares = EXCHANGES.find(context.exchange).compares_batches
+        self._place_bytes = 0 if compares else _PLACE_BYTES
         self._late: list[_Late] | None = None
         self._used_anywhere: torch.Tensor | None = None
         # Unused parameters are found here: DDP would spend an all-reduce of its own on them.
         ours = {
-            "process_group": group,
+            "process_group": context.group,
             "static_graph": self._is_static,
             "find_unused_parameters": False,
             **_own_buffers(),
         }
-        settings = {k: v for k, v in settings.items() if not k.endswith("_buffers")}
-        self._ddp = DistributedDataParallel(module, **(settings | ours))
+        of_exchanges = {*POWERSGD_KEYWORDS, *INEXACT}  # and whose buffers there are
+        theirs = {name: v for name, v in settings.items() if name not in of_exchanges}
+        if context.device.type == "cuda" and not spans_devices(module):
+            theirs = {"device_ids": [context.device.index], **theirs}
+        self._ddp = DistributedDataParallel(module, **(theirs | ours))
         self._is_first_static = self._is_static
         self._forward = ExitStack()
         if _is_compiled(module):
@@ -322,7 +319,7 @@ def _own_buffers() -> dict[str, Any]:
 def hold(module: nn.Module, context: ModelContext, settings: dict[str, Any]) -> WrappedModel:
     """Hold a copy of `module` on every rank, or on the only one, as the exchange asks for."""
     if context.group is None:
-        return SingleModel(module, context.replicas)
+        return SingleModel(module, context)
     by_itself = EXCHANGES.find(context.exchange).hold
     held: WrappedModel = resolve(by_itself or replicate)(module, context, settings)
     return held
@@ -342,26 +339,4 @@ def replicate(
         key=str(context.number),
         settings=settings,
     )
-    settings = {k: v for k, v in settings.items() if k not in POWERSGD_KEYWORDS}
-    if context.device.type == "cuda" and not spans_devices(module):
-        settings = {"device_ids": [context.device.index], **settings}
-    return ReplicatedModel(
-        module,
-        context.block,
-        context.replicas,
-        context.group,
-        exchange,
-        settings,
-        context.exchanging,
-        compares_batches=EXCHANGES.find(context.exchange).compares_batches,
-    )
-
-
-def spans_devices(module: nn.Module) -> bool:
-    """Return whether the parts of a module were put on several devices: then they stay there.
-
-    DistributedDataParallel takes such a module without `device_ids`, and its forward pass moves what it
-    computes from one device to the next.
-    """
-    places = {t.device for t in (*module.parameters(), *module.buffers())}
-    return len({place for place in places if place.type != "cpu"}) > 1
+    return ReplicatedModel(module, context, exchange, settings)

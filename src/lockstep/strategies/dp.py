@@ -7,7 +7,8 @@ gradients. Without a GPU it is the module as it is, as in PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ from lockstep.strategies.checks import index_of, refuse_sparse, refuse_unknown
 from lockstep.strategies.model_context import ModelContext
 from lockstep.strategies.single import SingleModel
 from lockstep.strategies.wrapped_model import WrappedModel
-from lockstep.strategies.wrapper import wrap
+
+#: What Python looks up on the class rather than on the object, where a module may define it.
+_SPECIAL = ("__len__", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__contains__")
 
 
 class DataParallelModel(SingleModel):
@@ -27,12 +30,12 @@ class DataParallelModel(SingleModel):
 
     Args:
         module: the user's model, on the first of the GPUs.
-        replicas: number of replicas in all.
+        context: where it lives.
         settings: keyword arguments for DataParallel, with the GPUs where there are any.
     """
 
-    def __init__(self, module: nn.Module, replicas: int, settings: dict[str, Any]) -> None:
-        super().__init__(module, replicas)
+    def __init__(self, module: nn.Module, context: ModelContext, settings: dict[str, Any]) -> None:
+        super().__init__(module, context)
         self._scattered = wrap(module, settings)
         # Each piece has statistics and a dropout of its own, and gradients are added in another order.
         self.exactness = "close" if len(self._scattered.device_ids) > 1 else "exact"
@@ -113,7 +116,73 @@ def scatter(module: nn.Module, context: ModelContext, settings: dict[str, Any]) 
             f"lockstep: strategy=dp without a GPU: {type(module).__name__} runs as it is, "
             "on the CPU and in one thread of Python"
         )
-        return SingleModel(module, context.replicas)
+        return SingleModel(module, context)
     own = context.device.index
     ids = choose_devices(settings.get("device_ids"), own, torch.cuda.device_count())
-    return DataParallelModel(module, context.replicas, {**settings, "device_ids": ids})
+    return DataParallelModel(module, context, {**settings, "device_ids": ids})
+
+
+# --- DataParallel that looks like the module inside -------------------------------------------------
+
+
+class Scattered(DataParallel[nn.Module]):
+    """DataParallel under the names of the module inside.
+
+    Attributes, parameter names and `state_dict` are the module's own, so that a script reads the
+    same on every layout and no checkpoint has keys that begin with `module.`. Made by `wrap`.
+    """
+
+    _is_complete = False
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._is_complete and name not in self.__dict__ and not hasattr(type(self), name):
+            setattr(self.module, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's own state."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a state into the module."""
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the module's parameters under the module's own names."""
+        yield from self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the module's buffers under the module's own names."""
+        yield from self.module.named_buffers(*args, **kwargs)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the module's parts under the module's own names."""
+        yield from self.module.named_modules(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """Return a copy of the module: what an average of weights, say, is made from."""
+        copied: nn.Module = copy.deepcopy(self.module, memo)
+        return copied
+
+
+def wrap(module: nn.Module, settings: dict[str, Any]) -> Scattered:
+    """Return `module` inside a `Scattered` that also has the special methods of its class."""
+    names = [name for name in _SPECIAL if hasattr(type(module), name)]
+    kind = type("Scattered", (Scattered,), {name: _forward(name) for name in names})
+    wrapped: Scattered = kind(module, **settings)
+    wrapped._is_complete = True
+    return wrapped
+
+
+def _forward(name: str) -> Callable[..., Any]:
+    def method(self: Scattered, *args: Any) -> Any:
+        return getattr(self.module, name)(*args)
+
+    return method

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lockstep.checkpoint.parts import Box, Stored, cut_of, is_dtensor, local
 from lockstep.errors import ExactnessError
+from lockstep.strategies import optimizer_state
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -96,19 +97,12 @@ class CutState:
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Give an optimizer its part of what an optimizer of the whole model has."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        numbers = [number for group in state["param_groups"] for number in group["params"]]
-        owner = dict(zip(numbers, parameters, strict=False))
+        owner = optimizer_state.numbered(optimizer, state)
         cut = {
             number: {name: part_of(value, owner.get(number)) for name, value in own.items()}
             for number, own in state["state"].items()
         }
-        optimizer.load_state_dict({**state, "state": cut})
-        for number, own in cut.items():  # torch has given all of it the parameters' type
-            for name, value in own.items():
-                now = optimizer.state[owner[number]].get(name)
-                if isinstance(now, torch.Tensor) and now.dtype != value.dtype:
-                    optimizer.state[owner[number]][name] = value
+        optimizer_state.load(optimizer, {**state, "state": cut})
 
 
 # --- updates -----------------------------------------------------------------------------------------

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import StepError
 from lockstep.strategies.buffers import Buffers
+from lockstep.strategies.model_context import ModelContext
 from lockstep.strategies.passes import watch_forward
 
 
@@ -19,23 +17,14 @@ class FollowedModule:
 
     Args:
         module: the module.
-        block: the replicas of this rank.
-        group: the process group whose ranks share their buffers; `None` for a single rank.
-        meeting: context of calls in which ranks wait for each other's buffers.
+        context: where the run's models live.
     """
 
     is_split = False
 
-    def __init__(
-        self,
-        module: nn.Module,
-        block: range,
-        group: dist.ProcessGroup | None,
-        meeting: AbstractContextManager[None],
-    ) -> None:
+    def __init__(self, module: nn.Module, context: ModelContext) -> None:
         self.module = module
-        self._buffers = Buffers(module, block, group)
-        self._buffers.meeting = meeting
+        self._buffers = Buffers(module, context.block, context.group, waiting=context.sharing)
         self._watching = False
         self._versions = 0
         self.leave = watch_forward(module, self._before_forward, self._buffers.after_evaluation)

@@ -12,6 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.exchange.base import Forest
 
+#: Makes what is entered while a rank waits for others, so that it is known where it stands.
+Waiting = Callable[[], AbstractContextManager[None]]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelContext:
@@ -29,13 +32,18 @@ class ModelContext:
         store: where ranks leave notes for each other.
         exchange: name of the exchange.
         sync_every: steps between two averages of `local-sgd` and `diloco`; `None` for the default.
-        exchanging: entered while a backward pass waits for gradients to be summed, where the host does.
         exact: whether what makes the result depend on the layout is refused.
         say: tells the user how the model is held, on the main rank; not where progress is off.
         warn: tells the user there what must not be missed.
         staleness: how many updates gradients lack; `None` where that is not asked for.
-        stepping: entered while an optimizer's step waits for other ranks.
         servers: the run's parameter servers (`lockstep.parameter_server.servers.Servers`).
+        exchanging: entered while a backward pass waits for gradients to be summed, where the host does.
+        stepping: for an optimizer's step that waits for other ranks.
+        sharing: for ranks that wait for each other's buffers.
+        gathering: for ranks that wait for each other's parts of parameters, in a call by itself.
+        gathering_in_backward: the same inside of `run.backward`, which is a call on a rank's last
+            microbatch only.
+        passing: for ranks that wait for each other inside of a pass through the model.
     """
 
     number: int
@@ -48,10 +56,14 @@ class ModelContext:
     store: dist.Store
     exchange: str
     sync_every: int | None
-    exchanging: AbstractContextManager[object]
     exact: bool
     say: Callable[[str], None]
     warn: Callable[[str], None]
     staleness: int | None = None
-    stepping: AbstractContextManager[None] = field(default_factory=nullcontext)
     servers: object = None
+    exchanging: AbstractContextManager[object] = field(default_factory=nullcontext)
+    stepping: Waiting = nullcontext
+    sharing: Waiting = nullcontext
+    gathering: Waiting = nullcontext
+    gathering_in_backward: Waiting = nullcontext
+    passing: Waiting = nullcontext

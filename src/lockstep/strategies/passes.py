@@ -121,25 +121,3 @@ class Parameters:
 
 def _values(owners: Iterable[Mapping[str, T]]) -> list[T]:
     return [value for own in owners for value in own.values()]
-
-
-def refuse_changing(module: nn.Module) -> None:
-    """Refuse layers that change their parameters in forward passes, or make them there.
-
-    Raises:
-        ModelError: naming the first one.
-    """
-    for name, part in module.named_modules():
-        what = f"the layer {name or '(the model itself)'}, a {type(part).__name__},"
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
-            raise ModelError(
-                f"{what} has max_norm={part.max_norm}, which changes its weights in each forward pass; "
-                "expected None, since replicas on one rank would change them one after the other",
-                hint="scale in forward: v * (max_norm / v.norm(dim=-1, keepdim=True)).clamp(max=1); or "
-                "renormalise weights between the batches of run.batches(…)",
-            )
-        if any(map(nn.parameter.is_lazy, (*part._parameters.values(), *part._buffers.values()))):
-            raise ModelError(
-                f"{what} has parameters without a shape yet; expected a model that has been called",
-                hint="call the model once, on a batch of zeros, before run.model(model)",
-            )

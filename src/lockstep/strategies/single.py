@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from lockstep.data.microbatch import Microbatch
 from lockstep.strategies.checks import shares_buffers
 from lockstep.strategies.gradient_accumulation import take_gradients
+from lockstep.strategies.model_context import ModelContext
 from lockstep.strategies.wrapped_model import WrappedModel
 
 
 class SingleModel(WrappedModel):
     """The user's own module; the replicas' gradients are added as they come."""
 
-    def __init__(self, module: nn.Module, replicas: int) -> None:
-        super().__init__(module, range(replicas), replicas, group=None)
+    def __init__(self, module: nn.Module, context: ModelContext) -> None:
+        super().__init__(module, context, shares_buffers=False)
 
     def _meet(self, microbatch: Microbatch) -> None:
         if not self.several_replicas:
@@ -34,28 +34,14 @@ class FrozenModel(WrappedModel):
 
     Args:
         module: the user's model, already on its device.
-        block: the replicas of this rank.
-        replicas: number of replicas in all.
-        group: the process group; `None` for a single rank.
+        context: where it lives.
         settings: keyword arguments for DistributedDataParallel, of which one says whose buffers there are.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        block: range,
-        replicas: int,
-        group: dist.ProcessGroup | None,
-        settings: dict[str, Any],
-    ) -> None:
-        shares = group is None or shares_buffers(settings)
-        super().__init__(module, block, replicas, group if shares else None)
+    def __init__(self, module: nn.Module, context: ModelContext, settings: dict[str, Any]) -> None:
+        shares = context.group is None or shares_buffers(settings)
+        super().__init__(module, context, shares_buffers=shares)
         self.exactness = "exact" if shares else "approximate"
 
     def _meet(self, microbatch: Microbatch) -> None:
         raise AssertionError("a model without trainable parameters has no gradients")
-
-
-def is_trainable(module: nn.Module) -> bool:
-    """Return whether any parameter of a module is to be trained."""
-    return any(parameter.requires_grad for parameter in module.parameters())

@@ -19,14 +19,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.parameter import is_lazy
 
 from lockstep.errors import ModelError, StepError
 from lockstep.exchange.tree import GroupWire
 
 #: Types whose sums would be too coarse: statistics of such inputs are computed in fp32.
 _COARSE = (torch.float16, torch.bfloat16)
-_UNKNOWN = (UninitializedParameter, UninitializedBuffer)
 
 
 class Ranks:
@@ -276,7 +275,7 @@ def _convert(
 def _synced(module: nn.Module, ranks: Ranks, name: str) -> SyncedBatchNorm:
     kind = type(module)
     what = f"the layer {name or '(the model itself)'}, a {kind.__name__},"
-    if any(isinstance(value, _UNKNOWN) for value in _values(module)):
+    if any(map(is_lazy, chain(module.parameters(), module.buffers()))):
         raise ModelError(
             f"{what} has no parameters yet; expected a layer that knows its channels",
             hint="pass one batch through the model before run.sync_batchnorm",
@@ -295,10 +294,6 @@ def _synced(module: nn.Module, ranks: Ranks, name: str) -> SyncedBatchNorm:
     new.__dict__.update(module.__dict__)
     new.kind, new.ranks = kind, ranks  # type: ignore[assignment]
     return new
-
-
-def _values(module: nn.Module) -> Iterator[torch.Tensor]:
-    return chain(module.parameters(), module.buffers())
 
 
 def layers(module: nn.Module) -> Iterator[SyncedBatchNorm]:

@@ -37,7 +37,7 @@ class TensorModel(CutState, WrappedModel):
     exactness = "close"
 
     def __init__(self, module: nn.Module, context: ModelContext, reducer: Reducer | None) -> None:
-        super().__init__(module, context.block, context.replicas, context.group)
+        super().__init__(module, context)
         self._reducer, self._warn = reducer, context.warn
         if draws(module):
             self.exactness = "approximate"

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import ModelError, StepError
+from lockstep.strategies import optimizer_state
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.dtensor import bytes_here
 from lockstep.strategies.gradient_accumulation import GradientAccumulation
 from lockstep.strategies.gradient_norm import each_norm, total_norm
+from lockstep.strategies.model_context import ModelContext
 from lockstep.strategies.passes import Parameters, watch_forward
 from lockstep.strategies.versions import Versions
 
@@ -33,9 +34,8 @@ class WrappedModel(abc.ABC):
 
     Args:
         module: the user's model.
-        block: the replicas of this rank.
-        replicas: number of replicas in all.
-        group: the process group whose ranks share their buffers; `None` where none do.
+        context: where it lives.
+        shares_buffers: whether all ranks that hold the same part of it take replica 0's buffers.
 
     Attributes:
         module: the user's model.
@@ -60,7 +60,7 @@ class WrappedModel(abc.ABC):
     acts_alone = False
 
     def __init__(
-        self, module: nn.Module, block: range, replicas: int, group: dist.ProcessGroup | None
+        self, module: nn.Module, context: ModelContext, *, shares_buffers: bool = True
     ) -> None:
         self.module = module
         self.parameters = [p for p in module.parameters() if p.requires_grad]
@@ -68,10 +68,13 @@ class WrappedModel(abc.ABC):
         self.used = False
         self.optimized: set[int] = set()
         self.versions: Versions | None = None
-        self.accumulation = GradientAccumulation(block, replicas)
-        self.several_replicas = replicas > 1
-        self._block_size = len(block)
-        self._buffers = Buffers(module, block, group)
+        if context.staleness and self.parameters:
+            self.versions = Versions(module, context.staleness)
+        self.accumulation = GradientAccumulation(context.block, context.replicas)
+        self.several_replicas = context.replicas > 1
+        self._block_size = len(context.block)
+        group = context.group if shares_buffers else None
+        self._buffers = Buffers(module, context.block, group, waiting=context.sharing)
         self._watched = Parameters(module)
         self._met = False
         self._interrupted = False
@@ -391,7 +394,7 @@ class WrappedModel(abc.ABC):
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Give an optimizer its part of what `optimizer_state` returned."""
-        optimizer.load_state_dict(state)
+        optimizer_state.load(optimizer, state)
 
     def optimized_by(self, optimizer: Optimizer) -> None:  # noqa: B027 - most need not know
         """An optimizer that holds parameters of this model was given to the run."""
@@ -418,25 +421,6 @@ class WrappedModel(abc.ABC):
         """Return the buffers that `state_dict` leaves out: they are what the run has computed, too."""
         saved = self.module.state_dict(keep_vars=True)
         return {name: value for name, value in self.module.named_buffers() if name not in saved}
-
-    def gathers_in(  # noqa: B027
-        self,
-        meeting: AbstractContextManager[None],
-        in_pass: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        """Let `meeting` be entered where ranks wait for each other's parts of parameters.
-
-        Args:
-            meeting: context of waits in calls of their own.
-            in_pass: for one inside of `run.backward`, which is a call on its last microbatch only.
-        """
-
-    def passes_in(self, waiting: Callable[[], AbstractContextManager[None]]) -> None:  # noqa: B027
-        """Let `waiting` be entered where ranks wait for each other inside of a pass through the model."""
-
-    def meets_in(self, meeting: AbstractContextManager[None]) -> None:
-        """Let `meeting` be entered where ranks wait for each other's buffers."""
-        self._buffers.meeting = meeting
 
     def ends(self) -> dict[str, int]:
         """The script is done: return bytes that this rank has sent and received, where they are counted."""

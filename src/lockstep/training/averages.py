@@ -14,7 +14,6 @@ from torch import nn
 from lockstep.strategies.followed import FollowedModule
 from lockstep.strategies.model_context import ModelContext
 from lockstep.strategies.wrapped_model import WrappedModel
-from lockstep.training.heartbeat import Heartbeat
 from lockstep.training.listeners import Listener
 
 #: Frames between a loop that begins and torch's function: those of the loader, and what is put around it.
@@ -27,19 +26,15 @@ class Averages(Listener):
     Args:
         context: where the run's models live.
         models: those that the run holds.
-        heartbeat: where it is said that ranks wait for each other's buffers.
 
     Attributes:
         followed: the followed modules, which the run's loop tells of its microbatches.
     """
 
-    def __init__(
-        self, context: ModelContext, models: Sequence[WrappedModel], heartbeat: Heartbeat
-    ) -> None:
+    def __init__(self, context: ModelContext, models: Sequence[WrappedModel]) -> None:
         self.followed: list[FollowedModule] = []
         self._context, self._models = context, models
         self._passing: list[FollowedModule] = []  # for the length of a loop
-        self._meeting = heartbeat.meeting("the exchange of buffers")
 
     def add(self, value: Any) -> FollowedModule | None:
         """Follow `value` from here on; `None` where it is no module, or is followed already."""
@@ -47,7 +42,7 @@ class Averages(Listener):
             return None
         if _share_parts(value, [*self._models, *self.followed]):
             return None
-        own = FollowedModule(value, self._context.block, self._context.group, self._meeting)
+        own = FollowedModule(value, self._context)
         self.followed.append(own)
         return own
 

@@ -27,11 +27,10 @@ def synchronise(context: Context, state: State, loop: Loop, module: nn.Module) -
     with context.collectives.meeting("run.sync_batchnorm"):
         group = _group(context)
     exactness = "exact" if replicas == 1 else "close" if replicas == ranks else "approximate"
-    heartbeat = context.heartbeat.meeting("the statistics of BatchNorm")
 
     @contextlib.contextmanager
     def meeting() -> Iterator[None]:
-        with heartbeat, context.passing():
+        with context.heartbeat.meeting("the statistics of BatchNorm"), context.passing():
             yield
 
     def counts() -> bool:

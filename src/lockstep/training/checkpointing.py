@@ -47,6 +47,9 @@ class Checkpointing:
         checkpoints: on disk.
         aligned: whether all ranks are of one launcher, and take snapshots at the same points.
         apart: whether each launcher has a part of the state only, so that all ranks agree on snapshots.
+
+    Attributes:
+        stop_asked: whether the run was asked to end.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class Checkpointing:
         self._aligned, self._apart = aligned, apart
         # Those that no script asks for; the main rank's clock counts.
         self._every = context.settings.checkpoint_every if context.world.is_main else 0.0
-        self._stop_asked = False
+        self.stop_asked = False
         self._saved = time.monotonic()
         self._asked: _Asked | None = None
         self._has_looked = False
@@ -81,13 +84,8 @@ class Checkpointing:
 
     def stop(self) -> None:
         """End the run, its state saved, at the next step that all ranks agree on."""
-        self._stop_asked = True
+        self.stop_asked = True
         self._coordination.ask("stop")
-
-    @property
-    def stop_asked(self) -> bool:
-        """Whether it was to end."""
-        return self._stop_asked
 
     def at_point(self) -> None:
         """The state is whole: keep it, where that is due.
@@ -128,7 +126,7 @@ class Checkpointing:
             if due:
                 self._coordination.ask("snapshot")
             return schedule.number if request is not None else 0
-        if due and self._loop.open_metrics and not self._aligned:
+        if due and self._loop.progress.open_metrics and not self._aligned:
             # What a metric under way has seen must be had from all ranks: they take no snapshot together.
             schedule.postpone()
             return 0
@@ -141,7 +139,7 @@ class Checkpointing:
         if self._state.is_gathered:
             # At points 1, 2, 4, 8 and so on, until there is a snapshot: all ranks take them at the same.
             is_time = self._points & (self._points - 1) == 0 and self._points <= _LOOKED_UNTIL
-            return is_time and not schedule.has_begun
+            return is_time and not schedule.taken
         return schedule.needs_memory
 
     def _prepare(self, schedule: Schedule, text: str, tensors: dict[str, torch.Tensor]) -> None:
@@ -240,7 +238,7 @@ def _go_on(context: Context, state: State, loop: Loop, checkpoints: Checkpoints)
         saved = Search(context.meeting, context.group, snapshots, checkpoints).find()
     has_memory = snapshots is not None and snapshots.found is not None
     if snapshots is not None:
-        snapshots.forget()
+        snapshots.found = None
     if saved is None:
         context.record.begin(0, None)
         return

@@ -12,10 +12,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 
 from lockstep.errors import MismatchError, PeerError
+from lockstep.exchange.scatter import told_by_all
 from lockstep.record import stacks
 from lockstep.training.heartbeat import Call, Heartbeat
 from lockstep.world.meet import Meeting
@@ -68,18 +68,14 @@ class CollectiveCheck:
 
     def _compare(self, kind: str, group: dist.ProcessGroup) -> None:
         place = stacks.users(stacks.of(sys._getframe()))
-        said = f"{kind}\n{place}".encode()[:_LENGTH].ljust(_LENGTH, b"\0")
-        own = torch.frombuffer(bytearray(said), dtype=torch.uint8)
-        parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
         try:
-            dist.all_gather(parts, own, group=group)
+            told = told_by_all(f"{kind}\n{place}".encode(), _LENGTH, group)
         except RuntimeError as error:
-            told = self._meeting.heard(_SECONDS)
-            if told is None:
+            why = self._meeting.heard(_SECONDS)
+            if why is None:
                 raise
-            raise PeerError(told) from error
-        calls = [part.numpy().tobytes().rstrip(b"\0").decode(errors="ignore") for part in parts]
-        check(calls, dist.get_rank(group))
+            raise PeerError(why) from error
+        check([one.decode(errors="ignore") for one in told], dist.get_rank(group))
 
 
 class RankOrder:

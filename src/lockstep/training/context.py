@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from lockstep.layout.classes import of_servers, worst
 from lockstep.record.recorder import Recorder
 from lockstep.record.run_file import Identity
 from lockstep.record.settings import RecordSettings
+from lockstep.registry import STRATEGIES
 from lockstep.settings import Settings
 from lockstep.strategies.model_context import ModelContext
 from lockstep.strategies.precision import check_precision
@@ -22,13 +24,7 @@ from lockstep.training.collective_check import CollectiveCheck
 from lockstep.training.fingerprint import describe, method_of
 from lockstep.training.heartbeat import Heartbeat
 from lockstep.training.memory import Memory, find_slot
-from lockstep.training.parallel_dims import (
-    Groups,
-    ParallelDims,
-    choose_exchange,
-    choose_mesh,
-    needs_group,
-)
+from lockstep.training.parallel_dims import Groups, ParallelDims, choose_exchange, choose_mesh
 from lockstep.training.resume import ResumeInfo, launch_of, recall
 from lockstep.training.watchdog import Watchdog
 from lockstep.world import World
@@ -110,8 +106,8 @@ class Context:
         servers = of_servers(asked.strategy, asked.staleness, self.device.type)
         return worst([exactness_of(self.exchange, self.dims.forest), servers, *of_models])
 
-    def of_model(self, number: int) -> ModelContext:
-        """Return what a strategy is to hold model `number` with."""
+    def of_model(self, number: int, servers: object = None) -> ModelContext:
+        """Return what a strategy is to hold model `number` with, and the run's parameter servers."""
         return ModelContext(
             number=number,
             device=self.device,
@@ -123,12 +119,17 @@ class Context:
             store=self.store,
             exchange=self.exchange,
             sync_every=self.settings.sync_every,
-            exchanging=self.record.pace.exchanging(self.device.type),
             exact=self.settings.exact,
             say=self.record.say,
             warn=self.record.warn,
             staleness=self.settings.staleness,
-            stepping=self.heartbeat.meeting("optimizer.step"),
+            servers=servers,
+            exchanging=self.record.pace.exchanging(self.device.type),
+            stepping=partial(self.heartbeat.meeting, "optimizer.step"),
+            sharing=partial(self.heartbeat.meeting, "the exchange of buffers"),
+            gathering=partial(self.heartbeat.meeting, "the gathering of parameters"),
+            gathering_in_backward=partial(self.passing, range(self.world.size)),
+            passing=self.passing,
         )
 
     def passing(self, ranks: range | None = None) -> contextlib.AbstractContextManager[None]:
@@ -136,10 +137,6 @@ class Context:
         if self.watchdog is None:
             return contextlib.nullcontext()
         return self.watchdog.passing(self.dims.ranks_of_row if ranks is None else ranks)
-
-    def gathering(self) -> contextlib.AbstractContextManager[None]:
-        """Return what is entered while all ranks wait for each other's parts in a backward pass."""
-        return self.passing(range(self.world.size))
 
 
 def join(settings: Settings, world: World, store: dist.Store | None = None) -> Context:
@@ -174,7 +171,8 @@ def join(settings: Settings, world: World, store: dist.Store | None = None) -> C
         counts = {"replicas": here.replicas, "threads": threads}
         identity = describe(settings, **counts, device=device.type)
         memory = Memory.find(os.environ, meeting, identity, settings.staleness or 0)
-        connection = connect(meeting, device, always=needs_group(settings.strategy))
+        needs_group = STRATEGIES.find(settings.strategy).needs_group
+        connection = connect(meeting, device, always=needs_group)
         groups = Groups.of(connection.group, mesh, settings.strategy, device)
     exchange = "none"
     if groups.data is not None:

@@ -12,8 +12,8 @@ do, rank 0 names the next step. So a run without such a request pays for a look 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, Protocol
+import abc
+from typing import Literal
 
 import torch.distributed as dist
 
@@ -22,25 +22,31 @@ from lockstep.checkpoint.shared_memory import StatusPage
 Request = Literal["snapshot", "save", "stop"]
 
 
-class Coordination(Protocol):
+#: What covers what is before it.
+_REQUESTS: tuple[Request | None, ...] = (None, "snapshot", "save", "stop")
+
+
+class Coordination(abc.ABC):
     """Brings all ranks to one step."""
-
-    def ask(self, request: Request) -> None:
-        """Ask for the next step that all can agree on; from a signal handler, too."""
-
-    def at_point(self, steps: int) -> Request | None:
-        """Return what all ranks do now, after `steps` updates; every rank calls it at every point."""
-
-
-class Alone:
-    """A single rank agrees with itself."""
 
     def __init__(self) -> None:
         self._request: Request | None = None
 
     def ask(self, request: Request) -> None:
-        """Ask for the next point."""
+        """Ask for the next step that all can agree on; from a signal handler, too."""
         self._request = _stronger(self._request, request)
+
+    @abc.abstractmethod
+    def at_point(self, steps: int) -> Request | None:
+        """Return what all ranks do now, after `steps` updates; every rank calls it at every point."""
+
+
+def _stronger(one: Request | None, other: Request) -> Request:
+    return other if _REQUESTS.index(one) < _REQUESTS.index(other) else one or other
+
+
+class Alone(Coordination):
+    """A single rank agrees with itself."""
 
     def at_point(self, steps: int) -> Request | None:
         """Return what was asked for."""
@@ -48,11 +54,7 @@ class Alone:
         return request
 
 
-#: What covers what is before it.
-_REQUESTS: tuple[Request | None, ...] = (None, "snapshot", "save", "stop")
-
-
-class OnStatusPage:
+class OnStatusPage(Coordination):
     """All ranks of one launcher agree on its status page.
 
     Args:
@@ -62,13 +64,9 @@ class OnStatusPage:
     """
 
     def __init__(self, page: StatusPage, *, leads: bool, ahead: int = 0) -> None:
+        super().__init__()
         self._page, self._leads, self._next = page, leads, ahead + 1
-        self._request: Request | None = None
         self._done = self._named = 0
-
-    def ask(self, request: Request) -> None:
-        """Ask for the next step that all can agree on; from a signal handler, too."""
-        self._request = _stronger(self._request, request)
 
     def at_point(self, steps: int) -> Request | None:
         """Return what all ranks do now, after `steps` updates; every rank calls it at every point."""
@@ -90,18 +88,7 @@ class OnStatusPage:
         return None
 
 
-@dataclass(slots=True)
-class _Ready:
-    """What the thread has found, and told the other ranks that the main thread will heed."""
-
-    turn: int
-
-
-def _stronger(one: Request | None, other: Request) -> Request:
-    return other if _REQUESTS.index(one) < _REQUESTS.index(other) else one or other
-
-
-class ThroughStore:
+class ThroughStore(Coordination):
     """Ranks of several launchers agree through the store.
 
     Args:
@@ -112,24 +99,21 @@ class ThroughStore:
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, *, ahead: int = 0) -> None:
+        super().__init__()
         self._rank, self._size, self._next = rank, size, ahead + 1
-        self._request: Request | None = None
         self._turn = 0
-        self._ready: _Ready | None = None
+        # The turn that the thread has found, and has told the others that the main thread will heed.
+        self._ready: int | None = None
         self._store = store
-
-    def ask(self, request: Request) -> None:
-        """Ask for the next point that all can agree on; from a signal handler, too."""
-        self._request = _stronger(self._request, request)
 
     def at_point(self, steps: int) -> Request | None:
         """Return what all ranks do now, after `steps` updates; every rank calls it at every point."""
-        ready = self._ready
-        if ready is None:
+        turn = self._ready
+        if turn is None:
             return None
-        at = f"{ready.turn}/at"
+        at = f"{turn}/at"
         if not self._store.check([at]):
-            everybody = [f"{ready.turn}/ready/{rank}" for rank in range(self._size)]
+            everybody = [f"{turn}/ready/{rank}" for rank in range(self._size)]
             if self._rank == 0 and self._store.check(everybody):
                 self._store.set(at, str(steps + self._next))
                 self._store.get(at)  # answered when it is there: before this rank begins the step
@@ -137,14 +121,12 @@ class ThroughStore:
         if steps < int(self._store.get(at)):
             return None
         asked = (
-            request
-            for request in ("stop", "save")
-            if self._store.check([f"{ready.turn}/{request}"])
+            request for request in ("stop", "save") if self._store.check([f"{turn}/{request}"])
         )
         agreed: Request = next(asked, "snapshot")  # type: ignore[arg-type]
         if _stronger(self._request, agreed) == agreed:
             self._request = None  # one that came too late for this turn is for the next
-        self._turn, self._ready = ready.turn + 1, None
+        self._turn, self._ready = turn + 1, None
         return agreed
 
     def look(self) -> None:
@@ -158,5 +140,5 @@ class ThroughStore:
             self._store.set(f"{turn}/asked", "1")
         if self._store.check([f"{turn}/asked"]):
             # In this order: what is told to the others must be true already.
-            self._ready = _Ready(turn)
+            self._ready = turn
             self._store.set(f"{turn}/ready/{self._rank}", "1")

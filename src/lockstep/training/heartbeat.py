@@ -5,10 +5,9 @@ Costs less than a microsecond per event: a step has a handful of them.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from types import TracebackType
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from lockstep.checkpoint.shared_memory import AFTER_RUN, MEETINGS, Slot
@@ -110,12 +109,21 @@ class Heartbeat(Listener):
         self.enter(kind)
         self.leave()
 
-    def meeting(self, kind: str) -> AbstractContextManager[None]:
-        """Return the reusable context of a collective call.
+    @contextlib.contextmanager
+    def meeting(self, kind: str) -> Iterator[None]:
+        """Be in a collective call in the body.
 
         Inside another one, such as a backward pass with layers that sum, it returns to the outer call.
         """
-        return _Around(self, kind)
+        around = self.recent[-1] if self.waits else None
+        self.enter(kind)
+        try:
+            yield
+        finally:
+            self.leave()
+        if around is not None:
+            # Under a number of its own: other ranks may be in the inner place still.
+            self.enter(around.kind, around.detail)
 
     # --- what the loop tells ---------------------------------------------------------------------
 
@@ -135,31 +143,3 @@ class Heartbeat(Listener):
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
         """A loop over a loader is over."""
         self.moves()
-
-
-class _Around(AbstractContextManager[None]):
-    """See `Heartbeat.meeting`."""
-
-    __slots__ = ("_around", "_heartbeat", "_kind")
-
-    def __init__(self, heartbeat: Heartbeat, kind: str) -> None:
-        self._heartbeat = heartbeat
-        self._kind = kind
-        self._around: list[Call | None] = []
-
-    def __enter__(self) -> None:
-        heartbeat = self._heartbeat
-        self._around.append(heartbeat.recent[-1] if heartbeat.waits else None)
-        heartbeat.enter(self._kind)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._heartbeat.leave()
-        around = self._around.pop()
-        if around is not None and error is None:
-            # Under a number of its own: other ranks may be in the inner place still.
-            self._heartbeat.enter(around.kind, around.detail)

@@ -76,7 +76,7 @@ class Loaders:
         settings = replace(settings, workers=replace(settings.workers, threads=context.threads))
         seed = context.settings.seed
         source = build(dataset, settings, context.replicas, context.dims.block, seed)
-        number = self._loop.new_loader()
+        number = self._loop.progress.new_loader()
         loader = Loader(
             source,
             self._loop,

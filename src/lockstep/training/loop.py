@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from lockstep.checkpoint.position import LoopEvent, MetricEvent, Position
+from lockstep.checkpoint.position import LoopEvent, Position
 from lockstep.data.microbatch import Batching, Microbatch, Start
 from lockstep.data.randomness import set_key, undisturbed
 from lockstep.errors import StepError
@@ -301,10 +301,6 @@ class Loop:
         """A model of independent ranks was updated: if it is whole now, ranks have just averaged."""
         self._has_met |= model.is_whole
 
-    def new_loader(self) -> int:
-        """Return the number of a loader that the script makes now."""
-        return self.progress.new_loader()
-
     def loop_begins(self, loader: int, batching: Callable[[], Batching]) -> Start:
         """Return where a loop over `loader` that begins now starts.
 
@@ -420,11 +416,6 @@ class Loop:
             self.come_together()
 
     # --- what a script that is started again finds as it was ---------------------------------------
-
-    @property
-    def open_metrics(self) -> list[MetricEvent]:
-        """The calls of metrics that the script is in, the outermost first."""
-        return self.progress.open_metrics
 
     def saw_loss(self, loss: torch.Tensor) -> None:
         """Keep a loss whose gradients have been computed, or give it the value that it had.

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep.checkpoint.parts import local
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import NonFiniteLossError
 from lockstep.strategies.wrapped_model import WrappedModel
@@ -145,10 +146,4 @@ class Scaler(Listener):
 
 def gradients_of(model: WrappedModel) -> list[torch.Tensor]:
     """Return this rank's gradients; of a sharded one its part."""
-    found = []
-    with torch.no_grad():
-        for gradient in (p.grad for p in model.parameters if p.grad is not None):
-            # A DTensor, by what it can do: to import it takes longer than torch itself.
-            part = getattr(gradient, "to_local", None)
-            found.append(gradient if part is None else part())
-    return found
+    return [local(p.grad) for p in model.parameters if p.grad is not None]

@@ -6,8 +6,6 @@ that resumes after a crash finds the values that it had.
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -19,14 +17,13 @@ import torch.distributed as dist
 from lockstep.checkpoint.position import MetricEvent
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import StepError
-from lockstep.training.columns import Columns, gather_bytes
+from lockstep.training.columns import Columns, of_all
 from lockstep.training.loop import Loop
 
 Value = torch.Tensor | float | int | bool
 #: What a metric may be computed from, one per microbatch; in `run.mean` also with what it weighs.
 Item = Value | tuple[Value, Value]
 Number = float | int
-_LENGTH = struct.Struct("<I")
 
 
 def _alone(_call: str) -> AbstractContextManager[None]:
@@ -251,7 +248,7 @@ class _Rows:
 
     def partial(self) -> Any:
         """Return indices, turns and rows of all ranks."""
-        return _joined([part for part in _of_all(_joined(self._parts), self._group) if part])
+        return _joined([part for part in of_all(_joined(self._parts), self._group) if part])
 
     def resume(self, partial: Any) -> None:
         """Continue from them: one rank holds what all had seen."""
@@ -271,15 +268,6 @@ class _Rows:
 
 def _joined(parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor] | None:
     return [torch.cat(column) for column in zip(*parts, strict=True)] if parts else None
-
-
-def _of_all(
-    own: list[torch.Tensor] | None, group: dist.ProcessGroup | None
-) -> list[list[torch.Tensor]]:
-    """Return the columns of all ranks, empty for those that have none."""
-    if group is None:
-        return [own or []]
-    return [unpack(part) for part in gather_bytes(pack(own or ()), group)]
 
 
 def _named(item: Any) -> Mapping[str, Any]:
@@ -364,31 +352,3 @@ def _copy(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.clone()
     return {name: _copy(one) for name, one in value.items()} if isinstance(value, dict) else value
-
-
-def pack(tensors: Sequence[torch.Tensor]) -> bytes:
-    """Return `tensors` as bytes: a JSON header with types and shapes, and the elements."""
-    kinds = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
-    header = json.dumps(kinds).encode()
-    return b"".join([_LENGTH.pack(len(header)), header, *map(_elements, tensors)])
-
-
-def unpack(data: bytes) -> list[torch.Tensor]:
-    """Return the tensors that `pack` has made bytes of."""
-    (length,) = _LENGTH.unpack_from(data)
-    offset = _LENGTH.size + length
-    tensors = []
-    for name, shape in json.loads(data[_LENGTH.size : offset]):
-        dtype = getattr(torch, name)
-        size = torch.Size(shape).numel() * dtype.itemsize
-        tensor = torch.empty(shape, dtype=dtype)
-        if size:
-            part = torch.frombuffer(bytearray(data[offset : offset + size]), dtype=torch.uint8)
-            tensor.view(-1).copy_(part.view(dtype))
-        tensors.append(tensor)
-        offset += size
-    return tensors
-
-
-def _elements(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

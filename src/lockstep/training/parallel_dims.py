@@ -83,7 +83,13 @@ class Groups:
         """Make the groups; all ranks do so together."""
         if everyone is None or not STRATEGIES.find(strategy).meshed:
             return Groups(everyone, everyone, None)
-        made = make_mesh(mesh, device, everyone)
+        settings: dict[str, Any] = {}
+        if everyone is not dist.group.WORLD:  # which lacks a backend: see connect.py
+            settings = {"backend_override": dict.fromkeys(NAMES, dist.get_backend_config(everyone))}
+        shape = (mesh.data, mesh.model)
+        made = init_device_mesh(device.type, shape, mesh_dim_names=NAMES, **settings)
+        for name in NAMES:
+            keep(made.get_group(name))
         data = everyone if mesh.model == 1 else made.get_group("data")
         return Groups(everyone, data, made)
 
@@ -100,23 +106,6 @@ class Groups:
                 hint=", ".join(STRATEGIES.where(lambda one: one.meshed)),
             )
         return self.mesh
-
-
-def make_mesh(mesh: Mesh, device: torch.device, everyone: dist.ProcessGroup) -> DeviceMesh:
-    """Return torch's mesh of all ranks, with the dimensions `data` and `model`; all ranks make it."""
-    settings: dict[str, Any] = {}
-    if everyone is not dist.group.WORLD:  # which lacks a backend: see connect.py
-        settings = {"backend_override": dict.fromkeys(NAMES, dist.get_backend_config(everyone))}
-    shape = (mesh.data, mesh.model)
-    made = init_device_mesh(device.type, shape, mesh_dim_names=NAMES, **settings)
-    for name in NAMES:
-        keep(made.get_group(name))
-    return made
-
-
-def needs_group(strategy: str) -> bool:
-    """Whether even a single rank has a process group."""
-    return STRATEGIES.find(strategy).needs_group
 
 
 def choose_mesh(settings: Settings, world: World) -> Mesh:
@@ -199,7 +188,6 @@ def choose_exchange(settings: Settings, dims: ParallelDims, world: World, device
         ExactnessError: for one that breaks the promise.
     """
     strategy, name = STRATEGIES.find(settings.strategy), settings.exchange
-    _check_exchange(strategy, name)
     if strategy.exchanges is not None and len(strategy.exchanges) == 1:
         return strategy.exchanges[0]
     if settings.precision == "fp16" and (why := EXCHANGES.find(name).no_loss_scale):

@@ -60,7 +60,6 @@ class Progress:
     Attributes:
         steps: updates until here.
         stretch: number of the stretch: another one for every epoch and every phase, part of all keys.
-        is_on_the_way: whether the target has not been reached yet.
         evaluated_again: loaders of loops that were gone through again, since they only evaluate.
     """
 
@@ -71,7 +70,6 @@ class Progress:
         self._loaders = 0
         self._levels = [_Level([])]
         self._target: Position | None = None
-        self.is_on_the_way = False
         self._last: Event | None = None  # that leads to the target
         self.evaluated_again: list[int] = []
 
@@ -374,12 +372,17 @@ class Progress:
 
     def set_out(self, target: Position) -> None:
         """The run was at `target` before: from here on, pass over what was done until then."""
-        self._target, self.is_on_the_way = target, True
+        self._target = target
         self._levels = [_Level([], list(target.events))]
         events = target.events
         while events:
             self._last = last = events[-1]
             events = last.events if _is_open(last) else ()
+
+    @property
+    def is_on_the_way(self) -> bool:
+        """Whether the target has not been reached yet."""
+        return self._target is not None
 
     @property
     def is_entered_again(self) -> bool:
@@ -404,7 +407,7 @@ class Progress:
 
     def arrive(self) -> Position:
         """Return the target, which the run has reached: from here on nothing is passed over."""
-        target, self._target, self.is_on_the_way = self._target, None, False
+        target, self._target = self._target, None
         assert target is not None, "there was a position to come to"
         self._set(target.counters)
         return target

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from lockstep.checkpoint import catalog as checkpoints
-from lockstep.checkpoint import state_codec
-from lockstep.checkpoint.disk import Checkpoints, read
+from lockstep.checkpoint import dcp, state_codec
+from lockstep.checkpoint.disk import Checkpoints
 from lockstep.checkpoint.parts import Stored
 from lockstep.checkpoint.position import Position
 from lockstep.checkpoint.snapshot import Snapshots
@@ -169,7 +169,7 @@ class Search:
         if there is not None and _points_of(there) <= beyond:
             return None
         found = self._disk.newest()  # where no text can be read, this says why
-        return None if found is None or _points_of(found.text) <= beyond else found
+        return None if found is None or _points_of(found.manifest.text) <= beyond else found
 
     def _newest(self, told: list[str]) -> str:
         """Return, on the main rank, how far memory is and where something newer is on disk, if it is."""
@@ -186,7 +186,8 @@ class Search:
         return None
 
     def _read(self, found: checkpoints.Found) -> Saved:
-        return Saved(found.text, read(found), str(found.path))
+        tensors = dcp.stored(found.path, found.manifest)
+        return Saved(found.manifest.text, tensors, str(found.path))
 
     def _conclude(self, question: str, own: str, of: Callable[[list[str]], str]) -> str:
         return self._meeting.conclude(f"resume/{question}", own, of, "find their state")

@@ -79,7 +79,7 @@ class Session:
         """Make the parts, and let the loop begin, or resume from the newest state."""
         context, record = self.context, self.context.record
         self.state = State()
-        averages = Averages(context.of_model(-1), self.state.models, context.heartbeat)
+        averages = Averages(context.of_model(-1), self.state.models)
         self._averages, self._faults = averages, Faults.of(os.environ, context.world)
         seed, models = context.settings.seed, self.state.models
         self.loop = Loop(seed, context.replicas, models, self._listeners())

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lockstep.checkpoint import state_codec
 from lockstep.errors import CheckpointError, ModelError
+from lockstep.strategies import optimizer_state
 from lockstep.strategies.dtensor import bytes_here
 from lockstep.strategies.wrapped_model import WrappedModel
 from lockstep.training.loss_scale import Scaler
@@ -117,9 +118,7 @@ class State:
             if whole or len(groups.get(str(number), ())) <= len(one.param_groups)
         }
         _load("optimizer", optimizers, state["optimizers"], whole=whole)
-        for number, optimizer in enumerate(self.optimizers):
-            if str(number) in state["optimizers"]:
-                _keep_types(optimizer, state["optimizers"][str(number)])
+        for optimizer in self.optimizers:
             # It has stepped, in an earlier process; torch's schedulers warn where it has not.
             optimizer._opt_called = True  # type: ignore[attr-defined]
         schedulers = _numbered([one.load_state_dict for one in self.schedulers])
@@ -209,10 +208,8 @@ class State:
             if groups is not None:
                 _add_missing(optimizer, groups, self.models)
             holder = self._holder(optimizer)
-            if holder is None:
-                optimizer.load_state_dict(state)
-            else:
-                holder.load_optimizer(optimizer, state)
+            take = optimizer_state.load if holder is None else holder.load_optimizer
+            take(optimizer, state)
 
         return load
 
@@ -268,18 +265,6 @@ def _modes(model: WrappedModel) -> str:
 def _set_modes(model: WrappedModel, modes: str) -> None:
     for part, mode in zip(model.module.modules(), modes, strict=False):
         part.training = mode == "1"
-
-
-def _keep_types(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Put back what `load_state_dict` has cast: it gives all state the parameters' type (torch 2.13)."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    for number, parameter in zip(numbers, parameters, strict=False):
-        own = optimizer.state.get(parameter, {})
-        for name, value in saved["state"].get(number, {}).items():
-            now = own.get(name)
-            if torch.is_tensor(now) and torch.is_tensor(value) and now.dtype != value.dtype:
-                own[name] = value.to(now.device)
 
 
 def _numbered(values: Sequence[Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.checkpoint import dcp, manifest, saving
-from lockstep.checkpoint.disk import read
+from lockstep.checkpoint.dcp import stored
 from lockstep.checkpoint.export import choose
 from lockstep.checkpoint.saving import Workplace
 from lockstep.errors import CheckpointError, RunDirectoryError
@@ -51,10 +51,10 @@ def names(directory: Path) -> list[str]:
 def whole(checkpoints: Any, step: int) -> bool:
     """Whether the newest checkpoint is that of `step`, and all of it."""
     found = checkpoints.newest()
-    if found is None or found.step != step:
+    if found is None or found.manifest.step != step:
         return False
-    tensors = {name: one.read() for name, one in read(found).items()}
-    return same(tensors, state(step)) and json.loads(found.text) == {"step": step}
+    tensors = {name: one.read() for name, one in stored(found.path, found.manifest).items()}
+    return same(tensors, state(step)) and json.loads(found.manifest.text) == {"step": step}
 
 
 def test_what_is_saved_comes_back(make, directory, warned) -> None:
@@ -105,7 +105,7 @@ def test_a_step_that_is_saved_twice_is_written_once(make, directory) -> None:
     checkpoints.save(1, {}, json.dumps({"step": 1}), best=0.5)
     checkpoints.wait()
     assert (directory / "step-00000001/__0_0.distcp").stat() == before
-    assert checkpoints.newest().best == 0.5
+    assert checkpoints.newest().manifest.best == 0.5
     save(checkpoints, 2, best=0.4)
     save(checkpoints, 3)
     assert names(directory) == ["step-00000001", "step-00000003"]
@@ -119,10 +119,10 @@ def test_another_state_of_the_same_step_is_another_checkpoint(make, directory) -
         checkpoints.save(1, {"weight": torch.full((2,), 7.0)}, "averaged", best=best)
         checkpoints.wait()
         assert names(directory) == [name]
-        assert checkpoints.newest().text == "averaged"
-        assert checkpoints.newest().best == 0.5
+        assert checkpoints.newest().manifest.text == "averaged"
+        assert checkpoints.newest().manifest.best == 0.5
     rated = choose(directory.parent, best=True)
-    assert read(rated)["weight"].read().tolist() == [7.0, 7.0]
+    assert stored(rated.path, rated.manifest)["weight"].read().tolist() == [7.0, 7.0]
     assert choose(directory.parent, step=1).path == rated.path
     save(checkpoints, 2)
     assert names(directory) == ["step-00000001.3", "step-00000002"], "the best, and the newest"
@@ -133,7 +133,11 @@ def test_the_last_state_of_a_step_is_the_newest_by_name(make, directory) -> None
     for number in range(5):
         checkpoints.save(1, {"weight": torch.full((2,), number)}, str(number), best=None)
         checkpoints.wait()
-        assert checkpoints.newest().text == choose(directory.parent).text == str(number)
+        assert (
+            checkpoints.newest().manifest.text
+            == choose(directory.parent).manifest.text
+            == str(number)
+        )
         assert len(names(directory)) == 1
     flip_a_bit(directory / "step-00000001.4" / "__0_0.distcp")
     checkpoints = make(keep=1)
@@ -146,7 +150,7 @@ def test_a_state_without_tensors_is_saved(make, directory) -> None:
     checkpoints = make()
     checkpoints.save(1, {}, "text", best=None)
     checkpoints.wait()
-    assert checkpoints.newest().text == "text"
+    assert checkpoints.newest().manifest.text == "text"
 
 
 def test_an_end_waits_for_what_is_being_written(make, directory) -> None:
@@ -162,7 +166,7 @@ def test_a_step_that_another_launch_saved_is_kept(make, directory) -> None:
     save(make(), 1, best=0.5)
     assert (directory / "step-00000001/__0_0.distcp").stat() == before
     assert names(directory) == ["step-00000001"]
-    assert make().newest().best == 0.5
+    assert make().newest().manifest.best == 0.5
 
 
 def flip_a_bit(path: Path) -> None:
@@ -315,12 +319,12 @@ def test_kill_9_while_a_checkpoint_is_written(make, directory, warned, seconds) 
     checkpoints = make()
     found = checkpoints.newest()
     assert found is not None
-    assert whole(checkpoints, found.step)
+    assert whole(checkpoints, found.manifest.step)
     assert not warned
     if seconds == "stop":
-        assert found.step == 1
+        assert found.manifest.step == 1
         assert len(list(directory.glob(".draft-*/*"))) == 1
-    save(checkpoints, found.step + 1)
+    save(checkpoints, found.manifest.step + 1)
     assert not list(directory.glob(".draft-*/*"))
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import copy
 import functools
 import sys
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +20,7 @@ from lockstep.exchange.base import Forest
 from lockstep.parameter_server.client import Clients
 from lockstep.parameter_server.messages import Kind
 from lockstep.parameter_server.strategy import RemoteModel
+from tests.unit.contexts import model_context
 from tests.unit.parameter_server.conftest import Service, workers
 
 _LOCK = threading.Lock()
@@ -55,14 +54,9 @@ class Worker:
     def __init__(self, clients: Clients, forest: Forest, make: Make, staleness: int = 0) -> None:
         self.module = net()
         self.optimizer = make(list(self.module.parameters()))
-        where: Any = SimpleNamespace(
-            block=range(forest.rank, forest.rank + 1),
-            replicas=forest.size,
-            group=object(),  # which no model without buffers uses
-            forest=forest,
-            device=torch.device("cpu"),
-            stepping=contextlib.nullcontext(),
-        )
+        block, group = range(forest.rank, forest.rank + 1), object()
+        # The group is none that a model without buffers uses.
+        where = model_context(forest.size, block=block, group=group, forest=forest)
         self.model = RemoteModel(self.module, where, clients, staleness)
         self.model.optimized_by(self.optimizer)
         (self.remote,) = self.model._remotes

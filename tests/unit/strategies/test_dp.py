@@ -20,6 +20,7 @@ from lockstep.settings import Settings
 from lockstep.strategies import dp
 from lockstep.training.parallel_dims import choose_mesh
 from lockstep.world import World
+from tests.unit.contexts import model_context
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -134,7 +135,7 @@ def test_several_gpus_need_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
 @NO_GPU
 def test_the_wrapper_looks_like_the_module() -> None:
     module = net()
-    model = dp.DataParallelModel(module, 1, {})
+    model = dp.DataParallelModel(module, model_context(), {})
     wrapped = model.wrapped
     assert isinstance(wrapped, DataParallel)
     assert model.exactness == "exact"  # of no GPU, or one

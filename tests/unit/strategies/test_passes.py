@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lockstep.errors import ModelError
-from lockstep.strategies.passes import refuse_changing
+from lockstep.strategies.checks import refuse_changing
 
 
 class Scaling(nn.Module):

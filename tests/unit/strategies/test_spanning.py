@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.strategies.ddp import spans_devices
+from lockstep.strategies.checks import spans_devices
 
 
 class Placed(nn.Module):

@@ -16,6 +16,7 @@ from lockstep.errors import ModelError, StepError
 from lockstep.layout.tree import total
 from lockstep.strategies.single import FrozenModel, SingleModel
 from lockstep.strategies.wrapped_model import WrappedModel
+from tests.unit.contexts import model_context
 
 
 def microbatch(replica: int, replicas: int, size: int = 3, total_: int = 12) -> Microbatch:
@@ -83,7 +84,7 @@ def by_hand(
 def test_gradients_are_the_trees_sum(net: nn.Module, replicas: int) -> None:
     inputs = torch.randn(replicas, 3, 5) * 10.0 ** torch.arange(replicas).view(-1, 1, 1)
     expected = by_hand(net, inputs, lambda y: y.square().mean())
-    model = SingleModel(net, replicas)
+    model = SingleModel(net, model_context(replicas))
     assert model.wrapped is net
     for _ in range(2):
         for replica, x in enumerate(inputs):
@@ -106,7 +107,7 @@ def test_a_left_to_right_sum_would_have_other_bits(net: nn.Module) -> None:
 def test_a_parameter_that_some_replicas_use() -> None:
     net = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])
     net.forward = lambda x, which: net[which](x)
-    model = SingleModel(net, 3)
+    model = SingleModel(net, model_context(3))
     inputs = torch.randn(3, 3, 2)
     batch(model, inputs, lambda replica, x: net(x, int(replica == 1)).mean())
     each = [torch.autograd.grad(net[r == 1](x).mean(), net[r == 1].weight, torch.tensor(0.25))[0]
@@ -118,13 +119,13 @@ def test_a_parameter_that_some_replicas_use() -> None:
 def test_a_parameter_that_no_replica_uses_has_no_gradient(net: nn.Module) -> None:
     net.extra = nn.Linear(2, 2)
     net.forward = lambda x: net[2](net[1](net[0](x)))
-    batch(SingleModel(net, 2), torch.randn(2, 3, 5), lambda _, x: net(x).mean())
+    batch(SingleModel(net, model_context(2)), torch.randn(2, 3, 5), lambda _, x: net(x).mean())
     assert net.extra.weight.grad is None
     assert net[0].weight.grad is not None
 
 
 def test_backward_twice_with_one_replica_adds_as_plain_pytorch_does(net: nn.Module) -> None:
-    model, m, x = SingleModel(net, 1), microbatch(0, 1), torch.randn(3, 5)
+    model, m, x = SingleModel(net, model_context(1)), microbatch(0, 1), torch.randn(3, 5)
     model.microbatch_begins(m)
     for _ in range(2):
         backward(model, m, net(x).mean())
@@ -144,7 +145,7 @@ def test_backward_twice_with_one_replica_adds_as_plain_pytorch_does(net: nn.Modu
     ids=["a part more", "another part", "a parameter more", "a part frozen"],
 )
 def test_parameters_that_changed_since_the_run_has_the_model(net: nn.Module, change: Any) -> None:
-    model, m = SingleModel(net, 2), microbatch(0, 2)
+    model, m = SingleModel(net, model_context(2)), microbatch(0, 2)
     model.microbatch_begins(m)
     change(net)
     with pytest.raises(ModelError, match="trainable parameters; it had 4"):
@@ -164,7 +165,7 @@ class Broken(torch.autograd.Function):
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_backward_pass_after_one_that_an_exception_ended(net: nn.Module, replicas: int) -> None:
     """Some gradients may be with other ranks, in memory that the next pass would use."""
-    model, m = SingleModel(net, replicas), microbatch(0, replicas)
+    model, m = SingleModel(net, model_context(replicas)), microbatch(0, replicas)
     model.microbatch_begins(m)
     with pytest.raises(ValueError, match="broken"):
         backward(model, m, net[2](Broken.apply(net[:2](torch.randn(3, 5)))).mean())
@@ -178,7 +179,7 @@ def test_a_backward_pass_after_one_that_an_exception_ended(net: nn.Module, repli
 
 @pytest.mark.parametrize("replica", [0, 1])
 def test_backward_twice_withseveral_replicas(net: nn.Module, replica: int) -> None:
-    model = SingleModel(net, 2)
+    model = SingleModel(net, model_context(2))
     for number in range(replica + 1):
         m = microbatch(number, 2)
         model.microbatch_begins(m)
@@ -190,14 +191,14 @@ def test_backward_twice_withseveral_replicas(net: nn.Module, replica: int) -> No
 
 
 def test_the_next_batch_may_go_backward_again(net: nn.Module) -> None:
-    model = SingleModel(net, 2)
+    model = SingleModel(net, model_context(2))
     for _ in range(3):
         batch(model, torch.randn(2, 3, 5), lambda _, x: net(x).mean())
         net.zero_grad()
 
 
 def test_gradients_of_an_earlier_batch_are_named_at_the_step(net: nn.Module) -> None:
-    model = SingleModel(net, 2)
+    model = SingleModel(net, model_context(2))
     inputs = torch.randn(2, 3, 5)
     batch(model, inputs, lambda _, x: net(x).mean(), at_end=lambda: stepped(model))
     with pytest.raises(StepError, match="gradients of an earlier batch") as caught:
@@ -206,7 +207,7 @@ def test_gradients_of_an_earlier_batch_are_named_at_the_step(net: nn.Module) -> 
 
 
 def test_gradients_that_have_not_met_are_named_at_the_step(net: nn.Module) -> None:
-    model = SingleModel(net, 2)
+    model = SingleModel(net, model_context(2))
     m = microbatch(0, 2)
     model.microbatch_begins(m)
     net(torch.randn(3, 5)).mean().backward()
@@ -217,7 +218,7 @@ def test_gradients_that_have_not_met_are_named_at_the_step(net: nn.Module) -> No
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_use_after_a_step(net: nn.Module, replicas: int) -> None:
-    model = SingleModel(net, replicas)
+    model = SingleModel(net, model_context(replicas))
     m = microbatch(0, replicas)
     model.microbatch_begins(m)
     backward(model, m, net(torch.randn(3, 5)).mean())
@@ -234,7 +235,7 @@ def test_use_after_a_step(net: nn.Module, replicas: int) -> None:
 @pytest.mark.parametrize("skipped", [0, 1, 2, 3])
 def test_a_replica_without_a_backward_pass_is_named(net: nn.Module, skipped: int) -> None:
     """On as many ranks as replicas the others would wait for it for ever."""
-    model = SingleModel(net, 4)
+    model = SingleModel(net, model_context(4))
     inputs = torch.randn(4, 3, 5)
     with pytest.raises(StepError):  # at the latest when the step is asked for
         batch(
@@ -246,7 +247,7 @@ def test_a_replica_without_a_backward_pass_is_named(net: nn.Module, skipped: int
 
 
 def test_a_batch_without_any_backward_pass_is_fine(net: nn.Module) -> None:
-    model = SingleModel(net, 4)
+    model = SingleModel(net, model_context(4))
     batch(model, torch.randn(4, 3, 5), lambda *_: None)
     batch(model, torch.randn(4, 3, 5), lambda _, x: net(x).mean())
     assert net[0].weight.grad is not None
@@ -255,7 +256,7 @@ def test_a_batch_without_any_backward_pass_is_fine(net: nn.Module) -> None:
 def test_buffers_are_replica_zeros() -> None:
     net = nn.BatchNorm1d(2)
     twin = copy.deepcopy(net)
-    model = SingleModel(net, 3)
+    model = SingleModel(net, model_context(3))
     for _ in range(2):
         inputs = torch.randn(3, 4, 2)
         twin(inputs[0])
@@ -272,14 +273,14 @@ def test_buffers_of_a_part_in_training_mode() -> None:
     twin = copy.deepcopy(net)
     inputs = torch.randn(2, 4, 2)
     twin(inputs[0])
-    batch(SingleModel(net, 2), inputs, lambda _, x: net(x).square().mean())
+    batch(SingleModel(net, model_context(2)), inputs, lambda _, x: net(x).square().mean())
     assert torch.equal(net[0].running_mean, twin[0].running_mean)
 
 
 def test_a_frozen_model_has_buffers_but_no_gradients() -> None:
     net = nn.BatchNorm1d(2).requires_grad_(False)
     twin = copy.deepcopy(net)
-    model = FrozenModel(net, range(2), 2, group=None, settings={})
+    model = FrozenModel(net, model_context(2), {})
     inputs = torch.randn(2, 4, 2)
     twin(inputs[0])
     batch(model, inputs, lambda _, x: [None, net(x)][0])

@@ -24,6 +24,7 @@ WORLD = World(rank=0, size=2, local_size=2, local_rank=0, address="x", port=1)
 
 def choose(**asked: object) -> str:
     settings = Settings(name="test", **asked)  # type: ignore[arg-type]
+    choose_mesh(settings, WORLD)
     return choose_exchange(settings, ParallelDims.of(Mesh(2), 0, 2), WORLD, "cpu")
 
 

@@ -34,7 +34,7 @@ def gathered_at(
     state, keeps = Counted(), SimpleNamespace(prepare=lambda _: None)
     position = SimpleNamespace(as_json=lambda: ({}, {}))
     schedule = SimpleNamespace(
-        due=lambda _: 0, needs_memory=leads, has_begun=False, prepare=lambda *_: None
+        due=lambda _: 0, needs_memory=leads, taken=0, prepare=lambda *_: None
     )
     loop = SimpleNamespace(steps=0, position=position, open_metrics=[])
     coordination = SimpleNamespace(at_point=lambda _: None)
@@ -47,7 +47,7 @@ def gathered_at(
     keeper = Checkpointing(*made, aligned=True, apart=False)
     for point in range(1, points + 1):
         state.now = loop.steps = point
-        schedule.has_begun = begins is not None and point > begins
+        schedule.taken = begins is not None and point > begins
         keeper.at_point()
     return state.gathered
 

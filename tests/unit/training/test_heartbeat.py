@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from lockstep.checkpoint.shared_memory import AFTER_RUN, MEETINGS, Slot
@@ -56,10 +58,10 @@ def test_a_meeting_that_fails_is_left(slot: Slot) -> None:
 def test_a_meeting_inside_of_another_one_comes_back_to_it(slot: Slot) -> None:
     """As where layers meet in a backward pass, in which ranks go on waiting."""
     heartbeat = Heartbeat(slot)
-    inner = heartbeat.meeting("the statistics of BatchNorm")
+    inner = functools.partial(heartbeat.meeting, "the statistics of BatchNorm")
     heartbeat.enter("run.backward", (0, 1))
     for _ in range(2):
-        with inner:
+        with inner():
             assert heartbeat.recent[-1].kind == "the statistics of BatchNorm"
         assert heartbeat.waits
         assert heartbeat.recent[-1][1:] == ("run.backward", (0, 1))
@@ -67,7 +69,7 @@ def test_a_meeting_inside_of_another_one_comes_back_to_it(slot: Slot) -> None:
     assert slot.entered == heartbeat.recent[-1].number == 5
     heartbeat.leave()
     assert not heartbeat.waits
-    with inner:
+    with inner():
         pass
     assert (slot.waiting, heartbeat.waits) == (0, False)
 

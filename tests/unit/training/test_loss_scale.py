@@ -18,6 +18,7 @@ from lockstep.strategies.precision import check_precision
 from lockstep.strategies.single import SingleModel
 from lockstep.training import loss_scale
 from lockstep.training.loss_scale import Scaler
+from tests.unit.contexts import model_context
 
 
 class Made:
@@ -27,7 +28,7 @@ class Made:
         self.said: list[str] = []
         self.logged: list[dict[str, Any]] = []
         self.module = nn.Linear(2, 1)
-        self.model = SingleModel(self.module, replicas)
+        self.model = SingleModel(self.module, model_context(replicas))
         self.scaler = Scaler(None, torch.device("cpu"), self.said.append, self.logged.append)
 
     def step(self, value: float) -> bool:

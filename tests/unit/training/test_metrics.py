@@ -17,7 +17,7 @@ from lockstep.layout.replicas import block
 from lockstep.layout.tree import total
 from lockstep.training import metrics as metrics_module
 from lockstep.training.loop import Loop
-from lockstep.training.metrics import Metrics, pack, unpack
+from lockstep.training.metrics import Metrics
 
 VALUES = torch.arange(10) ** 2
 
@@ -137,11 +137,11 @@ def gather_from_ranks(ranks: int, items: Any, replicas: int, **settings: Any) ->
     """Gather as `ranks` ranks would, each of which knows its own part only."""
     parts: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(metrics_module, "_of_all", lambda own, _: parts.append(own) or [own])
+        patch.setattr(metrics_module, "of_all", lambda own, _: parts.append(own) or [own])
         for rank in range(ranks):
             metrics, loader = make(replicas, ranks=ranks, rank=rank, **settings)
             metrics.gather(items(metrics, loader))
-        patch.setattr(metrics_module, "_of_all", lambda *_: parts)
+        patch.setattr(metrics_module, "of_all", lambda *_: parts)
         return make(replicas, **settings)[0].gather(iter(()))
 
 
@@ -240,19 +240,3 @@ def test_sums_of_any_shape(replicas: int, grad: bool) -> None:
     found.zero_()
     with pytest.raises(StepError, match="values of the shapes"):
         metrics.sum((torch.zeros(1 + i) for i, _ in enumerate(loader)), per_sample=False)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
-def test_tensors_come_back_as_they_were(dtype: torch.dtype) -> None:
-    sent = [
-        torch.arange(6).reshape(2, 3).to(dtype),
-        torch.zeros(0, 4, dtype=dtype),
-        torch.tensor(1.5),
-    ]
-    received = unpack(pack(sent))
-    assert [t.dtype for t in received] == [t.dtype for t in sent]
-    assert all(torch.equal(a, b) for a, b in zip(sent, received, strict=True))
-
-
-def test_nothing_comes_back_as_nothing() -> None:
-    assert unpack(pack([])) == []

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from lockstep.errors import UsageError
+from lockstep.registry import STRATEGIES
 from lockstep.settings import Settings, from_environment
-from lockstep.training.parallel_dims import Groups, choose_mesh, needs_group
+from lockstep.training.parallel_dims import Groups, choose_mesh
 from lockstep.world import World
 
 LAUNCHED = World(
@@ -92,7 +93,7 @@ def test_even_a_single_worker_has_a_group_but_no_mesh() -> None:
 
     from lockstep.layout.mesh import Mesh
 
-    assert needs_group("ps")
+    assert STRATEGIES.find("ps").needs_group
     group: Any = object()
     groups = Groups.of(group, Mesh(1), "ps", torch.device("cpu"))
     assert (groups.data, groups.mesh) == (group, None)

@@ -8,7 +8,6 @@ layout, and no tree helps. It is deterministic still: the same layout gives the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.optim import Optimizer
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import ModelError, PeerError
 from lockstep.exchange.choose import POWERSGD_KEYWORDS
-from lockstep.strategies.buffers import Buffers, broadcast
+from lockstep.strategies.buffers import Buffers, broadcast, start_alike
 from lockstep.strategies.checks import shares_buffers
 from lockstep.strategies.gradient_accumulation import GradientAccumulation, take_gradients
 from lockstep.strategies.local_sgd.averaging import (
@@ -51,7 +50,7 @@ class LocalModel(WrappedModel):
     acts_alone = True
 
     def __init__(self, module: nn.Module, context: ModelContext, every: int, outer: Outer) -> None:
-        super().__init__(module, context.block, context.replicas, group=None)
+        super().__init__(module, context, shares_buffers=False)
         assert context.group is not None
         # The tree, and the buffers, of this rank's replicas alone.
         own = range(len(context.block))
@@ -61,16 +60,12 @@ class LocalModel(WrappedModel):
         self._averaging = Averaging(context.group, context.device)
         self._every, self._outer = every, outer
         self._optimizer: Optimizer | None = None
-        self._meeting: AbstractContextManager[None] = nullcontext()
+        self._sharing = context.sharing
         self._weight = 0.0
         self._steps = 0
         # Samples of a batch whose step has not happened yet; and those of the steps since the last average.
         self._batch = self._samples = 0
         self._has_own_buffers = False
-
-    def meets_in(self, meeting: AbstractContextManager[None]) -> None:
-        """Let `meeting` be entered where ranks become one."""
-        self._meeting = meeting
 
     # --- by itself -------------------------------------------------------------------------------
 
@@ -138,7 +133,7 @@ class LocalModel(WrappedModel):
         """
         if self.is_whole:
             return
-        with torch.no_grad(), self._meeting:
+        with torch.no_grad(), self._sharing():
             if self._steps:
                 self._become_one()
             buffers = [buffer.detach() for buffer in self.module.buffers()]
@@ -201,17 +196,14 @@ def hold_local(module: nn.Module, context: ModelContext, settings: Mapping[str, 
     assert context.group is not None
     _check_settings(settings, context)
     parameters = [p for p in module.parameters() if p.requires_grad]
-    # As DistributedDataParallel does: all begin with what rank 0 has.
-    with torch.no_grad():
-        both = [*module.parameters(), *module.buffers()]
-        broadcast([tensor.detach() for tensor in both], context.group)
+    start_alike(module, context.group)
     outer: Outer = Mean(parameters) if context.exchange == "local-sgd" else Nesterov(parameters)
     return LocalModel(module, context, context.sync_every or EVERY[context.exchange], outer)
 
 
 def _check_settings(settings: Mapping[str, Any], context: ModelContext) -> None:
     """Refuse what would change the result in DistributedDataParallel; of the rest, say that it is idle."""
-    if not shares_buffers(dict(settings)):
+    if not shares_buffers(settings):
         name = next(
             name for name in settings if name.endswith("_buffers") and settings[name] is False
         )

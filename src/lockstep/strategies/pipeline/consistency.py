@@ -1,4 +1,4 @@
-"""Consistency of calls over the stages of a model: the same call on all, one error for all."""
+"""Consistency of calls over the stages of a model: the same call on all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lockstep.errors import LockstepError, MismatchError, PeerError
+from lockstep.errors import MismatchError
 from lockstep.strategies.pipeline.p2p import Row
 
 #: Where a model is called that is called outside of all loops.
@@ -25,9 +25,6 @@ _OTHERS = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent), "<f
 _HINT = (
     "all ranks of a model must call it alike, with the same input: no call may stand under an `if` that "
     "depends on the rank or on one rank's values"
-)
-_FAILED_HINT = (
-    "after an error in a backward pass, let the run end: what it has changed differs between ranks"
 )
 
 
@@ -43,22 +40,19 @@ class CallCheck:
         name: of the model's class.
 
     Attributes:
+        name: of the model's class.
         where: the batch that the script is in.
     """
 
     def __init__(self, row: Row, number: int, name: str) -> None:
-        self._row, self._number, self._name = row, number, name
-        self._calls = self._failed = 0
+        self._row, self._number, self.name = row, number, name
+        self._calls = 0
         self.where = OUTSIDE
 
     def next(self) -> int:
         """Return the number of a call that begins."""
         self._calls += 1
         return self._calls
-
-    def fails(self) -> None:
-        """A pass has failed on this rank; others may have been through with it."""
-        self._failed += 1
 
     def check(self, kind: str, call: int, values: str = "") -> None:
         """Compare a pass with those of the other ranks that hold the model.
@@ -71,7 +65,7 @@ class CallCheck:
         Raises:
             MismatchError: if another rank is in another pass, or the same with another input.
         """
-        own = [self._number, kind, call, self.where, self._failed, values]
+        own = [self._number, kind, call, self.where, values]
         told = [_parse(one) for one in self._row.compare(_say(own, _script()))]
         for rank, (theirs, line) in enumerate(told):
             if theirs != own:
@@ -82,15 +76,9 @@ class CallCheck:
         self, own: list[Any], mine: str, theirs: list[Any], line: str, other: int
     ) -> MismatchError:
         here, there = (f"rank {self._row.of_run(r)}" for r in (self._row.rank, other))
-        if own[:-2] == theirs[:-2] and own[-1] == theirs[-1]:
+        if own[:-1] == theirs[:-1]:
             return MismatchError(
-                f"{own[-2]} passes through {self._name} have failed on {here}, {theirs[-2]} on {there}; "
-                "expected the same on all ranks of a model",
-                hint=_FAILED_HINT,
-            )
-        if own[:-2] == theirs[:-2]:
-            return MismatchError(
-                f"{here} calls {self._name}{mine} with another input than {there}{line}; "
+                f"{here} calls {self.name}{mine} with another input than {there}{line}; "
                 "expected the same input on all ranks of a model",
                 hint=_HINT,
             )
@@ -140,45 +128,3 @@ def fingerprint(parts: Any, tensors: Sequence[torch.Tensor]) -> str:
             count = _COMPARED // plain.element_size()
             crc = zlib.crc32(plain.reshape(-1)[:count].view(torch.uint8).numpy().tobytes(), crc)
     return f"{crc:08x}"
-
-
-# --- a pass that fails on one rank ------------------------------------------------------------------
-
-
-def describe(error: Exception, rank: int, stage: str) -> list[Any]:
-    """Return what other ranks have to know of an exception, for a message.
-
-    Args:
-        error: the exception.
-        rank: where it was raised, in the run.
-        stage: what the rank computes.
-    """
-    text = error.message if isinstance(error, LockstepError) else str(error)
-    hint = error.hint if isinstance(error, LockstepError) else None
-    kinds = [[kind.__module__, kind.__qualname__] for kind in type(error).__mro__]
-    return [kinds, f"{text} (on rank {rank}, in stage {stage})", hint]
-
-
-def revive(told: Sequence[Any]) -> Exception:
-    """Return the exception that another rank has described.
-
-    It is of the same class, so that a script that catches it does so on every rank, and a `PeerError`, so
-    that what is reported is the one that came first.
-    """
-    kinds, text, hint = told
-    kind = next((k for k in (_class(*names) for names in kinds) if k is not None), Exception)
-    try:
-        both: Any = type(kind.__name__, (PeerError, kind), {"__module__": kind.__module__})
-        error: PeerError = both.__new__(both, text)
-    except TypeError:  # a class that no other can be combined with
-        return PeerError(f"{kind.__name__}: {text}", hint=hint)
-    error.args, error.message, error.hint = (text,), text, hint
-    return error
-
-
-def _class(module: str, name: str) -> type[Exception] | None:
-    """Return a class of exceptions by name, where this process has it, too."""
-    found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return found if isinstance(found, type) and issubclass(found, Exception) else None

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -17,6 +16,7 @@ from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.gradient_accumulation import take_gradients
 from lockstep.strategies.gradient_norm import each_norm, total_norm
 from lockstep.strategies.model_context import ModelContext
+from lockstep.strategies.optimizer_state import numbered
 from lockstep.strategies.pipeline.consistency import OUTSIDE, CallCheck
 from lockstep.strategies.pipeline.p2p import Row
 from lockstep.strategies.pipeline.partition import cut
@@ -46,7 +46,7 @@ class PipelinedModel(WrappedModel):
     def __init__(
         self, module: nn.Module, context: ModelContext, schedule: Schedule, reducer: Reducer | None
     ) -> None:
-        super().__init__(module, context.block, context.replicas, context.group)
+        super().__init__(module, context)
         self._warn = context.warn
         if (
             schedule.chunks > 1
@@ -56,7 +56,8 @@ class PipelinedModel(WrappedModel):
             schedule.drawn = self._has_drawn
         self._row, self._schedule, self._reducer = schedule.row, schedule, reducer
         group = context.group if context.mesh is None or context.mesh["data"].size() > 1 else None
-        self._buffers = Buffers(schedule.stage.module, context.block, group, modes=module)
+        stage, waiting = schedule.stage.module, context.sharing
+        self._buffers = Buffers(stage, context.block, group, modes=module, waiting=waiting)
         self._own = [p for p in self.parameters if not p.is_meta]
         module.__dict__["forward"] = schedule
         module.__dict__["__deepcopy__"] = _Refusal(type(module).__name__)
@@ -66,10 +67,6 @@ class PipelinedModel(WrappedModel):
     def leaves(self) -> list[torch.Tensor]:
         """What the graph of a loss that depends on the model ends at."""
         return [self._schedule.leaf]
-
-    def passes_in(self, waiting: Callable[[], AbstractContextManager[None]]) -> None:
-        """Let `waiting` be entered while ranks of a row wait for each other."""
-        self._schedule.waiting = waiting
 
     def _has_drawn(self) -> None:
         if self.exactness != "approximate":
@@ -148,7 +145,7 @@ class PipelinedModel(WrappedModel):
         """Give an optimizer its part of what `optimizer_state` returned."""
         held = _held_numbers(optimizer, state)
         own = {number: value for number, value in state["state"].items() if number in held}
-        optimizer.load_state_dict({**state, "state": own})
+        super().load_optimizer(optimizer, {**state, "state": own})
 
     def total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         """Return the norm of all gradients, as a single process computes it."""
@@ -205,7 +202,7 @@ def hold_pipelined(
     own = [p for p in module.parameters() if p.requires_grad and not p.is_meta]
     reducer = make_reducer(own, context, row.rank)
     calls = CallCheck(row, context.number, type(module).__name__)
-    schedule = Schedule(program.only(row.rank), row, (chunks, inputs), calls)
+    schedule = Schedule(program.only(row.rank), row, (chunks, inputs), calls, context.passing)
     return PipelinedModel(module, context, schedule, reducer)
 
 
@@ -268,9 +265,7 @@ def _tensors(module: nn.Module) -> list[torch.Tensor]:
 
 def _held_numbers(optimizer: Optimizer, state: Mapping[str, Any]) -> set[int]:
     """Return the numbers in an optimizer's `state` of the parameters that this rank has."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    return {n for n, p in zip(numbers, parameters, strict=False) if not p.is_meta}
+    return {n for n, p in numbered(optimizer, state).items() if not p.is_meta}
 
 
 def _is_meta(value: Any) -> bool:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import ModelError
+from lockstep.exchange.scatter import told_by_all
 
 _BLOCK = 512  # bytes; one message is enough for the header of a few tensors
 _LENGTH = 8
@@ -106,10 +107,7 @@ class Row:
 
     def compare(self, text: bytes) -> list[bytes]:
         """Return what every rank says in some words, 512 bytes at most; all call it together."""
-        own = _bytes(text[:_WORDS].ljust(_WORDS, b" "))
-        told = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(told, own, group=self._group)
-        return [one.numpy().tobytes().rstrip() for one in told]
+        return told_by_all(text, _WORDS, self._group)
 
     # --- from one to the next --------------------------------------------------------------------
 

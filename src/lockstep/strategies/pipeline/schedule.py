@@ -6,16 +6,13 @@ stages in the other direction. So the script's loop is the one it would be on a 
 
 All chunks of a batch go forward, one after the other, before the first goes back (GPipe, Huang et al.,
 arXiv:1811.06965), as the loss is the script's affair and needs the whole output.
-
-A stage that fails continues its messages, and says in them that it has failed: so no rank waits for one
-that does not come, and all of them raise, as a script may catch it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NoReturn
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -24,8 +21,9 @@ from torch.autograd.graph import get_gradient_edge
 from lockstep.data.randomness import Generators, States, set_generators, set_key, undisturbed
 from lockstep.errors import ModelError, StepError
 from lockstep.layout.keys import FORWARD, derive
+from lockstep.strategies.model_context import Waiting
 from lockstep.strategies.pipeline import chunks as chunking
-from lockstep.strategies.pipeline.consistency import CallCheck, describe, fingerprint, revive
+from lockstep.strategies.pipeline.consistency import CallCheck, fingerprint
 from lockstep.strategies.pipeline.p2p import Message, Row, assemble, dismantle
 from lockstep.strategies.pipeline.stage import Program, Stage
 
@@ -88,21 +86,27 @@ class Schedule:
         row: the ranks that have one each.
         chunks: in how many parts a batch goes through the stages, and the arguments that are cut for it.
         calls: compares passes with those of the other ranks.
+        waiting: makes what is entered while ranks of the row wait for each other.
 
     Attributes:
         leaf: what the graph of a loss ends at where it depends on the model.
-        waiting: entered while ranks of the row wait for each other.
         drawn: called when a chunk has drawn, on any rank.
     """
 
     def __init__(
-        self, program: Program, row: Row, chunks: tuple[int, Sequence[str] | None], calls: CallCheck
+        self,
+        program: Program,
+        row: Row,
+        chunks: tuple[int, Sequence[str] | None],
+        calls: CallCheck,
+        waiting: Waiting = nullcontext,
     ) -> None:
         self.program, self.row, self.calls = program, row, calls
         self.chunks, self.chunk_inputs = chunks
         self.leaf = torch.zeros((), requires_grad=True)
         self._end = get_gradient_edge(self.leaf).node
-        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._waiting = waiting
+        self._is_interrupted = False
         self.drawn: Callable[[], None] = _nothing
 
     @property
@@ -136,7 +140,7 @@ class Schedule:
         """
         values = self.program.bind(args, kwargs)
         passing = _Pass(self, values)
-        with self.waiting():
+        with self.passing():
             message = passing.forward()
         tensors = message.tensors
         if torch.is_grad_enabled() and any(message.needy):
@@ -148,6 +152,24 @@ class Schedule:
             for place, tensor in zip(places, needy, strict=True):
                 tensors[place] = tensor
         return assemble(message.parts, [t if t.requires_grad else t.detach() for t in tensors])
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Go through this rank's stage in the body, with messages that other ranks wait for.
+
+        Raises:
+            StepError: if an exception has ended an earlier pass: what it left out would be taken for this.
+        """
+        if self._is_interrupted:
+            raise StepError(
+                f"a pass through {self.calls.name} was interrupted by an exception, and the other ranks of "
+                "the model may wait for its messages",
+                hint="let exceptions of the model end the run; it resumes from its newest state",
+            )
+        self._is_interrupted = True
+        with self._waiting():
+            yield
+        self._is_interrupted = False
 
 
 class _Pass:
@@ -171,8 +193,6 @@ class _Pass:
         self._left: list[list[torch.Tensor]] = []
         self._number = schedule.calls.next()
         self._is_over = False
-        self._error: Exception | None = None  # this rank's own
-        self._told: list[Any] | None = None  # what ranks say of the first one
         self._has_drawn = False  # a chunk, in this stage or in those before
 
     @property
@@ -194,10 +214,7 @@ class _Pass:
         with undisturbed():
             set_key(key)
             outputs = [self._forward_chunk(chunk)[0] for chunk in range(len(self._sizes))]
-        merged = None
-        if self._schedule.is_last:
-            with self._telling():
-                merged = chunking.merge(outputs, self._sizes)
+        merged = chunking.merge(outputs, self._sizes) if self._schedule.is_last else None
         return self._share(merged, None)
 
     def _forward_whole(self) -> Message:
@@ -205,18 +222,15 @@ class _Pass:
         return self._share(*self._forward_chunk(0, Generators.now()))
 
     def _share(self, output: Any, states: States | None) -> Message:
-        """Return the last rank's `output`, and take its generators' states; or raise what a stage has."""
+        """Return the last rank's `output`, and take its generators' states."""
         row = self._schedule.row
         row.flush()
-        message = row.share([output, states, self._told, self._has_drawn], row.size - 1)
-        _, states, told, has_drawn = message.value
+        message = row.share([output, states, self._has_drawn], row.size - 1)
+        _, states, has_drawn = message.value
         if has_drawn:
             self._schedule.drawn()
         if states is not None:
             set_generators(states)
-        if told is not None:
-            self._told = told
-            self._raise()
         return Message(message.parts["list"][0], message.tensors, message.needy)
 
     def _forward_chunk(
@@ -232,27 +246,23 @@ class _Pass:
         schedule = self._schedule
         message = None if schedule.is_first else schedule.row.receive(schedule.row.rank - 1)
         if message is not None:
-            _, states, told, has_drawn = message.value
-            self._told, self._has_drawn = self._told or told, self._has_drawn or has_drawn
+            _, states, has_drawn = message.value
+            self._has_drawn |= has_drawn
             if states is not None:
                 set_generators(states)
-        kept: Any = None
         before = begin or Generators.now()
-        with self._telling():
-            kept = self._compute(chunk, message)
+        kept = self._compute(chunk, message)
         states = Generators.now().since(before)
         if begin is None:
             self._has_drawn |= states is not None
             states = None
         if schedule.is_last:
             return kept, states
-        schedule.row.send([kept, states, self._told, self._has_drawn], schedule.row.rank + 1)
+        schedule.row.send([kept, states, self._has_drawn], schedule.row.rank + 1)
         return None, states
 
     def _compute(self, chunk: int, message: Message | None) -> Any:
-        """Return what this rank's stage, or the model, gives for a chunk; nothing after an error."""
-        if self._told is not None:
-            return None
+        """Return what this rank's stage, or the model, gives for a chunk."""
         schedule, stage = self._schedule, self._schedule.stage
         values = self._begin(chunk)
         arrived: list[_Arrival] = []
@@ -268,24 +278,6 @@ class _Pass:
         kept = given[0] if schedule.is_last else [values[name] for name in stage.keeps]
         self._left.append(_needy(kept))  # refuses what cannot be sent
         return kept
-
-    # --- what goes wrong ---------------------------------------------------------------------------
-
-    @contextmanager
-    def _telling(self) -> Iterator[None]:
-        """Keep an exception of the body for the messages that the other ranks wait for."""
-        try:
-            yield
-        except Exception as error:
-            row = self._schedule.row
-            self._error = error
-            self._told = describe(error, row.of_run(row.rank), str(self._schedule.stage))
-
-    def _raise(self) -> NoReturn:
-        """Raise what a stage has, on every rank; nothing goes back through this call."""
-        assert self._told is not None
-        self._left, self._arrived, self._begun = [], [], []
-        raise self._error or revive(self._told)
 
     def _begin(self, chunk: int) -> Values:
         """Return what the call begins with, cut to a chunk."""
@@ -326,21 +318,17 @@ class _Pass:
         self._is_over = True
         schedule, accumulates = self._schedule, self._schedule.accumulates
         kind = "backward pass" if accumulates else "backward pass for inputs alone"
-        with schedule.waiting():
+        with schedule.passing():
             schedule.calls.check(kind, self._number)
             for chunk, left in enumerate(self._left):
                 own = self._returning(chunk, gradients)
-                with self._telling():
-                    self._backward_chunk(left, own, accumulates=accumulates)
+                self._backward_chunk(left, own, accumulates=accumulates)
                 # The rank before waits for it where its header said that a gradient is needed.
                 if self._arrived[chunk]:
                     came = [a.gradient for a in self._arrived[chunk]]
-                    schedule.row.send([came, self._told], schedule.row.rank - 1)
+                    schedule.row.send(came, schedule.row.rank - 1)
             schedule.row.flush()
             result = self._gradients_of_inputs()
-        if self._told is not None:
-            schedule.calls.fails()
-            self._raise()
         self._left, self._arrived, self._begun = [], [], []
         return result
 
@@ -349,7 +337,7 @@ class _Pass:
     ) -> None:
         """Go back through the stage; into gradients of its parameters, or to where it begins only."""
         pairs = [(o, g) for o, g in zip(left, gradients, strict=False) if g is not None]
-        if self._told is not None or not pairs:
+        if not pairs:
             return
         outputs, gradients = [o for o, _ in pairs], [g for _, g in pairs]
         if accumulates:
@@ -358,14 +346,12 @@ class _Pass:
             torch.autograd.grad(outputs, [self._schedule.leaf], gradients, allow_unused=True)
 
     def _returning(self, chunk: int, gradients: Gradients) -> Gradients:
-        """Return the gradients of what the stage gave for a chunk; nothing after an error."""
+        """Return the gradients of what the stage gave for a chunk."""
         schedule = self._schedule
         if not self._left[chunk]:
             return []
         if not schedule.is_last:
-            came, told = schedule.row.receive(schedule.row.rank + 1).value
-            self._told = self._told or told
-            returned: Gradients = came
+            returned: Gradients = schedule.row.receive(schedule.row.rank + 1).value
             return returned
         if len(self._sizes) == 1:
             return gradients
@@ -385,8 +371,7 @@ class _Pass:
         total: Gradients = [None] * len(own)
         for number in reversed(range(self._schedule.row.size)):
             if names & set(self._schedule.program.stages[number].takes):
-                came, told = self._schedule.row.share([own, self._told], number).value
-                self._told = self._told or told
+                came = self._schedule.row.share(own, number).value
                 total = [
                     b if a is None else a if b is None else a + b
                     for a, b in zip(total, came, strict=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, cast
 
@@ -57,9 +57,8 @@ class ShardedModel(CutState, WrappedModel):
         gather: str,
     ) -> None:
         self._size = 1 if context.group is None else dist.get_world_size(context.group)
-        group = context.group if self._size > 1 else None
-        super().__init__(module, context.block, context.replicas, group)
-        self._holding, self._scatter = context, scatter
+        super().__init__(module, context, shares_buffers=self._size > 1)
+        self._context, self._scatter = context, scatter
         self._all = units
         # As backward passes complete them, more or less; the model's own is the last.
         *inner, root = units
@@ -76,9 +75,10 @@ class ShardedModel(CutState, WrappedModel):
         units[-1].module.set_requires_gradient_sync(False)
         self._is_over = False
         self._path: list[int] = []
-        own = group_of_its_own(group) if group is not None else None
+        group = context.group if self._size > 1 else None
+        own = None if group is None else group_of_its_own(group)
         names, on_cpu = [unit.name for unit in units], context.device.type == "cpu"
-        self._gathers = Gathers(names, own, always=on_cpu)
+        self._gathers = Gathers(names, own, self._waiting, always=on_cpu)
         self._started: list[Scattering | Gradients] = []
         self._finished = 0
         self._used: dict[int, list[bool]] = {}
@@ -282,7 +282,7 @@ class ShardedModel(CutState, WrappedModel):
         Raises:
             ExactnessError: for one that looks at whole tensors, or rounds by place in memory.
         """
-        if self._holding.exact:
+        if self._context.exact:
             updated = [
                 p for group in optimizer.param_groups for p in group["params"] if p.requires_grad
             ]
@@ -292,20 +292,17 @@ class ShardedModel(CutState, WrappedModel):
         """The run is over: there is no rank to gather from."""
         self._is_over = True
 
-    def gathers_in(
-        self,
-        meeting: AbstractContextManager[None],
-        in_pass: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        """Let `meeting`, or `in_pass`, be entered where ranks wait for each other to gather parameters."""
-        self._gathers.waiting = lambda: in_pass() if self._expects else meeting
+    def _waiting(self) -> AbstractContextManager[None]:
+        """Return what is entered where ranks wait for each other to gather parameters."""
+        context = self._context
+        return context.gathering_in_backward() if self._expects else context.gathering()
 
     def _are_nonzero(self, gradients: Sequence[torch.Tensor]) -> list[bool]:
         """Say it of whole gradients, the same on all ranks: one's own part may be zeros."""
         own = [local(gradient).count_nonzero() for gradient in gradients]
-        found = torch.stack(own).to(self._holding.device)
+        found = torch.stack(own).to(self._context.device)
         if self._size > 1:
-            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._holding.group)
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._context.group)
         return found.bool().tolist()
 
     def clip_values(self, parameters: Sequence[torch.Tensor], value: float) -> None:

@@ -7,7 +7,6 @@ tensors that forward passes compute with in their place (torch 2.11 to 2.13).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from lockstep.exchange.scatter import Outgoing, TreeScatter, agree
 from lockstep.exchange.tree import all_gather
 from lockstep.strategies.dtensor import assembled, cut_dimension
 from lockstep.strategies.gradient_accumulation import NOTHING, Gradients, add
+from lockstep.strategies.model_context import Waiting
 
 
 class Unit:
@@ -149,21 +149,23 @@ class Gathers:
         names: what the units are called.
         group: of its own, so that ranks which call something else wait, and are told of; `None` for one
             rank.
+        waiting: makes what is entered while they wait for each other.
         always: whether they compare every unit, and not in the first batches only.
-
-    Attributes:
-        waiting: what is entered while they wait for each other.
     """
 
     def __init__(
-        self, names: Sequence[str], group: dist.ProcessGroup | None, *, always: bool
+        self,
+        names: Sequence[str],
+        group: dist.ProcessGroup | None,
+        waiting: Waiting,
+        *,
+        always: bool,
     ) -> None:
         self.names = [*names, "all units, for run.digest, run.export and the like"]
-        self._group, self._always = group, always
+        self._group, self._waiting, self._always = group, waiting, always
         self._place = _OUTSIDE
         self._batches = 0  # in which something was gathered
         self._is_first = False
-        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def batch_begins(self, microbatch: Microbatch) -> None:
         """What is gathered from here on is for this batch."""
@@ -195,7 +197,7 @@ class Gathers:
     def _compare(self, number: int) -> None:
         if self._group is None:
             return
-        with self.waiting():
+        with self._waiting():
             found = agree([*self._place, number], self._group)
         first = found[0]
         other, there = next(

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from types import FunctionType
 
 import pytest
 import torch
 
-from lockstep.errors import MismatchError, ModelError, PeerError
-from lockstep.record.report import is_consequence
+from lockstep.errors import MismatchError
 from lockstep.strategies.pipeline import consistency, p2p
-from lockstep.strategies.pipeline.consistency import CallCheck, describe, fingerprint, revive
-
-
-class OddError(KeyError):
-    """Takes another argument than a text."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"number {number}")
+from lockstep.strategies.pipeline.consistency import CallCheck, fingerprint
 
 
 class Pair:
@@ -32,38 +23,6 @@ class Pair:
 
     def compare(self, text: bytes) -> list[bytes]:
         return [one[: p2p._WORDS].rstrip() for one in (text, self._other or text)]
-
-
-def told(error: Exception) -> Exception:
-    """Send an exception to another rank, as JSON."""
-    return revive(json.loads(json.dumps(describe(error, 1, "head"))))
-
-
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        (RuntimeError("x"), RuntimeError),
-        (OddError(3), OddError),
-        (torch.OutOfMemoryError("x"), torch.OutOfMemoryError),
-        (ModelError("x", hint="y"), ModelError),
-        (UnicodeDecodeError("a", b"b", 0, 1, "c"), PeerError),
-        (FileNotFoundError(2, "x"), PeerError),
-        (PeerError("x"), PeerError),
-    ],
-)
-def test_an_exception_of_another_rank_is_of_its_class(error: Exception, kind: type) -> None:
-    other = told(error)
-    assert isinstance(other, kind)
-    assert is_consequence(other)
-    assert "(on rank 1, in stage head)" in str(other)
-    assert getattr(other, "hint", None) == getattr(error, "hint", None)
-
-
-def test_an_exception_of_a_class_that_is_not_here() -> None:
-    class LocalError(ValueError):
-        pass
-
-    assert isinstance(told(LocalError("x")), ValueError)
 
 
 def test_inputs_are_told_apart() -> None:
@@ -128,14 +87,14 @@ def test_scripts_of_any_name(name: str) -> None:
     pair = CallCheck(Pair(b""), 10**9, "Net")  # type: ignore[arg-type]
     pair.where = WHERE
     in_script(pair, "backward pass for inputs alone", 10**12)
-    other = consistency._say([0, "forward pass", 1, "outside of a loop", 0, ""], "火" * 300 + ":7")
+    other = consistency._say([0, "forward pass", 1, "outside of a loop", ""], "火" * 300 + ":7")
     apart = CallCheck(Pair(other), 0, "Net")  # type: ignore[arg-type]
     with pytest.raises(MismatchError, match="call 1 of model 0"):
         in_script(apart, "backward pass", 1)
 
 
 def test_the_line_is_named_to_its_end() -> None:
-    other = consistency._say([0, "forward pass", 1, "outside of a loop", 0, ""], "train.py:7")
+    other = consistency._say([0, "forward pass", 1, "outside of a loop", ""], "train.py:7")
     apart = CallCheck(Pair(other), 0, "Net")  # type: ignore[arg-type]
     with pytest.raises(MismatchError, match=r"обучение\.py:\d+, .* at train\.py:7;"):
         script_named(f"{'обучение' * 10}.py")(apart, "backward pass", 1)

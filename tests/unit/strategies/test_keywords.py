@@ -7,10 +7,15 @@ from typing import Any
 import pytest
 
 from lockstep.errors import ExactnessError, ModelError
-from lockstep.strategies.options import taken_by
+from lockstep.registry import STRATEGIES
+from lockstep.strategies import checks
 
 DDP = {"find_unused_parameters": True, "static_graph": True, "bucket_cap_mb": 3}
 FSDP = {"wrap": [], "reshard_after_forward": False}
+
+
+def taken_by(strategy: str, settings: dict[str, Any], **more: bool) -> dict[str, Any]:
+    return checks.taken_by(STRATEGIES.find(strategy), settings, **more)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +53,9 @@ def test_other_numbers_with_another_strategy() -> None:
     assert taken_by("fsdp", settings, exact=True) == settings
     assert taken_by("ddp", settings, exact=False) == {}
     assert taken_by("ddp", {"mp_policy": None}, exact=True) == {}
+    assert taken_by("pipeline", {"chunks": 2, "bucket_cap_mb": 3}, exact=True) == {
+        "bucket_cap_mb": 3
+    }
     with pytest.raises(ExactnessError, match="mp_policy with strategy=ddp"):
         taken_by("ddp", settings, exact=True)
 

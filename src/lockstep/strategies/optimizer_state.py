@@ -1,0 +1,27 @@
+"""The state of an optimizer, by the numbers that its `state_dict` gives to parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+
+def numbered(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[int, torch.Tensor]:
+    """Return the parameters of an optimizer by their numbers in `state`, a `state_dict` of one like it."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    return dict(zip(numbers, parameters, strict=False))
+
+
+def load(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Give an optimizer its state as it was: torch 2.13 casts all of it to the parameters' type."""
+    optimizer.load_state_dict(state)
+    for number, parameter in numbered(optimizer, state).items():
+        own = optimizer.state.get(parameter, {})
+        for name, value in state["state"].get(number, {}).items():
+            now = own.get(name)
+            if torch.is_tensor(now) and torch.is_tensor(value) and now.dtype != value.dtype:
+                own[name] = value.to(now.device)
