@@ -23,7 +23,10 @@ _PATHS = ("stdlib", "platstdlib", "purelib", "platlib")
 #: Directories of installed packages, wherever they are: of a user, of a distribution, say.
 _SITES = ("site-packages", "dist-packages")
 #: What changes the environment; other names after which an import may do something else than before.
-_ENVIRONMENT = frozenset({"environ", "environb", "putenv", "unsetenv", "load_dotenv", "read_env"})
+_FROM_FILES = frozenset({"load_dotenv", "read_env"})
+_ENVIRONMENT = _FROM_FILES | {"environ", "environb", "putenv", "unsetenv"}
+#: How the variables begin that `torch._dynamo` reads when it is imported.
+_COMPILER = ("AOT", "CUTLASS", "INDUCTOR", "PARTITIONER", "SYMPY", "TORCH")
 _CHANGING = _ENVIRONMENT | frozenset(
     {"addsitedir", "chdir", "exec", "meta_path", "path_hooks", "run_path", "set_start_method"}
     | {"sys.argv", "sys.path", "modules[]"}
@@ -58,11 +61,12 @@ class Top:
 
     Attributes:
         imports: what is imported before anything may change what an import does, in order.
-        sets_environment: whether they may change variables of the environment anywhere, in functions, too.
+        sets_compiler: whether they may set, in functions, too, a variable that `torch._dynamo` reads when
+            it is imported.
     """
 
     imports: tuple[Import, ...]
-    sets_environment: bool
+    sets_compiler: bool
 
 
 def at_the_top(spec: LaunchSpec) -> Top:
@@ -73,7 +77,8 @@ def at_the_top(spec: LaunchSpec) -> Top:
     package = source.package(spec)
     reader.follow(package, ())
     reader.read(source.parse(spec), package, is_main=True)
-    return Top(tuple(reader.found), reader.sets_environment)
+    sets_compiler = reader.sets_environment and reader.names_compiler
+    return Top(tuple(reader.found), sets_compiler)
 
 
 @dataclass
@@ -93,11 +98,15 @@ class _Reader:
     has_ended: bool = False
     may_change: bool = False  # in a function of the user's own
     sets_environment: bool = False
+    names_compiler: bool = False
 
     def read(self, tree: ast.Module, package: str, *, is_main: bool = False) -> None:
         """Read a module of `package` and the user's modules that it imports."""
-        words = set(_words(ast.walk(tree)))
+        nodes = list(ast.walk(tree))
+        words = set(_words(nodes))
         self.sets_environment |= not _ENVIRONMENT.isdisjoint(words)
+        # A file that is loaded may name any variable.
+        self.names_compiler |= not _FROM_FILES.isdisjoint(words) or any(map(_is_of_compiler, nodes))
         self.may_change |= not _CHANGING.isdisjoint(words)
         kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
         own = {node.name for node in tree.body if isinstance(node, kinds)}
@@ -177,7 +186,7 @@ class _Reader:
             self.seen.add(origin)
             self.read(source.parse_file(Path(origin)), parent)
         else:  # what it changes is not known
-            self.has_ended = self.sets_environment = True
+            self.has_ended = self.sets_environment = self.names_compiler = True
 
 
 def _find(name: str, path: Sequence[str]) -> ModuleSpec | None:
@@ -233,6 +242,12 @@ def _words(nodes: Iterable[ast.AST]) -> Iterator[str]:
                 yield from (f"{name}.{node.attr}" for name in source.said(node.value))
             elif isinstance(node, ast.Subscript) and not _reads(node):
                 yield from (f"{name}[]" for name in source.said(node.value))
+
+
+def _is_of_compiler(node: ast.AST) -> bool:
+    """Whether a node is a text, or a keyword of a call, that begins as variables of the compiler do."""
+    text = node.value if isinstance(node, ast.Constant) else getattr(node, "arg", None)
+    return isinstance(text, str) and text.startswith(_COMPILER)
 
 
 def _reads(node: ast.Subscript | ast.Attribute) -> bool:

@@ -60,8 +60,7 @@ def likely(spec: LaunchSpec, env: Mapping[str, str]) -> tuple[str, ...]:
     """Return what the workers of `spec` will import besides, as far as its source and flags tell."""
     strategy = STRATEGIES.find(spec.settings.value("strategy", env) or "auto")
     top = at_the_top(spec)
-    # It reads variables of the environment when it is imported.
-    dynamo = () if top.sets_environment else (_DYNAMO,)
+    dynamo = () if top.sets_compiler else (_DYNAMO,)
     if strategy.slow_import and isinstance(strategy.hold, str):
         return (*_RUN, *dynamo, *([strategy.hold.partition(":")[0]] if dynamo else []))
     if source.imports(spec, "lockstep") or any(one.package == "lockstep" for one in top.imports):

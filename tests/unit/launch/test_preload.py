@@ -49,7 +49,10 @@ def test_a_script_of_lockstep(tmp_path: Path) -> None:
     ("line", "expected"),
     [
         ("os.environ['TORCH_COMPILE_DISABLE'] = '1'", RUN),
-        ("def main():\n    os.putenv('A', 'b')", RUN),
+        ("def main():\n    os.environ.update(TORCHDYNAMO_DISABLE='1')", RUN),
+        ("load_dotenv()", RUN),
+        ("def main():\n    os.environ['MASTER_PORT'] = '29500'", (*RUN, DYNAMO)),
+        ("word = 'TORCH'", (*RUN, DYNAMO)),
         ("rank = os.environ['RANK'], os.environ.get('A')", (*RUN, DYNAMO)),
     ],
 )
