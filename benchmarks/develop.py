@@ -1,7 +1,7 @@
 """What a person waits for who works on a script: two ranks, from the command to what is to be seen.
 
-Claims: Lockstep's first step is done sooner than with torchrun, Accelerate and spawn; after a bug the prompt
-is back sooner than with any of them, and fewer lines of output come after the bug's line.
+Claims: Lockstep's first step is done sooner than with torchrun, Accelerate and spawn. After a bug the
+prompt is back sooner than with any of them, and fewer lines of output come after the bug's line.
 
 Measured: `contestants/developing.py`, the same small network by Lockstep, by DDP under torchrun, by
 Accelerate under torchrun, and by DDP under `torch.multiprocessing.spawn`. Each launch is fresh; they take
