@@ -251,7 +251,7 @@ def test_a_port_that_is_taken(lockstep: Lockstep, expected: str) -> None:
         ("file://meeting", "the absolute path of a file"),
         ("tcp://127.0.0.1:1?rank=0&color=red", "asks for color"),
         ("file:///nowhere/at/all?rank=0&world_size=2", "does not exist"),
-        ("tcp://127.0.0.1:29500", "nothing says who this process is"),
+        ("tcp://127.0.0.1:29500", "there is no rank for this process"),
     ],
 )
 def test_init_methods_that_are_none(lockstep: Lockstep, url: str, said: str) -> None:

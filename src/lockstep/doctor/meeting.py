@@ -166,5 +166,5 @@ def _join(
             keys.linger(1)
         raise
     if cards is None:
-        raise WorldError(f"{config.count} nodes have met at {config.place} without this one")
+        raise WorldError(f"{config.count} nodes have joined at {config.place} without this one")
     return cards

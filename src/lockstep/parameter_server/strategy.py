@@ -292,7 +292,7 @@ def _check_settings(settings: Mapping[str, Any], staleness: int, context: ModelC
     if not shares_buffers(settings):
         raise ModelError(
             f"broadcast_buffers=False with staleness={staleness}: all workers have replica 0's buffers "
-            "when their models meet; expected buffers that all ranks share",
+            "when their models are synchronized; expected buffers that all ranks share",
             hint="leave out broadcast_buffers, or the staleness: then each rank may keep its own",
         )
     idle = sorted(name for name in settings if name not in POWERSGD_KEYWORDS)

@@ -255,7 +255,7 @@ class WrappedModel(abc.ABC):
         if self._met:
             raise StepError(
                 f"run.backward was called twice for {type(self.module).__name__} in one "
-                "microbatch; expected once, since its gradients have already met",
+                "microbatch; expected once, since its gradients are summed already",
                 hint="add the losses: run.backward(loss_a + loss_b); wrap forwards that need no "
                 "gradients in torch.no_grad()",
             )
@@ -307,7 +307,7 @@ class WrappedModel(abc.ABC):
             return
         if not self._met and self._has_gradients(among):
             raise StepError(
-                f"{type(self.module).__name__} has gradients that have not met those of the other "
+                f"{type(self.module).__name__} has gradients that were not summed with those of the other "
                 "replicas",
                 hint="call run.backward(loss) in the place of loss.backward()",
             )

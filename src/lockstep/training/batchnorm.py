@@ -70,7 +70,7 @@ def _check_several(replicas: int, ranks: int, *, exact: bool) -> None:
     if exact:
         raise ExactnessError(
             f"{what}: replicas on one rank compute one after the other, so their statistics cannot "
-            "meet; expected a rank for each replica",
+            "be summed; expected a rank for each replica",
             hint=f"start {replicas} ranks, or say exact=False to the run (lockstep run --no-exact): "
             "then statistics are over the replicas that compute at the same time",
         )

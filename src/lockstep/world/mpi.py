@@ -125,8 +125,8 @@ def agree(world: World) -> tuple[str, tuple[str, ...]]:
         everyone = communicator(world.rank, world.size)
     except WorldError as error:
         raise WorldError(
-            f"{world.environment}: nothing says where the {world.size} ranks can meet, and MPI cannot be "
-            f"asked: {error.message}",
+            f"{world.environment}: there is no rendezvous address for {world.size} ranks, and MPI cannot "
+            f"be asked: {error.message}",
             hint="set MASTER_ADDR and MASTER_PORT, or install the extra: "
             "pip install 'torch-lockstep[mpi]'",
         ) from error

@@ -96,7 +96,7 @@ def test_an_init_method_says_where_the_environment_says_who():
 
 @pytest.mark.parametrize("url", ["tcp://node9:7", "file:///a/b"])
 def test_an_init_method_without_ranks_is_named(url):
-    with pytest.raises(UsageError, match="nothing says who this process is; expected RANK"):
+    with pytest.raises(UsageError, match="there is no rank for this process; expected RANK"):
         detect({"LOCKSTEP_INIT_METHOD": url})
 
 

@@ -227,7 +227,7 @@ def test_a_stale_file_is_no_trap_for_what_lockstep_run_started(
     [
         ("nowhere/meeting", "the directory of the meeting file .* does not exist"),
         ("directory", "cannot be opened: is a directory"),
-        ("text", "is there, and no file in which ranks have met"),
+        ("text", "is there, and is no rendezvous file"),
         ("text/meeting", "the directory of the meeting file .* does not exist"),
     ],
 )

@@ -289,9 +289,9 @@ class Rounds:
                     hint="look at the output of the others",
                 )
             raise WorldError(
-                f"{self._terms.most} nodes have met at {self._config.place} already; "
+                f"{self._terms.most} nodes have joined at {self._config.place} already; "
                 "expected this one among them",
-                hint="another launch meets there: give each an --rdzv-id of its own",
+                hint="another launch uses this rendezvous: give each an --rdzv-id of its own",
             )
 
     def _meet(self, expected: tuple[str, ...], *, may_close: bool) -> None:

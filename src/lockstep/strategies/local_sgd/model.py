@@ -150,7 +150,7 @@ class LocalModel(WrappedModel):
         weights = [samples for (_, samples), _ in told]
         if len(set(steps)) > 1:
             raise PeerError(
-                f"since they met the last time, ranks have done {steps} steps of "
+                f"since the last average, ranks have done {steps} steps of "
                 f"{type(self.module).__name__}; expected as many on each",
                 hint="a `break` or `continue` must not depend on the rank or on one rank's values; "
                 "reduce them first, for instance with run.mean",
@@ -208,9 +208,9 @@ def _check_settings(settings: Mapping[str, Any], context: ModelContext) -> None:
             name for name in settings if name.endswith("_buffers") and settings[name] is False
         )
         raise ModelError(
-            f"{name}=False with exchange={context.exchange}, whose ranks take rank 0's buffers when they "
-            "meet",
-            hint=f"leave {name} out: between two meetings each rank has buffers of its own",
+            f"{name}=False with exchange={context.exchange}, whose ranks take rank 0's buffers "
+            "at each average",
+            hint=f"leave {name} out: between two averages each rank has buffers of its own",
         )
     idle = sorted(name for name in settings if name not in POWERSGD_KEYWORDS)
     if idle:

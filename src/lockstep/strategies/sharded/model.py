@@ -169,7 +169,7 @@ class ShardedModel(CutState, WrappedModel):
                 unit.take()
             raise StepError(
                 f"{type(self.module).__name__} got gradients outside of run.backward; they would not "
-                "meet those of the other replicas",
+                "be summed with those of the other replicas",
                 hint="call run.backward(loss) in the place of loss.backward()",
             )
         while self._is_early and len(self._started) < len(self._units):

@@ -42,7 +42,7 @@ def open_file(path: Path) -> dist.Store:
         raise WorldError(f"the meeting file {path} cannot be opened: {reason(error)}") from error
     if int.from_bytes(head, sys.byteorder) > _LONGEST_KEY:
         raise WorldError(
-            f"{path} is there, and no file in which ranks have met; expected none",
+            f"{path} is there, and is no rendezvous file; expected none",
             hint="give file:// the path of a file that is not there yet",
         )
     return dist.FileStore(str(path), -1)

@@ -625,7 +625,7 @@ def test_the_first_node_does_not_come(launch_id: str) -> None:
 def test_one_too_many_in_a_directory(launch_id: str, tmp_path: Path) -> None:
     one = at_endpoint(2, launch_id, f"file://{tmp_path}")[0]
     met = meet_all([one, one])
-    with pytest.raises(WorldError, match=r"2 nodes have met at .* already") as caught:
+    with pytest.raises(WorldError, match=r"2 nodes have joined at .* already") as caught:
         meet(one)
     assert "--rdzv-id" in str(caught.value.hint)
     check_met(met)
