@@ -160,10 +160,10 @@ class Lockstep:
         """Start a command and return at once."""
         environ = {**os.environ, **self._own, **(env or {})}
         process: subprocess.Popen[str]
-        script = program == () and not words[0].startswith("-")
-        is_python = executable == sys.executable and (script or program == LOCKSTEP)
-        if self._template is not None and is_python:
-            process = Forked(self._template, words, self.directory, environ, script=script)
+        asked = (*program, *words)
+        if self._template is not None and executable == sys.executable and asked[0] != "-c":
+            module, rest = (asked[1], asked[2:]) if asked[0] == "-m" else ("", asked)
+            process = Forked(self._template, rest, self.directory, environ, module=module)
         else:
             process = subprocess.Popen(
                 [executable, *program, *words],
@@ -248,14 +248,19 @@ def examples_template() -> Iterator[Template]:
     process.close()
 
 
+def template_of(request: pytest.FixtureRequest) -> Template | None:
+    """Return the template of a test that is marked `forked`."""
+    is_forked = request.node.get_closest_marker("forked") is not None
+    found: Template | None = request.getfixturevalue("template") if is_forked else None
+    return found
+
+
 @pytest.fixture
 def lockstep(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Lockstep]:
     """The command `lockstep`, run in a temporary directory; from a template for tests marked `forked`."""
-    is_forked = request.node.get_closest_marker("forked") is not None
-    template = request.getfixturevalue("template") if is_forked else None
     # Logs of plain scripts that fail stay; a short name, since sockets' paths may not be long.
-    command = Lockstep(tmp_path, template, tmp_path_factory.mktemp("t"))
+    command = Lockstep(tmp_path, template_of(request), tmp_path_factory.mktemp("t"))
     yield command
     command.close()

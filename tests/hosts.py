@@ -18,6 +18,7 @@ import secrets
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -26,11 +27,11 @@ from typing import Self
 
 import pytest
 
-from tests.conftest import Done
+from tests.conftest import Done, template_of
+from tests.namespaces import NAMES
+from tests.template import Forked, Template
 
 _PREFIX = "lockstep-tests"
-#: Per namespace, files that `ip netns exec` shows in the place of those in /etc.
-_NAMES = Path("/etc/netns")
 _IP = shutil.which("ip") or "ip"
 _TC = shutil.which("tc") or "tc"
 #: Gives the command a host name of its own, and hides directories that this host does not share.
@@ -62,11 +63,13 @@ class Host:
         name: of the host; the others know it once it is plugged in.
         namespace: the system's name of it.
         address: where it was plugged in first.
+        template: the process that modules of Python are forked from, if any.
     """
 
     name: str
     namespace: str
     address: str = ""
+    template: Template | None = None
     _started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def ip(self, *words: str) -> str:
@@ -122,17 +125,26 @@ class Host:
             cwd: where it runs.
             hidden: a directory that this host does not share with the others: it sees an empty one.
         """
-        enter = ("unshare", "--uts", "sh", "-ec", _ENTER, "sh", self.name, str(hidden or ""))
-        process = subprocess.Popen(
-            [_IP, "netns", "exec", self.namespace, *enter, *command],
-            cwd=cwd,
-            env={**os.environ, **(env or {})},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        environ, place = {**os.environ, **(env or {})}, str(hidden or "")
+        process: subprocess.Popen[str]
+        if self.template is not None and command[:2] == (sys.executable, "-m"):
+            _, _, module, *words = command
+            host = (self.namespace, self.name, place)
+            process = Forked(
+                self.template, words, cwd or Path.cwd(), environ, module=module, host=host
+            )
+        else:
+            enter = ("unshare", "--uts", "sh", "-ec", _ENTER, "sh", self.name, place)
+            process = subprocess.Popen(
+                [_IP, "netns", "exec", self.namespace, *enter, *command],
+                cwd=cwd,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
         self._started.append(process)
         return process
 
@@ -185,9 +197,14 @@ class Switch:
 
 
 class Hosts:
-    """Makes hosts, and removes them at the end of a `with` block."""
+    """Makes hosts, and removes them at the end of a `with` block.
 
-    def __init__(self) -> None:
+    Args:
+        template: the process that modules of Python are forked from, if any.
+    """
+
+    def __init__(self, template: Template | None = None) -> None:
+        self._template = template
         self._made: dict[str, Host] = {}
         self._subnets = itertools.count(70)
 
@@ -202,7 +219,7 @@ class Hosts:
 
     def host(self, name: str) -> Host:
         """Make a host with a loopback interface and nothing else."""
-        made = Host(name, _namespace(name))
+        made = Host(name, _namespace(name), template=self._template)
         self._made[name] = made
         _ip("netns", "add", made.namespace)
         made.ip("link", "set", "lo", "up")
@@ -230,7 +247,7 @@ class Hosts:
         known = [host for host in self._made.values() if host.address]
         lines = ["127.0.0.1 localhost", *(f"{host.address} {host.name}" for host in known)]
         for host in known:
-            directory = _NAMES / host.namespace
+            directory = NAMES / host.namespace
             directory.mkdir(parents=True, exist_ok=True)
             (directory / "hosts").write_text("\n".join(lines) + "\n")
 
@@ -259,10 +276,10 @@ def require() -> None:
 
 
 @pytest.fixture
-def hosts() -> Iterator[Hosts]:
-    """Makes hosts; skips where it cannot."""
+def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts]:
+    """Makes hosts, whose commands come from a template in tests marked `forked`; skips where it cannot."""
     require()
-    with Hosts() as made:
+    with Hosts(template_of(request)) as made:
         yield made
 
 
@@ -294,6 +311,6 @@ def _remove(namespace: str) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
     subprocess.run([_IP, "netns", "del", namespace], capture_output=True, check=False)
-    shutil.rmtree(_NAMES / namespace, ignore_errors=True)
+    shutil.rmtree(NAMES / namespace, ignore_errors=True)
     with contextlib.suppress(OSError):  # another run may have names there
-        _NAMES.rmdir()
+        NAMES.rmdir()

@@ -6,6 +6,7 @@ directory, environment and session. Tests of how a command itself comes to life 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -13,15 +14,18 @@ import json
 import os
 import runpy
 import select
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, ClassVar, NoReturn
+
+from tests import namespaces
 
 ROOT = Path(__file__).parents[1]
 #: What launchers and their ranks import sooner or later.
@@ -69,12 +73,13 @@ class Forked(subprocess.Popen[str]):
 
     Args:
         template: is its parent, too.
-        words: after `python -m lockstep`, or with `script` after `python`.
+        words: after `python -m MODULE`, or after `python` where there is no module.
         cwd: its directory.
         env: its environment.
         stdout: where its output goes.
         stderr: and its errors.
-        script: the first word is a script.
+        module: what it runs; where it is empty, the first word is a script.
+        host: where it runs, as `namespaces.enter` takes it, if not on this host.
     """
 
     def __init__(
@@ -86,9 +91,10 @@ class Forked(subprocess.Popen[str]):
         *,
         stdout: int | IO[bytes] = subprocess.PIPE,
         stderr: int | IO[bytes] = subprocess.PIPE,
-        script: bool = False,
+        module: str = "lockstep",
+        host: Sequence[str] = (),
     ) -> None:
-        self._template, self._ended, self._script = template, -1, script
+        self._template, self._ended, self._module, self._host = template, -1, module, host
         super().__init__(
             list(words),
             cwd=cwd,
@@ -103,7 +109,7 @@ class Forked(subprocess.Popen[str]):
         words, _, _, _, _, cwd, env, *_ = given
         stdin, _, _, stdout, _, stderr = given[10:16]
         self._ended, ended = os.pipe()
-        told = json.dumps([self._script, words, str(cwd), dict(env)]).encode()
+        told = json.dumps([self._host, self._module, words, str(cwd), dict(env)]).encode()
         socket.send_fds(self._template.socket, [told], [stdin, stdout, stderr, ended])
         pipes = [stdout] * (self.stdout is not None) + [stderr] * (self.stderr is not None)
         for descriptor in (stdin, *pipes, ended):
@@ -147,6 +153,7 @@ def _serve(asked: socket.socket) -> None:
             pid = os.fork()
             if pid == 0:
                 asked.close()
+                os.setsid()
                 _become(streams, *json.loads(told))
             while os.getsid(pid) != pid:  # whoever has the number may signal the group
                 time.sleep(0.0005)
@@ -166,19 +173,37 @@ def _bury(watched: int, pid: int, ended: int) -> None:
     os.close(watched)
 
 
-def _become(
-    streams: list[int], script: bool, words: list[str], cwd: str, env: dict[str, str]
-) -> NoReturn:
-    from lockstep.launch import processes, target
+class _Launch(subprocess.Popen[bytes]):
+    """A launch of a forked `lockstep verify` or `bench`, which is forked once more."""
 
-    os.setsid()
+    def _execute_child(self, *given: Any) -> None:
+        words, _, _, _, _, _, env, *_ = given
+        stdin, _, _, stdout, _, stderr = given[10:16]
+        self.pid = os.fork()
+        if self.pid == 0:
+            atexit._clear()  # what the parent does at its end
+            _become([stdin, stdout, stderr], (), "lockstep", words[3:], str(Path.cwd()), env)
+        self._child_created = True
+        self._close_pipe_fds(*given[10:16])  # type: ignore[attr-defined]
+
+
+def _become(
+    streams: list[int],
+    host: Sequence[str],
+    module: str,
+    words: list[str],
+    cwd: str,
+    env: Mapping[str, str],
+) -> NoReturn:
+    from lockstep.launch import command, processes, target
+
     for number, descriptor in enumerate(streams):
         os.dup2(descriptor, number)
     os.closerange(3, 1 << 10)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
-    signal.set_wakeup_fd(-1)
+    processes.reset_signals()
     tempfile.tempdir = None  # the directory of the template's own environment
     processes.renew_streams()
     if threads := env.get("OMP_NUM_THREADS"):  # an interpreter of its own would have read it
@@ -186,19 +211,29 @@ def _become(
     places = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
     sys.path[:] = [cwd, *places, *(place for place in sys.path[1:] if place != str(ROOT))]
     sys.argv[:] = ["", *words]
+    command.subprocess = types.SimpleNamespace(Popen=_Launch, DEVNULL=subprocess.DEVNULL)  # type: ignore[assignment]
     code = 0
     try:
-        if script:
-            target.run_script(words[0], words[1:])
+        if host:
+            namespaces.enter(*host)
+        if module:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
         else:
-            runpy.run_module("lockstep", run_name="__main__", alter_sys=True)
+            target.run_script(words[0], words[1:])
     except SystemExit as leave:
         code = leave.code if isinstance(leave.code, int) else 0 if leave.code is None else 1
     except BaseException:
         sys.excepthook(*sys.exc_info())
         code = 1
-    processes.finalize(code)
-    os._exit(code)  # not reached
+    if not module:
+        processes.finalize(code)
+    try:  # as an interpreter ends, but for the teardown of modules, which takes longer than a short launch
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
 
 
 def main() -> None:

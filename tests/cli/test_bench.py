@@ -41,6 +41,7 @@ def written(bench: Lockstep) -> dict[str, Any]:
     return content
 
 
+@pytest.mark.forked
 def test_everything_at_once(bench: Lockstep) -> None:
     pytest.importorskip("plotly")
     outputs = ("--json", "out.json", "--html", "out.html", "--keep", "kept")
@@ -97,6 +98,7 @@ def test_everything_at_once(bench: Lockstep) -> None:
     assert (bench.directory / "kept" / "2-ranks.1" / "run" / "run.json").exists()
 
 
+@pytest.mark.forked
 def test_a_layout_that_fails_does_not_take_the_others_with_it(bench: Lockstep) -> None:
     words = ("--repeat", "1", "--json", "out.json", "--no-restart", "--", "--fails")
     done = bench("bench", "train.py", *words)
@@ -113,6 +115,7 @@ def test_a_layout_that_fails_does_not_take_the_others_with_it(bench: Lockstep) -
 
 @pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("verb", [("bench", "--ranks", "1"), ("verify", "--layouts", "1,2")])
+@pytest.mark.forked
 def test_a_signal_ends_the_launch_too(lockstep: Lockstep, verb: tuple[str, ...]) -> None:
     script = lockstep.script(
         "import os, time, lockstep\nwith open('pid', 'w') as file:\n    file.write(str(os.getpid()))\n"
@@ -126,6 +129,7 @@ def test_a_signal_ends_the_launch_too(lockstep: Lockstep, verb: tuple[str, ...])
 
 
 @pytest.mark.wide
+@pytest.mark.forked
 def test_a_script_without_lockstep_is_measured_by_wall_time(lockstep: Lockstep) -> None:
     lockstep.script("import time; time.sleep(0.1)", "plain.py")
     words = ("--repeat", "1", "--json", "out.json", "--project", "8")
@@ -144,6 +148,7 @@ def test_a_script_without_lockstep_is_measured_by_wall_time(lockstep: Lockstep) 
 
 
 @pytest.mark.wide
+@pytest.mark.forked
 def test_a_run_of_one_step_is_too_short(bench: Lockstep) -> None:
     bench.script(
         SCRIPT.replace("epochs(3)", "epochs(1)").replace("batch_size=16", "batch_size=320")

@@ -149,6 +149,7 @@ def test_a_driver_that_does_not_answer_is_named(server):
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built for GPUs")
+@pytest.mark.forked
 def test_a_torch_without_cuda_says_so(lockstep):
     done = lockstep("run", "--devices", "0", lockstep.script(""))
     assert done.code == 2

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import importlib.util
 import pickle
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,11 +100,20 @@ def params(*names: str, wide: bool = False) -> list[object]:
     return found
 
 
+@functools.cache
+def images(example: Example) -> Path:
+    """Write the images of an example, once for all tests."""
+    made = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, made)
+    words = (example.name, str(made / "data"), "--images", str(example.images), "--size", "40")
+    subprocess.run([sys.executable, EXAMPLES / "data.py", *words], check=True, timeout=60)
+    return made / "data"
+
+
 def with_data(example: Example, directory: Path) -> list[str]:
     """Write the data of an example into `directory`; return the example's arguments."""
     if example.images:
-        words = (example.name, str(directory), "--images", str(example.images), "--size", "40")
-        subprocess.run([sys.executable, EXAMPLES / "data.py", *words], check=True, timeout=60)
+        shutil.copytree(images(example), directory)
     else:
         directory.mkdir()
         for number in range(40):

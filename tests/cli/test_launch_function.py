@@ -51,12 +51,14 @@ def test_values_come_back_in_the_order_of_ranks(lockstep, start):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.forked
 def test_functions_that_cannot_be_imported_are_forked(lockstep):
     body = "values = [3, 4]\nprint(lockstep.launch(lambda: values[int(os.environ['RANK'])], n=2))"
     assert lockstep.python(lockstep.script(script(body))).out == "[3, 4]\n"
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.forked
 def test_a_failure_carries_the_verdict_and_leaves_no_process(lockstep):
     body = """
 from lockstep.errors import RunError
@@ -72,6 +74,7 @@ except RunError as error:
 
 
 @pytest.mark.ranks(1)
+@pytest.mark.forked
 def test_a_failed_run_leaves_its_directory_to_other_processes(lockstep):
     body = """
 from lockstep.errors import RunError
@@ -87,6 +90,7 @@ except RunError:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.forked
 def test_a_timeout_leaves_no_process(lockstep):
     body = """
 from lockstep.errors import RunError
@@ -117,6 +121,7 @@ for _ in range(2):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.forked
 def test_a_process_group_rules_out_forks_and_says_so(lockstep):
     body = """
 dist.init_process_group('gloo', rank=0, world_size=1, store=dist.HashStore())
@@ -132,6 +137,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.ranks(1)
+@pytest.mark.forked
 def test_errors_of_use(lockstep):
     body = """
 from lockstep.errors import UsageError
@@ -151,6 +157,7 @@ refused(total, n=2, replicas=1)
 
 
 @pytest.mark.ranks(1)
+@pytest.mark.forked
 def test_a_value_that_cannot_be_pickled_is_named(lockstep):
     body = """
 from lockstep.errors import RunError
@@ -164,6 +171,7 @@ except RunError as error:
 
 @pytest.mark.wide
 @pytest.mark.ranks(1)
+@pytest.mark.forked
 def test_launching_in_a_worker_is_refused(lockstep):
     done = lockstep("run", lockstep.script(script("lockstep.launch(total, n=2)")))
     assert done.code == 2
@@ -171,6 +179,7 @@ def test_launching_in_a_worker_is_refused(lockstep):
 
 
 @pytest.mark.ranks(1)
+@pytest.mark.forked
 def test_the_parents_exit_handlers_do_not_run_in_workers(lockstep):
     body = """
 import atexit
@@ -187,6 +196,7 @@ sys.stdout.flush()
 
 @pytest.mark.wide
 @pytest.mark.ranks(2)
+@pytest.mark.forked
 def test_a_replaced_standard_output_receives_the_main_rank(lockstep):
     body = """
 import contextlib, io

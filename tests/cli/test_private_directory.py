@@ -59,6 +59,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.forked
 def test_ranks_meet_at_a_port_where_files_cannot_be_locked(lockstep: Lockstep) -> None:
     lockstep.script(RUN)
     launcher = lockstep.script(WITHOUT_LOCKS, "launcher.py")

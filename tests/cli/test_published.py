@@ -9,6 +9,8 @@ import pytest
 
 from tests.conftest import Done, Lockstep
 
+pytestmark = pytest.mark.forked
+
 #: What their package consists of: what there is, and how it works.
 ENTRIES = """
 from lockstep.registry import ExchangeEntry, StrategyEntry

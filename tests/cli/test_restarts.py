@@ -40,6 +40,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.forked
 def test_killed_rank_costs_a_generation_each_time(lockstep):
     done = lockstep("run", "-n", "2", "--run-dir", "r", lockstep.script(KILLED_TWICE))
     assert (done.code, done.out) == (0, "begin 0\nbegin 1\nbegin 2\nend 2 2.0\n")
@@ -54,6 +55,7 @@ def test_killed_rank_costs_a_generation_each_time(lockstep):
 
 @pytest.mark.wide
 @pytest.mark.ranks(2)
+@pytest.mark.forked
 def test_memory_goes_through_exec(lockstep):
     script = lockstep.script(HEAD + "if rank == 1 and generation == 0: die()\ntime.sleep(0.2)\n")
     done = lockstep("run", "-n", "2", "--start", "exec", script)
@@ -61,6 +63,7 @@ def test_memory_goes_through_exec(lockstep):
 
 
 @pytest.mark.ranks(1)
+@pytest.mark.forked
 def test_exception_of_the_script_ends_the_run(lockstep):
     done = lockstep("run", lockstep.script(HEAD + "raise ValueError('again and again')"))
     assert (done.code, "restart" in done.err) == (1, False)
@@ -69,6 +72,7 @@ def test_exception_of_the_script_ends_the_run(lockstep):
 
 @pytest.mark.wide
 @pytest.mark.ranks(1)
+@pytest.mark.forked
 def test_failures_without_progress_are_counted(lockstep):
     done = lockstep("run", lockstep.script(HEAD + "raise OSError(28, 'No space left on device')"))
     assert done.code == 1
@@ -80,6 +84,7 @@ def test_failures_without_progress_are_counted(lockstep):
 
 @pytest.mark.wide
 @pytest.mark.ranks(1)
+@pytest.mark.forked
 def test_failures_with_progress_are_not(lockstep):
     script = lockstep.script(
         HEAD
@@ -98,6 +103,7 @@ if generation < 6: die()
 
 @pytest.mark.wide
 @pytest.mark.ranks(1)
+@pytest.mark.forked
 def test_any_failure_is_survived_where_the_user_says_so(lockstep):
     script = lockstep.script(
         "import os\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': raise ValueError('once')\n"
@@ -109,6 +115,7 @@ def test_any_failure_is_survived_where_the_user_says_so(lockstep):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.forked
 def test_launcher_killed_after_a_restart_leaves_no_process(lockstep):
     script = lockstep.script(
         HEAD
@@ -130,6 +137,7 @@ time.sleep(100)
 
 @pytest.mark.wide
 @pytest.mark.ranks(2)
+@pytest.mark.forked
 def test_function_survives_a_kill(lockstep):
     script = lockstep.script(
         "import lockstep\ndef main():\n"
@@ -164,6 +172,7 @@ def test_what_a_script_imports_is_there_when_its_workers_begin(lockstep):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.forked
 def test_a_package_that_ends_the_launchers_imports_is_left_to_the_workers(lockstep):
     lockstep.script("import os\nif 'RANK' not in os.environ:\n    os._exit(7)\n", "abrupt.py")
     script = lockstep.script("import abrupt, lockstep\nprint('imported', flush=True)")
@@ -173,6 +182,7 @@ def test_a_package_that_ends_the_launchers_imports_is_left_to_the_workers(lockst
 
 @pytest.mark.wide
 @pytest.mark.ranks(2)
+@pytest.mark.forked
 def test_a_package_that_prints_is_left_to_the_workers(lockstep):
     """`this` prints when it is imported: once for each rank, of which the terminal shows the first."""
     script = lockstep.script(

@@ -117,6 +117,7 @@ def test_script_sees_a_process_of_its_own(lockstep, start):
 @pytest.mark.wide(beyond=1)
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.forked
 def test_module_runs_as_with_python_m(lockstep, start):
     lockstep.script("", "pkg/__init__.py")
     lockstep.script(
@@ -150,6 +151,7 @@ def test_legacy_local_rank(lockstep, spelling):
 @pytest.mark.wide(beyond=1)
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("start", ["fork", "spawn", "exec"])
+@pytest.mark.forked
 def test_interpreter_ends_properly(lockstep, start):
     script = lockstep.script(
         "import atexit, sys, threading, time\n"
@@ -311,6 +313,7 @@ def test_signals_to_the_launcher_leave_no_process(lockstep, start, number, code)
 @pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("start", ["fork", "spawn", "exec"])
 @pytest.mark.ranks(2)
+@pytest.mark.forked
 def test_launcher_killed_leaves_no_process(lockstep, start):
     process = lockstep.start("run", "-n", "2", "--start", start, lockstep.script(SLEEPER))
     pids = " ".join(lockstep.wait_for("pid-0", "pid-1")).split()
@@ -333,6 +336,7 @@ def test_worker_that_ignores_sigterm_is_killed(lockstep):
 
 
 @pytest.mark.ranks(1)
+@pytest.mark.forked
 def test_fork_server_killed_is_an_error_and_leaves_no_process(lockstep):
     process = lockstep.start("run", lockstep.script(SLEEPER.replace("os.getpid()", "os.getppid()")))
     server, child = map(int, lockstep.wait_for("pid-0")[0].split())
@@ -396,6 +400,7 @@ def test_two_launches_at_the_same_time(lockstep):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.forked
 def test_fork_server_workers_differ_in_randomness_and_have_their_threads(lockstep):
     script = lockstep.script(
         "import random, numpy, torch; print(random.random(), numpy.random.rand(), torch.get_num_threads())"

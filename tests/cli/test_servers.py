@@ -12,6 +12,7 @@ import pytest
 
 from tests.conftest import Lockstep
 from tests.distributed.small import SCRIPT, digest_of
+from tests.template import Template
 
 pytestmark = pytest.mark.forked
 
@@ -82,9 +83,9 @@ def _paths() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def one_process(template: Template, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What the jobs end with on one rank, without servers."""
-    command = Lockstep(tmp_path_factory.mktemp("one-process"))
+    command = Lockstep(tmp_path_factory.mktemp("one-process"), template)
     script = command.script(JOBS)
     done = command("run", "--replicas", "4", script, ",".join(BOTH), ",".join(SUMMED), env=_paths())
     assert done.code == 0, done.err
@@ -93,18 +94,18 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def nothing_killed(tmp_path_factory: pytest.TempPathFactory) -> str:
+def nothing_killed(template: Template, tmp_path_factory: pytest.TempPathFactory) -> str:
     """What the run that others kill comes to where nobody does."""
-    command = Lockstep(tmp_path_factory.mktemp("nothing-killed"))
+    command = Lockstep(tmp_path_factory.mktemp("nothing-killed"), template)
     done = command("run", command.script(KILL_A_SERVER), "-1")
     command.close()
     return finished(done.out)
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> str:
+def small(template: Template, tmp_path_factory: pytest.TempPathFactory) -> str:
     """What the small script ends with, started by plain `python`."""
-    command = Lockstep(tmp_path_factory.mktemp("small"))
+    command = Lockstep(tmp_path_factory.mktemp("small"), template)
     done = command.python(command.script(SCRIPT))
     command.close()
     return digest_of(done.out)

@@ -12,6 +12,7 @@ import pytest
 
 from tests.conftest import Lockstep
 from tests.distributed.small import SCRIPT
+from tests.template import Template
 
 pytestmark = pytest.mark.forked
 
@@ -74,9 +75,9 @@ def told(text: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def alone(template: Template, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """What one process comes to, which keeps old parameters by itself."""
-    command = Lockstep(tmp_path_factory.mktemp("alone"))
+    command = Lockstep(tmp_path_factory.mktemp("alone"), template)
     done = command.python(command.script(LATE))
     command.close()
     found = told(done.out)

@@ -56,6 +56,7 @@ def test_the_same_on_all_layouts(verify: Lockstep) -> None:
     assert len({layout["digest"] for layout in verdict["layouts"]}) == 1
 
 
+@pytest.mark.forked
 def test_randomness_of_a_rank_is_found_and_named(verify: Lockstep) -> None:
     done = verify("verify", "--layouts", "1,2", "train.py", "--", "noise")
     assert done.code == 3
@@ -64,6 +65,7 @@ def test_randomness_of_a_rank_is_found_and_named(verify: Lockstep) -> None:
 
 
 @pytest.mark.wide
+@pytest.mark.forked
 def test_ranks_that_change_weights_by_themselves_are_found(verify: Lockstep) -> None:
     done = verify("verify", "train.py", "--layouts", "1,2", "--", "weights")
     assert done.code == 3
@@ -71,6 +73,7 @@ def test_ranks_that_change_weights_by_themselves_are_found(verify: Lockstep) -> 
     assert "the ranks of 2 ranks hold different parameters" in done.out
 
 
+@pytest.mark.forked
 def test_a_script_that_fails_is_no_verdict(verify: Lockstep) -> None:
     done = verify("verify", "train.py", "--layouts", "1,2", "--", "crash")
     assert done.code == 1
@@ -79,6 +82,7 @@ def test_a_script_that_fails_is_no_verdict(verify: Lockstep) -> None:
     assert "Traceback" not in done.err
 
 
+@pytest.mark.forked
 def test_a_script_without_a_run(lockstep: Lockstep) -> None:
     lockstep.script("print('nothing to verify')")
     done = lockstep("verify", "train.py", "--layouts", "1,2")
@@ -98,6 +102,7 @@ def test_a_script_without_a_run(lockstep: Lockstep) -> None:
         ("1,2 --seed 1", "--seed without --kills"),
     ],
 )
+@pytest.mark.forked
 def test_layouts_that_are_none(verify: Lockstep, layouts: str, message: str) -> None:
     done = verify("verify", "train.py", "--layouts", *layouts.split())
     assert done.code == 2
@@ -106,6 +111,7 @@ def test_layouts_that_are_none(verify: Lockstep, layouts: str, message: str) -> 
 
 @pytest.mark.wide
 @pytest.mark.ranks(2)
+@pytest.mark.forked
 def test_the_same_with_a_change_of_ranks_a_kill_and_a_storm(verify: Lockstep) -> None:
     words = ("--layouts", "1", "2>1@3,kill@6", "--kills", "6", "--seed", "1")
     done = verify("verify", *words, "train.py", timeout=120)
@@ -117,6 +123,7 @@ def test_the_same_with_a_change_of_ranks_a_kill_and_a_storm(verify: Lockstep) ->
 
 
 @pytest.mark.wide
+@pytest.mark.forked
 def test_a_fault_that_the_run_does_not_live_to_see(verify: Lockstep) -> None:
     done = verify("verify", "train.py", "--layouts", "1,term@99", "1")
     assert done.code == 2
@@ -126,6 +133,7 @@ def test_a_fault_that_the_run_does_not_live_to_see(verify: Lockstep) -> None:
     )
 
 
+@pytest.mark.forked
 def test_a_missing_script(lockstep: Lockstep) -> None:
     done = lockstep("verify", "nowhere.py", "--layouts", "1,2")
     assert done.code == 2
@@ -133,6 +141,7 @@ def test_a_missing_script(lockstep: Lockstep) -> None:
 
 
 @pytest.mark.wide
+@pytest.mark.forked
 def test_traces_are_kept_on_request(verify: Lockstep) -> None:
     done = verify("verify", "train.py", "--layouts", "1,2", "--keep", "kept")
     assert done.code == 0
@@ -186,6 +195,7 @@ Loop.microbatch_begins = begin
 """
 
 
+@pytest.mark.forked
 def test_the_registered_object_that_differs_is_named(lockstep: Lockstep) -> None:
     lockstep.script(OBJECTS)
     done = lockstep("verify", "train.py", "--layouts", "1,2", "--", "ema")
@@ -195,6 +205,7 @@ def test_the_registered_object_that_differs_is_named(lockstep: Lockstep) -> None
     assert "samples: 4 loops, 0 seen twice, 0 never" in done.out
 
 
+@pytest.mark.forked
 def test_samples_that_an_evaluation_sees_twice_or_never_are_found(lockstep: Lockstep) -> None:
     lockstep.script(TWICE + OBJECTS)
     done = lockstep("verify", "train.py", "--layouts", "1,1", "--replicas", "2", "--", "twice")
@@ -204,6 +215,7 @@ def test_samples_that_an_evaluation_sees_twice_or_never_are_found(lockstep: Lock
     assert "  never: sample 6 of loader 1 in epoch 0\n" in done.out
 
 
+@pytest.mark.forked
 def test_a_run_is_preempted_between_the_updates_of_a_batch(lockstep: Lockstep) -> None:
     lockstep.script("""
 import torch, lockstep

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
+from multiprocessing import forkserver
 
 import pytest
 
 from tests.conftest import Lockstep
 from tests.distributed.small import SCRIPT, digest_of
+from tests.template import Template
+
+
+@pytest.fixture(scope="session", autouse=True)
+def preloaded() -> None:
+    """Start the process that ranks are forked from."""
+    multiprocessing.set_forkserver_preload(["tests.distributed.preload"])
+    forkserver.ensure_running()
 
 
 @pytest.fixture(scope="session")
-def digest_of_one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def digest_of_one_process(
+    template: Template, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
     """What the small script ends with, started by plain `python`."""
-    command = Lockstep(tmp_path_factory.mktemp("one-process"))
+    command = Lockstep(tmp_path_factory.mktemp("one-process"), template)
     command.script(SCRIPT)
     yield digest_of(command.python("train.py").out)
     command.close()

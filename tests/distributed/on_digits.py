@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import sys
@@ -35,6 +36,7 @@ class Told(TypedDict):
     weights: list[float]
 
 
+@functools.cache
 def data() -> tuple[TensorDataset, TensorDataset]:
     """Return 1,437 scans to train on, and 360 others."""
     # Its file is read without scikit-learn, whose import would be the longest part of a test.
@@ -42,12 +44,11 @@ def data() -> tuple[TensorDataset, TensorDataset]:
     assert spec is not None
     assert spec.origin is not None
     rows = np.loadtxt(Path(spec.origin).parent / "datasets/data/digits.csv.gz", delimiter=",")
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
-    x, y = (
-        torch.tensor(rows[:, :64], dtype=torch.float32)[order] / 16,
-        torch.tensor(rows[:, 64])[order],
-    )
-    return TensorDataset(x[360:], y[360:].long()), TensorDataset(x[:360], y[:360].long())
+    # By NumPy: torch would start threads, which no fork takes along.
+    rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).numpy()]
+    x = torch.from_numpy((rows[:, :64] / 16).astype(np.float32))
+    y = torch.from_numpy(rows[:, 64].astype(np.int64))
+    return TensorDataset(x[360:], y[360:]), TensorDataset(x[:360], y[:360])
 
 
 def net(*, norm: bool = False) -> nn.Sequential:

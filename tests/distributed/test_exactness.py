@@ -31,9 +31,9 @@ CLOSE = 1e-4
 #: By how much a run of other mathematics may recognise fewer of the 360 digits.
 WORSE = 0.03
 #: How long a way is trained, in epochs of 30 steps. What is not exact has shown itself after a few.
-EPOCHS = {"exact": 3, "close": 2, "approximate": 12}
+EPOCHS = {"exact": 2, "close": 2, "approximate": 12}
 #: What one process has to recognise by then.
-LEARNT = {"exact": 0.8, "close": 0.5, "approximate": 0.93}
+LEARNT = {"exact": 0.5, "close": 0.5, "approximate": 0.93}
 
 
 @dataclass(frozen=True)

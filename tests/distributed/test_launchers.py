@@ -20,7 +20,7 @@ def test_lockstep_run(lockstep: Lockstep, expected: str, start: str) -> None:
 
 
 def test_torchrun(lockstep: Lockstep, expected: str) -> None:
-    words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "train.py")
+    words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py")
     assert digest_of(lockstep.python(*words).out) == expected
 
 

@@ -11,6 +11,7 @@ import pytest
 from tests.conftest import Lockstep
 from tests.hosts import hosts
 from tests.mpi.libraries import Mpi, remove_leftovers, shared_files
+from tests.template import Template
 
 __all__ = ["hosts"]
 
@@ -45,9 +46,9 @@ def digests_of(text: str) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
+def expected(template: Template, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The digest that plain `python` gives."""
-    alone = Lockstep(tmp_path_factory.mktemp("alone"))
+    alone = Lockstep(tmp_path_factory.mktemp("alone"), template)
     done = alone.python(alone.script(SCRIPT), "auto", env={"LOCKSTEP_REPLICAS": "4"})
     (digest,) = digests_of(done.out)
     return digest

@@ -70,6 +70,7 @@ def test_a_rank_that_raises_where_the_script_began_mpi(mpi: Mpi) -> None:
 
 
 @pytest.mark.wide(beyond=1)
+@pytest.mark.forked
 def test_ranks_that_mpiexec_did_not_start(mpi: Mpi) -> None:
     env = {**mpi.variables, "LOCKSTEP_REPLICAS": "2"}
     done = mpi.lockstep("run", "-n", "2", "train.py", "mpi", env=env)
@@ -88,6 +89,7 @@ def test_the_mpiexec_of_another_library(library: Callable[[str], Mpi]) -> None:
     assert "Open MPI" in done.err
 
 
+@pytest.mark.forked
 def test_no_library(library: Callable[[str], Mpi]) -> None:
     mpi = library("mpich")
     mpi.lockstep.script("from lockstep.world import mpi; mpi.library()")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from tests.mpi.conftest import digests_of
+from tests.mpi.conftest import SCRIPT, digests_of
 from tests.mpi.libraries import Mpi
 
 pytestmark = pytest.mark.ranks(4)
@@ -17,6 +19,7 @@ from lockstep.exchange.choose import make
 from lockstep.layout.replicas import block
 from lockstep.layout.tree import fold, leaves, merges
 from lockstep.world import detect
+from train import train
 
 world = detect()
 
@@ -38,6 +41,8 @@ def check(exchange, replicas, dtype):
         sums.append(exchange.start(slots, last=numel == 10_001))
     assert all(torch.equal(one.wait(), other) for one, other in zip(sums, wanted, strict=True))
 
+for exchange in ("auto", "mpi"):
+    train(exchange)
 for replicas in (world.size, 5, 7):
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         forest = Forest.of(replicas, world.size, world.rank)
@@ -51,11 +56,23 @@ for replicas in (world.size, 5, 7):
 """
 
 
-def test_four_ranks(mpi: Mpi, expected: str) -> None:
-    done = mpi(4, "train.py", "auto", "mpi")
+@pytest.mark.wide(beyond=2)
+@pytest.mark.parametrize(
+    ("name", "n"), [("mpich", 3), ("openmpi", 2), ("mpich", 4), ("openmpi", 4)]
+)
+def test_training_and_sums_have_the_bits_of_the_tree(
+    library: Callable[[str], Mpi], expected: str, name: str, n: int
+) -> None:
+    mpi = library(name)
+    mpi.lockstep.script(SCRIPT)
+    mpi.lockstep.script(SUMS, "sums.py")
+    done = mpi(n, "sums.py")
+    assert done.code == 0, done
     assert digests_of(done.out) == [expected] * 2, done
-    assert "4 replicas on 4 ranks, cpu, exchange mpi" in done.err
-    assert done.code == 0
+    assert f"4 replicas on {n} ranks, cpu, exchange mpi" in done.err
+    kinds = {" ".join(line.split()[1:]) for line in done.out.splitlines()}
+    assert ("torch.float32 PairExchange" in kinds) == (n == 2)
+    assert {"torch.float32 TreeExchange", "torch.bfloat16 TreeExchange"} <= kinds
 
 
 @pytest.mark.wide
@@ -67,14 +84,3 @@ def test_two_jobs_at_once_one_with_parameter_servers(mpi: Mpi, expected: str) ->
         assert set(digests_of(done.out)) == {expected}, done
         assert f"4 replicas on 2 ranks, cpu, exchange {exchange}" in done.err
         assert done.code == 0
-
-
-@pytest.mark.wide(beyond=2)
-@pytest.mark.parametrize("n", [2, 3])
-def test_sums_have_the_bits_of_the_tree(mpi: Mpi, n: int) -> None:
-    mpi.lockstep.script(SUMS, "sums.py")
-    done = mpi(n, "sums.py")
-    assert done.code == 0, done
-    kinds = {" ".join(line.split()[1:]) for line in done.out.splitlines()}
-    assert ("torch.float32 PairExchange" in kinds) == (n == 2)
-    assert {"torch.float32 TreeExchange", "torch.bfloat16 TreeExchange"} <= kinds

@@ -6,39 +6,22 @@ found as a line.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore
 
 from lockstep.errors import LockstepError
 from lockstep.world.rendezvous.connectivity_check import check_connectivity
+from tests.namespaces import enter
 
 _PORT = 20077
 _SECONDS = 30
-_CLONE_NEWNET, _CLONE_NEWUTS = 0x40000000, 0x04000000
-_LIBC = ctypes.CDLL(None, use_errno=True)
-
-
-def move_to(namespace: str, name: str) -> None:
-    """Become a process of another host."""
-    with Path(f"/run/netns/{namespace}").open() as file:
-        _check(_LIBC.setns(file.fileno(), _CLONE_NEWNET))
-    _check(_LIBC.unshare(_CLONE_NEWUTS))
-    socket.sethostname(name)
-
-
-def _check(result: int) -> None:
-    if result:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def take_part(member: dict[str, Any], index: int, labels: list[str]) -> dict[str, Any]:
@@ -79,7 +62,7 @@ def start(member: dict[str, Any], index: int, labels: list[str]) -> tuple[int, i
         os.close(writing)
         return pid, reading
     signal.alarm(_SECONDS)
-    move_to(member["namespace"], member["name"])
+    enter(member["namespace"], member["name"])
     os.write(writing, json.dumps(take_part(member, index, labels)).encode())
     os._exit(0)
 

@@ -12,6 +12,8 @@ import pytest
 
 from tests.hosts import Host, Hosts
 
+pytestmark = pytest.mark.forked
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from tests.hosts import Host, Hosts, Switch
 
-pytestmark = pytest.mark.ranks(3)
+pytestmark = [pytest.mark.forked, pytest.mark.ranks(3)]
 
 #: Notes who is in each generation and the digest after each step, until it is told to stop or has made
 #: as many steps as it is asked for.

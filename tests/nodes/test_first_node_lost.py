@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import Lockstep
 from tests.hosts import Hosts
 
-pytestmark = pytest.mark.ranks(4)
+pytestmark = [pytest.mark.forked, pytest.mark.ranks(4)]
 
 SCRIPT = """
 import os, sys, time
@@ -50,7 +51,7 @@ def digest(text: str) -> str:
     return str(found)
 
 
-def test_the_first_node_is_lost_for_good(hosts: Hosts, tmp_path: Path) -> None:
+def test_the_first_node_is_lost_for_good(hosts: Hosts, lockstep: Lockstep, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "meeting").mkdir()
     made = [hosts.host(name) for name in "ab"]
@@ -77,10 +78,7 @@ def test_the_first_node_is_lost_for_good(hosts: Hosts, tmp_path: Path) -> None:
     _, told = first.communicate(timeout=10)
     assert "4 ranks by 2 launchers: node 0 (a)" in told, "it was the first one"
     (done,) = hosts.finish([second])
-    undisturbed = subprocess.run(
-        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    assert digest(done.out) == digest(undisturbed.stdout)
+    assert digest(done.out) == digest(lockstep.python("train.py").out)
     generations = json.loads((tmp_path / "run/run.json").read_text())["generations"]
     assert [one["ranks"] for one in generations] == [4, 2]
     assert generations[1]["source"] == "memory", "a survivor held it"

@@ -15,14 +15,15 @@ import pytest
 from tests.conftest import Done, Lockstep
 from tests.distributed.small import SCRIPT, digest_of
 from tests.hosts import Host, Hosts
+from tests.template import Template
 
-pytestmark = pytest.mark.ranks(4)
+pytestmark = [pytest.mark.forked, pytest.mark.ranks(4)]
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
+def expected(template: Template, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The digest of one process."""
-    command = Lockstep(tmp_path_factory.mktemp("single"))
+    command = Lockstep(tmp_path_factory.mktemp("single"), template)
     command.script(SCRIPT)
     return digest_of(command.python("train.py", env={"OMP_NUM_THREADS": "1"}).out)
 
@@ -40,11 +41,12 @@ def start(
     *flags: str,
     hidden: Path | None = None,
     env: dict[str, str] | None = None,
+    program: tuple[str, ...] = ("-m", "lockstep"),
 ) -> subprocess.Popen[str]:
     """Start `lockstep run flags train.py` on a host."""
     return host.start(
         sys.executable,
-        *("-m", "lockstep", "run", *flags, "train.py"),
+        *(*program, "run", *flags, "train.py"),
         cwd=directory,
         hidden=hidden,
         env={"OMP_NUM_THREADS": "1", **(env or {})},
@@ -251,14 +253,14 @@ def test_an_interface_that_leads_nowhere_is_not_taken_silently(
 
 @pytest.mark.wide
 def test_versions_that_differ(hosts: Hosts, directory: Path) -> None:
-    old = directory / "old"
-    old.mkdir()
-    (old / "sitecustomize.py").write_text(
+    (directory / "old.py").write_text(
         "import lockstep.version\nlockstep.version.__version__ = '0.0.9'\n"
+        "from lockstep.cli import main\nraise SystemExit(main())\n"
     )
+    flags = ("--nnodes", "2", "--master-addr", "a", "--node-rank")
     a, b = hosts.lan(2)
-    started = static([a], directory, main="a", count=2)
-    started += static([b], directory, main="a", first=1, env={"PYTHONPATH": str(old)})
+    started = [start(a, directory, *flags, "0")]
+    started += [start(b, directory, *flags, "1", program=("old.py",))]
     told = errors(hosts, started)
     assert told[0] == told[1]
     assert "b has lockstep 0.0.9, a has " in told[0]

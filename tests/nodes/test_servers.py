@@ -12,7 +12,7 @@ from tests.conftest import Lockstep
 from tests.distributed.small import SCRIPT, digest_of
 from tests.hosts import Hosts
 
-pytestmark = pytest.mark.ranks(4)
+pytestmark = [pytest.mark.forked, pytest.mark.ranks(4)]
 
 ENV = {"OMP_NUM_THREADS": "1"}
 #: The server is a process of the first rank's host.
@@ -29,20 +29,19 @@ KILL = """
     ("more", "kills"), [((), True), (("--staleness", "0"), False)], ids=["killed", "updates"]
 )
 def test_servers_reached_from_another_host(
-    hosts: Hosts, tmp_path: Path, more: tuple[str, ...], *, kills: bool
+    hosts: Hosts, lockstep: Lockstep, tmp_path: Path, more: tuple[str, ...], *, kills: bool
 ) -> None:
-    one = Lockstep(tmp_path)
-    one.script(SCRIPT)
-    expected = digest_of(one.python("train.py", env=ENV).out)
+    lockstep.script(SCRIPT)
+    expected = digest_of(lockstep.python("train.py", env=ENV).out)
     if kills:
         body = "            for x, y in run.loader(data, batch_size=8, shuffle=True):\n"
         assert body in SCRIPT
-        one.script("import os, signal\n" + SCRIPT.replace(body, body.rstrip() + KILL))
+        lockstep.script("import os, signal\n" + SCRIPT.replace(body, body.rstrip() + KILL))
     words = ("--nnodes", "2", "-n", "1", "--servers", "2", "--strategy", "ps", "--run-dir", "r")
     made = hosts.lan(2)
-    lockstep = (sys.executable, "-m", "lockstep", "run", *words, *more)
+    command = (sys.executable, "-m", "lockstep", "run", *words, *more)
     started = [
-        host.start(*lockstep, "--rdzv-endpoint", "a", "train.py", cwd=tmp_path, env=ENV)
+        host.start(*command, "--rdzv-endpoint", "a", "train.py", cwd=tmp_path, env=ENV)
         for host in made
     ]
     done = hosts.finish(started)

@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import slurm_cluster
 from tests.conftest import Done, Lockstep
+from tests.distributed.small import SCRIPT, digest_of
+from tests.template import Template
 
-#: A whole training, short enough for tests.
-DIGITS = (str(Path(__file__).parents[2] / "examples" / "digits.py"), "--epochs", "1")
 #: In one piece: several tasks write to one pipe.
 WHO = """
 import dataclasses, json, os, lockstep
 os.write(1, (json.dumps(dataclasses.asdict(lockstep.detect())) + chr(10)).encode())
 """
-
-
-def digest_of(text: str) -> str:
-    """Return the digest that a run told at its end."""
-    found = re.findall(r"^lockstep: finished .*digest=(sha256:[0-9a-f]{64})$", text, re.MULTILINE)
-    assert len(found) == 1, text
-    return str(found[0])
 
 
 class Slurm:
@@ -96,14 +87,10 @@ def cluster() -> Iterator[dict[str, str]]:
 
 
 @pytest.fixture(scope="session")
-def digest_of_python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The digest of `DIGITS` in one process."""
-    words = [sys.executable, *DIGITS]
-    directory = tmp_path_factory.mktemp("python")
-    done = subprocess.run(
-        words, cwd=directory, capture_output=True, text=True, timeout=60, check=True
-    )
-    return digest_of(done.stdout)
+def digest_of_python(template: Template, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest of the small script in one process."""
+    alone = Lockstep(tmp_path_factory.mktemp("python"), template)
+    return digest_of(alone.python(alone.script(SCRIPT)).out)
 
 
 @pytest.fixture

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import time
+from pathlib import Path
 
 import pytest
 
 from tests.conftest import Lockstep
-from tests.slurm.conftest import Slurm, digest_of
+from tests.slurm.conftest import Slurm
+from tests.template import Template
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -36,6 +38,14 @@ with lockstep.Run("slow", replicas=2, threads=1) as run:
 
 #: Seconds until no node holds the credential of the job's life before: a node refuses it, started sooner.
 _EXPIRED = 6.0
+
+
+def digest_of(text: str) -> str:
+    """Return the digest that a run told at its end."""
+    (found,) = re.findall(
+        r"^lockstep: finished .*digest=(sha256:[0-9a-f]{64})$", text, re.MULTILINE
+    )
+    return str(found)
 
 
 class Job:
@@ -76,11 +86,10 @@ class Job:
 
 
 @pytest.fixture
-def undisturbed(lockstep: Lockstep) -> str:
+def undisturbed(template: Template, tmp_path: Path) -> str:
     """The digest of the script in one process."""
-    name = lockstep.script(TRAIN.replace("SECONDS", "0"), "undisturbed/train.py")
-    words = ("-c", f"import os, runpy; os.chdir('undisturbed'); runpy.run_path('{name[12:]}')")
-    return digest_of(lockstep.python(*words).out)
+    alone = Lockstep(tmp_path / "undisturbed", template)
+    return digest_of(alone.python(alone.script(TRAIN.replace("SECONDS", "0"))).out)
 
 
 def test_told_by_a_signal_and_pushed_aside_by_an_urgent_job(

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Lockstep
-from tests.slurm.conftest import DIGITS, Slurm, digest_of
+from tests.distributed.small import SCRIPT, digest_of
+from tests.slurm.conftest import Slurm
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -35,10 +36,11 @@ def runs(directory: Path) -> list[Path]:
 def test_two_nodes_give_the_digest_of_one_process(
     slurm: Slurm, lockstep: Lockstep, digest_of_python: str
 ) -> None:
-    done = lockstep("submit", "--nodes=2", "-n", "2", "--time=2", *DIGITS, timeout=90)
+    script = lockstep.script(SCRIPT)
+    done = lockstep("submit", "--nodes=2", "-n", "2", "--time=2", script, timeout=90)
     assert done.code == 0, done.err
     job = re.findall(
-        r"^lockstep: job (\d+) submitted: runs/digits/\S+/job.sh$", done.err, re.MULTILINE
+        r"^lockstep: job (\d+) submitted: runs/train/\S+/job.sh$", done.err, re.MULTILINE
     )[0]
     assert f"lockstep: job {job} runs on n[1-2]\n" in done.err
     assert done.err.endswith(f"lockstep: job {job} is done\n")

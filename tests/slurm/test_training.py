@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
-from tests.slurm.conftest import DIGITS, Slurm, digest_of
+from tests.conftest import Lockstep
+from tests.distributed.small import SCRIPT, digest_of
+from tests.slurm.conftest import Slurm
 
 pytestmark = pytest.mark.ranks(4)
 
@@ -35,8 +35,8 @@ print("met\\n", end="", flush=True)
 """
 
 
-def test_digits(slurm: Slurm, digest_of_python: str) -> None:
-    step = slurm("srun", "-N2", "-n4", sys.executable, *DIGITS, timeout=90)
+def test_three_tasks_on_two_nodes(slurm: Slurm, lockstep: Lockstep, digest_of_python: str) -> None:
+    step = slurm.finish(slurm.python("-N2", "-n3", script=lockstep.script(SCRIPT)), timeout=90)
     assert step.code == 0, step.err
     assert digest_of(step.out) == digest_of_python
 

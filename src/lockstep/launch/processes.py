@@ -58,7 +58,7 @@ def make_clean(parent: int, streams: Sequence[int]) -> None:
     """
     die_with_parent(parent, signal.SIGKILL)
     os.setsid()
-    _reset_signals()
+    reset_signals()
     _connect_streams(*streams)
     _reseed()
 
@@ -69,7 +69,8 @@ def bind(cpus: str | None) -> None:
         os.sched_setaffinity(0, parse_list(cpus))
 
 
-def _reset_signals() -> None:
+def reset_signals() -> None:
+    """Give up the handlers and the mask of the parent."""
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):

@@ -1,5 +1,7 @@
 """Modules that every rank needs, imported once in the process that ranks are forked from."""
 
+import gc
+
 import torch._dynamo  # the first optimizer of a process imports it, which takes longer than a small test
 import torch.distributed
 import torch.nn.parallel
@@ -7,3 +9,6 @@ import torch.nn.parallel
 import lockstep.training.run
 
 __all__ = ["lockstep", "torch"]
+
+gc.collect()
+gc.freeze()  # a collection in a rank would copy the pages of all that it shares with the others

@@ -300,6 +300,7 @@ for step in range(2, 100000):
 """
 
 
+@pytest.mark.wide(beyond=2)
 @pytest.mark.parametrize("seconds", ["stop", 0.02, 0.137])
 def test_kill_9_while_a_checkpoint_is_written(make, directory, warned, seconds) -> None:
     process = subprocess.Popen(

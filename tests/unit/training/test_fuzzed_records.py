@@ -21,7 +21,7 @@ from lockstep.training import context
 # A run that is refused leaves its files to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
-MUTATIONS = 250
+MUTATIONS = 100
 #: What stands in the place of a value: other types, numbers out of range, names of other files.
 VALUES = [
     None,
