@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest -m "not wide"
 MPI := .mpi/mpich/.installed .mpi/openmpi/.installed
 
 # The longest first.
-TESTS := test-cli-more test-distributed test-cli test-nodes test-unit test-adversarial test-slurm
+TESTS := test-distributed test-unit test-cli-more test-cli test-slurm test-mpi test-adversarial test-nodes
 
 .PHONY: install mpi demo test $(TESTS) test-wide test-adversary lint docs bench test-gpu clean
 
@@ -32,10 +32,10 @@ mpi: $(MPI)
 demo: install
 	$(BIN)/lockstep run -n 2 examples/digits.py
 
-# Three at a time: most tests wait for processes that they have started.
+# Four at a time: most tests wait for processes that they have started.
 # More combinations of what these tests show are in `make test-wide`.
 test: install mpi
-	$(MAKE) --no-print-directory --output-sync=target --keep-going -j 3 $(TESTS)
+	$(MAKE) --no-print-directory --output-sync=target --keep-going -j 4 $(TESTS)
 
 test-cli:
 	$(PYTEST) tests/cli/test_[a-o]*.py
@@ -44,7 +44,10 @@ test-cli-more:
 	$(PYTEST) tests/cli/test_[p-z]*.py
 
 test-distributed:
-	$(PYTEST) tests/distributed tests/mpi tests/gpu
+	$(PYTEST) tests/distributed tests/gpu
+
+test-mpi:
+	$(PYTEST) tests/mpi
 
 test-unit:
 	$(PYTEST) tests/unit
