@@ -25,7 +25,7 @@ from tests.template import Forked, Template
 LOCKSTEP = ("-m", "lockstep")
 
 # The same examples in every run; a search for new ones is `--hypothesis-profile=default`.
-hypothesis.settings.register_profile("deterministic", derandomize=True)
+hypothesis.settings.register_profile("deterministic", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("deterministic")
 
 #: torch's stores ask the resolver for the name of every peer. One that drops a packet now and then
