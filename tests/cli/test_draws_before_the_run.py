@@ -16,7 +16,7 @@ with open(f"draws-{os.environ['RANK']}.json", "w") as file:
     json.dump([torch.rand(()).item(), numpy.random.rand(), random.random()], file)
 """
 
-SEEDED = DRAW.replace("import json, os, random", "import json, os, random, lockstep")
+SEEDED = DRAW.replace("import json, os, random", "import json, os, random, kit")
 
 
 def draws(lockstep, ranks: int = 2) -> list[list[float]]:
@@ -35,8 +35,9 @@ def test_generators_of_a_plain_script_differ_from_rank_to_rank(lockstep):
 
 @pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_generators_of_a_script_that_uses_lockstep_are_equal(lockstep, start):
+def test_generators_of_a_script_whose_module_uses_lockstep_are_equal(lockstep, start):
     script = lockstep.script(SEEDED)
+    lockstep.script("def main():\n    import lockstep", "kit.py")
     found = []
     for ranks, seed in ((2, "0"), (1, "0"), (1, "1")):
         env = {"LOCKSTEP_SEED": seed}

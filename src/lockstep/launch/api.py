@@ -8,8 +8,9 @@ import tempfile
 from pathlib import Path
 
 from lockstep.errors import PREEMPTED
-from lockstep.launch import dry_run, finished, machine, old_scripts, openmp, worker
+from lockstep.launch import dry_run, finished, imports, machine, old_scripts, openmp, worker
 from lockstep.launch.functions import launch
+from lockstep.launch.imports import Sources
 from lockstep.launch.interrupts import Interrupted, listening
 from lockstep.launch.nodes.membership import Membership, NotNeeded
 from lockstep.launch.output import say
@@ -38,15 +39,16 @@ def run(spec: LaunchSpec) -> int:
         say(line)
         return 0
     with listening(spec.fault_tolerance.polite(os.environ)) as interrupts:
-        spec = _prepare(spec)
+        sources = imports.read(spec)
+        spec = _prepare(spec, sources)
         # All of it is checked before a directory appears for a launch that cannot be.
-        launch = _resolve(spec)
+        launch = _resolve(spec, sources)
         if launch.ranks > 1:
             _warn(spec)
-        place = RunDirectory(spec, spec.name)
+        place = RunDirectory(launch, spec.name)
         try:
             with private_directory() as private, place:
-                verdict = supervise(launch, worker.job(spec), place, private, interrupts)
+                verdict = supervise(launch, worker.job(launch), place, private, interrupts)
                 place.keeps = verdict is not None and verdict.exit_code != PREEMPTED
                 if verdict is None and place.path is not None:
                     finished.mark(spec, place.path)
@@ -67,17 +69,18 @@ def show_plan(spec: LaunchSpec) -> int:
     """Print what `run` would start, and start nothing."""
     check(spec.kind, spec.target)
     spec = _adapt(spec)
-    run_dir, log_dir = expected(spec)
+    launch = _resolve(spec, imports.read(spec))
+    run_dir, log_dir = expected(launch)
     private = Path(tempfile.gettempdir()) / "lockstep-PRIVATE"
-    launch = _resolve(spec)
     generation = _expected(launch)
     plan = make_plan(launch, generation, run_dir=run_dir, log_dir=log_dir, error_dir=private)
     dry_run.show(plan)
     return 0
 
 
-def _resolve(spec: LaunchSpec) -> Launch:
-    return resolve(spec, machine.look(gpus=asked(spec, os.environ) != "cpu"), os.environ)
+def _resolve(spec: LaunchSpec, sources: Sources) -> Launch:
+    here = machine.look(gpus=asked(spec, os.environ) != "cpu")
+    return resolve(spec, sources, here, os.environ)
 
 
 def _expected(launch: Launch) -> Generation:
@@ -110,12 +113,12 @@ def _warn(spec: LaunchSpec) -> None:
         say(warning)
 
 
-def _prepare(spec: LaunchSpec) -> LaunchSpec:
+def _prepare(spec: LaunchSpec, sources: Sources) -> LaunchSpec:
     """Import what forked workers share; return `spec`, with another start where forks are unsafe."""
     if spec.start != "fork":
         return spec
     with threads_shared(threads_of_workers(spec)):
-        reason = preload(likely(spec, os.environ))
+        reason = preload(likely(spec, sources, os.environ))
     if reason is None:
         if ties := openmp.tying(os.environ):
             say(

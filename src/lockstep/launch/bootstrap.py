@@ -1,4 +1,4 @@
-"""A worker in a fresh interpreter: `python -m lockstep.launch.bootstrap KIND TARGET ARGS`."""
+"""A worker in a fresh interpreter: `-m lockstep.launch.bootstrap [--seeded] KIND TARGET ARGS`."""
 
 from __future__ import annotations
 
@@ -6,23 +6,20 @@ import faulthandler
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
-
-if TYPE_CHECKING:
-    from lockstep.launch.spec import TargetKind
 
 
 def main() -> None:
     """Run the target that the command line names, with Lockstep's reporting around it."""
-    from lockstep.launch import functions, seeding, source, worker
-    from lockstep.launch.spec import LaunchSpec
+    from lockstep.launch import functions, seeding, worker
+    from lockstep.launch.plan import SEEDED
 
-    kind, name, *args = sys.argv[1:]
+    is_seeded = sys.argv[1] == SEEDED
+    kind, name, *args = sys.argv[1 + is_seeded :]
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     faulthandler.enable()
     if kind == "function":
         sys.exit(functions.run_spawned(Path(name)))
-    if source.imports(LaunchSpec(target=name, kind=cast("TargetKind", kind)), "lockstep"):
+    if is_seeded:
         seeding.seed_generators(os.environ)
     sys.exit(worker.run_target(kind, name, args))
 

@@ -27,10 +27,11 @@ from lockstep.launch import machine, processes, seeding, worker
 from lockstep.launch.failure import Verdict
 from lockstep.launch.forkserver import Job, Request
 from lockstep.launch.given import Given
+from lockstep.launch.imports import Sources
 from lockstep.launch.interrupts import Interrupted, listening
 from lockstep.launch.output import say
 from lockstep.launch.placement import asked
-from lockstep.launch.plan import interpreter, resolve
+from lockstep.launch.plan import BOOTSTRAP, interpreter, resolve
 from lockstep.launch.run_directory import RunDirectory
 from lockstep.launch.spec import LaunchSpec, Ranks, StartMethod
 from lockstep.launch.supervise import private_directory, supervise
@@ -109,8 +110,9 @@ def run_spawned(payload: Path) -> int:
 
 def _run(spec: LaunchSpec, job: Job, private: Path, name: str, timeout: float | None) -> int:
     """Run `spec` to its end; return the number of ranks."""
-    resolved = resolve(spec, machine.look(gpus=asked(spec, os.environ) != "cpu"), os.environ)
-    place = RunDirectory(spec, name)
+    here = machine.look(gpus=asked(spec, os.environ) != "cpu")
+    resolved = resolve(spec, Sources(), here, os.environ)
+    place = RunDirectory(resolved, name)
     deadline = None if timeout is None else time.monotonic() + timeout
     try:
         with listening(spec.fault_tolerance.polite(os.environ)) as interrupts, place:
@@ -235,7 +237,7 @@ def _spawned(main: Callable[..., Any], args: Sequence[Any], private: Path) -> Jo
         ) from None
     payload = private / "function.pickle"
     payload.write_bytes(pickle.dumps((_preparation(main), function)))
-    words = (*interpreter(), "-m", "lockstep.launch.bootstrap", "function", str(payload))
+    words = (*interpreter(), "-m", BOOTSTRAP, "function", str(payload))
     return lambda request: worker.execute(words, request.env)
 
 

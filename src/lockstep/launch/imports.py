@@ -1,8 +1,8 @@
-"""Imports at the top of a script, of the standard library and of installed packages.
+"""Imports at the top of a script, and whether it uses Lockstep, read from its source.
 
-Read from its source, and nothing of it is run. Modules of the user's own are followed, not named: the
-worker imports them. The list ends before the first statement that may change what an import does: it sets a
-variable of the environment or changes `sys.path`, for example, or calls a function of the user's own.
+Nothing of it is run. Modules of the user's own are followed, not named: the worker imports them. The list
+of imports ends before the first statement that may change what an import does: it sets a variable of the
+environment or changes `sys.path`, for example, or calls a function of the user's own.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ _CHANGING = _ENVIRONMENT | frozenset(
     {"addsitedir", "chdir", "exec", "meta_path", "path_hooks", "run_path", "set_start_method"}
     | {"sys.argv", "sys.path", "modules[]"}
 )
+#: What makes a process group, or a store, of the script's own.
+_OF_GROUPS = frozenset({"TCPStore", "init_device_mesh", "init_process_group", "init_rpc"})
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 #: Files of the user's own that are read for one script.
 _FILES = 50
 
@@ -56,29 +59,44 @@ class Import:
 
 
 @dataclass(frozen=True, slots=True)
-class Top:
-    """What the sources of a script and of the user's modules that it imports say.
+class Sources:
+    """What the sources of a script and of the user's modules that it imports say, in functions, too.
 
     Attributes:
         imports: what is imported before anything may change what an import does, in order.
-        sets_compiler: whether they may set, in functions, too, a variable that `torch._dynamo` reads when
-            it is imported.
+        names: names, attributes and parts of imports.
+        uses_lockstep: whether they import Lockstep: then the script is expected to make a run.
+        sets_compiler: whether they may set a variable that `torch._dynamo` reads when it is imported.
     """
 
-    imports: tuple[Import, ...]
-    sets_compiler: bool
+    imports: tuple[Import, ...] = ()
+    names: frozenset[str] = frozenset()
+    uses_lockstep: bool = False
+    sets_compiler: bool = False
+
+    @property
+    def leaves_groups_alone(self) -> bool:
+        """Whether they make no process group by themselves, as far as they can be read."""
+        return _OF_GROUPS.isdisjoint(self.names)
 
 
-def at_the_top(spec: LaunchSpec) -> Top:
-    """Return what `spec` imports first; nothing where it has no source."""
+def read(spec: LaunchSpec) -> Sources:
+    """Return what the sources of `spec` say; nothing where it has none."""
     is_script = spec.kind == "script"
-    directory = Path(spec.target).parent if is_script else Path.cwd()
+    directory = Path(spec.target).resolve().parent if is_script else Path.cwd()
     reader = _Reader((str(directory), *sys.path[1:]))
     package = source.package(spec)
     reader.follow(package, ())
     reader.read(source.parse(spec), package, is_main=True)
-    sets_compiler = reader.sets_environment and reader.names_compiler
-    return Top(tuple(reader.found), sets_compiler)
+    reader.has_ended = True
+    for node, file in reader.later:  # reading one may add to them
+        reader.add(node, file)
+    return Sources(
+        tuple(reader.found),
+        frozenset(reader.names),
+        reader.uses_lockstep,
+        reader.sets_environment and reader.names_compiler,
+    )
 
 
 @dataclass
@@ -94,9 +112,12 @@ class _File:
 class _Reader:
     path: tuple[str, ...]
     found: list[Import] = field(default_factory=list)
+    later: list[tuple[ast.Import | ast.ImportFrom, _File]] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)
     seen: set[str] = field(default_factory=set)
     has_ended: bool = False
     may_change: bool = False  # in a function of the user's own
+    uses_lockstep: bool = False
     sets_environment: bool = False
     names_compiler: bool = False
 
@@ -104,13 +125,18 @@ class _Reader:
         """Read a module of `package` and the user's modules that it imports."""
         nodes = list(ast.walk(tree))
         words = set(_words(nodes))
+        self.names.update(name for node in nodes for name in source.said(node))
         self.sets_environment |= not _ENVIRONMENT.isdisjoint(words)
         # A file that is loaded may name any variable.
         self.names_compiler |= not _FROM_FILES.isdisjoint(words) or any(map(_is_of_compiler, nodes))
         self.may_change |= not _CHANGING.isdisjoint(words)
-        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-        own = {node.name for node in tree.body if isinstance(node, kinds)}
-        self._read_body(tree.body, _File(package, is_main, own))
+        own = {node.name for node in tree.body if isinstance(node, (*_FUNCTIONS, ast.ClassDef))}
+        file = _File(package, is_main, own)
+        self._read_body(tree.body, file)
+        inner = [node for one in nodes if isinstance(one, _FUNCTIONS) for node in ast.walk(one)]
+        self.later += [
+            (node, file) for node in inner if isinstance(node, ast.Import | ast.ImportFrom)
+        ]
 
     def _read_body(self, body: list[ast.stmt], file: _File) -> None:
         for node in body:
@@ -122,7 +148,7 @@ class _Reader:
     def _read_statement(self, node: ast.stmt, file: _File) -> None:
         self.has_ended |= self._changes(list(_running(node)), file.own)
         if isinstance(node, ast.Import | ast.ImportFrom):
-            self._import(node, file)
+            self.add(node, file)
             return
         if isinstance(node, ast.Try):
             self._read_body(node.body, file)
@@ -130,7 +156,7 @@ class _Reader:
         known = len(self.found)
         for inner in _running(node):
             if isinstance(inner, ast.Import | ast.ImportFrom):
-                self._import(inner, file)
+                self.add(inner, file)
         del self.found[known:]
 
     def _changes(self, nodes: list[ast.AST], own: set[str]) -> bool:
@@ -140,7 +166,8 @@ class _Reader:
             self.may_change or id(call) in bare for call in calls
         )
 
-    def _import(self, node: ast.Import | ast.ImportFrom, file: _File) -> None:
+    def add(self, node: ast.Import | ast.ImportFrom, file: _File) -> None:
+        """Add what a statement of `file` imports, or follow it."""
         taken: dict[str, tuple[str, ...]] = {alias.name: () for alias in node.names}
         if isinstance(node, ast.ImportFrom):
             module = _absolute(node, file.package)
@@ -152,6 +179,7 @@ class _Reader:
     def _add(self, module: str, names: tuple[str, ...]) -> bool:
         """Add a module, or follow it; return whether it may be the user's own."""
         package = module.partition(".")[0]
+        self.uses_lockstep |= package == "lockstep"
         is_builtin = package in sys.builtin_module_names
         spec = None if is_builtin else _find(package, self.path)
         # A namespace package has no origin.

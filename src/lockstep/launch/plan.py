@@ -12,6 +12,7 @@ from pathlib import Path
 from lockstep.errors import DeviceError, UsageError
 from lockstep.launch import binding, servers
 from lockstep.launch.gpus import Gpu
+from lockstep.launch.imports import Sources
 from lockstep.launch.machine import Machine
 from lockstep.launch.nodes.config import RendezvousConfig, rendezvous_config
 from lockstep.launch.nodes.membership import Membership
@@ -25,6 +26,8 @@ from lockstep.world.environments.init_method import STORE
 from lockstep.world.environments.lockstep import MARK, TOKEN
 from lockstep.world.network import INTERFACES
 
+#: What a fresh interpreter runs, and its flag for scripts whose generators start alike on all ranks.
+BOOTSTRAP, SEEDED = "lockstep.launch.bootstrap", "--seeded"
 #: More ranks on one core than this are a slip of the finger, not a plan.
 MAX_RANKS_PER_CORE = 16
 
@@ -35,6 +38,7 @@ class Launch:
 
     Attributes:
         spec: the launch as asked for.
+        sources: what the script and the user's modules that it imports say.
         machine: facts about this node.
         environ: the launcher's environment, which the workers' variables are added to.
         ranks: how many ranks this launcher starts.
@@ -43,6 +47,7 @@ class Launch:
     """
 
     spec: LaunchSpec
+    sources: Sources
     machine: Machine
     environ: Mapping[str, str] = field(repr=False)
     ranks: int
@@ -118,7 +123,9 @@ class Plan:
     servers: tuple[WorkerPlan, ...] = ()
 
 
-def resolve(spec: LaunchSpec, machine: Machine, environ: Mapping[str, str]) -> Launch:
+def resolve(
+    spec: LaunchSpec, sources: Sources, machine: Machine, environ: Mapping[str, str]
+) -> Launch:
     """Return what `spec` means on `machine`, once it is known that its processes can be planned.
 
     Raises:
@@ -129,6 +136,7 @@ def resolve(spec: LaunchSpec, machine: Machine, environ: Mapping[str, str]) -> L
     work = (spec.target, *spec.args)
     launch = Launch(
         spec=spec,
+        sources=sources,
         machine=machine,
         environ=dict(environ),
         ranks=count_ranks(spec, machine, environ),
@@ -202,7 +210,7 @@ def _workers(
         return WorkerPlan(
             rank=rank,
             local_rank=local_rank,
-            command=command(spec, local_rank),
+            command=command(launch, local_rank),
             env=_identity(rank, local_rank, error_file)
             | {**shared, **places[index].env, **bound[index]},
             device=places[index].device,
@@ -375,18 +383,13 @@ def arguments(spec: LaunchSpec, local_rank: int) -> tuple[str, ...]:
     return (*given, *spec.args)
 
 
-def command(spec: LaunchSpec, local_rank: int) -> tuple[str, ...]:
+def command(launch: Launch, local_rank: int) -> tuple[str, ...]:
     """Return the command line of a worker; for `fork` and functions, one that says the same."""
+    spec = launch.spec
     arguments_ = arguments(spec, local_rank)
     if spec.start == "spawn":
-        return (
-            *interpreter(),
-            "-m",
-            "lockstep.launch.bootstrap",
-            spec.kind,
-            spec.target,
-            *arguments_,
-        )
+        words = (BOOTSTRAP, *((SEEDED,) if launch.sources.uses_lockstep else ()), spec.kind)
+        return (*interpreter(), "-m", *words, spec.target, *arguments_)
     if spec.kind == "program":
         return (spec.target, *arguments_)
     if spec.kind == "module":

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from lockstep.launch import processes, source
-from lockstep.launch.imports import Import, at_the_top
+from lockstep.launch import processes
+from lockstep.launch.imports import Import, Sources
 from lockstep.launch.openmp import untied
 from lockstep.launch.spec import LaunchSpec
 from lockstep.registry import STRATEGIES
@@ -56,16 +56,15 @@ _OF_WORKERS = (
 )
 
 
-def likely(spec: LaunchSpec, env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return what the workers of `spec` will import besides, as far as its source and flags tell."""
+def likely(spec: LaunchSpec, sources: Sources, env: Mapping[str, str]) -> tuple[str, ...]:
+    """Return what the workers of `spec` will import besides, as far as its sources and flags tell."""
     strategy = STRATEGIES.find(spec.settings.value("strategy", env) or "auto")
-    top = at_the_top(spec)
-    dynamo = () if top.sets_compiler else (_DYNAMO,)
+    dynamo = () if sources.sets_compiler else (_DYNAMO,)
     if strategy.slow_import and isinstance(strategy.hold, str):
         return (*_RUN, *dynamo, *([strategy.hold.partition(":")[0]] if dynamo else []))
-    if source.imports(spec, "lockstep") or any(one.package == "lockstep" for one in top.imports):
+    if sources.uses_lockstep:
         return (*_RUN, *dynamo)
-    return dynamo if source.names(spec, "optim") else ()
+    return dynamo if "optim" in sources.names else ()
 
 
 def preload(more: Sequence[str] = ()) -> str | None:

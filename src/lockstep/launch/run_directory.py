@@ -9,9 +9,9 @@ import tempfile
 from pathlib import Path
 from typing import Self
 
-from lockstep.launch import source
 from lockstep.launch.failure import short
 from lockstep.launch.output import say
+from lockstep.launch.plan import Launch
 from lockstep.launch.spec import LaunchSpec
 from lockstep.record import directory, lock
 
@@ -22,17 +22,19 @@ LINK = "logs"
 class RunDirectory:
     """The directories of a launch, made after the rendezvous of the launchers.
 
-    A script that does not import Lockstep gets no run directory unless one is asked for. Its logs lie in
-    a temporary directory, which stays where a rank has failed. If the script makes a Run after all,
-    through a module of its own, that makes the directory, and the logs come there at the end.
+    A script that does not import Lockstep, nor does a module of its own, gets no run directory unless one
+    is asked for. Its logs lie in a temporary directory, which stays where a rank has failed. If the script
+    makes a Run after all, through an installed package, that makes the directory, and the logs come there
+    at the end.
 
     Args:
-        spec: the launch.
+        launch: the launch.
         name: name of the run.
     """
 
-    def __init__(self, spec: LaunchSpec, name: str) -> None:
-        self._spec, self._name = spec, name
+    def __init__(self, launch: Launch, name: str) -> None:
+        self._spec, self._name = launch.spec, name
+        self._has_none = _has_no_directory(launch)
         #: Whether the logs stay, if they are temporary.
         self.keeps = False
         self.path: Path | None = None
@@ -66,14 +68,13 @@ class RunDirectory:
         Raises:
             RunDirectoryError: if one cannot be made or written.
         """
-        has_none = _has_no_directory(self._spec)
-        if has_none:
+        if self._has_none:
             self.path = directory.name_new(self._name, stamp=stamp)
         else:
             self.path = directory.create(self._spec.run_dir, self._name, stamp=stamp)
         if self._spec.log_dir is not None:
             self._logs = directory.make_logs(_in(self._spec.log_dir, self._spec, self.path))
-        elif has_none:
+        elif self._has_none:
             self._temporary = self._logs = Path(tempfile.mkdtemp(prefix=f"{self._name}-logs-"))
             with contextlib.suppress(OSError):  # without links, a killed launcher leaves its logs
                 (private / LINK).symlink_to(self._logs)
@@ -102,12 +103,13 @@ def remove_left(private: Path) -> None:
     shutil.rmtree(private)
 
 
-def expected(spec: LaunchSpec) -> tuple[Path, Path]:
+def expected(launch: Launch) -> tuple[Path, Path]:
     """Return the directories of a run and of its logs, as far as they are known before a launch."""
+    spec = launch.spec
     run_dir = (spec.run_dir or Path("runs") / spec.name / "TIME").absolute()
     if spec.log_dir is not None:
         return run_dir, _in(spec.log_dir, spec, run_dir).absolute()
-    if _has_no_directory(spec):
+    if _has_no_directory(launch):
         return run_dir, Path(tempfile.gettempdir()) / f"{spec.name}-logs-PRIVATE"
     return run_dir, run_dir / "logs"
 
@@ -116,9 +118,10 @@ def _in(log_dir: Path, spec: LaunchSpec, run_dir: Path) -> Path:
     return log_dir / f"{spec.nodes.id or spec.name}_{run_dir.name}"
 
 
-def _has_no_directory(spec: LaunchSpec) -> bool:
+def _has_no_directory(launch: Launch) -> bool:
+    spec = launch.spec
     asked = spec.run_dir is not None or (spec.log_dir is None and spec.streams.asks_for_files)
-    return not asked and spec.kind != "function" and not source.imports(spec, "lockstep")
+    return not asked and spec.kind != "function" and not launch.sources.uses_lockstep
 
 
 def _has_more(logs: Path) -> bool:

@@ -54,26 +54,6 @@ def package(spec: LaunchSpec) -> str:
     return spec.target if is_package else parent
 
 
-def imports(spec: LaunchSpec, package: str) -> bool:
-    """Return whether the source of `spec` imports `package`, or something in it."""
-    return any(name.partition(".")[0] == package for name in _imported(parse(spec)))
-
-
-def names(spec: LaunchSpec, word: str) -> bool:
-    """Return whether the source of `spec` says `word`: as a name, an attribute or a part of an import."""
-    return any(word in said(node) for node in ast.walk(parse(spec)))
-
-
-#: What makes a process group, or a store, of the script's own.
-_OF_GROUPS = frozenset({"TCPStore", "init_device_mesh", "init_process_group", "init_rpc"})
-
-
-def leaves_groups_alone(spec: LaunchSpec) -> bool:
-    """Return whether the source of `spec`, as far as it can be read, makes no process group by itself."""
-    tree = parse(spec)
-    return not any(_OF_GROUPS.intersection(said(node)) for node in ast.walk(tree))
-
-
 def said(node: ast.AST) -> list[str]:
     """Return the names that a node itself says."""
     if isinstance(node, ast.Name):
@@ -83,14 +63,6 @@ def said(node: ast.AST) -> list[str]:
     if isinstance(node, ast.alias):
         return node.name.split(".")
     return (node.module or "").split(".") if isinstance(node, ast.ImportFrom) else []
-
-
-def _imported(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            yield node.module
 
 
 def _read(spec: LaunchSpec) -> bytes | None:

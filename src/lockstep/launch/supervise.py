@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.checkpoint.shared_memory import Descriptors
 from lockstep.errors import LockstepError
-from lockstep.launch import imports, source, stdin, worker
+from lockstep.launch import stdin, worker
 from lockstep.launch.dry_run import placement
 from lockstep.launch.failure import Verdict
 from lockstep.launch.forkserver import ForkServer, Job, Preload
@@ -79,11 +79,11 @@ def supervise(
         TimeoutError: if `deadline` passed.
         WorldError: if the rendezvous with other launchers fails.
     """
-    spec, environ, is_run = launch.spec, launch.environ, source.imports(launch.spec, "lockstep")
+    spec, environ = launch.spec, launch.environ
     has_locks = (private / _LOCK).exists()
-    listens = _listens(launch, is_run=is_run, has_locks=has_locks)
+    listens = _listens(launch, has_locks=has_locks)
     only_port, store_port = _ports(spec.nodes, is_only=not listens)
-    preload = _preload(launch, is_run=is_run)
+    preload = _preload(launch)
     with (
         stdin.restored(),
         closing(Descriptors.create()) as memory,  # before the server is forked: workers inherit it
@@ -109,16 +109,17 @@ def supervise(
             progress=progress,
             hangs=HangWatch(progress.slots, spec.fault_tolerance.patience(environ)),
             restarts=restarts,
-            is_run=is_run,
+            is_run=launch.sources.uses_lockstep,
             deadline=deadline,
         )
         agent.run()
     return agent.verdict
 
 
-def _listens(launch: Launch, *, is_run: bool, has_locks: bool) -> bool:
+def _listens(launch: Launch, *, has_locks: bool) -> bool:
     """Return whether the ranks' store is at a port: files do where they can be locked."""
-    if has_locks and is_run and source.leaves_groups_alone(launch.spec):
+    sources = launch.sources
+    if has_locks and sources.uses_lockstep and sources.leaves_groups_alone:
         return False
     return launch.ranks > 1 or (not has_locks and launch.servers > 0)
 
@@ -298,14 +299,14 @@ def _remove_left(file: Path) -> None:
             os.close(lock)
 
 
-def _preload(launch: Launch, *, is_run: bool) -> Preload | None:
+def _preload(launch: Launch) -> Preload | None:
     """Return what imports, before workers are forked, what they share besides what the launcher has."""
     spec = launch.spec
     # A function's parent is the user's interpreter: it imports what the user says.
     wanted = launch.environ.get("LOCKSTEP_PRELOAD", "1") != "0"
-    if not (wanted and is_run and spec.start == "fork" and spec.kind != "function"):
+    if not (wanted and launch.sources.uses_lockstep and spec.start == "fork"):
         return None
-    found = imports.at_the_top(spec).imports
+    found = launch.sources.imports
     if all(one.module in sys.modules for one in found):
         return None
     threads = share_of_threads(spec, launch.environ, launch.machine.cores, launch.ranks)

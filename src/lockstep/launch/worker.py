@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from lockstep.checkpoint.shared_memory import Descriptors
-from lockstep.launch import processes, seeding, servers, source, target
+from lockstep.launch import processes, seeding, servers, target
 from lockstep.launch.forkserver import Job, Request
-from lockstep.launch.plan import arguments, command, interpreter
+from lockstep.launch.plan import Launch, arguments, command, interpreter
 from lockstep.launch.spec import LaunchSpec
 from lockstep.record import report, stacks
 from lockstep.record.report import Report
@@ -23,12 +23,11 @@ from lockstep.world.environments.lockstep import SERVER
 _PACKAGE = str(Path(__file__).parent)
 
 
-def job(spec: LaunchSpec) -> Job:
-    """Return what each worker of `spec` does in its clean process."""
-    if spec.start == "fork":
-        uses_run = source.imports(spec, "lockstep")
-        return lambda request: _run_forked(spec, request, uses_run=uses_run)
-    return lambda request: execute(command(spec, request.local_rank), request.env)
+def job(launch: Launch) -> Job:
+    """Return what each worker of `launch` does in its clean process."""
+    if launch.spec.start == "fork":
+        return lambda request: _run_forked(launch, request)
+    return lambda request: execute(command(launch, request.local_rank), request.env)
 
 
 def or_server(spec: LaunchSpec, job: Job) -> Job:
@@ -129,10 +128,11 @@ def _note(told: Report, environ: Mapping[str, str]) -> bool:
     return True
 
 
-def _run_forked(spec: LaunchSpec, request: Request, *, uses_run: bool) -> NoReturn:
+def _run_forked(launch: Launch, request: Request) -> NoReturn:
     _become(request)
-    if uses_run:
+    if launch.sources.uses_lockstep:
         seeding.seed_generators(os.environ)
+    spec = launch.spec
     args = list(arguments(spec, request.local_rank))
     code = run_target(spec.kind, spec.target, args)
     _end(code)

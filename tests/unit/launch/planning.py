@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from lockstep.launch.imports import Sources
 from lockstep.launch.machine import Machine
 from lockstep.launch.nodes.membership import Membership
 from lockstep.launch.plan import Generation, Plan, make_plan, resolve
@@ -29,6 +30,6 @@ def plan(
     **generation: Any,
 ) -> Plan:
     """Return the plan of a generation."""
-    launch = resolve(spec, machine, environ or {})
+    launch = resolve(spec, Sources(), machine, environ or {})
     there = {"run_dir": Path("runs/a"), "error_dir": Path("private")}
     return make_plan(launch, Generation(**generation), **there)

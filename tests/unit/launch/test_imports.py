@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.imports import at_the_top
+from lockstep.launch.imports import read
 from lockstep.launch.spec import LaunchSpec
 
 
 def modules(directory: Path, text: str) -> list[tuple[str, ...]]:
     script = directory / "train.py"
     script.write_text(text)
-    return [(one.module, *one.names) for one in at_the_top(LaunchSpec(target=str(script))).imports]
+    return [(one.module, *one.names) for one in read(LaunchSpec(target=str(script))).imports]
 
 
 @pytest.mark.parametrize(
@@ -123,5 +123,36 @@ def test_a_module_run_by_name_imports_relative_to_its_package(
     (tmp_path / "kit/train.py").write_text("from . import nets\nimport json")
     (tmp_path / "kit/__main__.py").write_text("from . import nets\nimport bz2")
     for target, last in (("kit.train", "json"), ("kit", "bz2"), ("kit.__main__", "bz2")):
-        found = at_the_top(LaunchSpec(kind="module", target=target)).imports
+        found = read(LaunchSpec(kind="module", target=target)).imports
         assert [one.module for one in found] == ["glob", "csv", last]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("import torch, lockstep.testing", True),
+        ("def main():\n    from lockstep import Run", True),
+        ("import kit", True),
+        ("if fast:\n    from kit import train", True),
+        ("def main():\n    from kit import train", True),
+        ("def main():\n    import far.away", True),
+        ("from kit.plain import x", True),  # which imports kit first
+        ("import plain", False),
+        ("from . import lockstep", False),
+        ("import lockstep_tools, numpy.lockstep", False),
+        ("lockstep = 'import lockstep'", False),
+    ],
+)
+def test_whether_a_script_uses_lockstep(tmp_path: Path, text: str, expected: bool) -> None:
+    files = {
+        "kit/__init__.py": "from .train import main",
+        "kit/plain.py": "x = 1",
+        "kit/train.py": "import lockstep as ls",
+        "far/away.py": "def late():\n    import kit.train",
+        "plain.py": "import json\ndef main():\n    import pickle",
+        "train.py": text,
+    }
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    assert read(LaunchSpec(target=str(tmp_path / "train.py"))).uses_lockstep == expected

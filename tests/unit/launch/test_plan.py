@@ -9,9 +9,10 @@ import pytest
 
 from lockstep.errors import DeviceError, UsageError
 from lockstep.launch.given import Given
+from lockstep.launch.imports import Sources
 from lockstep.launch.machine import Machine
 from lockstep.launch.nodes.config import Nodes
-from lockstep.launch.plan import arguments, command, count_ranks
+from lockstep.launch.plan import arguments, command, count_ranks, resolve
 from lockstep.launch.spec import LaunchSpec
 from lockstep.world import World, detect
 from tests.unit.launch.planning import LAPTOP, membership_of, plan
@@ -241,11 +242,13 @@ def test_legacy_option_comes_first():
         ("fork", "script", ["a.py", "x"]),
         ("exec", "module", ["-m", "a.py", "x"]),
         ("spawn", "script", ["-m", "lockstep.launch.bootstrap", "script", "a.py", "x"]),
+        ("spawn", "module", ["lockstep.launch.bootstrap", "--seeded", "module", "a.py", "x"]),
     ],
 )
 def test_commands(start, kind, tail):
     spec = LaunchSpec(target="a.py", kind=kind, args=("x",), start=start)
-    assert list(command(spec, 0))[-len(tail) :] == tail
+    launch = resolve(spec, Sources(uses_lockstep="--seeded" in tail), LAPTOP, {})
+    assert list(command(launch, 0))[-len(tail) :] == tail
 
 
 def test_launchers_that_share_a_node_share_what_they_have_in_common():

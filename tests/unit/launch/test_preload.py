@@ -7,10 +7,16 @@ from pathlib import Path
 import pytest
 
 from lockstep.launch.given import Given
+from lockstep.launch.imports import Sources, read
 from lockstep.launch.preload import likely
 from lockstep.launch.spec import LaunchSpec
 
 RUN, DYNAMO = ("lockstep.training.run", "lockstep.exchange.shared_memory"), "torch._dynamo"
+
+
+def of_script(script: Path) -> tuple[str, ...]:
+    spec = LaunchSpec(target=str(script))
+    return likely(spec, read(spec), {})
 
 
 @pytest.mark.parametrize(
@@ -26,23 +32,23 @@ RUN, DYNAMO = ("lockstep.training.run", "lockstep.exchange.shared_memory"), "tor
 def test_a_script_with_an_optimizer(tmp_path: Path, text: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(text)
-    assert likely(LaunchSpec(target=str(script)), {}) == (DYNAMO,)
+    assert of_script(script) == (DYNAMO,)
 
 
 @pytest.mark.parametrize("text", ["import torch\n# torch.optim", "'optim'", "def half a script"])
 def test_a_script_without_one(tmp_path: Path, text: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(text)
-    assert likely(LaunchSpec(target=str(script)), {}) == ()
+    assert of_script(script) == ()
 
 
 def test_a_script_of_lockstep(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import lockstep")
-    assert likely(LaunchSpec(target=str(script)), {}) == (*RUN, DYNAMO)
+    assert of_script(script) == (*RUN, DYNAMO)
     script.write_text("from training import main")
     (tmp_path / "training.py").write_text("from lockstep import Run")
-    assert likely(LaunchSpec(target=str(script)), {}) == (*RUN, DYNAMO)
+    assert of_script(script) == (*RUN, DYNAMO)
 
 
 @pytest.mark.parametrize(
@@ -61,24 +67,24 @@ def test_a_script_that_sets_what_dynamo_reads(
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(f"import os\n{line}\nimport lockstep")
-    assert likely(LaunchSpec(target=str(script)), {}) == expected
+    assert of_script(script) == expected
 
 
 def test_a_strategy_with_imports_of_its_own() -> None:
     spec = LaunchSpec(target="no_such_script.py", settings=Given(strategy="fsdp"))
-    assert likely(spec, {}) == (*RUN, DYNAMO, "lockstep.strategies.sharded.model")
+    assert likely(spec, Sources(), {}) == (*RUN, DYNAMO, "lockstep.strategies.sharded.model")
 
 
 def test_a_strategy_that_the_environment_names() -> None:
     spec = LaunchSpec(target="no_such_script.py")
-    assert likely(spec, {"LOCKSTEP_STRATEGY": "tensor"}) == (
+    assert likely(spec, Sources(), {"LOCKSTEP_STRATEGY": "tensor"}) == (
         *RUN,
         DYNAMO,
         "lockstep.strategies.tensor",
     )
-    assert likely(spec, {"LOCKSTEP_STRATEGY": "ddp"}) == ()
+    assert likely(spec, Sources(), {"LOCKSTEP_STRATEGY": "ddp"}) == ()
 
 
 def test_a_flag_wins_over_the_environment() -> None:
     spec = LaunchSpec(target="no_such_script.py", settings=Given(strategy="ddp"))
-    assert likely(spec, {"LOCKSTEP_STRATEGY": "tensor"}) == ()
+    assert likely(spec, Sources(), {"LOCKSTEP_STRATEGY": "tensor"}) == ()
