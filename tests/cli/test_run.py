@@ -322,6 +322,28 @@ def test_launcher_killed_leaves_no_process(lockstep, start):
     assert all(lockstep.gone(int(pid), 3) for pid in pids)
 
 
+SLOW = """
+import os, subprocess, time
+child = subprocess.Popen(["sleep", "100"])
+with open("pids", "w") as file:
+    file.write(f"{os.getpid()} {child.pid}")
+time.sleep(100)
+"""
+
+
+@pytest.mark.ranks(1)
+def test_a_signal_while_shared_packages_are_imported_leaves_no_process(lockstep):
+    lockstep.script(SLOW, "site-packages/slow.py")
+    path = str(lockstep.directory / "site-packages")
+    script = lockstep.script("import slow, lockstep")
+    process = lockstep.start("run", script, env={"PYTHONPATH": path})
+    pids = lockstep.wait_for("pids")[0].split()
+    process.send_signal(signal.SIGINT)
+    done = lockstep.finish(process, 10)
+    assert (done.code, done.err) == (130, "lockstep: stopped by SIGINT\n")
+    assert all(lockstep.gone(int(pid), 1) for pid in pids)
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.forked
 def test_worker_that_ignores_sigterm_is_killed(lockstep):

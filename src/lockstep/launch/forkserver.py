@@ -29,6 +29,8 @@ from lockstep.launch.binding import PROCESSORS
 _MESSAGE = 1 << 17
 #: Servers that are tried with imports, each without a package that the one before it could not share.
 _TRIES = 4
+#: How often the launcher looks for signals meanwhile.
+_CHECK_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +72,15 @@ class ForkServer:
         job: what a worker does; the server keeps it in memory, so it need not be importable.
         unheard: signals that are meant for launcher and workers alone, whichever process gets them.
         preload: what the server does before it makes workers.
+        check: called while it does; where it raises, the server is ended.
     """
 
     def __init__(
-        self, job: Job, unheard: Iterable[signal.Signals] = (), preload: Preload | None = None
+        self,
+        job: Job,
+        unheard: Iterable[signal.Signals] = (),
+        preload: Preload | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._exits: list[Exit] = []
         # Which import does not go with forks is known when it has been done.
@@ -81,7 +88,7 @@ class ForkServer:
         while preload is not None and len(skipped) < _TRIES:
             self._start_server(job, unheard, partial(preload, skipped))
             try:
-                problem = self._receive()["problem"]
+                problem = self._await(check)["problem"]
             except RunError:  # an import has ended the server: workers import by themselves
                 self.close()
                 break
@@ -140,9 +147,7 @@ class ForkServer:
     def wait(self, seconds: float) -> None:
         """Wait until there is something to poll, `seconds` at most."""
         if not self._exits:
-            poll = select.poll()
-            poll.register(self._socket, select.POLLIN)
-            poll.poll(seconds * 1000)
+            self._has_news(seconds)
 
     def signal(self, signum: int, only: Collection[int] | None = None) -> None:
         """Send `signum` to the sessions of all living workers, or to some workers alone.
@@ -160,6 +165,22 @@ class ForkServer:
         self._socket.close()
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self._pid, 0)
+
+    def _await(self, check: Callable[[], None]) -> dict[str, Any]:
+        """Return what the server says when it has imported; it does not listen meanwhile."""
+        try:
+            while not self._has_news(_CHECK_SECONDS):
+                check()
+        except BaseException:
+            _signal_session(self._pid, signal.SIGKILL)
+            self.close()
+            raise
+        return self._receive()
+
+    def _has_news(self, seconds: float) -> bool:
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(seconds * 1000))
 
     def _receive(self, flags: int = 0) -> dict[str, Any]:
         try:
@@ -314,10 +335,7 @@ class _Server:
 
     def _signal_all(self, signum: int) -> None:
         for pid in self._ranks:
-            try:
-                os.killpg(pid, signum)
-            except ProcessLookupError:  # so young that it has no session of its own yet
-                os.kill(pid, signum)
+            _signal_session(pid, signum)
 
     def _kill_all(self) -> None:
         self._signal_all(signal.SIGKILL)
@@ -327,6 +345,13 @@ class _Server:
     def _send(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # a launcher that is gone is noticed by the next read
             self._connection.send(json.dumps(message).encode())
+
+
+def _signal_session(pid: int, signum: int) -> None:
+    try:
+        os.killpg(pid, signum)
+    except ProcessLookupError:  # so young that it has no session of its own yet
+        os.kill(pid, signum)
 
 
 def _wait_status(pid: int) -> int:

@@ -83,11 +83,10 @@ def supervise(
     has_locks = (private / _LOCK).exists()
     listens = _listens(launch, has_locks=has_locks)
     only_port, store_port = _ports(spec.nodes, is_only=not listens)
-    preload = _preload(launch)
     with (
         stdin.restored(),
         closing(Descriptors.create()) as memory,  # before the server is forked: workers inherit it
-        closing(ForkServer(worker.or_server(spec, job), interrupts.polite, preload)) as server,
+        closing(_fork_server(launch, job, interrupts)) as server,
         closing(Output()) as output,
         _joined(launch, interrupts) as rounds,
         kept_port(only_port) as port,  # after the fork, so that no worker inherits what keeps it
@@ -114,6 +113,11 @@ def supervise(
         )
         agent.run()
     return agent.verdict
+
+
+def _fork_server(launch: Launch, job: Job, interrupts: Interrupts) -> ForkServer:
+    job = worker.or_server(launch.spec, job)
+    return ForkServer(job, interrupts.polite, _preload(launch), interrupts.check)
 
 
 def _listens(launch: Launch, *, has_locks: bool) -> bool:
