@@ -62,6 +62,17 @@ def test_one_verdict_for_both(lockstep: Lockstep) -> None:
         assert "ValueError: bad sample" in one.err
 
 
+def test_a_mesh_that_does_not_fit_all_launchers_is_refused_before_anything_is_made(
+    lockstep: Lockstep,
+) -> None:
+    words = ("--mesh", "3x1", *STATIC, lockstep.script("import lockstep"))
+    done = both(lockstep, ("--node-rank", "0", *words), ("--node-rank", "1", *words))
+    for one in done:
+        assert (one.code, "Traceback" in one.err) == (2, False)
+        assert "a mesh of 3x1 has 3 ranks; the run has 2" in one.err
+    assert [path.name for path in lockstep.directory.iterdir()] == ["train.py"]
+
+
 def test_a_launcher_that_is_stopped_stops_the_other(lockstep: Lockstep) -> None:
     lockstep.script(WHO)
     words = (

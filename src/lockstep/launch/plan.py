@@ -143,9 +143,10 @@ def resolve(
         servers=servers.count(spec, environ),
         nodes=None if spec.kind == "function" else rendezvous_config(spec.nodes, work, environ),
     )
-    # The number of all ranks, which a mesh has to fit, is known after the rendezvous of the launchers.
-    if launch.nodes is None or spec.settings.value("mesh", environ) is None:
-        check_replicas(launch, launch.ranks)
+    mesh = spec.settings.value("mesh", environ)
+    # Whether it has as many ranks as all launchers start is known after their rendezvous.
+    size = launch.ranks if launch.nodes is None or mesh is None else meshes.parse(mesh, "mesh").size
+    check_replicas(launch, size)
     first, members = Generation(), Membership.alone(launch.ranks)
     shared = _shared_environment(launch, first, members)
     _workers(launch, first, members, shared, Path(), Path())

@@ -97,7 +97,8 @@ def supervise(
         from lockstep.launch.rendezvous import Rendezvous
 
         restarts = Restarts(spec.fault_tolerance.restarts(environ))
-        common = _agree(rounds, place, private, max_restarts=restarts.limit, listens=listens)
+        generation = Generation(max_restarts=restarts.limit, listens=listens or rounds is not None)
+        common = _agree(launch, generation, rounds, place, private)
         progress = RankProgress(memory, launch.ranks)
         agent = Agent(
             partial(_plan, launch, place, private, port, private if has_locks else None),
@@ -242,11 +243,17 @@ def _patience(
 
 
 def _agree(
-    rounds: Rounds | None, place: RunDirectory, private: Path, *, max_restarts: int, listens: bool
+    launch: Launch,
+    generation: Generation,
+    rounds: Rounds | None,
+    place: RunDirectory,
+    private: Path,
 ) -> Generation:
-    """Make the run's directories; return what all generations have in common."""
+    """Make the run's directories; return `generation` with what all launchers of the launch call it."""
     run_id, token = uuid.uuid4().hex, secrets.token_hex(16)
     try:
+        if rounds is not None:  # before anything is made
+            check_replicas(launch, rounds.membership.size)
         if rounds is None:
             place.make(None, private)
         elif rounds.leads:
@@ -259,12 +266,7 @@ def _agree(
         if rounds is not None:
             rounds.fail(error)
         raise
-    return Generation(
-        run_id=run_id,
-        token=token,
-        max_restarts=max_restarts,
-        listens=listens or rounds is not None,
-    )
+    return dataclasses.replace(generation, run_id=run_id, token=token)
 
 
 @contextlib.contextmanager

@@ -301,3 +301,18 @@ def test_a_mesh_has_the_ranks_of_all_nodes_and_fits_them_when_they_have_met():
         plan(spec, membership=membership_of((1, 2), (0, 1), 0))
     with pytest.raises(UsageError, match="a mesh of 1x2 has 2 ranks; the run has 1"):
         plan(LaunchSpec(target="train.py", n=1, settings=mesh))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (Given(mesh="2-2"), "mesh is '2-2'; expected DATAxMODEL"),
+        (Given(mesh="2x2", strategy="ddp"), "strategy=ddp gives each rank a whole one"),
+        (Given(mesh="4x1", replicas=3), "4 ranks for 3 replica"),
+    ],
+)
+def test_what_a_mesh_over_several_nodes_has_wrong_is_said_before_they_meet(settings, said):
+    nodes = Nodes(count=2, rank=0, main_address="10.0.0.1")
+    spec = LaunchSpec(target="train.py", n=2, nodes=nodes, settings=settings)
+    with pytest.raises(UsageError, match=said):
+        resolve(spec, Sources(), LAPTOP, {})
