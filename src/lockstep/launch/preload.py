@@ -2,8 +2,8 @@
 
 The launcher imports torch, and what Lockstep itself needs. The fork server imports what the script has
 at its top (`imports.py`): it is a process that can be thrown away. If an import leaves a thread, a child, a
-connection, a temporary directory or a device in it, prints something or reads what each rank has a value of
-its own for, it ends, and another one does without that package.
+connection, a temporary directory or a device in it, prints something, draws random numbers or reads what
+each rank has a value of its own for, it ends, and another one does without that package.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import gc
 import importlib
 import importlib.util
 import os
+import pickle
+import random
 import signal
 import sys
 import tempfile
@@ -28,6 +30,7 @@ from lockstep.launch.imports import Import, Sources
 from lockstep.launch.openmp import untied
 from lockstep.launch.spec import LaunchSpec
 from lockstep.registry import STRATEGIES
+from lockstep.world.network import INTERFACES
 
 #: Modules that workers are likely to import and that start neither threads nor CUDA.
 MODULES = (
@@ -53,6 +56,9 @@ _OF_WORKERS = (
     "MASTER_",
     "TORCHELASTIC_",
     "LOCKSTEP_",
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    *INTERFACES,
 )
 
 
@@ -109,6 +115,7 @@ class Footprint:
         unforkable: packages that are never shared, and `cuda` where a device is in use.
         handlers: of signals; a worker starts without those of its parent.
         finalizers: number of `weakref.finalize`: the first worker to end would do what they do for all.
+        generators: states of the generators that are loaded: each rank draws after it has seeded its own.
     """
 
     tasks: int
@@ -118,6 +125,7 @@ class Footprint:
     unforkable: frozenset[str]
     handlers: tuple[object, ...]
     finalizers: int
+    generators: Mapping[str, object]
 
     @staticmethod
     def look() -> Footprint:
@@ -132,6 +140,7 @@ class Footprint:
             unforkable=frozenset(name for name in _NEVER if name in sys.modules) | _cuda(),
             handlers=tuple(signal.getsignal(number) for number in signal.valid_signals()),
             finalizers=len(weakref.finalize._registry),  # type: ignore[attr-defined]
+            generators=_generators(),
         )
 
     def allows(self, later: Footprint) -> bool:
@@ -144,6 +153,7 @@ class Footprint:
             and later.unforkable <= self.unforkable
             and later.handlers == self.handlers
             and later.finalizers <= self.finalizers
+            and self.generators.items() <= later.generators.items()
         )
 
 
@@ -305,6 +315,15 @@ def _is_special(target: str) -> bool:
     harmless = ("/dev/null", "/dev/urandom", "/dev/random", "/dev/zero")
     devices = target.startswith("/dev/") and target not in harmless
     return devices or target.startswith(("socket:", "anon_inode:"))
+
+
+def _generators() -> dict[str, object]:
+    states: dict[str, object] = {"random": random.getstate()}
+    if (numpy := sys.modules.get("numpy")) is not None:
+        states["numpy"] = pickle.dumps(numpy.random.get_state())
+    if (torch := sys.modules.get("torch")) is not None:
+        states["torch"] = bytes(torch.get_rng_state().tolist())
+    return states
 
 
 def _cuda() -> frozenset[str]:

@@ -33,6 +33,9 @@ ALONE = {
     "directories": "import tempfile; MADE = tempfile.mkdtemp()",
     "backups": "import pathlib, sys, tempfile; MADE = tempfile.mkdtemp(dir=sys.path[0]); "
     "pathlib.Path(MADE, 'users').touch()",
+    "devices": "import os; SHOWN = os.environ.get('CUDA_VISIBLE_DEVICES')",
+    "interfaces": "import os; HERE = os.environ.get('GLOO_SOCKET_IFNAME', 'eth0')",
+    "draws": "import random; NAME = random.random()",
     "finalizers": "import weakref; weakref.finalize(lambda: 0, print)",
     "over_mpi": "import mpi4py",
 }

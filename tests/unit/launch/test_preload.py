@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from lockstep.launch.given import Given
 from lockstep.launch.imports import Sources, read
-from lockstep.launch.preload import likely
+from lockstep.launch.preload import Footprint, likely
 from lockstep.launch.spec import LaunchSpec
 
 RUN, DYNAMO = ("lockstep.training.run", "lockstep.exchange.shared_memory"), "torch._dynamo"
@@ -88,3 +92,11 @@ def test_a_strategy_that_the_environment_names() -> None:
 def test_a_flag_wins_over_the_environment() -> None:
     spec = LaunchSpec(target="no_such_script.py", settings=Given(strategy="ddp"))
     assert likely(spec, Sources(), {"LOCKSTEP_STRATEGY": "tensor"}) == ()
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(())])
+def test_a_package_that_draws_is_left_to_the_ranks(draw: Callable[[], object]) -> None:
+    before = Footprint.look()
+    assert before.allows(Footprint.look())
+    draw()
+    assert not before.allows(Footprint.look())
