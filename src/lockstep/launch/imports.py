@@ -29,7 +29,7 @@ _ENVIRONMENT = _FROM_FILES | {"environ", "environb", "putenv", "unsetenv"}
 _COMPILER = ("AOT", "CUTLASS", "INDUCTOR", "PARTITIONER", "SYMPY", "TORCH")
 _CHANGING = _ENVIRONMENT | frozenset(
     {"addsitedir", "chdir", "exec", "meta_path", "path_hooks", "run_path", "set_start_method"}
-    | {"sys.argv", "sys.path", "modules[]"}
+    | {"__import__", "import_module", "sys.argv", "sys.path", "modules[]"}
 )
 #: What makes a process group, or a store, of the script's own.
 _OF_GROUPS = frozenset({"TCPStore", "init_device_mesh", "init_process_group", "init_rpc"})
@@ -142,7 +142,7 @@ class _Reader:
         for node in body:
             if isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'":
                 self._read_body(node.body if file.is_main else node.orelse, file)
-            elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            else:
                 self._read_statement(node, file)
 
     def _read_statement(self, node: ast.stmt, file: _File) -> None:
@@ -161,9 +161,10 @@ class _Reader:
 
     def _changes(self, nodes: list[ast.AST], own: set[str]) -> bool:
         bare = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
-        calls = [node for node in nodes if isinstance(node, ast.Call) and _root(node) in own]
+        calls: set[ast.expr] = {node for node in nodes if isinstance(node, ast.Call)}
+        calls.update(one for node in nodes for one in getattr(node, "decorator_list", ()))
         return not _CHANGING.isdisjoint(_words(nodes)) or any(
-            self.may_change or id(call) in bare for call in calls
+            self.may_change or id(call) in bare for call in calls if _root(call) in own
         )
 
     def add(self, node: ast.Import | ast.ImportFrom, file: _File) -> None:
@@ -247,10 +248,11 @@ def _is_installed(origin: str) -> bool:
 
 
 def _running(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield a statement's nodes, without the bodies of functions in it."""
+    """Yield a statement's nodes, of functions in it decorators, default values and annotations alone."""
     yield node
+    later = set(node.body) if isinstance(node, _FUNCTIONS) else ()
     for child in ast.iter_child_nodes(node):
-        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+        if child not in later:
             yield from _running(child)
 
 

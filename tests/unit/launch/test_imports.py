@@ -35,6 +35,7 @@ def modules(directory: Path, text: str) -> list[tuple[str, ...]]:
         ("def set_up():\n    os.environ['A'] = 'b'\nimport json", [("json",)]),
         ("def name(): ...\nlogger = name()\nimport json", [("json",)]),
         ("class A:\n    def f(self):\n        os.environ['A'] = 'b'\nimport json", [("json",)]),
+        ("def mine(f): ...\n@mine\ndef main(x=mine(1)):\n    mine()\nimport json", [("json",)]),
     ],
 )
 def test_statements(tmp_path: Path, text: str, expected: list[tuple[str, ...]]) -> None:
@@ -66,6 +67,12 @@ def test_statements(tmp_path: Path, text: str, expected: list[tuple[str, ...]]) 
         "sys.meta_path.insert(0, finder)",
         "os.chdir('/')",
         "env.read_env()",
+        "def main(size=os.environ.setdefault('A', 'b')): ...",
+        "class A:\n    @os.environ.setdefault('A', 'b')\n    def f(self): ...",
+        "def set_up(main):\n    os.chdir('/')\n@set_up\ndef main(): ...",
+        "def set_up():\n    os.chdir('/')\ndef main(done=set_up()): ...",
+        "importlib.import_module('setting')",
+        "setting = __import__('setting')",
     ],
 )
 def test_the_list_ends_where_an_import_may_change(tmp_path: Path, line: str) -> None:
