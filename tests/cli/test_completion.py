@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -80,3 +82,20 @@ def test_zsh(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
             terminal.until(rf"(?m)^> .* {word}\s*$")
     finally:
         terminal.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "code"), [(["completion", "bash"], 141), (["completion", "--help"], 0)]
+)
+def test_a_reader_that_has_left_is_no_error(
+    words: list[str], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        try:
+            ended = main(words)
+        except SystemExit as end:
+            ended = end.code
+    assert ended == code

@@ -65,13 +65,17 @@ def available() -> None:
         import libcst  # noqa: F401
     except ImportError as error:
         raise UsageError(
-            f"fixes need LibCST, which cannot be imported: {error}",
+            f"a script is edited with LibCST, which cannot be imported: {error}",
             hint="pip install 'torch-lockstep[check]'",
         ) from None
 
 
 def apply(module: Module, edits: Iterable[Edit]) -> str:
-    """Return the source of a module with all edits made."""
+    """Return the source of a module with all edits made.
+
+    Raises:
+        UsageError: if LibCST cannot parse what Python can.
+    """
     import libcst
     from libcst.metadata import MetadataWrapper
 
@@ -83,7 +87,14 @@ def apply(module: Module, edits: Iterable[Edit]) -> str:
     for edit in dict.fromkeys(edits):
         table = expressions if isinstance(edit.node, ast.expr) else statements
         table[_place(edit.node, lines)].append(edit)
-    tree = MetadataWrapper(libcst.parse_module(module.text), unsafe_skip_copy=True)
+    try:
+        tree = MetadataWrapper(libcst.parse_module(module.text), unsafe_skip_copy=True)
+    except libcst.ParserSyntaxError as error:
+        where = error.message.partition(": expected")[0].removeprefix("parser error: ")
+        raise UsageError(
+            f"{module.path}: LibCST, which edits scripts, cannot parse what Python can: {where}",
+            hint="write the line in another way: `x: int = 1` and not `(x): int = 1`, for example",
+        ) from None
     changed: libcst.Module = tree.visit(Editor(expressions, statements))
     return changed.code
 

@@ -6,6 +6,7 @@ import argparse
 import atexit
 import contextlib
 import os
+import select
 import signal
 import sys
 from collections.abc import Sequence
@@ -54,7 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("lockstep: stopped by SIGINT", file=sys.stderr)
         code = 130
-    _flush()
+    except BrokenPipeError:
+        if not _reader_has_left():
+            raise
+        code = 128 + signal.SIGPIPE
+    finally:
+        _flush()
     if argv is None and "torch" in sys.modules:
         _leave(code)
     return code
@@ -124,6 +130,12 @@ def _flush() -> None:
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _reader_has_left() -> bool:
+    poll = select.poll()
+    poll.register(sys.stdout, 0)
+    return bool(poll.poll(0))
 
 
 def _leave(code: int) -> NoReturn:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 from collections import Counter
 from pathlib import Path
@@ -81,8 +80,7 @@ def handle(options: argparse.Namespace) -> int:
         outcome = engine.check(paths, flags)
         print(f"{(before - _counted(outcome)).total()} fixed", file=sys.stderr)
     if written := FORMS[options.format](outcome):
-        with contextlib.suppress(BrokenPipeError):  # `| head`
-            print(written)
+        print(written)
     for note in outcome.notes if options.format != "text" else ():
         print(f"note: {note}", file=sys.stderr)
     return int(bool(outcome.findings) and not options.exit_zero)

@@ -268,6 +268,11 @@ def test_what_cannot_be_converted(
         convert(tmp_path / name)
 
 
+def test_a_line_that_only_python_parses(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"train\.py: LibCST, .*: error at \d+:8"):
+        convert(script(tmp_path, "(size): int = 1"))
+
+
 def test_where_it_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, out = script(tmp_path), tmp_path / "out.py"
     assert main(["convert", str(path)]) == 0

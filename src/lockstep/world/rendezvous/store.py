@@ -14,7 +14,6 @@ from lockstep.world.network import LOOPBACK, listen, reason
 
 #: How long collectives and notes of other ranks are waited for: torch.distributed's own default.
 TIMEOUT = timedelta(minutes=30)
-#: Where a store is that serves one host alone.
 #: How long a store may take to answer a new client, once something listens at its port. Both ask the
 #: resolver for each other's names (torch 2.13), which takes half a minute where it does not answer.
 _STORE_TIMEOUT = timedelta(seconds=60)
