@@ -73,7 +73,11 @@ def sarif(outcome: Outcome) -> str:
         for code, rule in RULES.items()
     ]
     driver = {"name": "lockstep check", "version": __version__, "rules": rules}
-    run = {"tool": {"driver": driver}, "results": [_result(one) for one in outcome.findings]}
+    run = {
+        "tool": {"driver": driver},
+        "columnKind": "unicodeCodePoints",
+        "results": [_result(one) for one in outcome.findings],
+    }
     log = {
         "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
         "version": "2.1.0",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,61 @@ def test_a_script_without_a_loop_is_noted(tmp_path: Path) -> None:
     outcome = engine.check([written(tmp_path / "a.py", text)], Selection(select=("LS4",)))
     assert "no training loop found" in outcome.notes[0]
     assert "note: " in FORMS["text"](outcome)
+
+
+#: What the schema of SARIF 2.1.0 calls these properties, and what their values are: all that it requires
+#: of an object, and nothing that it does not know. A set has all allowed values.
+TEXT = {"text": str}
+REGION = {"startLine": int, "startColumn": int, "endLine": int}
+RULE = {"id": str, "name": str, "shortDescription": TEXT, "fullDescription": TEXT, "help": TEXT}
+RESULT = {
+    "ruleId": str,
+    "level": {"none", "note", "warning", "error"},
+    "message": TEXT,
+    "locations": [{"physicalLocation": {"artifactLocation": {"uri": str}, "region": REGION}}],
+}
+SARIF = {
+    "$schema": str,
+    "version": {"2.1.0"},
+    "runs": [
+        {
+            "tool": {"driver": {"name": str, "version": str, "rules": [RULE]}},
+            "columnKind": {"utf16CodeUnits", "unicodeCodePoints"},
+            "results": [RESULT],
+        }
+    ],
+}
+
+
+def assert_form(value: object, form: object) -> None:
+    if isinstance(form, dict):
+        assert isinstance(value, dict)
+        assert value.keys() == form.keys()
+        for key, inner in form.items():
+            assert_form(value[key], inner)
+    elif isinstance(form, list):
+        assert isinstance(value, list)
+        for one in value:
+            assert_form(one, form[0])
+    elif isinstance(form, set):
+        assert value in form
+    else:
+        assert type(value) is form
+        assert value, "an empty text, or a line or column below 1"
+
+
+def test_sarif_has_the_form_of_its_standard(tmp_path: Path) -> None:
+    broken = written(tmp_path / "b c.py", "x = (\n")
+    log = json.loads(FORMS["sarif"](engine.check([written(tmp_path / "a,b.py", BAD), broken])))
+    assert_form(log, SARIF)
+    (run,) = log["runs"]
+    assert len(run["results"]) == 2
+    ids = [rule["id"] for rule in run["tool"]["driver"]["rules"]]
+    assert len(ids) == len(set(ids))
+    for result in run["results"]:
+        place = result["locations"][0]["physicalLocation"]
+        assert place["region"]["endLine"] >= place["region"]["startLine"]
+        assert re.fullmatch(r"[\w/.%~-]+", place["artifactLocation"]["uri"])
 
 
 def test_forms(tmp_path: Path) -> None:
