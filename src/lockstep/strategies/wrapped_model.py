@@ -76,7 +76,7 @@ class WrappedModel(abc.ABC):
         group = context.group if shares_buffers else None
         self._buffers = Buffers(module, context.block, group, waiting=context.sharing)
         self._watched = Parameters(module)
-        self._met = False
+        self._met = self._was_added_to = False
         self._interrupted = False
         self._torn = False
         self._is_last = False
@@ -85,6 +85,8 @@ class WrappedModel(abc.ABC):
         self._watching = False
         self.gradient_bytes = 0
         if self.several_replicas:
+            for first in self.parameters[:1]:  # a hook of each would take longer than a small step
+                first.register_post_accumulate_grad_hook(self._after_accumulation)  # type: ignore[no-untyped-call]
             watch_forward(module, self._before_forward, self._after_forward)
         else:
             watch_forward(module, self.before_forward)
@@ -155,7 +157,7 @@ class WrappedModel(abc.ABC):
     def microbatch_begins(self, microbatch: Microbatch) -> None:
         """The loop's body is about to see `microbatch`."""
         self._watching = True
-        self.used = self._met = False
+        self.used = self._met = self._was_added_to = False
         self._is_last = microbatch.last
         if microbatch.first:
             if self._torn:
@@ -293,6 +295,10 @@ class WrappedModel(abc.ABC):
         self._meet(microbatch)
         self._interrupted = False
 
+    def _after_accumulation(self, _parameter: torch.Tensor) -> None:
+        """A backward pass has added to the first parameter's gradient: after run.backward, a plain one."""
+        self._was_added_to |= self._met and not self._interrupted
+
     def check_gradients(self, among: Collection[int]) -> None:
         """Check what an optimizer is about to use.
 
@@ -305,7 +311,7 @@ class WrappedModel(abc.ABC):
         """
         if not self.several_replicas:
             return
-        if not self._met and self._has_gradients(among):
+        if self._was_added_to or (not self._met and self._has_gradients(among)):
             raise StepError(
                 f"{type(self.module).__name__} has gradients that were not summed with those of the other "
                 "replicas",

@@ -216,6 +216,24 @@ def test_gradients_that_have_not_met_are_named_at_the_step(net: nn.Module) -> No
     assert "run.backward" in caught.value.hint
 
 
+def test_gradients_that_are_added_to_those_that_have_met_are_named_at_the_step(
+    net: nn.Module,
+) -> None:
+    model = SingleModel(net, 2)
+    inputs = torch.randn(2, 3, 5)
+    batch(model, inputs, lambda _, x: net(x).mean(), at_end=lambda: stepped(model))
+    net.zero_grad()
+    net(inputs).sum().backward()  # between batches, for inputs that are hard, say
+    net.zero_grad()
+    m = microbatch(0, 2)
+    model.microbatch_begins(m)
+    losses = net(inputs[0]).mean(), net(inputs[0]).square().mean()
+    backward(model, m, losses[0])
+    losses[1].backward()
+    with pytest.raises(StepError, match="have not met"):
+        stepped(model)
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_use_after_a_step(net: nn.Module, replicas: int) -> None:
     model = SingleModel(net, model_context(replicas))
