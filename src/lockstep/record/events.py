@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep.errors import UsageError
 from lockstep.record.directory import owner_only
 from lockstep.record.run_file import cannot_write
 
 _FLUSH_SECONDS = 1.0
+#: Names that every event has of its own.
+_OWN = frozenset({"kind", "time", "step", "replica", "weight"})
 
 
 class Events:
@@ -84,6 +88,33 @@ class Events:
             self._file.close()
         except OSError as error:
             raise cannot_write(self._directory, error) from error
+
+
+def copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a script logs, with copies of tensors: a running total changes until it is written.
+
+    Raises:
+        UsageError: for a name that every event has of its own, and for tensors in a list or a mapping.
+    """
+    if taken := ", ".join(sorted(_OWN.intersection(values))):
+        raise UsageError(
+            f"run.log cannot record {taken}: every event has its own",
+            hint="log it under another name",
+        )
+    for name, value in values.items():
+        if isinstance(value, list | tuple | dict) and _has_tensors(value):
+            raise UsageError(
+                f"run.log was given {name}, a {type(value).__name__} with tensors in it; expected a "
+                "tensor, a number or text, or a container of numbers and text",
+                hint="torch.stack makes one tensor of several; or log each under a name of its own",
+            )
+    return {k: v.detach().clone() if hasattr(v, "detach") else v for k, v in values.items()}
+
+
+def _has_tensors(value: object) -> bool:
+    inner = list(value.values()) if isinstance(value, dict) else value
+    within = isinstance(inner, list | tuple) and any(map(_has_tensors, inner))
+    return within or hasattr(value, "detach")
 
 
 def _is_torn(path: Path) -> bool:

@@ -18,10 +18,10 @@ from lockstep.data.build import LoaderSettings
 from lockstep.data.description import Description
 from lockstep.data.loader import Loader
 from lockstep.data.microbatch import Microbatch
-from lockstep.errors import RunDirectoryError, UsageError
+from lockstep.errors import RunDirectoryError
 from lockstep.record import directory as directories
 from lockstep.record import run_file
-from lockstep.record.events import Events
+from lockstep.record.events import Events, copied
 from lockstep.record.forwarding import DIRECTORY, Forwarding
 from lockstep.record.lock import DirectoryLock, Owner
 from lockstep.record.machine import Sampler
@@ -34,8 +34,6 @@ from lockstep.world.model import World
 
 #: So many loaders have their data recorded; a script may make some in every epoch.
 _LOADERS = 64
-#: Names that every event has of its own.
-_OF_EVENTS = frozenset({"kind", "time", "step", "replica", "weight"})
 
 
 class Place(Protocol):
@@ -296,16 +294,7 @@ class Recorder:
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Record values of the current step."""
-        if not _OF_EVENTS.isdisjoint(values):
-            taken = ", ".join(sorted(_OF_EVENTS.intersection(values)))
-            raise UsageError(
-                f"run.log cannot record {taken}: every event has its own",
-                hint="log it under another name",
-            )
-        # Copies: a running total keeps changing in place until the event is written.
-        kept = {
-            k: v.detach().clone() if isinstance(v, torch.Tensor) else v for k, v in values.items()
-        }
+        kept = copied(values)
         if place := self._place:
             # Inside a microbatch the step that it belongs to is not done yet.
             where: dict[str, Any] = {"epoch": place.epoch, "step": place.steps, "replica": None}

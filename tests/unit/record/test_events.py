@@ -138,6 +138,19 @@ def test_any_name_may_be_logged_or_is_refused_clearly(make_run, name: str) -> No
     assert 7 in event.values()
 
 
+@pytest.mark.parametrize(
+    "make", [lambda t: [t, t], lambda t: {"a": (1, [t])}, lambda t: (1, {"b": t})]
+)
+def test_tensors_in_containers_are_refused_by_name(make_run, make: Any) -> None:
+    from lockstep.errors import UsageError
+
+    with make_run() as run:
+        run.log(rates=[0.1, 0.2], sizes={"a": (1, [2])}, none=())
+        with pytest.raises(UsageError, match=r"given losses, a \w+ with tensors in it"):
+            run.log(losses=make(torch.zeros(())))
+    assert [event["rates"] for event in logged(run)] == [[0.1, 0.2]]
+
+
 # --- traces ----------------------------------------------------------------------------------------
 
 
