@@ -297,7 +297,12 @@ class Saving:
             self._part(part).unlink()
         self._peers.look(self._serial)
         manifest.write(draft, replace(self._told, files=files))
-        self._rename()
+        try:
+            self._rename()
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            self._rename()  # a file system that several hosts share has listed a checkpoint late
         manifest.sync_directory(self._place.directory)
 
     def _rename(self) -> None:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.checkpoint import dcp, manifest, saving
+from lockstep.checkpoint import catalog, dcp, manifest, saving
 from lockstep.checkpoint.dcp import stored
 from lockstep.checkpoint.export import choose
 from lockstep.checkpoint.saving import Workplace
@@ -126,6 +126,26 @@ def test_another_state_of_the_same_step_is_another_checkpoint(make, directory) -
     assert choose(directory.parent, step=1).path == rated.path
     save(checkpoints, 2)
     assert names(directory) == ["step-00000001.3", "step-00000002"], "the best, and the newest"
+
+
+def test_a_checkpoint_that_its_directory_lists_late(make, directory, monkeypatch) -> None:
+    checkpoints = make(keep=2)
+    save(checkpoints, 1)
+    known, rename, refused = catalog.paths, Path.rename, []
+
+    def tried(path: Path, target: Path) -> Path:
+        try:
+            return rename(path, target)
+        except OSError as error:
+            refused.append(error.errno)
+            raise
+
+    monkeypatch.setattr(Path, "rename", tried)
+    monkeypatch.setattr(catalog, "paths", lambda place: known(place) if refused else {})
+    checkpoints.save(1, {"weight": torch.full((2,), 7.0)}, "averaged", best=None)
+    checkpoints.wait()
+    assert refused == [errno.ENOTEMPTY]
+    assert checkpoints.newest().text == "averaged"
 
 
 def test_the_last_state_of_a_step_is_the_newest_by_name(make, directory) -> None:
