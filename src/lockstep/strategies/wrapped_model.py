@@ -77,10 +77,8 @@ class WrappedModel(abc.ABC):
         self._buffers = Buffers(module, context.block, group, waiting=context.sharing)
         self._watched = Parameters(module)
         self._met = self._was_added_to = False
-        self._interrupted = False
-        self._torn = False
-        self._is_last = False
-        self._stepped = False
+        self._interrupted = self._torn = False
+        self._is_last = self._stepped = False
         self._mixed: set[int] = set()
         self._watching = False
         self.gradient_bytes = 0

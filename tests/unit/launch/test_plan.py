@@ -306,7 +306,6 @@ def test_a_mesh_has_the_ranks_of_all_nodes_and_fits_them_when_they_have_met():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (Given(mesh="2-2"), "mesh is '2-2'; expected DATAxMODEL"),
         (Given(mesh="2x2", strategy="ddp"), "strategy=ddp gives each rank a whole one"),
         (Given(mesh="4x1", replicas=3), "4 ranks for 3 replica"),
     ],
