@@ -145,7 +145,7 @@ def test_a_checkpoint_that_its_directory_lists_late(make, directory, monkeypatch
     checkpoints.save(1, {"weight": torch.full((2,), 7.0)}, "averaged", best=None)
     checkpoints.wait()
     assert refused == [errno.ENOTEMPTY]
-    assert checkpoints.newest().text == "averaged"
+    assert checkpoints.newest().manifest.text == "averaged"
 
 
 def test_the_last_state_of_a_step_is_the_newest_by_name(make, directory) -> None:
