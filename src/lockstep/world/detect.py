@@ -56,7 +56,7 @@ def detect(environ: Mapping[str, str] | None = None) -> World:
     if world.environment == "single" and init_method.says_where(environ):
         raise UsageError(
             f"{init_method.VARIABLE} is {environ[init_method.VARIABLE]!r}, and there is no rank for this "
-            "process is; expected RANK and WORLD_SIZE too",
+            "process; expected RANK and WORLD_SIZE too",
             hint="set both, or add ?rank=K&world_size=N",
         )
     file = environ.get(init_method.FILE)
