@@ -6,16 +6,17 @@ import contextlib
 import functools
 import os
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep.doctor.child import Child, LostError
 from lockstep.errors import WorldError
 from lockstep.launch.nodes.config import RendezvousConfig
 from lockstep.launch.nodes.endpoint import Endpoint, enter, missing_hint
-from lockstep.launch.nodes.join import Join, Terms
+from lockstep.launch.nodes.join import Join
 from lockstep.launch.nodes.keys import Card, RendezvousKeys
-from lockstep.launch.nodes.membership import Launcher
+from lockstep.launch.nodes.membership import Common, Launcher
+from lockstep.launch.nodes.server import Place
 from lockstep.world import host
 from lockstep.world.network import interfaces
 from lockstep.world.rendezvous.connectivity_check import Reach
@@ -128,10 +129,11 @@ def meet(config: RendezvousConfig, seconds: float, interface: str | None) -> Mee
         WorldError: if one does not come; of those that came, all get the same.
     """
     with contextlib.ExitStack() as stack:
-        endpoint = enter(config, seconds, go_on)
+        config = replace(config, least=None, seconds=seconds)
+        endpoint = enter(config, go_on)
         stack.callback(endpoint.close)
         token = secrets.token_hex(8)
-        cards = _join(config, endpoint, token, seconds)
+        cards = _join(config, endpoint, token)
         stack.pop_all()
     return Meeting(
         index=[one.token for one in cards].index(token),
@@ -142,25 +144,23 @@ def meet(config: RendezvousConfig, seconds: float, interface: str | None) -> Mee
     )
 
 
-def _join(
-    config: RendezvousConfig, endpoint: Endpoint, token: str, seconds: float
-) -> tuple[Card, ...]:
-    """Join the only round of this rendezvous; return the cards of all nodes in their order."""
+def _join(config: RendezvousConfig, endpoint: Endpoint, token: str) -> tuple[Card, ...]:
+    """Join the only round of this meeting; return the cards of all nodes in their order."""
     keys = RendezvousKeys(endpoint.store, go_on)
-    keys.found({"name": host.name()})
     first = 0 if endpoint.hosts else config.count
     card = Card(
         token=token,
         node=NodeInfo.here(os.getpid()),
         launcher=Launcher(ranks=1, name=host.name()),
+        common=Common.new(replicas=1),
+        place=Place(port=0, token=""),
         round=0,
         index=first if config.index is None else config.index,
         generation=0,
     )
-    terms = Terms(least=config.count, most=config.count, fixed=True, seconds=seconds)
     hint = functools.partial(missing_hint, config, hosts=endpoint.hosts)
     try:
-        cards = Join(keys, 1, card, (), may_close=True, terms=terms, hint=hint).wait()
+        cards = Join(keys, 1, card, (), may_close=True, config=config, hint=hint).wait()
     except WorldError:
         if endpoint.hosts:
             keys.linger(1)

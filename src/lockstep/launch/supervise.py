@@ -6,13 +6,11 @@ import contextlib
 import dataclasses
 import fcntl
 import os
-import secrets
 import shutil
 import socket
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
@@ -20,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.checkpoint.shared_memory import Descriptors
-from lockstep.errors import LockstepError
 from lockstep.launch import stdin, worker
 from lockstep.launch.dry_run import placement
 from lockstep.launch.failure import Verdict
@@ -29,7 +26,7 @@ from lockstep.launch.gpus import visible
 from lockstep.launch.hang import HangWatch
 from lockstep.launch.interrupts import Interrupts
 from lockstep.launch.nodes.config import Nodes, RendezvousConfig
-from lockstep.launch.nodes.membership import Launcher
+from lockstep.launch.nodes.membership import Common, Launcher
 from lockstep.launch.old_scripts import kept_port
 from lockstep.launch.output import Output, say
 from lockstep.launch.plan import (
@@ -97,12 +94,18 @@ def supervise(
         from lockstep.launch.rendezvous import Rendezvous
 
         restarts = Restarts(spec.fault_tolerance.restarts(environ))
-        generation = Generation(max_restarts=restarts.limit, listens=listens or rounds is not None)
-        common = _agree(launch, generation, rounds, place, private)
+        common = Common.new(launch.ranks) if rounds is None else rounds.common
+        generation = Generation(
+            run_id=common.run_id,
+            token=common.token,
+            max_restarts=restarts.limit,
+            listens=listens or rounds is not None,
+        )
+        stamp = None if rounds is None else common.stamp
         progress = RankProgress(memory, launch.ranks)
         agent = Agent(
-            partial(_plan, launch, place, private, port, private if has_locks else None),
-            Rendezvous(common, launch.ranks, rounds, port=store_port),
+            partial(_plan, launch, place, stamp, private, port, private if has_locks else None),
+            Rendezvous(generation, launch.ranks, rounds, port=store_port),
             server=server,
             output=output,
             interrupts=interrupts,
@@ -143,6 +146,7 @@ def _ports(nodes: Nodes, *, is_only: bool) -> tuple[int, int]:
 def _plan(
     launch: Launch,
     place: RunDirectory,
+    stamp: str | None,
     private: Path,
     port: int,
     files: Path | None,
@@ -152,7 +156,8 @@ def _plan(
 
     Args:
         launch: the launch.
-        place: has the run's directories, made after the rendezvous of the launchers.
+        place: makes the run's directories, for the first generation.
+        stamp: name of the run's directory, if all launchers know one.
         private: a directory for the launch's own files.
         port: of a rank that is alone: it may host a store there, if the script wants one.
         files: stores of ranks that one launcher starts, a file for each generation, which torch locks;
@@ -166,8 +171,12 @@ def _plan(
         generation.membership is not None and generation.membership.size == 1 and not launch.servers
     ):
         generation = dataclasses.replace(generation, port=port)
-    assert place.path is not None, "made when the launchers had met"
-    plan = make_plan(launch, generation, run_dir=place.path, log_dir=place.logs, error_dir=private)
+    run_dir = place.path
+    if run_dir is None:
+        if generation.membership is not None:  # before anything is made
+            check_replicas(launch, generation.membership.size)
+        run_dir = place.make(stamp, private)
+    plan = make_plan(launch, generation, run_dir=run_dir, log_dir=place.logs, error_dir=private)
     if generation.number == 0:
         for line in placement(plan):
             say(line)
@@ -183,26 +192,22 @@ def _joined(launch: Launch, interrupts: Interrupts) -> Iterator[Rounds | None]:
             pass  # one that is taken is refused before anything is made
         yield None
         return
-    from lockstep.launch.nodes.join import LAST_CALL_SECONDS, Terms
     from lockstep.launch.nodes.rounds import Rounds
     from lockstep.world.meet import chosen_interface, join_timeout
 
-    terms = Terms(
-        least=config.least or config.count,
-        most=config.count,
-        fixed=config.least is None,
+    config = dataclasses.replace(
+        config,
         seconds=nodes.join_timeout or join_timeout().total_seconds(),
-        last_call=nodes.last_call or LAST_CALL_SECONDS,
+        last_call=nodes.last_call or config.last_call,
     )
-    if not terms.fixed:  # now, and not when a node comes that is one too many
-        for count in (terms.least, terms.most):
+    if not config.fixed:  # now, and not when a node comes that is one too many
+        for count in (config.needed, config.count):
             check_replicas(launch, count * launch.ranks)
     rounds = Rounds(
         config,
         _describe(launch),
-        terms,
         interface=nodes.interface or chosen_interface(),
-        check=_patience(config, terms.seconds, interrupts),
+        check=_patience(config, interrupts),
         say=say,
     )
     with closing(rounds):
@@ -221,9 +226,7 @@ def _describe(launch: Launch) -> Launcher:
     )
 
 
-def _patience(
-    config: RendezvousConfig, seconds: float, interrupts: Interrupts
-) -> Callable[[], None]:
+def _patience(config: RendezvousConfig, interrupts: Interrupts) -> Callable[[], None]:
     """Return what is called while other launchers are waited for: says so, after a moment."""
     began = last = time.monotonic()
     told = False
@@ -237,36 +240,10 @@ def _patience(
         last = now
         if not told and now - began > _SILENCE_SECONDS:
             told = True
-            say(f"lockstep: waiting for the other nodes at {config.place}, {seconds:g} s at most")
+            wait = f"{config.seconds:g} s at most"
+            say(f"lockstep: waiting for the other nodes at {config.place}, {wait}")
 
     return check
-
-
-def _agree(
-    launch: Launch,
-    generation: Generation,
-    rounds: Rounds | None,
-    place: RunDirectory,
-    private: Path,
-) -> Generation:
-    """Make the run's directories; return `generation` with what all launchers of the launch call it."""
-    run_id, token = uuid.uuid4().hex, secrets.token_hex(16)
-    try:
-        if rounds is not None:  # before anything is made
-            check_replicas(launch, rounds.membership.size)
-        if rounds is None:
-            place.make(None, private)
-        elif rounds.leads:
-            run_dir = place.make(None, private)
-            rounds.tell([run_id, token, run_dir.name])
-        else:
-            run_id, token, directory = rounds.hear()
-            place.make(directory, private)
-    except LockstepError as error:
-        if rounds is not None:
-            rounds.fail(error)
-        raise
-    return dataclasses.replace(generation, run_id=run_id, token=token)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from lockstep.launch.nodes.coordinator import Coordinator, Policy
 from lockstep.launch.nodes.membership import Membership
 from lockstep.launch.nodes.messages import Answer, Decision, Said, Told, lost_verdict
 from lockstep.launch.nodes.server import LINE, CoordinatorServer, Place
-from lockstep.world import network
+from lockstep.world.rendezvous.decode import decode
 from lockstep.world.waiting import Check
 
 _BEAT_SECONDS = 0.25
@@ -59,8 +59,9 @@ class CoordinatorClient:
     """What this launcher knows of the others, and they of it, in one round.
 
     Args:
-        membership: the launchers and their ranks.
-        place: where launcher 0 listens; `None` on launcher 0.
+        membership: who they are.
+        at: where launcher 0 listens; on launcher 0 its server.
+        number: of the round.
         generation: number of the round's first generation.
         policy: launcher 0's: which failures are followed by new workers.
         least: how many launchers a launch needs that continues without those that are lost; `None` for one
@@ -71,35 +72,30 @@ class CoordinatorClient:
     def __init__(
         self,
         membership: Membership,
-        place: Place | None = None,
+        at: CoordinatorServer | Place,
         *,
+        number: int = 1,
         generation: int = 0,
         policy: Policy = lambda _: None,
         least: int | None = None,
         hint: str | None = None,
     ) -> None:
-        self._membership = membership
+        self._membership, self._number = membership, number
         self._least = least
         self._hint = hint
         self._lock = threading.Lock()
-        self._said = Said(index=membership.index, generation=generation)
+        self._said = Said(index=membership.index, round=number, generation=generation)
         self._answer = Answer()
         self._wake, self._stop = threading.Event(), threading.Event()
         self._owner = Owner()
-        if place is None:
-            now = time.monotonic()
-            own = Coordinator(membership, now, policy=policy, least=least, generation=generation)
-            # Others may come, from other hosts.
-            loopback = least is None and network.listens_locally(membership.address)
-            self.server: CoordinatorServer | None = CoordinatorServer(
-                membership, own, loopback=loopback
-            )
-            self.place = self.server.place
-            self._connection = None
-        else:
-            self.server = None
-            self.place = place
-            self._connection = _Connection(membership.address, place)
+        self.server = at if isinstance(at, CoordinatorServer) else None
+        self._connection = _Connection(membership.address, at) if isinstance(at, Place) else None
+        #: What decides, where this is launcher 0.
+        self._own = Coordinator(
+            membership, time.monotonic(), policy=policy, least=least, generation=generation
+        )
+        if self.server is not None:
+            self.server.begin(number, self._own)
         self._thread = threading.Thread(
             target=self._talk, name="lockstep-coordinator-client", daemon=True
         )
@@ -140,11 +136,12 @@ class CoordinatorClient:
             RoundOverError: if the round is over instead.
         """
         with self._lock:
-            self._said = Said(index=self._membership.index, generation=generation)
+            index = self._membership.index
+            self._said = Said(index=index, round=self._number, generation=generation)
             self._answer = Answer()
         if self.server is not None:
-            with self.server.locked() as own:
-                own.enter(generation)
+            with self.server.locked(self._number):
+                self._own.enter(generation)
         self._wake.set()
         opened = False
         while True:
@@ -154,20 +151,10 @@ class CoordinatorClient:
                 raise RoundOverError(decision)
             if port:
                 return port
-            if self.server is not None and not opened:
-                opened = self._open(self.server, open_store)
+            if self.server is not None and not opened and self._own.all_entered:
+                opened = True
+                self._own.open(open_store())
             time.sleep(_INTERVAL)
-
-    @staticmethod
-    def _open(server: CoordinatorServer, open_store: Callable[[], int]) -> bool:
-        """Open the store of the generation, if all launchers are in it; return whether they are."""
-        with server.locked() as own:
-            entered = own.all_entered
-        if entered:
-            port = open_store()
-            with server.locked() as own:
-                own.open(port)
-        return entered
 
     @property
     def decision(self) -> Decision | None:
@@ -202,7 +189,7 @@ class CoordinatorClient:
         self._wake.set()
         self._thread.join(_ANSWER_SECONDS + _CONNECT_SECONDS + 0.5)
         if self.server is not None:
-            self.server.close()
+            self.server.linger(self._number)
 
     def _say(self, **news: Any) -> None:
         with self._lock:
@@ -212,9 +199,10 @@ class CoordinatorClient:
     def _talk(self) -> None:
         while True:
             stopping = self._stop.is_set()
-            if self._owner.is_stuck():
-                self._fall_silent()
-            else:
+            stuck = self._owner.is_stuck()
+            if self.server is not None:
+                self.server.is_silent = stuck
+            if not stuck:
                 self._exchange()
             decision = self._answer.decision
             is_last = decision is not None and decision.is_last
@@ -236,11 +224,6 @@ class CoordinatorClient:
         hurry = waiting or told or self.server is not None
         return _INTERVAL if hurry else _BEAT_SECONDS
 
-    def _fall_silent(self) -> None:
-        """Let the others take this launcher for lost: its thread does nothing that is decided."""
-        if self.server is not None:
-            self.server.close()
-
     def _exchange(self) -> None:
         with self._lock:
             said = self._said
@@ -253,7 +236,7 @@ class CoordinatorClient:
     def _ask(self, said: Said) -> Answer | None:
         assert self._connection is not None
         told = self._connection.ask(asdict(said))
-        return None if told is None else Answer.parse(told)
+        return None if told is None else decode(Answer, told)
 
 
 class Owner:

@@ -98,7 +98,9 @@ class RendezvousConfig:
         address: host of the one that keeps the store.
         port: the port at which it listens, where the user chose one.
         directory: a directory that all nodes share, where no host is special.
-        source: where the values come from, in words.
+        source: who said so, in words.
+        seconds: how long launchers may take to come.
+        last_call: how long the first round waits for more launchers, once there are enough.
     """
 
     name: str
@@ -109,6 +111,18 @@ class RendezvousConfig:
     port: int | None = None
     directory: Path | None = None
     source: str
+    seconds: float = 300.0
+    last_call: float = 30.0
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the launch has one round, of all launchers."""
+        return self.least is None
+
+    @property
+    def needed(self) -> int:
+        """How many launchers a round needs."""
+        return self.least or self.count
 
     @property
     def place(self) -> str:

@@ -9,7 +9,7 @@ decided:  restart   the same launchers start their workers again
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from lockstep.launch.failure import Verdict
 from lockstep.launch.nodes.membership import Membership
@@ -66,16 +66,21 @@ class Coordinator:
         self._port = 0
         #: What is decided of this generation.
         self.decision: Decision | None = None
-        #: Who has heard the last decision.
-        self.readers: set[int] = set()
+        self._readers: set[int] = set()
 
     def hear(self, said: Said, now: float) -> Answer:
-        """Take what a launcher says, and answer it."""
+        """Take what a launcher says, and answer it.
+
+        Raises:
+            KeyError: if it takes no part in the round.
+        """
+        if said.index not in self._said:
+            raise KeyError(said.index)
         self._said[said.index] = said
         self._heard[said.index] = now
         self._gone.pop(said.index, None)
         if said.heard:
-            self.readers.add(said.index)
+            self._readers.add(said.index)
         self.look(now)
         return self._answer(said)
 
@@ -93,14 +98,11 @@ class Coordinator:
         """Note that the connection of a launcher has ended without a word."""
         self._gone.setdefault(index, now)
 
-    def lose(self, index: int, now: float) -> None:
-        """Note that a launcher cannot reach this one any more."""
-        self._gone[index] = now - _GONE_SECONDS - 1
+    def note(self, lost: Sequence[int], newcomers: Sequence[str], now: float) -> None:
+        """Note which launchers cannot reach this one any more, and which others want to take part."""
+        self._gone.update((index, now - _GONE_SECONDS - 1) for index in lost if index > 0)
+        self._newcomers = tuple(newcomers)
         self.look(now)
-
-    def welcome(self, names: tuple[str, ...]) -> None:
-        """Note the launchers that want to take part."""
-        self._newcomers = names
 
     def supersede(self) -> None:
         """Note that others have begun another round without this one."""
@@ -119,6 +121,11 @@ class Coordinator:
     def all_entered(self) -> bool:
         """Whether all launchers are in this generation, which their earlier workers are not any more."""
         return all(one.generation == self._generation for one in self._said.values())
+
+    @property
+    def all_have_heard(self) -> bool:
+        """Whether all other launchers have heard the last decision."""
+        return len(self._readers | {0}) == self._membership.count
 
     def open(self, port: int) -> None:
         """Tell all launchers the port of this generation's store."""

@@ -58,12 +58,11 @@ class Endpoint:
             self._file = None
 
 
-def enter(config: RendezvousConfig, seconds: float, check: Check) -> Endpoint:
+def enter(config: RendezvousConfig, check: Check) -> Endpoint:
     """Find the store of a launch, or begin one.
 
     Args:
         config: how launchers find each other.
-        seconds: how long the host of the store may take to come.
         check: called again and again meanwhile.
 
     Raises:
@@ -72,7 +71,7 @@ def enter(config: RendezvousConfig, seconds: float, check: Check) -> Endpoint:
     """
     with contextlib.ExitStack() as stack:
         if config.directory is not None:
-            file = _open_file(config.directory, config.name, seconds, check)
+            file = _open_file(config.directory, config.name, config.seconds, check)
             return Endpoint(file.store, stack, file=file)
         if config.index is None:
             hosts = stack.enter_context(host_lock(config.name)) and is_here(config)
@@ -80,7 +79,7 @@ def enter(config: RendezvousConfig, seconds: float, check: Check) -> Endpoint:
             hosts = config.index == 0
         if not hosts:
             try:
-                return Endpoint(_find(config, seconds, check), stack.pop_all())
+                return Endpoint(_find(config, check), stack.pop_all())
             except UnreachableError:
                 raise
             except WorldError as error:
@@ -96,13 +95,13 @@ def enter(config: RendezvousConfig, seconds: float, check: Check) -> Endpoint:
         return Endpoint(store, stack.pop_all(), hosts=True)
 
 
-def _find(config: RendezvousConfig, seconds: float, check: Check) -> dist.Store:
+def _find(config: RendezvousConfig, check: Check) -> dist.Store:
     assert config.address is not None
     place = port_discovery.find(
         network.addresses_of(config.address),
         config.name,
         "this node" if config.index is None else f"node {config.index}",
-        seconds=seconds,
+        seconds=config.seconds,
         port=config.port,
         check=check,
     )

@@ -4,41 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from lockstep.errors import WorldError
+from lockstep.launch.nodes.config import RendezvousConfig
 from lockstep.launch.nodes.keys import Card, RendezvousKeys
 
 #: Seconds between two looks: the first one, and the longest.
 _FIRST_PAUSE, _PAUSE = 0.002, 0.05
-#: How long the first round waits for more nodes, once there are as many as it needs.
-LAST_CALL_SECONDS = 30.0
-#: The same later: those that are expected are known, and on their way.
+#: How long a later round waits for more nodes: those who are expected are known, and on their way.
 _SETTLE_SECONDS = 3.0
 #: The same for those that only suppose that the round before is over.
 _CAUTIOUS_SECONDS = 10.0
 _LOOK_SECONDS = 5.0
-#: How long a launcher that is to close a round may take to do so.
-_CLOSING_SECONDS = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """When a round begins.
-
-    Attributes:
-        least: how many launchers it needs.
-        most: how many may take part.
-        fixed: whether the launch has one round, of all that are needed.
-        seconds: how long they may take to come.
-        last_call: how long the first round waits for more, once there are enough.
-    """
-
-    least: int
-    most: int
-    fixed: bool = False
-    seconds: float
-    last_call: float = LAST_CALL_SECONDS
 
 
 def order(cards: Sequence[Card], most: int) -> tuple[Card, ...]:
@@ -55,8 +32,8 @@ class Join:
         number: of the round.
         own: this launcher's card.
         expected: tokens of launchers that are on their way.
-        may_close: whether this launcher knows, or supposes, that no round is in progress.
-        terms: when the round begins.
+        may_close: whether this launcher knows, or supposes, that no round is going on.
+        config: when the round begins.
         hint: says what to look at if launchers are missing.
     """
 
@@ -68,18 +45,17 @@ class Join:
         expected: Sequence[str],
         *,
         may_close: bool,
-        terms: Terms,
+        config: RendezvousConfig,
         hint: Callable[[], str],
     ) -> None:
         self._keys, self._number, self._own = keys, number, own
-        self._expected, self._may_close, self._terms = set(expected), may_close, terms
+        self._expected, self._may_close, self._config = set(expected), may_close, config
         self._hint = hint
         self._began = self._changed = self._looked = time.monotonic()
-        self._closing: float | None = None
         self._cards: list[Card] = []
 
     def wait(self) -> tuple[Card, ...] | None:
-        """Return the cards of the round; `None` if it was closed without this launcher, or by none.
+        """Return the cards of the round; `None` if it was closed without this launcher.
 
         Raises:
             NotNeeded: if the launch ends meanwhile.
@@ -92,10 +68,7 @@ class Join:
             self._keys.check()
             self._keys.check_over()
             self._keys.check_failed(self._number)
-            now = time.monotonic()
-            if self._closing is not None and now - self._closing > _CLOSING_SECONDS:
-                return None
-            self._look(now)
+            self._look(time.monotonic())
             time.sleep(pause)
             pause = min(2 * pause, _PAUSE)
         return cards if self._own.token in {card.token for card in cards} else None
@@ -107,30 +80,30 @@ class Join:
                 self._cards, self._changed = cards, now
         self._check_numbers()
         if self._may_close and self._is_time(now):
-            self._close(now)
+            self._keys.close(self._number, order(self._cards, self._config.count))
         elif not self._may_close and now - self._looked > _LOOK_SECONDS:
-            newest = self._keys.newest()
+            newest, _ = self._keys.newest()
             self._may_close = newest == self._number - 1 and self._keys.has_ended(newest)
             self._looked = time.monotonic()
-        if now - self._began > self._terms.seconds and not self._is_spare():
+        if now - self._began > self._config.seconds and not self._is_spare():
             self._raise_missing()
 
     def _check_numbers(self) -> None:
         """Tell all if two have come with one number to a launch where each has its own."""
         first: dict[int, Card] = {}
-        for card in self._cards if self._terms.fixed else ():
+        for card in self._cards if self._config.fixed else ():
             other = first.setdefault(card.index, card)
-            if other is not card and card.index < self._terms.most:
+            if other is not card and card.index < self._config.count:
                 text = f"node {card.index} has come twice: {other.node}, and {card.node}"
                 self._fail(WorldError(text, hint="give each node a --node-rank of its own"))
 
     def _is_time(self, now: float) -> bool:
         here = {card.token for card in self._cards}
-        if len(here) < self._terms.least:
+        if len(here) < self._config.needed:
             return False
         if self._expected and here >= self._expected:
             return True
-        if len(here) >= self._terms.most and not self._expected:
+        if len(here) >= self._config.count and not self._expected:
             return True
         return now - self._changed > self._patience
 
@@ -138,30 +111,23 @@ class Join:
     def _patience(self) -> float:
         """Seconds without a newcomer after which a round begins with those that are there."""
         if self._number == 1:
-            return min(self._terms.last_call, self._terms.seconds)
-        return min(self._terms.last_call, _SETTLE_SECONDS if self._expected else _CAUTIOUS_SECONDS)
-
-    def _close(self, now: float) -> None:
-        if self._closing is None:
-            self._closing = now
-            if self._keys.may_close(self._number):
-                self._keys.close(self._number, order(self._cards, self._terms.most))
+            return min(self._config.last_call, self._config.seconds)
+        return min(self._config.last_call, _SETTLE_SECONDS if self._expected else _CAUTIOUS_SECONDS)
 
     def _is_spare(self) -> bool:
         """Whether this launcher waits for a place that another one has to leave first."""
-        newest = 0 if self._may_close else self._keys.newest()
-        return newest > 0 and len(self._keys.closed(newest) or ()) >= self._terms.most
+        return not self._may_close and len(self._keys.newest()[1]) >= self._config.count
 
     def _raise_missing(self) -> None:
-        seconds = f"{self._terms.seconds:g} s"
+        seconds = f"{self._config.seconds:g} s"
         if not self._may_close:
             raise WorldError(
                 f"the nodes that run there did not let {self._own.launcher.name} in within {seconds}",
                 hint="look at the output of their launchers",
             )
-        came, least = {card.index for card in self._cards}, self._terms.least
+        came, least = {card.index for card in self._cards}, self._config.needed
         absent = [f"node {index}" for index in range(least) if index not in came]
-        numbered = self._terms.fixed and max(came, default=least) < least
+        numbered = self._config.fixed and max(came, default=least) < least
         which = f": {', '.join(absent[:8])}{' …' * (len(absent) > 8)}" if numbered else ""
         names = ", ".join(card.launcher.name for card in self._cards)
         self._fail(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import secrets
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from lockstep.world.network import LOOPBACK
 
@@ -25,15 +27,29 @@ class Launcher:
     cpus: tuple[int, ...] = ()
     gpus: tuple[str, ...] = ()
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Common:
+    """What holds for all launchers of a launch, for as long as it lasts; the first of them says it.
+
+    Attributes:
+        run_id: what the launch is called.
+        token: known to workers and servers of the launch alone.
+        stamp: name of the run's directory, where the user names none.
+        replicas: replicas of a run that names no number, where nodes come and go.
+    """
+
+    run_id: str
+    token: str = field(repr=False)
+    stamp: str
+    replicas: int
+
     @staticmethod
-    def parse(told: Mapping[str, Any]) -> Launcher:
-        """Read what `asdict` and JSON have made of one."""
-        return Launcher(
-            ranks=int(told["ranks"]),
-            name=str(told["name"]),
-            cpus=tuple(map(int, told["cpus"])),
-            gpus=tuple(map(str, told["gpus"])),
-        )
+    def new(replicas: int) -> Common:
+        """Return that of another launch."""
+        run_id, now = uuid.uuid4().hex, time.strftime("%Y%m%d-%H%M%S")
+        token = secrets.token_hex(16)
+        return Common(run_id=run_id, token=token, stamp=f"{now}-{run_id[:4]}", replicas=replicas)
 
 
 class NotNeeded(Exception):  # noqa: N818 - an end, and no error

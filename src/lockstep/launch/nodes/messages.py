@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from lockstep.launch.failure import Verdict
 from lockstep.launch.restarts import Kind
@@ -36,6 +35,7 @@ class Said:
 
     Attributes:
         index: its number.
+        round: the round that it is in.
         generation: the generation that it is in.
         done: whether its workers have ended well.
         failure: how they have failed.
@@ -45,20 +45,13 @@ class Said:
     """
 
     index: int
+    round: int = 1
     generation: int
     done: bool = False
     failure: Told | None = None
     leaves: str = ""
     saves: bool = False
     heard: bool = False
-
-    @staticmethod
-    def parse(said: Mapping[str, Any]) -> Said:
-        """Read what `asdict` and JSON have made of one."""
-        failure = said["failure"]
-        if failure is not None:
-            failure = Told(**{**failure, "verdict": _verdict(failure["verdict"])})
-        return Said(**{**said, "failure": failure})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,19 +89,6 @@ class Answer:
     decision: Decision | None = None
     port: int = 0
     saves: bool = False
-
-    @staticmethod
-    def parse(told: Mapping[str, Any]) -> Answer:
-        """Read what `asdict` and JSON have made of one."""
-        one = told["decision"]
-        if one is not None:
-            staying = tuple(one["staying"])
-            one = Decision(**{**one, "verdict": _verdict(one["verdict"]), "staying": staying})
-        return Answer(**{**told, "decision": one})
-
-
-def _verdict(told: Mapping[str, Any] | None) -> Verdict | None:
-    return None if told is None else Verdict(**{**told, "kind": Kind(told["kind"])})
 
 
 def lost_verdict(name: str, why: str, *, hint: str | None = None) -> Verdict:

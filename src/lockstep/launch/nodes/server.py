@@ -1,4 +1,8 @@
-"""Server of the coordinator on launcher 0, with one connection for each launcher."""
+"""Where a launcher listens as long as it lives: the others say how they are, and the coordinator answers.
+
+Each listens before it is known who is launcher 0. A coordinator answers those of its own round, who hear
+its last decision also when the next round has begun.
+"""
 
 from __future__ import annotations
 
@@ -13,41 +17,51 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from lockstep.launch.nodes.coordinator import Coordinator
-from lockstep.launch.nodes.membership import Membership
 from lockstep.launch.nodes.messages import Answer, Said
 from lockstep.world import network
+from lockstep.world.rendezvous.decode import decode
 
 _INTERVAL = 0.02
 #: How long launcher 0 waits for the others to hear the last decision, before it ends.
 _LINGER_SECONDS = 5.0
-#: How long it continues telling it, where it does not end.
-_AFTERLIFE_SECONDS = 20.0
 #: A line over which nothing comes for as long is not used any more.
 _IDLE_SECONDS = 30.0
 #: Connections at a time that have not shown the token yet, and how long each may take to.
 _UNKNOWN, _GREETING_SECONDS = 128, 5.0
+#: How long a launcher may take to answer at one of its addresses.
+_PING_SECONDS = 2.0
 #: The longest message, in bytes.
 LINE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where launcher 0 listens, and what shows that a caller belongs to the launch."""
+    """Where a launcher listens, and what shows that a caller belongs to the launch.
+
+    Attributes:
+        port: the port.
+        token: what a caller shows.
+        addresses: where it may be reached, the likelier ones first.
+    """
 
     port: int
     token: str
+    addresses: tuple[str, ...] = ()
 
     @property
     def start(self) -> bytes:
         """How each message of a caller begins: `json.dumps` keeps the order, and the token is first."""
         return json.dumps({"token": self.token}).encode()[:-1]
 
-    def answers(self, address: str, seconds: float) -> bool:
-        """Return whether launcher 0 can be reached at an address, and lives."""
+    def answers(self) -> bool:
+        """Return whether the launcher can be reached at one of its addresses, and lives."""
+        return any(map(self._answers_at, self.addresses))
+
+    def _answers_at(self, address: str) -> bool:
         ping = json.dumps({"token": self.token, "ping": True})
         try:
             with (
-                socket.create_connection((address, self.port), seconds) as line,
+                socket.create_connection((address, self.port), _PING_SECONDS) as line,
                 line.makefile("rb") as reader,
             ):
                 line.sendall(ping.encode() + b"\n")
@@ -57,73 +71,75 @@ class Place:
 
 
 class CoordinatorServer:
-    """Where launcher 0 listens to the others.
+    """Where a launcher listens to the others of the rounds whose launcher 0 it is.
 
     Args:
-        membership: the launchers and their ranks.
-        coordinator: what decides.
         loopback: whether all of them are on this host, and always will be.
+        addresses: where this host may be reached.
     """
 
-    def __init__(self, membership: Membership, coordinator: Coordinator, *, loopback: bool) -> None:
-        self._membership = membership
-        self._coordinator = coordinator
+    def __init__(self, *, loopback: bool, addresses: tuple[str, ...] = (network.LOOPBACK,)) -> None:
+        self._coordinators: dict[int, Coordinator] = {}
         self._lock = threading.Lock()
-        self._callers: dict[int, object] = {}
+        self._callers: dict[tuple[int, int], object] = {}
         self._listener = network.listen(0, loopback=loopback)
-        self._listener.settimeout(_INTERVAL)
         self._closed = threading.Event()
         self._room = threading.BoundedSemaphore(_UNKNOWN)
-        self.place = Place(port=self._listener.getsockname()[1], token=secrets.token_hex(16))
+        port = self._listener.getsockname()[1]
+        self.place = Place(port=port, token=secrets.token_hex(16), addresses=addresses)
+        #: Whether the others are to take this launcher for lost.
+        self.is_silent = False
         self._thread = threading.Thread(
             target=self._serve, name="lockstep-coordinator", daemon=True
         )
         self._thread.start()
 
-    def hear(self, said: Said) -> Answer:
-        """Take what a launcher says, and answer it."""
+    def begin(self, number: int, coordinator: Coordinator) -> None:
+        """Let a coordinator answer the launchers of a round."""
         with self._lock:
-            return self._coordinator.hear(said, time.monotonic())
+            self._coordinators[number] = coordinator
+
+    def hear(self, said: Said) -> Answer:
+        """Take what a launcher says, and answer it; there is nothing to say while its round is to begin."""
+        with self._lock:
+            coordinator = self._coordinators.get(said.round)
+            if coordinator is None:
+                return Answer()
+            return coordinator.hear(said, time.monotonic())
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[Coordinator]:
-        """Give the coordinator, which hears nothing meanwhile."""
+    def locked(self, number: int) -> Iterator[Coordinator | None]:
+        """Give the coordinator of a round, which hears nothing meanwhile; `None` before it has begun."""
         with self._lock:
-            yield self._coordinator
+            yield self._coordinators.get(number)
+
+    def linger(self, number: int) -> None:
+        """Wait until the others have heard the last decision of a round, if this launcher leaves."""
+        with self._lock:
+            coordinator = self._coordinators[number]
+        decision, deadline = coordinator.decision, time.monotonic() + _LINGER_SECONDS
+        if decision is None or not decision.is_last or 0 in decision.staying:
+            return
+        while not coordinator.all_have_heard and time.monotonic() < deadline:
+            time.sleep(_INTERVAL)
 
     def close(self) -> None:
-        """Leave when the others have the last decision; launchers that continue don't wait for it."""
-        decision = self._coordinator.decision
-        if decision is None or not decision.is_last:
-            self._closed.set()
-        elif 0 in decision.staying:
-            timer = threading.Timer(_AFTERLIFE_SECONDS, self._closed.set)
-            timer.daemon = True
-            timer.start()
-            return
-        else:
-            deadline = time.monotonic() + _LINGER_SECONDS
-            while not self._have_all_heard() and time.monotonic() < deadline:
-                time.sleep(_INTERVAL)
-            self._closed.set()
+        """Listen no more."""
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._thread.join(2.0)
-
-    def _have_all_heard(self) -> bool:
-        with self._lock:
-            return len(self._coordinator.readers | {0}) == self._membership.count
 
     def _serve(self) -> None:
         with self._listener:
             while not self._closed.is_set():
-                with self._lock:
-                    self._coordinator.look(time.monotonic())
                 try:
                     connection, _ = self._listener.accept()
-                except OSError:  # no caller for now; or no descriptor is left, which may change
+                except OSError:  # the end; or no descriptor is left, which may change
                     self._closed.wait(_INTERVAL / 2)
                     continue
-                if not self._room.acquire(blocking=False):
-                    connection.close()  # a launcher that sees this connects again
+                if self.is_silent or not self._room.acquire(blocking=False):
+                    connection.close()  # a launcher that meets with this calls again
                     continue
                 threading.Thread(
                     target=self._converse,
@@ -133,7 +149,7 @@ class CoordinatorServer:
                 ).start()
 
     def _converse(self, connection: socket.socket) -> None:
-        me, index = object(), -1
+        me, caller = object(), (0, 0)
         with (
             contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError),
             connection,
@@ -147,21 +163,22 @@ class CoordinatorServer:
             with connection.makefile("rb") as reader:
                 while line := reader.readline(LINE):
                     told, start = json.loads(start + line), b""
-                    if self._closed.is_set() or told["token"] != self.place.token:
+                    if self._closed.is_set() or self.is_silent or told["token"] != self.place.token:
                         break
                     if "ping" in told:
                         connection.sendall(b"{}\n")
                         continue
-                    said = Said.parse(told["said"])
-                    if not 0 < said.index < self._membership.count:
+                    said = decode(Said, told["said"])
+                    if said.index < 1:
                         break
-                    index = said.index
-                    self._callers[index] = me
+                    caller = said.round, said.index
+                    self._callers[caller] = me
                     answer = self.hear(said)
                     connection.sendall(json.dumps(asdict(answer)).encode() + b"\n")
-        if index > 0 and self._callers.get(index) is me:
-            with self._lock:
-                self._coordinator.hang_up(index, time.monotonic())
+        with self._lock:
+            coordinator = self._coordinators.get(caller[0])
+            if coordinator is not None and self._callers.get(caller) is me:
+                coordinator.hang_up(caller[1], time.monotonic())
 
     def _read_start(self, connection: socket.socket) -> bytes:
         """Read the start of the first message, which shows the token, and nothing else.

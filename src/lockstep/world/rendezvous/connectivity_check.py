@@ -14,7 +14,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from lockstep.world.network import (
     named,
     why_unreached,
 )
+from lockstep.world.rendezvous.decode import decode
 from lockstep.world.rendezvous.members import Members
 from lockstep.world.rendezvous.port_discovery import Announcer, hear
 from lockstep.world.waiting import Check, go_on
@@ -84,11 +85,6 @@ class Card:
     port: int
     offers: tuple[Reach, ...]
 
-    @staticmethod
-    def parse(told: Mapping[str, Any]) -> Card:
-        """Read what `asdict` and JSON have made of one."""
-        return Card(told["token"], told["port"], tuple(Reach(**one) for one in told["offers"]))
-
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
@@ -105,12 +101,6 @@ class Attempt:
     place: Reach
     source: Reach | None
     failure: str
-
-    @staticmethod
-    def parse(told: Mapping[str, Any]) -> Attempt:
-        """Read what `asdict` and JSON have made of one."""
-        place, source = (one and Reach(**one) for one in (told["place"], told["source"]))
-        return Attempt(told["member"], place, source, told["failure"])
 
 
 Report = Sequence[Attempt]
@@ -188,7 +178,7 @@ class _Member:
             for label, card in zip(self._labels, told, strict=True):
                 if "error" in card:
                     raise UnreachableError(f"{label}: {card['error']}", hint=_HINT)
-                Card.parse(card)
+                decode(Card, card)
             return told
 
         try:
@@ -197,7 +187,7 @@ class _Member:
             if wrong is not None:
                 raise wrong from None
             raise
-        return [Card.parse(card) for card in told]
+        return [decode(Card, card) for card in told]
 
     def connect(self, cards: Sequence[Card], now: float) -> tuple[Reach, ...]:
         """Try member 0, then all others; `now` is when this member's clock heard of the cards."""
@@ -230,7 +220,7 @@ class _Member:
 
         def answer(told: list[Any]) -> Any:
             self._check_here(told, "left while the network was tried,")
-            reports = [[Attempt.parse(one) for one in report] for _, report in told]
+            reports = [[decode(Attempt, one) for one in report] for _, report in told]
             places = choose(cards, reports)
             if not last and not all(_reaches(report, places[0]) for report in reports[1:]):
                 return []
@@ -245,7 +235,7 @@ class _Member:
         self, cards: Sequence[Card], places: Sequence[Sequence[Reach]], told: Sequence[Any]
     ) -> list[tuple[str, str]]:
         self._check_here(told, "left while the network was tried,")
-        reports = [[Attempt.parse(one) for one in report] for report in told]
+        reports = [[decode(Attempt, one) for one in report] for report in told]
         found = problem(cards, reports, self._labels)
         if found:
             raise UnreachableError(found, hint=_HINT)

@@ -18,7 +18,7 @@ from lockstep.launch.nodes import client, coordinator, server
 from lockstep.launch.nodes.client import CoordinatorClient, RoundOverError
 from lockstep.launch.nodes.membership import Membership
 from lockstep.launch.nodes.messages import Decision, Told
-from lockstep.launch.nodes.server import Place
+from lockstep.launch.nodes.server import CoordinatorServer, Place
 from tests.unit.threads import Party, together
 
 Maker = Callable[..., CoordinatorClient]
@@ -36,12 +36,13 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 def make() -> Iterator[Maker]:
     """Make launchers of a launch, launcher 0 first; they have ended when the test has."""
     made: list[CoordinatorClient] = []
+    listening = CoordinatorServer(loopback=True)
 
     def one(
         index: int, count: int = 3, *, speaks: bool = True, **settings: Any
     ) -> CoordinatorClient:
-        place = made[0].place if index else None
-        made.append(CoordinatorClient(membership(index, count, speaks=speaks), place, **settings))
+        at = listening.place if index else listening
+        made.append(CoordinatorClient(membership(index, count, speaks=speaks), at, **settings))
         return made[-1]
 
     yield one
@@ -49,6 +50,19 @@ def make() -> Iterator[Maker]:
         launcher.close()
         launcher._thread.join(5)
         assert not launcher._thread.is_alive()
+    listening.close()
+
+
+def end(launcher: CoordinatorClient) -> None:
+    """End as a launcher does."""
+    launcher.close()
+    if launcher.server is not None:
+        launcher.server.close()
+
+
+def place_of(first: CoordinatorClient) -> Place:
+    assert first.server is not None
+    return first.server.place
 
 
 def membership(index: int, count: int, *, speaks: bool = True) -> Membership:
@@ -104,7 +118,7 @@ def test_strangers_take_a_bounded_number_of_threads(
     monkeypatch.setattr(server, "_UNKNOWN", 3)
     monkeypatch.setattr(server, "_GREETING_SECONDS", 0.5)
     first = make(0, 2)
-    strangers = [socket.create_connection(("127.0.0.1", first.place.port)) for _ in range(12)]
+    strangers = [socket.create_connection(("127.0.0.1", place_of(first).port)) for _ in range(12)]
     try:
         for one in strangers[3:]:  # those that came first may say who they are
             one.settimeout(5)
@@ -124,15 +138,15 @@ def test_a_stranger_that_sends_slowly_is_closed(
 ) -> None:
     monkeypatch.setattr(server, "_GREETING_SECONDS", 0.3)
     first, sent = make(0, 2), 0
-    with socket.create_connection(("127.0.0.1", first.place.port)) as stranger:
+    with socket.create_connection(("127.0.0.1", place_of(first).port)) as stranger:
         stranger.settimeout(0.1)
         with contextlib.suppress(ConnectionError):
-            for sent in range(len(first.place.start)):
-                stranger.send(first.place.start[sent : sent + 1])
+            for sent in range(len(place_of(first).start)):
+                stranger.send(place_of(first).start[sent : sent + 1])
                 with contextlib.suppress(TimeoutError):
                     if not stranger.recv(1):
                         break
-    assert sent < len(first.place.start) - 1
+    assert sent < len(place_of(first).start) - 1
     second = make(1, 2)
     verdict_of_1 = replace(verdict(1), traceback="x" * (1 << 16))
     second.fail(Told(verdict=verdict_of_1, consequence=False, time=1.0))
@@ -298,7 +312,7 @@ def test_launcher_0_that_has_ended_is_lost(
 ) -> None:
     first, second = make(0, 3), make(1, 3, **settings)
     time.sleep(0.1)
-    first.close()
+    end(first)
     decision = decision_of(second)
     assert decision is not None
     assert decision.kind == kind
@@ -337,7 +351,7 @@ def test_a_cut_of_a_moment_loses_nobody(make: Maker, lost_soon: None) -> None:
 
 def test_strangers_change_nothing(make: Maker) -> None:
     first, second = make(0, 2), make(1, 2)
-    token = first.place.token
+    token = place_of(first).token
     for line in (
         b"GET / HTTP/1.0\r\n\r\n",
         b'{"token": "wrong", "said": {}}\n',
@@ -347,7 +361,7 @@ def test_strangers_change_nothing(make: Maker) -> None:
         b"\xff\0\n",
         b"",
     ):
-        with socket.create_connection(("127.0.0.1", first.place.port)) as stranger:
+        with socket.create_connection(("127.0.0.1", place_of(first).port)) as stranger:
             stranger.settimeout(2)
             with contextlib.suppress(OSError):  # it is closed after the first bytes
                 stranger.sendall(line)
@@ -359,10 +373,23 @@ def test_strangers_change_nothing(make: Maker) -> None:
 
 def test_a_ping_is_answered(make: Maker) -> None:
     first = make(0, 2)
-    assert first.place.answers("127.0.0.1", 1)
-    assert not replace(first.place, token="wrong").answers("127.0.0.1", 1)
-    first.close()
-    assert not first.place.answers("127.0.0.1", 1)
+    place = replace(place_of(first), addresses=("nosuch.invalid", "127.0.0.1"))
+    assert place.answers()
+    assert not replace(place, token="wrong").answers()
+    end(first)
+    assert not place.answers()
+
+
+def test_who_asks_before_the_round_has_begun_waits(make: Maker) -> None:
+    first, second = make(0, 2), make(1, 2, number=2)
+    second.done()
+    time.sleep(0.2)
+    assert first.decision is second.decision is None
+    assert first.server is not None
+    again = CoordinatorClient(membership(0, 2), first.server, number=2)
+    again.done()
+    assert decision_of(second) == decision_of(again) == Decision(kind="done")
+    again.close()
 
 
 # The end.
@@ -398,14 +425,14 @@ def test_launcher_0_does_not_wait_for_ever(make: Maker) -> None:
 def test_launcher_0_that_goes_on_waits_for_nobody(make: Maker) -> None:
     first, second = make(0, 2, least=1), make(1, 2, least=1)
     assert first.server is not None
-    with first.server.locked() as own:
-        own.welcome(("c",))
+    with first.server.locked(1) as own:
+        assert own is not None
+        own.note([], ["c"], time.monotonic())
     assert decision_of(first) == Decision(kind="round", text="c comes", staying=(0, 1))
     began = time.monotonic()
     first.close()
     assert time.monotonic() - began < 0.3
     assert decision_of(second) == first.decision, "it is told after that"
-    first.server._closed.set()
 
 
 def test_nothing_said_means_nothing_to_wait_for(make: Maker) -> None:

@@ -16,6 +16,7 @@ from lockstep.launch.nodes.coordinator import Coordinator
 from lockstep.launch.nodes.membership import Membership
 from lockstep.launch.nodes.messages import Answer, Decision, Said, Told, lost_verdict
 from lockstep.launch.restarts import Kind
+from lockstep.world.rendezvous.decode import decode
 
 Maker = Callable[..., Coordinator]
 
@@ -80,9 +81,9 @@ def test_what_is_said_survives_json() -> None:
         text="é\n\udcff\0 '\"", exit_code=137, name="rank 3", traceback=None, kind=Kind.HANG
     )
     said = Said(index=2, generation=5, failure=Told(verdict=odd, consequence=True, time=1.5))
-    assert Said.parse(json.loads(json.dumps(asdict(said)))) == said
+    assert decode(Said, json.loads(json.dumps(asdict(said)))) == said
     answer = Answer(decision=Decision(kind="round", text="x", verdict=odd, staying=(0, 2)), port=7)
-    assert Answer.parse(json.loads(json.dumps(asdict(answer)))) == answer
+    assert decode(Answer, json.loads(json.dumps(asdict(answer)))) == answer
 
 
 # The end.
@@ -200,7 +201,7 @@ def test_an_elastic_launch_goes_on_without_the_lost() -> None:
 
 def test_one_that_cannot_reach_launcher_0_is_lost_at_once() -> None:
     coordinator = make(least=1)
-    coordinator.lose(1, 2.0)
+    coordinator.note([-1, 0, 1], [], 2.0)
     assert coordinator.decision is not None
     assert (coordinator.decision.kind, coordinator.decision.staying) == ("round", (0, 2))
 
@@ -246,9 +247,11 @@ def test_one_that_leaves_is_not_waited_for() -> None:
     decision = say(coordinator, 0, leaves="stopped by SIGTERM on node 0").decision
     expected = Decision(kind="round", text="stopped by SIGTERM on node 0", staying=(1, 2))
     assert decision == say(coordinator, 2).decision == expected
-    assert coordinator.readers == set()
+    assert not coordinator.all_have_heard
     say(coordinator, 2, heard=True)
-    assert coordinator.readers == {2}
+    assert not coordinator.all_have_heard
+    say(coordinator, 1, heard=True)
+    assert coordinator.all_have_heard
 
 
 def test_one_that_leaves_and_could_save() -> None:
@@ -270,19 +273,16 @@ def test_all_leave_and_save_first() -> None:
 
 def test_one_that_comes_begins_a_round() -> None:
     coordinator = make(least=1)
-    coordinator.welcome(())
-    coordinator.look(0.1)
+    coordinator.note([], [], 0.1)
     assert kind(coordinator) is None
-    coordinator.welcome(("c",))
-    coordinator.look(0.2)
+    coordinator.note([], ["c"], 0.2)
     assert coordinator.decision == Decision(kind="round", text="c comes", staying=(0, 1, 2))
 
 
 def test_nobody_is_let_in_at_the_end() -> None:
     coordinator = make(2, least=1)
     say(coordinator, 1, done=True)
-    coordinator.welcome(("c", "d"))
-    coordinator.look(0.2)
+    coordinator.note([], ["c", "d"], 0.2)
     assert coordinator.decision is None
     assert say(coordinator, 0, done=True).decision == Decision(kind="done")
 

@@ -182,8 +182,8 @@ def test_one_launcher_of_a_host_holds_the_lock(tmp_path: Path) -> None:
 
 def test_a_launch_that_has_met_gives_up_the_lock(tmp_path: Path) -> None:
     name = str(tmp_path)
-    where = RendezvousConfig(name=name, count=2, address="127.0.0.1", source="--x")
-    place = endpoint.enter(where, 1.0, lambda: None)
+    where = RendezvousConfig(name=name, count=2, address="127.0.0.1", source="--x", seconds=1.0)
+    place = endpoint.enter(where, lambda: None)
     assert place.hosts
     with host_lock(name) as is_free:
         assert not is_free
@@ -194,9 +194,11 @@ def test_a_launch_that_has_met_gives_up_the_lock(tmp_path: Path) -> None:
 
 
 def test_a_lock_whose_holder_does_not_answer(tmp_path: Path) -> None:
-    where = RendezvousConfig(name=str(tmp_path), count=2, address="127.0.0.1", source="--x")
+    where = RendezvousConfig(
+        name=str(tmp_path), count=2, address="127.0.0.1", source="--x", seconds=0.2
+    )
     with host_lock(where.name), pytest.raises(WorldError, match="no rendezvous") as caught:
-        endpoint.enter(where, 0.2, lambda: None)
+        endpoint.enter(where, lambda: None)
     assert "--rdzv-id" in (caught.value.hint or "")
 
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.launch.nodes.membership import Launcher, Membership, owns
+from lockstep.world.rendezvous.decode import decode
 
 launchers = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3)), min_size=1, max_size=6)
 
@@ -62,7 +63,7 @@ def test_a_launcher_owns_what_no_neighbour_has() -> None:
 
 def test_what_launchers_tell_each_other_survives_json() -> None:
     told = Launcher(ranks=2, name="hosta", cpus=(0, 1), gpus=("GPU-1",))
-    assert Launcher.parse(json.loads(json.dumps(asdict(told)))) == told
+    assert decode(Launcher, json.loads(json.dumps(asdict(told)))) == told
 
 
 def test_in_words() -> None:

@@ -16,19 +16,20 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.errors import LockstepError, UnreachableError, UsageError, WorldError
-from lockstep.launch import rendezvous
-from lockstep.launch.nodes import client, coordinator, join, keys, rounds, server
+from lockstep.errors import UnreachableError, UsageError, WorldError
+from lockstep.launch.nodes import client, coordinator, join, keys, rounds, server, watch
 from lockstep.launch.nodes.client import RoundOverError
 from lockstep.launch.nodes.config import Nodes, RendezvousConfig, rendezvous_config
-from lockstep.launch.nodes.join import Terms, order
+from lockstep.launch.nodes.join import order
 from lockstep.launch.nodes.keys import Card, RendezvousKeys
-from lockstep.launch.nodes.membership import Launcher, Membership, NotNeeded
+from lockstep.launch.nodes.membership import Common, Launcher, Membership, NotNeeded
 from lockstep.launch.nodes.rounds import Rounds
+from lockstep.launch.nodes.server import Place
 from lockstep.launch.plan import Generation
 from lockstep.launch.rendezvous import Rendezvous
 from lockstep.world import host
 from lockstep.world.rendezvous.membership_check import NodeInfo
+from lockstep.world.rendezvous.store import connect_store
 from tests.unit import threads
 from tests.unit.threads import together
 
@@ -40,12 +41,10 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
         (join, "_CAUTIOUS_SECONDS", 0.8),
         (join, "_LOOK_SECONDS", 0.3),
         (join, "_PAUSE", 0.01),
-        (keys, "_OPENING_SECONDS", 2.0),
-        (rounds, "_OPENING_SECONDS", 2.0),
         (keys, "_LINGER_SECONDS", 0.5),
         (keys, "_ALIVE_SECONDS", 0.4),
         (rounds, "_APPROACH_SECONDS", 0.05),
-        (rendezvous, "_LOOK_SECONDS", 0.05),
+        (watch, "_LOOK_SECONDS", 0.05),
         (client, "_BEAT_SECONDS", 0.05),
         (client, "_REFUSED_SECONDS", 0.2),
         (coordinator, "_GONE_SECONDS", 0.3),
@@ -57,15 +56,13 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 class Node:
     """One launcher: what the agent would hold."""
 
-    def __init__(self, one: RendezvousConfig, name: str, **terms: Any) -> None:
+    def __init__(self, one: RendezvousConfig, name: str, ranks: int = 1, **terms: Any) -> None:
         self.name = name
         self.said: list[str] = []
-        wanted = {"least": one.least, "most": one.count, "seconds": 8.0, "last_call": 0.4}
         self._stop = threading.Event()
         self.rounds = Rounds(
-            one,
-            Launcher(ranks=terms.pop("ranks", 1), name=name),
-            Terms(**{**wanted, **terms}),
+            replace(one, **{"seconds": 8.0, "last_call": 0.4, **terms}),
+            Launcher(ranks=ranks, name=name),
             interface=None,
             check=self._check,
             say=self.said.append,
@@ -78,8 +75,9 @@ class Node:
 
     def next(self) -> list[str]:
         """Begin the next generation; return who is in it, in order."""
-        self.place.next_generation()
-        store, membership = self.place.store, self.place.membership
+        port = self.place.next_generation().port
+        membership = self.place.membership
+        store = connect_store(membership.address, port)
         store.set(f"here/{membership.index}", self.name)
         return [store.get(f"here/{k}").decode() for k in range(membership.count)]
 
@@ -96,14 +94,11 @@ class Node:
     def die(self) -> None:
         """End as a process does that is killed: without a word."""
         self._stop.set()
-        if self.place._watch is not None:
-            self.place._watch.close()
+        self.rounds._close_watch()
+        self.rounds.server.close()
         if self.place.coordinator is not None:
             self.place.coordinator._stop.set()
             self.place.coordinator._thread.join()
-            if self.place.coordinator.server is not None:
-                self.place.coordinator.server._closed.set()
-                self.place.coordinator.server._thread.join()
 
     def end(self) -> None:
         """End as a launcher does."""
@@ -142,6 +137,7 @@ def generation(nodes: list[Node]) -> list[str]:
 # Order.
 
 
+COMMON = Common.new(replicas=1)
 CARDS = st.builds(
     lambda token, last, index: card(f"{token}", last, index),
     st.integers(0, 99),
@@ -155,6 +151,8 @@ def card(token: str, last: int, index: int) -> Card:
         token=token,
         node=NodeInfo(host="h", name=token, pid=1, versions={}),
         launcher=Launcher(ranks=1, name=token),
+        common=COMMON,
+        place=Place(port=1, token=token),
         round=last,
         index=index,
         generation=0,
@@ -263,7 +261,8 @@ def test_all_that_ran_are_gone_and_one_that_waits_goes_on(site: Callable[..., An
     assert together(*(node.die for node in nodes)) == [None, None]
     (c,) = waiting.end(10)
     assert c.next() == ["c"]
-    assert (c.rounds.number, c.rounds.leads) == (2, True)
+    assert c.rounds.number == 2
+    assert c.rounds.common == nodes[0].rounds.common, "the same run goes on"
 
 
 @pytest.mark.parametrize("comes_back", [False, True])
@@ -335,18 +334,6 @@ def test_too_few_come(site: Callable[..., Any]) -> None:
     assert "1 of 2 nodes did not come within 0.4 s; came: a" in found.message
 
 
-def test_launcher_0_cannot_start(site: Callable[..., Any]) -> None:
-    nodes = site("a", "b", most=2)
-    first, second = sorted(nodes, key=lambda node: node.rounds.membership.index)
-    assert first.rounds.leads
-    assert not second.rounds.leads
-    hearing = threads.Party(second.rounds.hear)
-    first.rounds.fail(WorldError("the disk is full"))
-    found = hearing.end()
-    assert isinstance(found, WorldError)
-    assert "cannot start its ranks: the disk is full" in found.message
-
-
 # At a host.
 
 
@@ -395,14 +382,14 @@ def test_a_round_begins_with_one_write() -> None:
     with contextlib.suppress(InterruptedError):
         RendezvousKeys(mortal, lambda: None).close(1, [card("a", 0, 0)])
     seen = RendezvousKeys(store, lambda: None)
-    assert (seen.newest() == 1) == (seen.closed(1) is not None)
+    assert (seen.newest()[0] == 1) == (seen.closed(1) is not None)
 
 
 def test_a_closer_that_was_stopped_does_not_undo_a_newer_round() -> None:
     seen = RendezvousKeys(dist.HashStore(), lambda: None)
     seen.close(2, [card("b", 0, 0)])
     seen.close(1, [card("a", 0, 0)])
-    assert seen.newest() == 2
+    assert seen.newest()[0] == 2
     assert [one.token for one in seen.closed(2) or ()] == ["b"]
 
 
@@ -462,9 +449,8 @@ def at_endpoint(count: int, launch_id: str, endpoint: str) -> list[RendezvousCon
 def meet(one: RendezvousConfig, ranks: int = 1, seconds: float = 8.0, **changes: Any) -> Rounds:
     changes = {"interface": None, "check": lambda: None, "say": lambda _: None, **changes}
     return Rounds(
-        one,
+        replace(one, seconds=seconds),
         Launcher(ranks=ranks, name="hosta", cpus=(ranks,)),
-        Terms(least=one.count, most=one.count, fixed=True, seconds=seconds),
         **changes,
     )
 
@@ -484,16 +470,15 @@ def check_met(told: list[Any]) -> list[Rounds]:
         len({(one.membership.ranks, one.membership.names, one.membership.address) for one in told})
         == 1
     )
-    launchers[0].tell(["hello"])
-    assert [one.hear() for one in launchers] == [["hello"]] * len(told)
+    assert [one.common for one in launchers] == [launchers[0].common] * len(told)
     places = [Rendezvous(Generation(run_id="id"), 1, one) for one in launchers]
     for generation in range(2):
         told = together(*(place.next_generation for place in places))
         assert [one.number for one in told] == [generation] * len(places)
         assert len({one.port for one in told}) == 1, told
-        assert not places[0].store.check(["note"])
-        places[0].store.set("note", f"{generation}")
-        assert places[-1].store.get("note").decode() == f"{generation}"
+        store = connect_store(launchers[0].membership.address, told[0].port)
+        assert not store.check(["note"])
+        store.set("note", f"{generation}")
     assert {one.replicas for one in launchers} == {None}
     assert not places[0].may_leave
     for place in places:
@@ -717,17 +702,3 @@ def test_launcher_0_is_stopped_while_others_wait(launch_id: str) -> None:
     stopped.set()
     assert both[0].end() == "stopped, and its store with it"
     assert "the node that hosts the rendezvous has left" in str(both[1].end())
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_one_that_cannot_start_its_ranks_is_named(failing: int, launch_id: str) -> None:
-    both = meet_all(numbered(2, launch_id))
-    other = Rendezvous(Generation(run_id="id"), 1, both[1 - failing])
-    waiting = threads.Party(other.next_generation)
-    both[failing].fail(LockstepError("the disk is full"))
-    assert str(waiting.end()).startswith(
-        f"node {failing} (hosta) cannot start its ranks: the disk is full"
-    )
-    other.finish()
-    for one in both:
-        one.close()

@@ -1,0 +1,58 @@
+"""Launcher 0's look at the store where launchers meet: who has come, and who has lost it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+
+from lockstep.launch.nodes.keys import RendezvousKeys
+from lockstep.launch.nodes.server import CoordinatorServer
+
+_LOOK_SECONDS = 0.5
+
+
+class Watch:
+    """A thread that looks there as long as a round goes on; from before it begins, since others may ask.
+
+    Args:
+        keys: where launchers meet.
+        number: of the round.
+        server: where the launchers of the round are heard.
+        room: how many more may take part.
+    """
+
+    def __init__(
+        self, keys: RendezvousKeys, number: int, server: CoordinatorServer, *, room: int
+    ) -> None:
+        self._keys, self._number, self._server, self._room = keys, number, server, room
+        self._answered = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lockstep-watch", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(_LOOK_SECONDS):
+            # A shared directory may be out of reach for a while: the round goes on meanwhile.
+            with contextlib.suppress(RuntimeError, OSError, ValueError):
+                self._look()
+
+    def _look(self) -> None:
+        # A launcher whose own thread is stuck gives no answer: another round begins without it.
+        lost = (
+            [] if self._server.is_silent else self._keys.answer_losses(self._number, self._answered)
+        )
+        self._answered += len(lost)
+        superseded = self._keys.newest()[0] > self._number
+        waiting = self._keys.cards(self._number + 1)[: self._room] if self._room else []
+        with self._server.locked(self._number) as coordinator:
+            if coordinator is None:
+                return
+            if superseded:
+                coordinator.supersede()
+            coordinator.note(lost, [card.launcher.name for card in waiting], time.monotonic())
+
+    def close(self) -> None:
+        """Look no more."""
+        self._stop.set()
+        self._thread.join(2 * _LOOK_SECONDS)
