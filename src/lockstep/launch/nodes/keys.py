@@ -205,8 +205,8 @@ class RendezvousKeys:
 
     def reaches(self, number: int) -> bool:
         """Return whether launcher 0 of a round answers this launcher on the network."""
-        cards = self.closed(number)
-        return bool(cards) and cards[0].place.answers()
+        newest, cards = self.newest()
+        return newest == number and any(card.place.answers() for card in cards[:1])
 
     def has_ended(self, number: int, index: int = -1) -> bool:
         """Return whether no launcher answers for a round: ask its launcher 0, both ways.

@@ -30,7 +30,7 @@ def _decode(kind: Any, told: Any) -> Any:
         return None if told is None else _decode(arguments[0], told)
     if origin is tuple:
         return tuple(_decode(arguments[0], one) for one in told)
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         hints = _hints(kind)
         return kind(**{name: _decode(hints[name], one) for name, one in dict(told).items()})
     return kind(told) if isinstance(kind, type) and issubclass(kind, Enum) else told
