@@ -145,7 +145,7 @@ def meet(config: RendezvousConfig, seconds: float, interface: str | None) -> Mee
 
 
 def _join(config: RendezvousConfig, endpoint: Endpoint, token: str) -> tuple[Card, ...]:
-    """Join the only round of this meeting; return the cards of all nodes in their order."""
+    """Join the only round of this rendezvous; return the cards of all nodes in their order."""
     keys = RendezvousKeys(endpoint.store, go_on)
     first = 0 if endpoint.hosts else config.count
     card = Card(

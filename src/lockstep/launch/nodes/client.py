@@ -59,7 +59,7 @@ class CoordinatorClient:
     """What this launcher knows of the others, and they of it, in one round.
 
     Args:
-        membership: who they are.
+        membership: the launchers and their ranks.
         at: where launcher 0 listens; on launcher 0 its server.
         number: of the round.
         generation: number of the round's first generation.

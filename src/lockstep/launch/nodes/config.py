@@ -98,7 +98,7 @@ class RendezvousConfig:
         address: host of the one that keeps the store.
         port: the port at which it listens, where the user chose one.
         directory: a directory that all nodes share, where no host is special.
-        source: who said so, in words.
+        source: where the values come from, in words.
         seconds: how long launchers may take to come.
         last_call: how long the first round waits for more launchers, once there are enough.
     """

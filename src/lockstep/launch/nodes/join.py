@@ -32,7 +32,7 @@ class Join:
         number: of the round.
         own: this launcher's card.
         expected: tokens of launchers that are on their way.
-        may_close: whether this launcher knows, or supposes, that no round is going on.
+        may_close: whether this launcher knows, or supposes, that no round is in progress.
         config: when the round begins.
         hint: says what to look at if launchers are missing.
     """

@@ -1,15 +1,15 @@
 """Keys of the rendezvous store of launchers.
 
-    newest              number of the newest round, and the cards of those who take part in it
+    newest              number of the newest round, and the cards of its members
     over                the launch has ended
     round/N/ ...
-      card/K, arrivals  who has come to the round
+      card/K, arrivals  launchers that have joined the round
       failed, heard     why it cannot begin, and how many have read it
       loss/K, alive/K   a launcher has lost launcher 0; launcher 0 lives
 
 A card says where its launcher listens: what is told in a round goes over a connection to its launcher 0.
-Nothing beats here, since a file only grows. Who has lost launcher 0 asks it here, before there is
-another round: of two halves of a network, one goes on.
+Nothing beats here, since a file only grows. A launcher that has lost launcher 0 asks it here, before there
+is another round: of two halves of a network, one continues.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class RendezvousKeys:
     # The launch.
 
     def end(self) -> None:
-        """Tell those who wait for a place that the launch is over."""
+        """Tell those that wait for a place that the launch is over."""
         self._tell("over", 1)
 
     def check_over(self) -> None:

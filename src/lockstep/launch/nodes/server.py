@@ -1,7 +1,7 @@
-"""Where a launcher listens as long as it lives: the others say how they are, and the coordinator answers.
+"""Server of the coordinator, with one connection for each launcher.
 
-Each listens before it is known who is launcher 0. A coordinator answers those of its own round, who hear
-its last decision also when the next round has begun.
+Each launcher listens from its start, before launcher 0 is known. A coordinator answers the launchers of its
+own round, with its last decision also when the next round has begun.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class CoordinatorServer:
                     self._closed.wait(_INTERVAL / 2)
                     continue
                 if self.is_silent or not self._room.acquire(blocking=False):
-                    connection.close()  # a launcher that meets with this calls again
+                    connection.close()  # a launcher that sees this connects again
                     continue
                 threading.Thread(
                     target=self._converse,

@@ -1,4 +1,4 @@
-"""Launcher 0's look at the store where launchers meet: who has come, and who has lost it."""
+"""Launcher 0's look at the rendezvous store: launchers that have joined, and that have lost it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _LOOK_SECONDS = 0.5
 
 
 class Watch:
-    """A thread that looks there as long as a round goes on; from before it begins, since others may ask.
+    """A thread that looks there as long as a round lasts; from before it begins, since others may ask.
 
     Args:
-        keys: where launchers meet.
+        keys: of the rendezvous store.
         number: of the round.
         server: where the launchers of the round are heard.
         room: how many more may take part.
@@ -33,7 +33,7 @@ class Watch:
 
     def _run(self) -> None:
         while not self._stop.wait(_LOOK_SECONDS):
-            # A shared directory may be out of reach for a while: the round goes on meanwhile.
+            # A shared directory may be out of reach for a while: the round continues meanwhile.
             with contextlib.suppress(RuntimeError, OSError, ValueError):
                 self._look()
 
