@@ -95,12 +95,9 @@ def supervise(
 
         restarts = Restarts(spec.fault_tolerance.restarts(environ))
         common = Common.new(launch.ranks) if rounds is None else rounds.common
-        generation = Generation(
-            run_id=common.run_id,
-            token=common.token,
-            max_restarts=restarts.limit,
-            listens=listens or rounds is not None,
-        )
+        generation = Generation(run_id=common.run_id, token=common.token)
+        listens, limit = listens or rounds is not None, restarts.limit
+        generation = dataclasses.replace(generation, max_restarts=limit, listens=listens)
         stamp = None if rounds is None else common.stamp
         progress = RankProgress(memory, launch.ranks)
         agent = Agent(
