@@ -130,7 +130,7 @@ def test_who_came_hears_who_did_not(lockstep: Lockstep) -> None:
 
 def test_two_launchers_with_one_number(lockstep: Lockstep) -> None:
     lockstep.script(WHO)
-    words = ("--nnodes", "3", *STATIC, "--join-timeout", "4", "train.py")
+    words = ("--nnodes", "3", *STATIC, "--join-timeout", "20", "train.py")
     started = [lockstep.start("run", "--node-rank", index, *words) for index in ("0", "1", "1")]
     done = [lockstep.finish(process) for process in started]
     assert [one.code for one in done] == [2, 2, 2]
