@@ -37,7 +37,8 @@ class Columns:
             StepError: if it has another shape than before.
         """
         if isinstance(value, torch.Tensor):
-            value = value.double() if value.is_floating_point() else value.long()
+            kind = torch.float64 if value.is_floating_point() else torch.int64
+            value = value.to(kind, copy=True)  # the script may reuse its tensor
         column = self._columns.setdefault(name, [None] * self._replicas)
         there = column[replica]
         if there is not None:

@@ -244,7 +244,8 @@ class _Rows:
         size = microbatch.size
         turn = microbatch.step * self._replicas + microbatch.replica
         indices = torch.from_numpy(microbatch.indices[:size])
-        self._parts.append((indices, torch.full((size,), turn), item[:size].detach().cpu()))
+        rows = item[:size].detach().to("cpu", copy=True)  # the script may reuse its tensor
+        self._parts.append((indices, torch.full((size,), turn), rows))
 
     def partial(self) -> Any:
         """Return indices, turns and rows of all ranks."""

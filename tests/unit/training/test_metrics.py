@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -215,6 +216,24 @@ def test_a_weight_goes_with_one_number() -> None:
         metrics.mean((x, 4) for (x,) in loader)
     with pytest.raises(StepError, match="a tuple of 3"):
         metrics.mean((x, 4, 5) for (x,) in loader)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+def test_a_tensor_that_the_script_uses_again(replicas: int) -> None:
+    metrics, loader = make(replicas)
+    counts, rows = torch.zeros(100, dtype=torch.int64), torch.zeros(10, dtype=torch.int64)
+
+    def counted() -> Iterator[torch.Tensor]:
+        for (x,) in loader:
+            yield counts.zero_().index_add_(0, x, torch.ones_like(x))
+
+    def copied() -> Iterator[torch.Tensor]:
+        for (x,) in loader:
+            rows[: len(x)] = x
+            yield rows[: len(x)]
+
+    assert torch.equal(metrics.sum(counted(), per_sample=False), VALUES.bincount(minlength=100))
+    assert torch.equal(metrics.gather(copied()), VALUES)
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
