@@ -14,7 +14,6 @@ import importlib
 import importlib.util
 import os
 import pickle
-import random
 import signal
 import sys
 import tempfile
@@ -318,7 +317,8 @@ def _is_special(target: str) -> bool:
 
 
 def _generators() -> dict[str, object]:
-    states: dict[str, object] = {"random": random.getstate()}
+    # Not Python's own: imports that scripts of all kinds have (scikit-learn's data sets) draw from it.
+    states: dict[str, object] = {}
     if (numpy := sys.modules.get("numpy")) is not None:
         states["numpy"] = pickle.dumps(numpy.random.get_state())
     if (torch := sys.modules.get("torch")) is not None:

@@ -35,7 +35,7 @@ ALONE = {
     "pathlib.Path(MADE, 'users').touch()",
     "devices": "import os; SHOWN = os.environ.get('CUDA_VISIBLE_DEVICES')",
     "interfaces": "import os; HERE = os.environ.get('GLOO_SOCKET_IFNAME', 'eth0')",
-    "draws": "import random; NAME = random.random()",
+    "draws": "import torch; NAME = torch.rand(())",
     "finalizers": "import weakref; weakref.finalize(lambda: 0, print)",
     "over_mpi": "import mpi4py",
 }

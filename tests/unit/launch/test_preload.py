@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -94,7 +93,7 @@ def test_a_flag_wins_over_the_environment() -> None:
     assert likely(spec, Sources(), {"LOCKSTEP_STRATEGY": "tensor"}) == ()
 
 
-@pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(())])
+@pytest.mark.parametrize("draw", [np.random.rand, lambda: torch.rand(())])
 def test_a_package_that_draws_is_left_to_the_ranks(draw: Callable[[], object]) -> None:
     before = Footprint.look()
     assert before.allows(Footprint.look())
