@@ -226,7 +226,7 @@ STRATEGIES = Registry(
         StrategyEntry(
             name="fsdp",
             hold="lockstep.strategies.sharded.model:hold_sharded",
-            check="lockstep.strategies.sharded.sharding:check_sharding",
+            check="lockstep.strategies.sharded.wrap_policy:check_sharding",
             exchanges=("tree",),
             why="where each rank takes its own part of the sums",
             needs_group=True,

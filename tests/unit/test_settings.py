@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli import _parser, flags
+from lockstep.cli import _parser, setting_flags
 from lockstep.errors import UsageError
 from lockstep.launch.given import Given
 from lockstep.settings import OF_RUNS, OF_SCRIPTS, TABLE, Settings, from_environment
@@ -52,15 +52,15 @@ def test_the_page_of_the_manual_is_current() -> None:
 @pytest.mark.parametrize("verb", ["run", "submit", "verify", "bench"])
 def test_flags_that_are_not_given_say_nothing(verb: str) -> None:
     options = _parser().parse_args([verb, "train.py"])
-    assert flags.given(options, flags.SHARED) == {}
-    assert flags.words(options, flags.SHARED) == []
+    assert setting_flags.given(options, setting_flags.SHARED) == {}
+    assert setting_flags.words(options, setting_flags.SHARED) == []
 
 
 def test_flags_are_read_and_handed_on_as_they_were_given() -> None:
     words = ["--replicas", "4", "--strategy", "fsdp", "--sync-every", "8", "--mesh", "2x1"]
     words += ["--staleness", "0", "--no-exact"]
     options = _parser().parse_args(["verify", *words, "train.py"])
-    found = flags.given(options, flags.SHARED)
+    found = setting_flags.given(options, setting_flags.SHARED)
     assert found == {
         "replicas": 4,
         "exact": False,
@@ -69,8 +69,13 @@ def test_flags_are_read_and_handed_on_as_they_were_given() -> None:
         "mesh": "2x1",
         "staleness": 0,
     }
-    handed_on = flags.words(options, flags.SHARED)
-    assert flags.given(_parser().parse_args(["run", *handed_on, "train.py"]), flags.SHARED) == found
+    handed_on = setting_flags.words(options, setting_flags.SHARED)
+    assert (
+        setting_flags.given(
+            _parser().parse_args(["run", *handed_on, "train.py"]), setting_flags.SHARED
+        )
+        == found
+    )
 
 
 def test_flags_become_variables_that_ranks_read_as_the_same_values() -> None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.cli import flags
+from lockstep.cli import setting_flags
 from lockstep.cli.directory import kept_directory
 from lockstep.cli.parser import Parser
 from lockstep.errors import OutputError, UsageError
@@ -45,7 +45,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     )
     _add_what(parser)
     _add_outputs(parser)
-    flags.add_training(parser)
+    setting_flags.add_training(parser)
     parser.add_argument("target", metavar="SCRIPT", help="the script to measure")
     parser.set_defaults(handler=handle)
 
@@ -64,14 +64,16 @@ def _add_what(parser: Parser) -> None:
         help="run each number of ranks with each exchange: tree,shared-memory",
     )
     add("--repeat", type=int, default=3, metavar="K", help="number of measured rounds (default: 3)")
-    flags.add(parser, "replicas", help="replicas on all layouts (default: the number of ranks)")
-    flags.add(
+    setting_flags.add(
+        parser, "replicas", help="replicas on all layouts (default: the number of ranks)"
+    )
+    setting_flags.add(
         parser,
         "threads",
         help="intra-op threads per rank (default: the script's, else the cores divided by the most ranks)",
     )
     one = {"choices": ("auto", "cpu", "gpu"), "metavar": None, "help": "devices of the ranks"}
-    flags.add(parser, "devices", **one)
+    setting_flags.add(parser, "devices", **one)
     add(
         "--restart",
         action=argparse.BooleanOptionalAction,
@@ -119,8 +121,9 @@ def _benchmark(options: argparse.Namespace) -> Benchmark:
     from lockstep.launch.given import Given
     from lockstep.launch.target import check_script
 
-    Given(**flags.given(options, flags.SHARED))  # what cannot work is refused before anything runs
-    of_servers = flags.words(options, OF_SERVERS)
+    # What cannot work is refused before anything runs.
+    Given(**setting_flags.given(options, setting_flags.SHARED))
+    of_servers = setting_flags.words(options, OF_SERVERS)
     strategies = choose_strategies(options.strategy, options.strategies, of_servers)
     exchanges = choose_exchanges(options.exchange, options.exchanges)
     check_script(options.target)
@@ -166,7 +169,7 @@ def _check_outputs(options: argparse.Namespace) -> None:
 
 def _run_options(options: argparse.Namespace) -> list[str]:
     ours = ("strategy", "exchange", *OF_SERVERS)
-    return flags.words(options, [name for name in flags.SHARED if name not in ours])
+    return setting_flags.words(options, [name for name in setting_flags.SHARED if name not in ours])
 
 
 def _say(line: str) -> None:

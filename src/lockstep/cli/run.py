@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.cli import check, flags, nodes, torchrun
+from lockstep.cli import check, nodes, setting_flags, torchrun
 from lockstep.cli.parser import Parser
 from lockstep.settings import TABLE
 
@@ -44,9 +44,10 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.advice = lambda *_: "arguments of the script come after its name"
     _add_layout(parser)
     nodes.add(parser, elastic=True)
-    flags.add_training(parser)
+    setting_flags.add_training(parser)
     _add_start(parser)
-    flags.add(parser.add_argument_group("fault tolerance"), *flags.of_group("fault tolerance"))
+    tolerance = parser.add_argument_group("fault tolerance")
+    setting_flags.add(tolerance, *setting_flags.of_group("fault tolerance"))
     _add_records(parser)
     torchrun.add_flags(parser)
     parser.add_argument("target", metavar="SCRIPT", help="the script to run, or with -m a module")
@@ -104,7 +105,7 @@ def read(options: argparse.Namespace, asked: Asked) -> tuple[LaunchSpec, tuple[s
 
 def _settings(options: argparse.Namespace, asked: Asked) -> dict[str, object]:
     bound = {"bind": "cores"} if asked.numa_binding else {}
-    return bound | flags.given(options, (name for name, one in TABLE.items() if one.flag))
+    return bound | setting_flags.given(options, (name for name, one in TABLE.items() if one.flag))
 
 
 def _streams(options: argparse.Namespace) -> Streams:
@@ -138,8 +139,8 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
         help="number of ranks, or cpu (one per core), gpu (one per GPU), auto (gpu, else cpu) "
         "(default: 1, or one for each of --devices)",
     )
-    flags.add(group, "replicas", "devices", "threads")
-    flags.add(group, "bind", choices=TABLE["bind"].choices)
+    setting_flags.add(group, "replicas", "devices", "threads")
+    setting_flags.add(group, "bind", choices=TABLE["bind"].choices)
 
 
 def _add_start(parser: argparse.ArgumentParser) -> None:
@@ -185,7 +186,7 @@ def _add_start(parser: argparse.ArgumentParser) -> None:
 
 def _add_records(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("records")
-    flags.add(group, "run_dir", "fresh")
+    setting_flags.add(group, "run_dir", "fresh")
     group.add_argument(
         "-t",
         "--tee",
@@ -208,4 +209,4 @@ def _add_records(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="directory of log files; a launch makes a new folder in it",
     )
-    flags.add(group, "loggers", "stop_on_nan")
+    setting_flags.add(group, "loggers", "stop_on_nan")

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.cli import flags
+from lockstep.cli import setting_flags
 from lockstep.cli.parser import Parser
 from lockstep.errors import UsageError
 
@@ -36,7 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     )
     _add_job(parser)
     _add_run(parser)
-    flags.add_training(parser)
+    setting_flags.add_training(parser)
     parser.add_argument(
         "--dry-run", action="store_true", help="print the job script and submit nothing"
     )
@@ -90,7 +90,7 @@ def _spec(options: argparse.Namespace) -> LaunchSpec:
         kind="module" if options.module else "script",
         args=tuple(options.args),
         n=None if options.n is None else parse_ranks(options.n),
-        settings=Given(**flags.given(options, (*flags.SHARED, "run_dir"))),
+        settings=Given(**setting_flags.given(options, (*setting_flags.SHARED, "run_dir"))),
     )
 
 
@@ -116,7 +116,10 @@ def _request(options: argparse.Namespace, spec: LaunchSpec) -> JobRequest:
 
 
 def _run_options(options: argparse.Namespace) -> tuple[str, ...]:
-    return (*flags.words(options, flags.SHARED), *(["-m"] if options.module else []))
+    return (
+        *setting_flags.words(options, setting_flags.SHARED),
+        *(["-m"] if options.module else []),
+    )
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:
@@ -159,7 +162,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="ranks on each node: a number, cpu (cores), gpu, or auto (default: 1)",
     )
-    flags.add(group, "replicas", "devices", "threads", "run_dir")
+    setting_flags.add(group, "replicas", "devices", "threads", "run_dir")
     group.add_argument(
         "-m", dest="module", action="store_true", help="SCRIPT is a module, as with python -m"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 
-from lockstep.cli import flags
+from lockstep.cli import setting_flags
 from lockstep.cli.parser import Parser
 from lockstep.settings import TABLE
 
@@ -111,7 +111,7 @@ def _add_start(group: argparse._ArgumentGroup) -> None:
         metavar="NAME,…",
         help="signals, beside TERM, INT and HUP, that end the launch and are forwarded to the ranks",
     )
-    flags.add(group, "shutdown_timeout")
+    setting_flags.add(group, "shutdown_timeout")
 
 
 def _add_without_effect(group: argparse._ArgumentGroup) -> None:

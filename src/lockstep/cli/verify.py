@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.cli import flags
+from lockstep.cli import setting_flags
 from lockstep.cli.directory import kept_directory
 from lockstep.cli.parser import Parser
 from lockstep.errors import UsageError
@@ -71,15 +71,15 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "--seed", type=int, metavar="S", help="seed of the times of the kills (default: 0)"
     )
-    flags.add(
+    setting_flags.add(
         parser,
         "replicas",
         help="replicas on all layouts (default: the ranks of the largest layout)",
     )
-    flags.add(parser, "threads")
+    setting_flags.add(parser, "threads")
     one = {"choices": ("auto", "cpu", "gpu"), "metavar": None, "help": "devices of the ranks"}
-    flags.add(parser, "devices", **one)
-    flags.add_training(parser)
+    setting_flags.add(parser, "devices", **one)
+    setting_flags.add_training(parser)
     parser.add_argument("--json", action="store_true", help="print the verdict as JSON")
     parser.add_argument(
         "--keep", type=Path, metavar="DIR", help="keep the run directories and traces in DIR"
@@ -110,8 +110,9 @@ def handle(options: argparse.Namespace) -> int:
     from lockstep.verify.running import Work
     from lockstep.verify.verdict import judge, outcomes
 
-    Given(**flags.given(options, flags.SHARED))  # what cannot work is refused before anything runs
-    of_servers = flags.words(options, OF_SERVERS)
+    # What cannot work is refused before anything runs.
+    Given(**setting_flags.given(options, setting_flags.SHARED))
+    of_servers = setting_flags.words(options, OF_SERVERS)
     strategies = choose_strategies(options.strategy, options.strategies, of_servers)
     layouts = parse(options.layouts or ["1,2"], _storm(options), strategies)
     check_script(options.target)
@@ -149,7 +150,7 @@ def _storm(options: argparse.Namespace) -> Storm | None:
 
 def _run_options(options: argparse.Namespace) -> list[str]:
     ours = ("strategy", *OF_SERVERS)
-    return flags.words(options, [name for name in flags.SHARED if name not in ours])
+    return setting_flags.words(options, [name for name in setting_flags.SHARED if name not in ours])
 
 
 def _show_outcome(outcome: Outcome) -> None:

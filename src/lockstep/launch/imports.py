@@ -11,9 +11,9 @@ import ast
 import os
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from lockstep.launch import source
@@ -82,9 +82,7 @@ class Sources:
 
 def read(spec: LaunchSpec) -> Sources:
     """Return what the sources of `spec` say; nothing where it has none."""
-    is_script = spec.kind == "script"
-    directory = Path(spec.target).resolve().parent if is_script else Path.cwd()
-    reader = _Reader((str(directory), *sys.path[1:]))
+    reader = _Reader(source.search_path(spec))
     package = source.package(spec)
     reader.follow(package, ())
     reader.read(source.parse(spec), package, is_main=True)
@@ -182,7 +180,7 @@ class _Reader:
         package = module.partition(".")[0]
         self.uses_lockstep |= package == "lockstep"
         is_builtin = package in sys.builtin_module_names
-        spec = None if is_builtin else _find(package, self.path)
+        spec = None if is_builtin else source.find(package, self.path)
         # A namespace package has no origin.
         origin = "built-in" if is_builtin else (spec.origin if spec is not None else None)
         if origin is None or not _is_installed(origin):
@@ -196,14 +194,14 @@ class _Reader:
         """Read a module of the user's own in the order of its import: parents, itself, `names` in it."""
         package, path = "", self.path
         for part in filter(None, module.split(".")):
-            spec = _find(part, path)
+            spec = source.find(part, path)
             if spec is None:
                 return
             parent, package = package, f"{package}.{part}".lstrip(".")
-            path = tuple(spec.submodule_search_locations or ())
+            path = source.places(spec)
             self._read_file(spec, package if path else parent)
         for name in names:
-            if spec := _find(name, path):
+            if spec := source.find(name, path):
                 is_package = bool(spec.submodule_search_locations)
                 self._read_file(spec, f"{package}.{name}" if is_package else package)
 
@@ -216,14 +214,6 @@ class _Reader:
             self.read(source.parse_file(Path(origin)), parent)
         else:  # what it changes is not known
             self.has_ended = self.sets_environment = self.names_compiler = True
-
-
-def _find(name: str, path: Sequence[str]) -> ModuleSpec | None:
-    """Return where `path` has a module, by the last part of its name: nothing is imported."""
-    try:
-        return PathFinder.find_spec(name, list(path))
-    except (ImportError, ValueError, OSError):
-        return None
 
 
 def _absolute(node: ast.ImportFrom, parent: str) -> str:

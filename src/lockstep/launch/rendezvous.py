@@ -18,7 +18,7 @@ from lockstep.launch.nodes.client import CoordinatorClient, RoundOverError
 from lockstep.launch.nodes.config import port_taken
 from lockstep.launch.nodes.coordinator import Policy
 from lockstep.launch.nodes.membership import Membership
-from lockstep.launch.nodes.rounds import Rounds
+from lockstep.launch.nodes.membership_rounds import Rounds
 from lockstep.launch.plan import Generation
 from lockstep.world import network
 from lockstep.world.rendezvous.store import host_store

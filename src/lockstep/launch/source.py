@@ -7,7 +7,7 @@ import functools
 import importlib.util
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
@@ -47,7 +47,7 @@ def package(spec: LaunchSpec) -> str:
         return ""
     parent, _, last = spec.target.rpartition(".")
     try:
-        file = _module_file(spec.target)
+        file = _module_file(spec.target, search_path(spec))
     except (OSError, ImportError, ValueError):
         file = None
     is_package = last != "__main__" and file is not None and file.name == "__main__.py"
@@ -69,42 +69,44 @@ def _read(spec: LaunchSpec) -> bytes | None:
     if spec.kind in ("function", "program"):
         return None
     try:
-        file = Path(spec.target) if spec.kind == "script" else _module_file(spec.target)
+        file = (
+            Path(spec.target)
+            if spec.kind == "script"
+            else _module_file(spec.target, search_path(spec))
+        )
         return None if file is None else file.read_bytes()
     except (OSError, ImportError, ValueError):
         return None
 
 
-def _module_file(name: str) -> Path | None:
+def _module_file(name: str, path: Sequence[str]) -> Path | None:
     """Return the file that `python -m name` runs, without importing the packages that hold it."""
-    *parents, last = name.split(".")
-    place: list[str] | None = None
-    for parent in parents:
-        place = _places(_find(parent, place))
-    found = _find(last, place)
+    found: ModuleSpec | None = None
+    for number, part in enumerate(name.split(".")):
+        # The part alone is asked for, even inside a package: a dotted name would need its parents imported.
+        found = find(part, path) or (importlib.util.find_spec(part) if number == 0 else None)
+        path = places(found)
     if found is not None and found.submodule_search_locations is not None:
-        found = _find("__main__", _places(found))
+        found = find("__main__", path)
     return Path(found.origin) if found is not None and found.has_location and found.origin else None
 
 
-def _places(found: ModuleSpec | None) -> list[str]:
-    return list((found and found.submodule_search_locations) or ())
+def find(part: str, path: Sequence[str]) -> ModuleSpec | None:
+    """Return where `path` has a module, by the last part of its name: nothing is imported."""
+    try:
+        return PathFinder.find_spec(part, list(path))
+    except (ImportError, ValueError, OSError):
+        return None
 
 
-def _find(part: str, places: list[str] | None) -> ModuleSpec | None:
-    """Find one part of a dotted name in `places`; the first part where Python would look for it.
-
-    The part alone is asked for, even inside a package: a dotted name would need its parents imported.
-    """
-    if places is not None:
-        return PathFinder.find_spec(part, places)
-    return PathFinder.find_spec(part, list(_search_path())) or importlib.util.find_spec(part)
+def places(found: ModuleSpec | None) -> tuple[str, ...]:
+    """Return the directories that the modules of a package are in; none where `found` is no package."""
+    return tuple((found and found.submodule_search_locations) or ())
 
 
-def _search_path() -> Iterator[str]:
-    """Yield the worker's `sys.path`: its working directory stands where ours has the launcher's."""
+def search_path(spec: LaunchSpec) -> tuple[str, ...]:
+    """Return the `sys.path` of the workers of `spec`: the script's directory replaces ours."""
     if sys.flags.safe_path:
-        yield from sys.path
-    else:
-        yield str(Path.cwd())
-        yield from sys.path[1:]
+        return tuple(sys.path)
+    directory = Path(spec.target).resolve().parent if spec.kind == "script" else Path.cwd()
+    return (str(directory), *sys.path[1:])

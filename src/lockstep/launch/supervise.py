@@ -49,7 +49,7 @@ _SILENCE_SECONDS = 3.0
 _PREFIX, _LOCK = "lockstep-", "launcher.lock"
 
 if TYPE_CHECKING:
-    from lockstep.launch.nodes.rounds import Rounds
+    from lockstep.launch.nodes.membership_rounds import Rounds
 
 
 def supervise(
@@ -189,7 +189,7 @@ def _joined(launch: Launch, interrupts: Interrupts) -> Iterator[Rounds | None]:
             pass  # one that is taken is refused before anything is made
         yield None
         return
-    from lockstep.launch.nodes.rounds import Rounds
+    from lockstep.launch.nodes.membership_rounds import Rounds
     from lockstep.world.meet import chosen_interface, join_timeout
 
     config = dataclasses.replace(

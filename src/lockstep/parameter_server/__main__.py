@@ -16,7 +16,7 @@ from dataclasses import asdict
 import torch
 
 from lockstep.parameter_server import discovery
-from lockstep.parameter_server.server import Server
+from lockstep.parameter_server.event_loop import Server
 from lockstep.world.environments.lockstep import END_SERVER, SERVER, SERVER_ROOT
 
 #: Sent to all processes of a job; workers come to their end by them, and need their servers for it.

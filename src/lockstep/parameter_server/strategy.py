@@ -32,7 +32,7 @@ from lockstep.strategies.checks import shares_buffers
 from lockstep.strategies.ddp import ReplicatedModel
 from lockstep.strategies.gradient_accumulation import NOTHING, Gradients, take_gradients
 from lockstep.strategies.model_context import ModelContext
-from lockstep.strategies.versions import Versions
+from lockstep.strategies.staleness import Versions
 from lockstep.strategies.wrapped_model import WrappedModel
 
 

@@ -18,7 +18,7 @@ from lockstep.strategies.dtensor import CutState, assembled
 from lockstep.strategies.gradient_accumulation import Gradients, take_gradients
 from lockstep.strategies.gradient_norm import total_norm
 from lockstep.strategies.model_context import ModelContext
-from lockstep.strategies.reducer import Reducer, make_reducer
+from lockstep.strategies.model_part_reducer import Reducer, make_reducer
 from lockstep.strategies.rng import draws, watch_draws
 from lockstep.strategies.wrapped_model import WrappedModel
 

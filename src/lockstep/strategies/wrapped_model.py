@@ -20,7 +20,7 @@ from lockstep.strategies.gradient_accumulation import GradientAccumulation
 from lockstep.strategies.gradient_norm import each_norm, total_norm
 from lockstep.strategies.model_context import ModelContext
 from lockstep.strategies.passes import Parameters, watch_forward
-from lockstep.strategies.versions import Versions
+from lockstep.strategies.staleness import Versions
 
 #: What to do in the place of stepping in some microbatches only.
 ACCUMULATE = (

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lockstep.parameter_server.client import Client, Clients
-from lockstep.parameter_server.server import Server
+from lockstep.parameter_server.event_loop import Server
 from tests.unit.threads import together
 
 TOKEN = "0123456789abcdef"  # noqa: S105 - of servers that live as long as a test

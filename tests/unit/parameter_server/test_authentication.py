@@ -16,7 +16,7 @@ import torch
 
 from lockstep.errors import PeerError
 from lockstep.exchange.base import Forest
-from lockstep.parameter_server import server
+from lockstep.parameter_server import event_loop
 from lockstep.parameter_server.client import Client, Clients
 from lockstep.parameter_server.connection import Connection, Pool
 from lockstep.parameter_server.discovery import proof
@@ -86,7 +86,7 @@ def test_a_connection_without_the_token(
 def test_a_crowd_without_the_token_leaves_room_for_workers(
     serve: Callable[[int], Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "_MOST_UNKNOWN", 2)
+    monkeypatch.setattr(event_loop, "_MOST_UNKNOWN", 2)
     service = serve(1)
     crowd = [service.connect(0) for _ in range(3)]
     waits = [service.connect(0) for _ in range(2)]
@@ -101,10 +101,10 @@ def test_a_crowd_without_the_token_leaves_room_for_workers(
 def test_connections_that_do_not_show_the_token_in_time(
     serve: Callable[[int], Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "_MOST_UNKNOWN", 2)
+    monkeypatch.setattr(event_loop, "_MOST_UNKNOWN", 2)
     service = serve(1)
     with monkeypatch.context() as patch:
-        patch.setattr(server, "_GREETING_SECONDS", 0.2)
+        patch.setattr(event_loop, "_GREETING_SECONDS", 0.2)
         crowd = [service.connect(0) for _ in range(5)]
         for one in crowd:
             one.sendall(hello(b"{}")[:5])

@@ -16,13 +16,13 @@ from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.gradient_accumulation import take_gradients
 from lockstep.strategies.gradient_norm import each_norm, total_norm
 from lockstep.strategies.model_context import ModelContext
+from lockstep.strategies.model_part_reducer import Reducer, make_reducer
 from lockstep.strategies.optimizer_state import numbered
 from lockstep.strategies.pipeline.consistency import OUTSIDE, CallCheck
 from lockstep.strategies.pipeline.p2p import Row
 from lockstep.strategies.pipeline.partition import cut
 from lockstep.strategies.pipeline.schedule import Schedule
 from lockstep.strategies.pipeline.stage import Program
-from lockstep.strategies.reducer import Reducer, make_reducer
 from lockstep.strategies.rng import draws, looks_at_batches
 from lockstep.strategies.wrapped_model import WrappedModel
 

@@ -19,7 +19,6 @@ from lockstep.strategies.dtensor import CutState, check_updates
 from lockstep.strategies.gradient_accumulation import Gradients
 from lockstep.strategies.gradient_norm import each_norm, total_norm
 from lockstep.strategies.model_context import ModelContext
-from lockstep.strategies.sharded.sharding import shard
 from lockstep.strategies.sharded.units import (
     Gather,
     Gathers,
@@ -28,6 +27,7 @@ from lockstep.strategies.sharded.units import (
     names_of,
     refuse_graphs_of_gradients,
 )
+from lockstep.strategies.sharded.wrap_policy import shard
 from lockstep.strategies.wrapped_model import WrappedModel
 
 

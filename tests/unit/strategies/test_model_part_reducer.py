@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep.exchange.base import Sum
-from lockstep.strategies.reducer import Reducer
+from lockstep.strategies.model_part_reducer import Reducer
 
 
 class Doubling:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import StepError
-from lockstep.strategies.versions import Versions
+from lockstep.strategies.staleness import Versions
 
 
 def value(module: nn.Linear) -> float:

@@ -17,13 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import UnreachableError, UsageError, WorldError
-from lockstep.launch.nodes import client, coordinator, join, keys, rounds, server, watch
+from lockstep.launch.nodes import client, coordinator, join, keys, membership_rounds, server, watch
 from lockstep.launch.nodes.client import RoundOverError
 from lockstep.launch.nodes.config import Nodes, RendezvousConfig, rendezvous_config
 from lockstep.launch.nodes.join import order
 from lockstep.launch.nodes.keys import Card, RendezvousKeys
 from lockstep.launch.nodes.membership import Common, Launcher, Membership, NotNeeded
-from lockstep.launch.nodes.rounds import Rounds
+from lockstep.launch.nodes.membership_rounds import Rounds
 from lockstep.launch.nodes.server import Place
 from lockstep.launch.plan import Generation
 from lockstep.launch.rendezvous import Rendezvous
@@ -43,7 +43,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
         (join, "_PAUSE", 0.01),
         (keys, "_LINGER_SECONDS", 0.5),
         (keys, "_ALIVE_SECONDS", 0.4),
-        (rounds, "_APPROACH_SECONDS", 0.05),
+        (membership_rounds, "_APPROACH_SECONDS", 0.05),
         (watch, "_LOOK_SECONDS", 0.05),
         (client, "_BEAT_SECONDS", 0.05),
         (client, "_REFUSED_SECONDS", 0.2),
