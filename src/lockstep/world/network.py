@@ -16,7 +16,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lockstep.errors import UnreachableError, UsageError
+from lockstep.errors import UnreachableError, UsageError, WorldError
 
 #: Without a network, the resolver may take half a minute to say that there is none.
 _RESOLVER_SECONDS = 3.0
@@ -182,14 +182,26 @@ def _ask_resolver(host: str) -> tuple[str, ...] | str:
 
 
 def listen(port: int, *, loopback: bool) -> socket.socket:
-    """Return a socket that listens at `port`, of this host alone or of all its interfaces."""
-    if loopback:
-        return socket.create_server((LOOPBACK, port), backlog=1024)
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(
-            ("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True
-        )
-    return socket.create_server(("", port), backlog=1024)
+    """Return a socket that listens at `port`, of this host alone or of all its interfaces.
+
+    Raises:
+        WorldError: if no file descriptor is left for it.
+    """
+    try:
+        if loopback:
+            return socket.create_server((LOOPBACK, port), backlog=1024)
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(
+                ("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True
+            )
+        return socket.create_server(("", port), backlog=1024)
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        raise WorldError(
+            f"this host cannot listen for the others: {reason(error)}",
+            hint="raise the limit of open files: ulimit -n",
+        ) from error
 
 
 def listens_locally(address: str | None) -> bool:

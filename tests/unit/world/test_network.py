@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 import time
 
 import pytest
 
-from lockstep.errors import UnreachableError, UsageError
+from lockstep.errors import UnreachableError, UsageError, WorldError
 from lockstep.world import network
 from lockstep.world.network import Interface
 
@@ -139,6 +141,19 @@ def test_a_listener_is_found_at_its_address(address: str) -> None:
         for loopback in (True, False):
             with pytest.raises(OSError, match="in use"):
                 network.listen(port, loopback=loopback)
+
+
+@pytest.mark.parametrize("loopback", [True, False])
+def test_a_host_without_a_free_descriptor_says_so(
+    loopback: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(socket, "create_server", refuse)
+    with pytest.raises(WorldError, match=r"cannot listen .*: too many open files") as caught:
+        network.listen(0, loopback=loopback)
+    assert "ulimit -n" in (caught.value.hint or "")
 
 
 @pytest.mark.parametrize(

@@ -141,12 +141,17 @@ class CoordinatorServer:
                 if self.is_silent or not self._room.acquire(blocking=False):
                     connection.close()  # a launcher that sees this connects again
                     continue
-                threading.Thread(
+                line = threading.Thread(
                     target=self._converse,
                     args=(connection,),
                     name="lockstep-coordinator-line",
                     daemon=True,
-                ).start()
+                )
+                try:
+                    line.start()
+                except RuntimeError:  # no thread is left, which may change
+                    self._room.release()
+                    connection.close()
 
     def _converse(self, connection: socket.socket) -> None:
         me, caller = object(), (0, 0)
