@@ -8,13 +8,14 @@ import pytest
 
 from tests.conftest import Lockstep
 
-#: The command with a shorter patience for workers that SIGKILL does not end.
+#: The command with shorter patience for workers that SIGKILL does not end: all of it is over before TRACER.
 LAUNCHER = """
-import sys
+import dataclasses, sys
 from lockstep.cli import main
-from lockstep.launch import workers
+from lockstep.launch import agent, workers
 
-workers.LAST_GRACE = 1.0
+workers.LAST_GRACE = agent.LAST_GRACE = 0.1
+agent.TABLE["shutdown_timeout"] = dataclasses.replace(agent.TABLE["shutdown_timeout"], default=0.1)
 sys.exit(main(["run", "-n", "2", "train.py"]))
 """
 #: A process that is traced has not ended for its parent before its tracer lets it go.

@@ -77,9 +77,12 @@ def alone(job: Callable[..., str], settings: dict[str, Any], device: str = GPU) 
     return run_ranks(job, 1, "gloo", device, plain)
 
 
+@pytest.mark.parametrize("backend", ["cpu:gloo,cuda:nccl", "nccl"])
 @pytest.mark.parametrize(("job", "settings"), WAYS, ids=IDS)
-def test_one_rank_over_nccl(job: Callable[..., str], settings: dict[str, Any]) -> None:
-    assert run_ranks(job, 1, "cpu:gloo,cuda:nccl", GPU, settings) == alone(job, settings)
+def test_one_rank_over_nccl(
+    job: Callable[..., str], settings: dict[str, Any], backend: str
+) -> None:
+    assert run_ranks(job, 1, backend, GPU, settings) == alone(job, settings)
 
 
 @pytest.mark.ranks(2)

@@ -7,8 +7,10 @@ import errno
 import fcntl
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -191,6 +193,14 @@ def test_a_launch_that_has_met_gives_up_the_lock(tmp_path: Path) -> None:
     with host_lock(name) as is_free:
         assert is_free
     place.close()
+
+
+def test_the_launcher_hears_that_its_port_is_taken(tmp_path: Path) -> None:
+    where = RendezvousConfig(name=str(tmp_path), count=2, address="127.0.0.1", source="--x")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(WorldError, match=f"no port is free for the rendezvous: {port}"):
+            endpoint.enter(replace(where, port=port), lambda: None)
 
 
 def test_a_lock_whose_holder_does_not_answer(tmp_path: Path) -> None:

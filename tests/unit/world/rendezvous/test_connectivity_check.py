@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import socket
 import threading
@@ -195,6 +196,10 @@ def test_a_member_may_be_slow_to_come() -> None:
     first = Party(partial(check, store, 0, 2))
     assert isinstance(first.end(1.5), TimeoutError), "it waits for longer than an attempt takes"
     assert check(store, 1, 2) == first.end() == (LOOPBACK,) * 2
+
+
+def test_members_wait_as_long_as_a_slow_node_may_take_to_come() -> None:
+    assert inspect.signature(check_connectivity).parameters["patience"].default >= 30
 
 
 @pytest.mark.usefixtures("impatient")
