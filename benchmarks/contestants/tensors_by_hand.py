@@ -22,7 +22,7 @@ def replicate(model: nn.Module, library: str) -> nn.Module:
     from mpi4py import MPI
 
     everyone = MPI.COMM_WORLD
-    place = f"file://{Path.cwd() / 'meeting'}"
+    place = f"file://{Path.cwd() / 'rendezvous'}"
     dist.init_process_group("gloo", place, rank=everyone.rank, world_size=everyone.size)
     replicated = DistributedDataParallel(model)
 

@@ -222,7 +222,7 @@ import os, socket, torch, torch.distributed as dist, torch.multiprocessing as mp
 
 def work(rank, size, port):
     torch.set_num_threads(1)
-    {meeting}
+    {rendezvous}
     dist.init_process_group("gloo", {method}rank=rank, world_size=size)
     total = torch.ones(2) * (rank + 1)
     dist.all_reduce(total)
@@ -235,24 +235,24 @@ if __name__ == "__main__":
         port = free.getsockname()[1]
     mp.spawn(work, args=(2, port), nprocs=2)
 """
-MEETINGS = {
+METHODS = {
     "own": ("os.environ.update(MASTER_ADDR='localhost', MASTER_PORT=str(port))", ""),
     "default": ("os.environ.setdefault('MASTER_PORT', str(port))", "init_method='env://', "),
     "given": ("pass", ""),
     "tcp": ("method = f'tcp://127.0.0.1:{port}'", "init_method=method, "),
-    "file": ("method = f'file://{os.getcwd()}/meeting'", "init_method=method, "),
+    "file": ("method = f'file://{os.getcwd()}/rendezvous'", "init_method=method, "),
 }
 
 
 @pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize(
-    ("meeting", "start"),
-    [*((meeting, "fork") for meeting in MEETINGS), ("own", "spawn"), ("own", "exec")],
+    ("rendezvous", "start"),
+    [*((rendezvous, "fork") for rendezvous in METHODS), ("own", "spawn"), ("own", "exec")],
 )
 @pytest.mark.ranks(3)
-def test_a_script_that_spawns_its_ranks(lockstep, meeting, start):
-    how, method = MEETINGS[meeting]
-    script = lockstep.script(SPAWNING.format(meeting=how, method=method))
+def test_a_script_that_spawns_its_ranks(lockstep, rendezvous, start):
+    how, method = METHODS[rendezvous]
+    script = lockstep.script(SPAWNING.format(rendezvous=how, method=method))
     done = lockstep("run", "--start", start, script)
     assert (done.code, done.out, done.err) == (0, "sum 3.0 of 2\n", "")
 
@@ -260,8 +260,8 @@ def test_a_script_that_spawns_its_ranks(lockstep, meeting, start):
 @pytest.mark.wide
 @pytest.mark.ranks(3)
 def test_a_module_that_spawns_its_ranks(lockstep):
-    how, method = MEETINGS["own"]
-    lockstep.script(SPAWNING.format(meeting=how, method=method), "package/train.py")
+    how, method = METHODS["own"]
+    lockstep.script(SPAWNING.format(rendezvous=how, method=method), "package/train.py")
     assert lockstep("run", "-m", "package.train").out == "sum 3.0 of 2\n"
 
 

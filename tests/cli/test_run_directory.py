@@ -74,10 +74,10 @@ def test_a_directory_that_rank_0_refuses_ends_all_ranks_at_once(lockstep: Lockst
     assert lockstep("run", "-n", "2", "--run-dir", "d", "train.py").code == 0
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-    meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    rendezvous = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2"}
     ranks = [
         lockstep.start(
-            "train.py", env={**meeting, "RANK": str(rank), "LOCKSTEP_RUN_DIR": "d"}, program=()
+            "train.py", env={**rendezvous, "RANK": str(rank), "LOCKSTEP_RUN_DIR": "d"}, program=()
         )
         for rank in range(2)
     ]

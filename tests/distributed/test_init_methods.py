@@ -38,7 +38,7 @@ def test_tcp(lockstep: Lockstep, expected: str) -> None:
 
 
 def test_file(lockstep: Lockstep, expected: str) -> None:
-    file = lockstep.directory / "meeting"
+    file = lockstep.directory / "rendezvous"
     ranks = [
         {"LOCKSTEP_INIT_METHOD": f"file://{file}", "RANK": str(rank), "WORLD_SIZE": "2"}
         for rank in range(2)
@@ -48,11 +48,11 @@ def test_file(lockstep: Lockstep, expected: str) -> None:
 
 
 def test_env_without_local_numbers(lockstep: Lockstep, expected: str) -> None:
-    meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    rendezvous = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     show = "print('place', w.local_rank, w.local_size, w.node_rank, w.node_count, w.placed)"
     begin = "replicas=4) as run:"
     lockstep.script(SCRIPT.replace(begin, f"{begin}\n        w = run.world; {show}"))
-    done = start_all(lockstep, [{**meeting, "RANK": str(rank)} for rank in range(2)])
+    done = start_all(lockstep, [{**rendezvous, "RANK": str(rank)} for rank in range(2)])
     same_everywhere(done, expected)
     assert [line for one in done for line in one.out.splitlines() if line.startswith("place")] == [
         "place 0 2 0 1 True",
@@ -87,7 +87,7 @@ def test_the_script_says_where(lockstep: Lockstep, expected: str, how: str) -> N
     place = {
         "store": f"127.0.0.1:{port}",
         "tcp": f"tcp://127.0.0.1:{port}",
-        "file": f"file://{lockstep.directory}/meeting",
+        "file": f"file://{lockstep.directory}/rendezvous",
     }[how]
     started = [lockstep.start("given.py", str(rank), how, place, program=()) for rank in range(2)]
     same_everywhere([lockstep.finish(process) for process in started], expected)
@@ -145,13 +145,13 @@ def test_a_group_without_a_side_for_the_cpu(lockstep: Lockstep, strategy: str) -
 @pytest.mark.wide
 def test_several_runs_of_one_process_meet_each_time(lockstep: Lockstep, expected: str) -> None:
     lockstep.script("import train\nfor _ in range(3):\n    train.main()\n", "thrice.py")
-    file = lockstep.directory / "meeting"
+    file = lockstep.directory / "rendezvous"
     ranks = [
         {"LOCKSTEP_INIT_METHOD": f"file://{file}?rank={rank}&world_size=2"} for rank in range(2)
     ]
     done = start_all(lockstep, ranks, "thrice.py")
     assert "".join(one.out for one in done).count(expected) == 3
-    assert not list(Path(lockstep.directory).glob("meeting*"))
+    assert not list(Path(lockstep.directory).glob("rendezvous*"))
 
 
 # --- what does not fit together ------------------------------------------------------------------
@@ -165,7 +165,7 @@ def refused(done: list[Done], said: str) -> None:
 
 
 def test_a_stale_file(lockstep: Lockstep, expected: str) -> None:
-    file = lockstep.directory / "meeting"
+    file = lockstep.directory / "rendezvous"
     url = f"file://{file}"
     killed = lockstep.start(
         "train.py", env={"LOCKSTEP_INIT_METHOD": f"{url}?rank=0&world_size=2"}, program=()
@@ -248,7 +248,7 @@ def test_a_port_that_is_taken(lockstep: Lockstep, expected: str) -> None:
     [
         ("udp://127.0.0.1:1", "expected tcp://, file:// or env://"),
         ("tcp://127.0.0.1", "expected a host and a port"),
-        ("file://meeting", "the absolute path of a file"),
+        ("file://rendezvous", "the absolute path of a file"),
         ("tcp://127.0.0.1:1?rank=0&color=red", "asks for color"),
         ("file:///nowhere/at/all?rank=0&world_size=2", "does not exist"),
         ("tcp://127.0.0.1:29500", "there is no rank for this process"),

@@ -20,7 +20,7 @@ from lockstep.testing import run_ranks
 from lockstep.testing.ranks import RankError
 from lockstep.training.preemption import Preempted
 from lockstep.training.resume import Saved, Search, _newest_whole
-from lockstep.world.meet import Meeting
+from lockstep.world.rendezvous.rank_rendezvous import Rendezvous
 
 
 def train(directory: str, slow: float = 0.0) -> str:
@@ -128,8 +128,8 @@ def spread(holder: int) -> list[object]:
         "empty": torch.empty(0, 3),
     }
     world = lockstep.World(rank=rank, size=3, local_rank=rank, local_size=3, address="x", port=1)
-    meeting = Meeting(world=world, store=store, number=0, ours=False)
-    search = Search(meeting, dist.group.WORLD, None, None)
+    rendezvous = Rendezvous(world=world, store=store, number=0, ours=False)
+    search = Search(rendezvous, dist.group.WORLD, None, None)
     stored = {name: Stored.of(tensor) for name, tensor in tensors.items()}
     own = Saved('{"text": 1}', stored, "memory") if rank == holder else None
     found = search._spread(own)

@@ -149,7 +149,7 @@ class Site:
 def site(hosts: Hosts, tmp_path: Path) -> Site:
     """Three hosts on one switch."""
     (tmp_path / "train.py").write_text(SCRIPT)
-    for name in ("notes", "meeting"):
+    for name in ("notes", "rendezvous"):
         (tmp_path / name).mkdir()
     made = {name: hosts.host(name) for name in "abc"}
     switch = hosts.switch()
@@ -204,10 +204,10 @@ def test_a_killed_worker_a_cable_out_for_a_while_and_for_ever(hosts: Hosts, site
 
 @pytest.mark.wide
 def test_nodes_come_and_go_and_the_first_is_lost_for_good(hosts: Hosts, site: Site) -> None:
-    meeting = f"file://{site.directory}/meeting"
-    flags = ("--nnodes", "1:3", "--last-call", "4", "--rdzv-endpoint", meeting)
+    rendezvous = f"file://{site.directory}/rendezvous"
+    flags = ("--nnodes", "1:3", "--last-call", "4", "--rdzv-endpoint", rendezvous)
     first = site.start("a", *flags)
-    wait_until(lambda: any((site.directory / "meeting").iterdir()), "it does not come")
+    wait_until(lambda: any((site.directory / "rendezvous").iterdir()), "it does not come")
     nodes = {"a": first, "b": site.start("b", *flags)}
     notes = site.await_world("ab")
     assert [note["rank"] for note in notes] == [0, 1]
@@ -237,4 +237,4 @@ def test_nodes_come_and_go_and_the_first_is_lost_for_good(hosts: Hosts, site: Si
     # and the script has noted what the state was before it came back.
     steps, _ = site.reached()
     assert digest_of(stayed.out, steps) == site.undisturbed(steps, replicas=3)
-    assert list((site.directory / "meeting").iterdir()) == [], "nothing stays"
+    assert list((site.directory / "rendezvous").iterdir()) == [], "nothing stays"

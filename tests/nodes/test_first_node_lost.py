@@ -53,18 +53,18 @@ def digest(text: str) -> str:
 
 def test_the_first_node_is_lost_for_good(hosts: Hosts, lockstep: Lockstep, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    (tmp_path / "meeting").mkdir()
+    (tmp_path / "rendezvous").mkdir()
     made = [hosts.host(name) for name in "ab"]
     hosts.plug_all(hosts.switch(), made)
     step = tmp_path / "step"
-    meeting = f"file://{tmp_path}/meeting"
+    rendezvous = f"file://{tmp_path}/rendezvous"
     words = (
-        *("run", "-n", "2", "--nnodes", "1:2", "--rdzv-endpoint", meeting, "--run-dir", "run"),
+        *("run", "-n", "2", "--nnodes", "1:2", "--rdzv-endpoint", rendezvous, "--run-dir", "run"),
         *("--last-call", "20", "train.py", str(step)),
     )
     command = (sys.executable, "-m", "lockstep", *words)
     first = made[0].start(*command, cwd=tmp_path)
-    wait_until(lambda: any((tmp_path / "meeting").iterdir()))
+    wait_until(lambda: any((tmp_path / "rendezvous").iterdir()))
     second = made[1].start(*command, cwd=tmp_path)
     wait_until(lambda: step.exists() and int(step.read_text() or 0) >= 24)
     inside = subprocess.run(

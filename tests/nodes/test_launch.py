@@ -79,10 +79,10 @@ def static(
     ]
 
 
-def kill_when_met(process: subprocess.Popen[str], meeting: Path) -> None:
+def kill_when_met(process: subprocess.Popen[str], rendezvous: Path) -> None:
     """Kill a node, and what it started, once it has written to the file in which nodes meet."""
     deadline = time.monotonic() + 30
-    while not any(file.stat().st_size for file in meeting.iterdir()):
+    while not any(file.stat().st_size for file in rendezvous.iterdir()):
         assert time.monotonic() < deadline, "it did not come"
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGKILL)
@@ -117,14 +117,14 @@ def test_by_endpoint_with_a_port_and_a_name(hosts: Hosts, directory: Path, expec
 def test_by_a_shared_directory_with_a_stale_file(
     hosts: Hosts, directory: Path, expected: str
 ) -> None:
-    meeting = directory / "meeting"
-    meeting.mkdir()
-    flags = ("--rdzv-endpoint", f"file://{meeting}")
+    rendezvous = directory / "rendezvous"
+    rendezvous.mkdir()
+    flags = ("--rdzv-endpoint", f"file://{rendezvous}")
     made = hosts.lan(2)
-    kill_when_met(start(made[0], directory, "--nnodes", "2", *flags), meeting)
-    assert list(meeting.iterdir()), "a killed launch leaves its file behind"
+    kill_when_met(start(made[0], directory, "--nnodes", "2", *flags), rendezvous)
+    assert list(rendezvous.iterdir()), "a killed launch leaves its file behind"
     assert digests(hosts.finish(nodes(made, directory, *flags))) == expected
-    assert list(meeting.iterdir()) == [], "nothing stays"
+    assert list(rendezvous.iterdir()) == [], "nothing stays"
 
 
 @pytest.mark.wide
@@ -209,11 +209,13 @@ def test_two_nodes_with_one_number(hosts: Hosts, directory: Path) -> None:
 
 @pytest.mark.wide
 def test_a_directory_that_is_not_shared(hosts: Hosts, directory: Path) -> None:
-    meeting = directory / "meeting"
-    meeting.mkdir()
-    flags = ("--nnodes", "2", "--rdzv-endpoint", f"file://{meeting}", "--join-timeout", "4")
+    rendezvous = directory / "rendezvous"
+    rendezvous.mkdir()
+    flags = ("--nnodes", "2", "--rdzv-endpoint", f"file://{rendezvous}", "--join-timeout", "4")
     a, b = hosts.lan(2)
-    told = errors(hosts, [start(a, directory, *flags), start(b, directory, *flags, hidden=meeting)])
+    told = errors(
+        hosts, [start(a, directory, *flags), start(b, directory, *flags, hidden=rendezvous)]
+    )
     for one, host in zip(told, "ab", strict=True):
         assert "1 of 2 nodes did not come" in one
         assert f"came: {host}" in one

@@ -1,4 +1,4 @@
-"""Several parties of one meeting as threads of the test, with a hard timeout."""
+"""Several parties of one rendezvous as threads of the test, with a hard timeout."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ VARIABLE = "LOCKSTEP_MEMORY"
 #: The most ranks that one launcher may have.
 SLOTS = 1024
 #: Collective calls, by `Slot.waiting`: 0 is none, 1 any other call, the last one after the run.
-MEETINGS = (
+COLLECTIVES = (
     "",
-    "a meeting of all ranks",
+    "a collective call",
     "the start of the run",
     "run.model",
     "run.backward",
@@ -36,7 +36,7 @@ MEETINGS = (
     "the end of the run",
     "(after the run)",
 )
-AFTER_RUN = len(MEETINGS) - 1
+AFTER_RUN = len(COLLECTIVES) - 1
 
 _WORD = 8
 _SLOT_WORDS = 8
@@ -113,7 +113,7 @@ class Slot:
         pid: process id of a rank that has opened a run in this generation; 0 before.
         beat: grows with everything that happens on the rank: a sign of life.
         entered: number of collective calls that the rank has entered.
-        waiting: at which of `MEETINGS` the rank is; 0 while it is at none.
+        waiting: at which of `COLLECTIVES` the rank is; 0 while it is at none.
         step: steps that the run has done.
         run: number of the run in its process, from 0.
     """

@@ -83,9 +83,9 @@ def read(options: argparse.Namespace, asked: Asked) -> tuple[LaunchSpec, tuple[s
     """
     from lockstep.launch.given import Given
     from lockstep.launch.spec import LaunchSpec, parse_ranks
-    from lockstep.launch.torchrun import meeting
+    from lockstep.launch.torchrun import rendezvous_nodes
 
-    several, notes = meeting(asked, nodes.given(options))
+    several, notes = rendezvous_nodes(asked, nodes.given(options))
     spec = LaunchSpec(
         target=options.target,
         kind=asked.kind(module=options.module),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.doctor.meeting import Meeting
+from lockstep.doctor.node_rendezvous import Rendezvous
 
 Level = Literal["ok", "skipped", "warning", "failure"]
 #: What a node has found, in JSON's types.
@@ -78,7 +78,7 @@ class Seen:
 
 
 Look = Callable[[Asked], Facts]
-Together = Callable[[Meeting, Seen, Asked], Facts]
+Together = Callable[[Rendezvous, Seen, Asked], Facts]
 Judge = Callable[[Seen], Iterator[Finding]]
 JudgeOne = Callable[[Facts], list[Finding] | str]
 

@@ -12,12 +12,12 @@ from typing import Any, get_args
 from lockstep.doctor import gpus, limits, links, network, reduction, software, storage, training
 from lockstep.doctor.check import ENTERED, Asked, Check, Finding, Level, Seen, one_line
 from lockstep.doctor.child import Child, LostError, bounded
-from lockstep.doctor.meeting import PATIENCE, Meeting, meet
+from lockstep.doctor.node_rendezvous import PATIENCE, Rendezvous, join_nodes
 from lockstep.errors import WorldError
 from lockstep.launch.nodes.config import Nodes, RendezvousConfig
 from lockstep.launch.output import say
 from lockstep.world import host
-from lockstep.world.meet import chosen_interface, join_timeout
+from lockstep.world.rendezvous.rank_rendezvous import chosen_interface, join_timeout
 
 #: All checks by name, in the order of the report: each group imported has entered its own.
 _GROUPS = (software, gpus, limits, storage, network, links, reduction, training)
@@ -105,23 +105,23 @@ def examine(
             stack.callback(child.close)
         for child in looks.values():
             child.give(None)
-        meeting, apart = _meet(config, nodes or Nodes())
+        rendezvous, apart = _join(config, nodes or Nodes())
         waited = time.monotonic() - began
-        meeting.starters = starters
-        stack.callback(_leave, meeting)
+        rendezvous.starters = starters
+        stack.callback(_leave, rendezvous)
         own = _results(looks)
         findings = [] if apart is None else [("nodes", apart)]
-        told: list[Any] = [{_PROBLEMS: {}} for _ in meeting.labels]
-        told[meeting.index] = own
-        seen = Seen(meeting.labels, tuple(told), 1 if config is None else config.count)
+        told: list[Any] = [{_PROBLEMS: {}} for _ in rendezvous.labels]
+        told[rendezvous.index] = own
+        seen = Seen(rendezvous.labels, tuple(told), 1 if config is None else config.count)
         stage = "nodes"
         try:
-            told = _bounded(meeting, "looks", own, _LOOKS_SECONDS)
+            told = _bounded(rendezvous, "looks", own, _LOOKS_SECONDS)
             seen = replace(seen, told=tuple(told))
             for stage in CHECKS:
-                seen = _together(stage, meeting, seen, asked)
+                seen = _together(stage, rendezvous, seen, asked)
         except LostError as error:
-            text = f"{meeting.gone() or error}; what nodes do together ended there"
+            text = f"{rendezvous.gone() or error}; what nodes do together ended there"
             advice = "look at the output of the others, and at the kernel's log"
             findings.append((stage, Finding("failure", text, advice)))
         findings += [(name, one) for name in CHECKS for one in _judged(name, seen)]
@@ -130,8 +130,8 @@ def examine(
             seen=seen,
             findings=tuple(findings),
             exit_code=APART if apart else FAILED if failed else OK,
-            seconds=time.monotonic() - began - (0 if meeting.alone else waited),
-            speaks=meeting.index == 0 or config is None or not config.shares_output,
+            seconds=time.monotonic() - began - (0 if rendezvous.alone else waited),
+            speaks=rendezvous.index == 0 or config is None or not config.shares_output,
         )
 
 
@@ -142,15 +142,15 @@ def _looks(one: Check, asked: Asked) -> Callable[[Any], Any]:
     return lambda _: look(asked)
 
 
-def _meet(config: RendezvousConfig | None, nodes: Nodes) -> tuple[Meeting, Finding | None]:
+def _join(config: RendezvousConfig | None, nodes: Nodes) -> tuple[Rendezvous, Finding | None]:
     """Join the rendezvous of the nodes; if it fails, return one of this node alone, and why."""
-    alone = Meeting(labels=(host.name(),))
+    alone = Rendezvous(labels=(host.name(),))
     if config is None:
         return alone, None
     seconds = nodes.join_timeout or join_timeout().total_seconds()
     say(f"lockstep: waiting for the other nodes at {config.place}, {seconds:g} s at most")
     try:
-        return meet(config, seconds, nodes.interface or chosen_interface()), None
+        return join_nodes(config, seconds, nodes.interface or chosen_interface()), None
     except WorldError as error:
         return alone, Finding("failure", one_line(error.message), error.hint or "")
 
@@ -168,7 +168,7 @@ def _results(looks: dict[str, Child]) -> dict[str, Any]:
     return own
 
 
-def _together(name: str, meeting: Meeting, seen: Seen, asked: Asked) -> Seen:
+def _together(name: str, rendezvous: Rendezvous, seen: Seen, asked: Asked) -> Seen:
     """Run the part of a check that nodes do together; return what is known then.
 
     Raises:
@@ -179,12 +179,12 @@ def _together(name: str, meeting: Meeting, seen: Seen, asked: Asked) -> Seen:
         return seen
     work, problem = one.together, None
     try:
-        facts = bounded(lambda: work(meeting, seen, asked), one.seconds)
+        facts = bounded(lambda: work(rendezvous, seen, asked), one.seconds)
     except (WorldError, OSError, RuntimeError) as error:
         facts, problem = None, str(error).partition("\n")[0]
     except _UNLIKE as error:
         facts, problem = None, f"{type(error).__name__} in what nodes told: {error}"
-    told = _bounded(meeting, f"check/{name}", [facts, problem], PATIENCE)
+    told = _bounded(rendezvous, f"check/{name}", [facts, problem], PATIENCE)
     more = []
     for (its, why), before in zip(told, seen.told, strict=True):
         problems = before[_PROBLEMS] | ({} if why is None else {name: why})
@@ -192,14 +192,14 @@ def _together(name: str, meeting: Meeting, seen: Seen, asked: Asked) -> Seen:
     return replace(seen, told=tuple(more))
 
 
-def _bounded(meeting: Meeting, question: str, own: Any, seconds: float) -> list[Any]:
-    told: list[Any] = bounded(lambda: meeting.gather(question, own, seconds), seconds + _SLACK)
+def _bounded(rendezvous: Rendezvous, question: str, own: Any, seconds: float) -> list[Any]:
+    told: list[Any] = bounded(lambda: rendezvous.gather(question, own, seconds), seconds + _SLACK)
     return told
 
 
-def _leave(meeting: Meeting) -> None:
+def _leave(rendezvous: Rendezvous) -> None:
     with contextlib.suppress(LostError, RuntimeError):
-        bounded(meeting.close, _LEAVING_SECONDS)
+        bounded(rendezvous.close, _LEAVING_SECONDS)
 
 
 def _judged(name: str, seen: Seen) -> Iterator[Finding]:

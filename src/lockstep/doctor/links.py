@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from lockstep.doctor.check import Asked, Facts, Finding, Seen, check
 from lockstep.doctor.child import LostError
-from lockstep.doctor.meeting import Meeting
+from lockstep.doctor.node_rendezvous import Rendezvous
 from lockstep.world.network import listen, why_unreached
 
 #: Seconds for one direction of a pair, at most; and for one direction of all rounds together.
@@ -47,41 +47,43 @@ def tournament(count: int) -> list[list[tuple[int, int]]]:
     return [[pair for pair in pairs if -1 not in pair] for pairs in rounds]
 
 
-def _together(meeting: Meeting, _: Seen, __: Asked) -> Facts:
+def _together(rendezvous: Rendezvous, _: Seen, __: Asked) -> Facts:
     """Measure all pairs that this node is in; return what it has received, or how that failed."""
-    if not meeting.reach:
+    if not rendezvous.reach:
         return []
     token = secrets.token_bytes(_TOKEN)
     with listen(0, loopback=False) as listener:
         listener.settimeout(_PATIENCE)
         own = [listener.getsockname()[1], token.hex()]
-        places = meeting.gather("links/places", own)
-        rounds = tournament(len(meeting.labels))
+        places = rendezvous.gather("links/places", own)
+        rounds = tournament(len(rendezvous.labels))
         seconds = max(_LEAST, min(_MOST, _ALL / len(rounds)))
         found = []
         for number, pairs in enumerate(rounds):
-            pair = next((one for one in pairs if meeting.index in one), None)
+            pair = next((one for one in pairs if rendezvous.index in one), None)
             if pair is not None:
-                found.append({"pair": pair, **_measure(meeting, pair, places, listener, seconds)})
-            meeting.gather(f"links/{number}", True, _BARRIER)
+                found.append(
+                    {"pair": pair, **_measure(rendezvous, pair, places, listener, seconds)}
+                )
+            rendezvous.gather(f"links/{number}", True, _BARRIER)
         return found
 
 
 def _measure(
-    meeting: Meeting,
+    rendezvous: Rendezvous,
     pair: tuple[int, int],
     places: list[Facts],
     listener: socket.socket,
     seconds: float,
 ) -> dict[str, Facts]:
     try:
-        if meeting.index == pair[0]:
+        if rendezvous.index == pair[0]:
             port, token = places[pair[1]]
-            place = (meeting.reach[pair[1]].address, port)
+            place = (rendezvous.reach[pair[1]].address, port)
             return _call(place, bytes.fromhex(token), seconds)
-        return _answer(listener, bytes.fromhex(places[meeting.index][1]), seconds)
+        return _answer(listener, bytes.fromhex(places[rendezvous.index][1]), seconds)
     except OSError as error:
-        if text := meeting.gone():
+        if text := rendezvous.gone():
             raise LostError(text) from error
         return {"failure": why_unreached(error)}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lockstep.doctor.check import Asked, Facts, Finding, Seen, check, listed, one_line
-from lockstep.doctor.meeting import Meeting
+from lockstep.doctor.node_rendezvous import Rendezvous
 from lockstep.errors import UnreachableError, UsageError
 from lockstep.world import host
 from lockstep.world.network import addresses_of, interfaces, is_loopback
@@ -36,31 +36,31 @@ def names(seen: Seen) -> Iterator[Finding]:
                 if name == facts["own"]:
                     fine.append(text)
                 continue
-            which = "its own name" if name == facts["own"] else "the host where nodes meet"
+            which = "its own name" if name == facts["own"] else "the host of the rendezvous"
             advice = "give it the address of the network in /etc/hosts: Gloo, NCCL and torchrun may use it"
             yield Finding("warning", f"{text}: {which} leads to no other node", advice)
     if fine:
         yield Finding("ok", "; ".join(fine))
 
 
-def _connect(meeting: Meeting, _: Seen, __: Asked) -> Facts:
+def _connect(rendezvous: Rendezvous, _: Seen, __: Asked) -> Facts:
     """Let all nodes connect to each other; note where each is reached."""
     own = [f"{one.name} {one.address}" for one in interfaces() if not one.loopback]
     facts: dict[str, Facts] = {"interfaces": own, "clocks": []}
-    if not meeting.several_hosts:
+    if not rendezvous.several_hosts:
         return facts | {"alone": True}
     try:
-        meeting.reach = check_connectivity(
-            meeting.part("network"),
-            index=meeting.index,
-            labels=meeting.labels,
-            interface=meeting.interface,
+        rendezvous.reach = check_connectivity(
+            rendezvous.part("network"),
+            index=rendezvous.index,
+            labels=rendezvous.labels,
+            interface=rendezvous.interface,
             patience=10,
             warn=facts["clocks"].append,
         )
     except UsageError as error:
         return facts | {"problem": one_line(error.message), "hint": error.hint}
-    return facts | {"reach": [str(one) for one in meeting.reach]}
+    return facts | {"reach": [str(one) for one in rendezvous.reach]}
 
 
 @check("network", together=_connect, seconds=40)

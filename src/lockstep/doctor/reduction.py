@@ -10,7 +10,7 @@ from typing import Any
 
 from lockstep.doctor.check import Asked, Facts, Finding, Seen, check
 from lockstep.doctor.child import Child, LostError
-from lockstep.doctor.meeting import Meeting
+from lockstep.doctor.node_rendezvous import Rendezvous
 from lockstep.world.network import LOOPBACK, interfaces
 from lockstep.world.rendezvous.store import connect_store, host_store
 
@@ -74,29 +74,29 @@ def reduce(job: dict[str, Any]) -> dict[str, Any]:
     return {"wrong": int((summed != expected).sum()), "ms": milliseconds}
 
 
-def _together(meeting: Meeting, seen: Seen, _: Asked) -> Facts:
+def _together(rendezvous: Rendezvous, seen: Seen, _: Asked) -> Facts:
     """Reduce with all other nodes, by each backend that all of them have."""
     kinds = {str((told.get("versions") or {}).get("bits")) for told in seen.told}
     if len(kinds) > 1:
         return {"skipped": "nodes have unlike versions, which a launch refuses"}
-    if meeting.several_hosts and not meeting.reach:
+    if rendezvous.several_hosts and not rendezvous.reach:
         return {"skipped": "not all nodes reach each other"}
     counts = [ranks(told.get("gpus"), alone=seen.alone) for told in seen.told]
     gpus = all((told.get("gpus") or {}).get("gpus") for told in seen.told)
-    here = meeting.reach[meeting.index].interface if meeting.reach else _loopback()
-    store = host_store(0, loopback=not meeting.reach) if meeting.index == 0 else None
+    here = rendezvous.reach[rendezvous.index].interface if rendezvous.reach else _loopback()
+    store = host_store(0, loopback=not rendezvous.reach) if rendezvous.index == 0 else None
     job = {
-        "address": meeting.reach[0].address if meeting.reach else LOOPBACK,
-        "port": meeting.gather("all-reduce", store and int(store.port))[0],
-        "first": sum(counts[: meeting.index]),
-        "here": counts[meeting.index],
+        "address": rendezvous.reach[0].address if rendezvous.reach else LOOPBACK,
+        "port": rendezvous.gather("all-reduce", store and int(store.port))[0],
+        "first": sum(counts[: rendezvous.index]),
+        "here": counts[rendezvous.index],
         "size": sum(counts),
         "interface": here,
     }
     backends = ("gloo", "nccl") if gpus else ("gloo",)
     return {
         backend: starter.give({**job, "backend": backend}).result(3 * _SECONDS)
-        for backend, starter in zip(backends, meeting.starters, strict=False)
+        for backend, starter in zip(backends, rendezvous.starters, strict=False)
     }
 
 

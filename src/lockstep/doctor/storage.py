@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lockstep.doctor.check import Asked, Facts, Finding, Level, Seen, check, check_each, size
-from lockstep.doctor.meeting import Meeting
+from lockstep.doctor.node_rendezvous import Rendezvous
 
 _GIB = 1 << 30
 _PREFIX = ".lockstep-doctor-"
@@ -102,33 +102,34 @@ def storage(facts: Facts) -> list[Finding] | str:
     return found or f"{place}: locks, rename, {size(facts['free'])} free"
 
 
-def _together(meeting: Meeting, seen: Seen, asked: Asked) -> Facts:
+def _together(rendezvous: Rendezvous, seen: Seen, asked: Asked) -> Facts:
     """Find out whether this node sees what node 0 has made there, and its lock."""
-    if meeting.alone:
+    if rendezvous.alone:
         return None
     path = (
-        _place(asked.run_dir) / f"{_PREFIX}{meeting.gather('shared/name', secrets.token_hex(8))[0]}"
+        _place(asked.run_dir)
+        / f"{_PREFIX}{rendezvous.gather('shared/name', secrets.token_hex(8))[0]}"
     )
     facts = {"sees": False, "takes": False, "problem": ""}
     with contextlib.ExitStack() as stack:
-        if meeting.index == 0:
+        if rendezvous.index == 0:
             try:
                 held = stack.enter_context(path.open("w"))
                 stack.callback(lambda: path.unlink(missing_ok=True))
                 _takes(held.fileno())
             except OSError as error:
                 facts["problem"] = f"{error.strerror}"
-        meeting.gather("shared/made", own=True)
+        rendezvous.gather("shared/made", own=True)
         facts["sees"] = _is_there(path)
         if not os.access(path.parent, os.X_OK):
             facts["problem"] = os.strerror(errno.EACCES)
-        if meeting.index > 0 and facts["sees"]:
+        if rendezvous.index > 0 and facts["sees"]:
             try:
                 with path.open("r+") as other:
                     facts["takes"] = _takes(other.fileno())
             except OSError as error:
                 facts["problem"] = f"{error.strerror}"
-        meeting.gather("shared/seen", own=True)
+        rendezvous.gather("shared/seen", own=True)
     return facts
 
 

@@ -93,7 +93,7 @@ def _expected(launch: Launch) -> Generation:
             ranks=(launch.ranks,) * nodes.count,
             nodes=tuple(range(nodes.count)),
             names=("",) * nodes.count,
-            address=nodes.address or "(found when the nodes meet)",
+            address=nodes.address or "(found in the rendezvous)",
             interface=None,
         )
     )

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.checkpoint.shared_memory import AFTER_RUN, MEETINGS, Slot
+from lockstep.checkpoint.shared_memory import AFTER_RUN, COLLECTIVES, Slot
 from lockstep.launch.failure import Verdict, short
 from lockstep.launch.plan import WorkerPlan
 from lockstep.launch.restarts import Kind
@@ -45,7 +45,7 @@ class Stand:
         worker: its plan.
         opened: whether it has come to its first run.
         entered: number of collective calls that it has entered.
-        waiting: at which of `MEETINGS` it is; 0 for none.
+        waiting: at which of `COLLECTIVES` it is; 0 for none.
         step: how many steps it has done.
         stopped: whether its process is stopped.
         frames: its main thread's stack, innermost first; empty where it wrote none.
@@ -220,7 +220,7 @@ def _doing(stand: Stand) -> str:
     if not stand.opened:
         return f"has not opened the run yet{stand.place}"
     if stand.waiting:
-        kind = MEETINGS[stand.waiting] if stand.waiting < len(MEETINGS) else MEETINGS[1]
+        kind = COLLECTIVES[stand.waiting] if stand.waiting < len(COLLECTIVES) else COLLECTIVES[1]
         step = f" in step {stand.step + 1}" if kind != _START else ""
         return f"waits in {kind}{step}{stand.place}"
     return f"is in step {stand.step + 1}{stand.place}"

@@ -190,7 +190,7 @@ def _joined(launch: Launch, interrupts: Interrupts) -> Iterator[Rounds | None]:
         yield None
         return
     from lockstep.launch.nodes.membership_rounds import Rounds
-    from lockstep.world.meet import chosen_interface, join_timeout
+    from lockstep.world.rendezvous.rank_rendezvous import chosen_interface, join_timeout
 
     config = dataclasses.replace(
         config,

@@ -13,7 +13,7 @@ from lockstep.launch.nodes.config import Nodes, endpoint_place
 from lockstep.launch.spec import StartMethod, TargetKind
 from lockstep.world import network
 
-_MEETING_HINT = (
+_RENDEZVOUS_HINT = (
     "--rdzv-endpoint HOST or --rdzv-endpoint file:///SHARED/DIRECTORY needs no other service"
 )
 _START: Mapping[str, StartMethod] = {"spawn": "spawn", "fork": "fork", "forkserver": "fork"}
@@ -83,7 +83,7 @@ class Asked:
         if self.rdzv_backend not in (None, "c10d", "static"):
             raise UsageError(
                 f"--rdzv-backend is {self.rdzv_backend!r}; expected c10d or static",
-                hint=_MEETING_HINT,
+                hint=_RENDEZVOUS_HINT,
             )
 
     @property
@@ -137,7 +137,7 @@ class Asked:
         return asked
 
 
-def meeting(asked: Asked, nodes: Mapping[str, object]) -> tuple[Nodes, tuple[str, ...]]:
+def rendezvous_nodes(asked: Asked, nodes: Mapping[str, object]) -> tuple[Nodes, tuple[str, ...]]:
     """Return what the user says of several nodes, and what the user is told of it.
 
     Args:

@@ -22,10 +22,10 @@ from lockstep.world import network
 from lockstep.world.environments.init_method import STORE
 from lockstep.world.environments.lockstep import TOKEN
 from lockstep.world.environments.variables import meeting_place
-from lockstep.world.meet import join_timeout
 from lockstep.world.model import World
 from lockstep.world.network import LOOPBACK
 from lockstep.world.rendezvous.port_discovery import await_port
+from lockstep.world.rendezvous.rank_rendezvous import join_timeout
 from lockstep.world.rendezvous.store import connect_store, launch_store
 from lockstep.world.waiting import await_any
 

@@ -23,8 +23,8 @@ from lockstep.parameter_server.client import Client, Clients
 from lockstep.parameter_server.discovery import Place
 from lockstep.strategies.model_context import ModelContext
 from lockstep.world.environments.lockstep import SERVER, SERVER_ROOT, TOKEN
-from lockstep.world.meet import Meeting
 from lockstep.world.network import LOOPBACK
+from lockstep.world.rendezvous.rank_rendezvous import Rendezvous
 
 #: How long a server may take to end when all workers have left.
 _END_SECONDS = 5.0
@@ -34,14 +34,14 @@ class Servers:
     """The servers of a run; rank 0 may start them.
 
     Args:
-        meeting: rendezvous of the ranks.
+        rendezvous: rendezvous of the ranks.
         count: number of servers.
         directory: of the run.
         threads: intra-op threads of each rank.
     """
 
-    def __init__(self, meeting: Meeting, count: int, directory: Path, threads: int) -> None:
-        self._meeting, self._count, self._threads = meeting, count, threads
+    def __init__(self, rendezvous: Rendezvous, count: int, directory: Path, threads: int) -> None:
+        self._rendezvous, self._count, self._threads = rendezvous, count, threads
         self._logs = directory / "logs"
         self._processes: list[subprocess.Popen[str]] = []
         self._users, self._is_first = 0, True
@@ -80,12 +80,12 @@ class Servers:
 
     def _find(self) -> tuple[Sequence[Place], str]:
         """Return where the servers are, and the secret that they know."""
-        meeting, world = self._meeting, self._meeting.world
+        rendezvous, world = self._rendezvous, self._rendezvous.world
         if self._found is None and world.environment == "lockstep":
             places = discovery.find(world, self._count)
             self._found = places, discovery.token_of(os.environ)
         elif self._found is None:
-            told = meeting.told("servers/own", self._started, "start the parameter servers")
+            told = rendezvous.told("servers/own", self._started, "start the parameter servers")
             places, token = json.loads(told)
             self._found = [Place(**place) for place in places], token
         return self._found
@@ -95,7 +95,7 @@ class Servers:
         return json.dumps([[asdict(place) for place in self._start(token)], token])
 
     def _start(self, token: str) -> list[Place]:
-        world = self._meeting.world
+        world = self._rendezvous.world
         is_local = world.address is None or world.local_size == world.size
         address = LOOPBACK if is_local else str(world.address)
         self._logs.mkdir(parents=True, exist_ok=True)

@@ -34,7 +34,7 @@ class Ranks:
     Args:
         group: their process group, used for nothing else; `None` for a single one.
         counts: whether what this rank computes on counts, or only stands in for samples.
-        meeting: makes a context of waits for other ranks in a forward pass.
+        collective: makes a context of waits for other ranks in a forward pass.
         exactness: class of a run with such layers.
     """
 
@@ -42,11 +42,11 @@ class Ranks:
         self,
         group: dist.ProcessGroup | None,
         counts: Callable[[], bool] = lambda: True,
-        meeting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        collective: Callable[[], AbstractContextManager[None]] = nullcontext,
         exactness: str = "exact",
     ) -> None:
         self.exactness = exactness
-        self.meeting = meeting
+        self.collective = collective
         self.counts = counts
         self.size = 1 if group is None else dist.get_world_size(group)
         if group is not None:
@@ -107,7 +107,7 @@ class SyncedBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         counts = self.ranks.counts() and input.numel() > 0
         own = _statistics(input.detach(), counts=counts)
-        with self.ranks.meeting():
+        with self.ranks.collective():
             count, mean, squares = _unpack(self.ranks.fold(own, _merge))
         # Only where this rank has one value at most can there be no more in all: reading costs a wait.
         if (not counts or input.numel() == input.shape[1]) and count.item() <= 1:

@@ -24,20 +24,20 @@ def synchronise(context: Context, state: State, loop: Loop, module: nn.Module) -
     replicas, ranks = context.replicas, context.dims.mesh.data
     if replicas > ranks:
         _check_several(replicas, ranks, exact=context.settings.exact)
-    with context.collectives.meeting("run.sync_batchnorm"):
+    with context.collectives.collective("run.sync_batchnorm"):
         group = _group(context)
     exactness = "exact" if replicas == 1 else "close" if replicas == ranks else "approximate"
 
     @contextlib.contextmanager
-    def meeting() -> Iterator[None]:
-        with context.heartbeat.meeting("the statistics of BatchNorm"), context.passing():
+    def collective() -> Iterator[None]:
+        with context.heartbeat.collective("the statistics of BatchNorm"), context.passing():
             yield
 
     def counts() -> bool:
         microbatch = loop.microbatch
         return microbatch is None or microbatch.size > 0
 
-    return convert(module, Ranks(group, counts, meeting, exactness))
+    return convert(module, Ranks(group, counts, collective, exactness))
 
 
 def _check(context: Context, state: State, module: nn.Module) -> None:

@@ -154,7 +154,7 @@ class Checkpointing:
         asked, self._asked = self._asked, None
         self._saved = time.monotonic()
         best = None if asked is None else asked.best
-        with self._context.heartbeat.meeting("run.save"):
+        with self._context.heartbeat.collective("run.save"):
             self._checkpoints.save(self._loop.steps, tensors, text, best=best)
 
     def _capture(self) -> tuple[str, dict[str, torch.Tensor]]:
@@ -181,7 +181,7 @@ class Checkpointing:
         self._wait()
 
     def _wait(self) -> None:
-        with self._context.heartbeat.meeting("run.save"):
+        with self._context.heartbeat.collective("run.save"):
             self._checkpoints.wait()
 
     def close(self, patience: float) -> None:
@@ -235,7 +235,7 @@ def _go_on(context: Context, state: State, loop: Loop, checkpoints: Checkpoints)
     is_new = context.resume_info.is_new and context.world.generation == 0
     saved = None
     if not is_new:
-        saved = Search(context.meeting, context.group, snapshots, checkpoints).find()
+        saved = Search(context.rendezvous, context.group, snapshots, checkpoints).find()
     has_memory = snapshots is not None and snapshots.found is not None
     if snapshots is not None:
         snapshots.found = None
@@ -265,5 +265,5 @@ def _store_of(context: Context, purpose: str) -> dist.Store | None:
     """Return a client of the store for another thread; the main one's may be busy waiting."""
     if context.world.size == 1:
         return None
-    own: dist.Store = context.meeting.store.clone()  # type: ignore[attr-defined]
+    own: dist.Store = context.rendezvous.store.clone()  # type: ignore[attr-defined]
     return dist.PrefixStore(purpose, own)

@@ -18,8 +18,8 @@ from lockstep.errors import MismatchError, PeerError
 from lockstep.exchange.scatter import told_by_all
 from lockstep.record import stacks
 from lockstep.training.heartbeat import Call, Heartbeat
-from lockstep.world.meet import Meeting
 from lockstep.world.model import World
+from lockstep.world.rendezvous.rank_rendezvous import Rendezvous
 from lockstep.world.rendezvous.store import TIMEOUT
 
 #: Bytes in which a rank says what it is in.
@@ -44,16 +44,16 @@ class CollectiveCheck:
     Args:
         heartbeat: where this rank stands.
         group: the process group, or `None` for a single rank.
-        meeting: rendezvous of the ranks, with the errors of those that have ended.
+        rendezvous: rendezvous of the ranks, with the errors of those that have ended.
     """
 
     def __init__(
-        self, heartbeat: Heartbeat, group: dist.ProcessGroup | None, meeting: Meeting
+        self, heartbeat: Heartbeat, group: dist.ProcessGroup | None, rendezvous: Rendezvous
     ) -> None:
-        self._heartbeat, self._group, self._meeting = heartbeat, group, meeting
+        self._heartbeat, self._group, self._rendezvous = heartbeat, group, rendezvous
 
     @contextlib.contextmanager
-    def meeting(self, kind: str) -> Iterator[None]:
+    def collective(self, kind: str) -> Iterator[None]:
         """Come to the call `kind` with all ranks, and do in the body what it takes.
 
         Raises:
@@ -62,7 +62,7 @@ class CollectiveCheck:
         if self._group is None:
             yield
             return
-        with self._heartbeat.meeting(kind):
+        with self._heartbeat.collective(kind):
             self._compare(kind, self._group)
             yield
 
@@ -71,7 +71,7 @@ class CollectiveCheck:
         try:
             told = told_by_all(f"{kind}\n{place}".encode(), _LENGTH, group)
         except RuntimeError as error:
-            why = self._meeting.heard(_SECONDS)
+            why = self._rendezvous.heard(_SECONDS)
             if why is None:
                 raise
             raise PeerError(why) from error
@@ -100,7 +100,7 @@ class RankOrder:
         mine = f"{prefix}/{world.node_rank}/{world.local_rank}"
         if not world.is_main:
             leader = 0 if world.local_rank == 0 else world.node_rank
-            with self._heartbeat.meeting("run.main_process_first"):
+            with self._heartbeat.collective("run.main_process_first"):
                 self._wait(f"{prefix}/{leader}/0", leader)
         else:
             self._heartbeat.pass_by("run.main_process_first")

@@ -32,7 +32,7 @@ from lockstep.world.connect import Connection, connect
 from lockstep.world.cores import shared_cores
 from lockstep.world.devices import choose_device, default_threads, make_deterministic
 from lockstep.world.devices_asked import CORES
-from lockstep.world.meet import Meeting, meet
+from lockstep.world.rendezvous.rank_rendezvous import Rendezvous, join_ranks
 
 #: Directories that earlier runs of this process have taken.
 taken_directories: set[Path] = set()
@@ -46,7 +46,7 @@ class Context:
 
     Attributes:
         settings: what is asked for.
-        meeting: rendezvous of the ranks, through which they report failures.
+        rendezvous: rendezvous of the ranks, through which they report failures.
         identity: what the result depends on.
         resume_info: what the run directory says of the run until now.
         says_replicas: whether the script, the launch or an earlier launch says how many replicas there are.
@@ -64,7 +64,7 @@ class Context:
     """
 
     settings: Settings
-    meeting: Meeting
+    rendezvous: Rendezvous
     identity: Identity
     resume_info: ResumeInfo
     says_replicas: bool
@@ -83,7 +83,7 @@ class Context:
     @property
     def world(self) -> World:
         """Who this process is."""
-        return self.meeting.world
+        return self.rendezvous.world
 
     @property
     def replicas(self) -> int:
@@ -125,9 +125,9 @@ class Context:
             staleness=self.settings.staleness,
             servers=servers,
             exchanging=self.record.pace.exchanging(self.device.type),
-            stepping=partial(self.heartbeat.meeting, "optimizer.step"),
-            sharing=partial(self.heartbeat.meeting, "the exchange of buffers"),
-            gathering=partial(self.heartbeat.meeting, "the gathering of parameters"),
+            stepping=partial(self.heartbeat.collective, "optimizer.step"),
+            sharing=partial(self.heartbeat.collective, "the exchange of buffers"),
+            gathering=partial(self.heartbeat.collective, "the gathering of parameters"),
             gathering_in_backward=partial(self.passing, range(self.world.size)),
             passing=self.passing,
         )
@@ -153,35 +153,35 @@ def join(settings: Settings, world: World, store: dist.Store | None = None) -> C
         DeviceError: if there are not enough devices.
         RunDirectoryError: if the directory cannot be used.
     """
-    meeting = meet(world, store)
-    world = meeting.world
+    rendezvous = join_ranks(world, store)
+    world = rendezvous.world
     heartbeat = Heartbeat.begin(find_slot(os.environ, world), os.environ)
-    with meeting.telling(), heartbeat.meeting("the start of the run"):
-        run_dir, launch = _run_dir(settings, meeting.number), launch_of(world, os.environ)
-        resume_info = recall(meeting, run_dir, launch, fresh=settings.fresh)
+    with rendezvous.telling(), heartbeat.collective("the start of the run"):
+        run_dir, launch = _run_dir(settings, rendezvous.number), launch_of(world, os.environ)
+        resume_info = recall(rendezvous, run_dir, launch, fresh=settings.fresh)
         mesh = choose_mesh(settings, world)
         said = settings.replicas or resume_info.replicas or settings.default_replicas
         here = ParallelDims.of(mesh, world.rank, said or mesh.data)
         device = choose_device(settings.devices, world)
         asked = settings.threads or resume_info.threads or settings.default_threads
-        threads = _set_threads(asked, meeting, here.replicas * mesh.model)
+        threads = _set_threads(asked, rendezvous, here.replicas * mesh.model)
         if settings.exact:
             make_deterministic(device)
         check_precision(settings.precision, device)
         counts = {"replicas": here.replicas, "threads": threads}
         identity = describe(settings, **counts, device=device.type)
-        memory = Memory.find(os.environ, meeting, identity, settings.staleness or 0)
+        memory = Memory.find(os.environ, rendezvous, identity, settings.staleness or 0)
         needs_group = STRATEGIES.find(settings.strategy).needs_group
-        connection = connect(meeting, device, always=needs_group)
+        connection = connect(rendezvous, device, always=needs_group)
         groups = Groups.of(connection.group, mesh, settings.strategy, device)
     exchange = "none"
     if groups.data is not None:
         exchange = choose_exchange(settings, here, world, device.type)
     method = method_of(settings, exchange, alone=groups.everyone is None)
-    record = _open_record(settings, meeting, identity, resume_info, here, device, method)
+    record = _open_record(settings, rendezvous, identity, resume_info, here, device, method)
     return Context(
         settings=settings,
-        meeting=meeting,
+        rendezvous=rendezvous,
         identity=identity,
         resume_info=resume_info,
         says_replicas=said is not None,
@@ -192,10 +192,10 @@ def join(settings: Settings, world: World, store: dist.Store | None = None) -> C
         exchange=exchange,
         connection=connection,
         heartbeat=heartbeat,
-        collectives=CollectiveCheck(heartbeat, groups.everyone, meeting),
+        collectives=CollectiveCheck(heartbeat, groups.everyone, rendezvous),
         memory=memory,
         record=record,
-        watchdog=None if groups.everyone is None else Watchdog(meeting, heartbeat),
+        watchdog=None if groups.everyone is None else Watchdog(rendezvous, heartbeat),
     )
 
 
@@ -207,25 +207,25 @@ def _run_dir(settings: Settings, number: int) -> Path | None:
     return run_dir
 
 
-def _set_threads(asked: int | None, meeting: Meeting, replicas: int) -> int:
+def _set_threads(asked: int | None, rendezvous: Rendezvous, replicas: int) -> int:
     """Let torch use as many threads as the run is to have: its bits depend on their number."""
-    threads = asked or _default_threads(meeting, replicas)
+    threads = asked or _default_threads(rendezvous, replicas)
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
     return threads
 
 
-def _default_threads(meeting: Meeting, replicas: int) -> int:
+def _default_threads(rendezvous: Rendezvous, replicas: int) -> int:
     """Return one default for all ranks: cores may differ, but a run computes with as many threads."""
     # A launcher that binds its ranks to cores has told what they share.
-    alone = meeting.world.size == 1 or CORES in os.environ
-    cores = None if alone else shared_cores(meeting)
-    return int(meeting.told("threads", lambda: str(default_threads(replicas, cores)), "begin"))
+    alone = rendezvous.world.size == 1 or CORES in os.environ
+    cores = None if alone else shared_cores(rendezvous)
+    return int(rendezvous.told("threads", lambda: str(default_threads(replicas, cores)), "begin"))
 
 
 def _open_record(
     settings: Settings,
-    meeting: Meeting,
+    rendezvous: Rendezvous,
     identity: Identity,
     resume_info: ResumeInfo,
     here: ParallelDims,
@@ -236,12 +236,12 @@ def _open_record(
     pid, before = _before or (0, None)
     asked = RecordSettings(
         name=settings.name,
-        run_dir=_run_dir(settings, meeting.number),
+        run_dir=_run_dir(settings, rendezvous.number),
         fresh=settings.fresh and not resume_info.is_ours,
         progress=settings.progress,
         trace=settings.trace,
         generation=resume_info.generations,
-        launch=launch_of(meeting.world, os.environ),
+        launch=launch_of(rendezvous.world, os.environ),
         restarted=resume_info.is_ours,
         repeats=here.column > 0,
         before=before if pid == os.getpid() else None,
@@ -249,10 +249,10 @@ def _open_record(
         loggers=settings.loggers,
         method=method,
     )
-    with meeting.telling():
-        if not meeting.world.is_main:  # which may refuse the directory
-            meeting.wait(["directory"], "begin")
-        record = Recorder(asked, identity, meeting.world, meeting.store)
+    with rendezvous.telling():
+        if not rendezvous.world.is_main:  # which may refuse the directory
+            rendezvous.wait(["directory"], "begin")
+        record = Recorder(asked, identity, rendezvous.world, rendezvous.store)
     if settings.run_dir is not None:
         taken_directories.add(settings.run_dir)
     _before = (os.getpid(), record.directory)

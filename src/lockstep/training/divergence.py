@@ -13,7 +13,7 @@ from functools import partial
 
 from lockstep.data.sources import Tell
 from lockstep.errors import DivergenceError, PeerError
-from lockstep.world.meet import Meeting
+from lockstep.world.rendezvous.rank_rendezvous import Rendezvous
 from lockstep.world.waiting import await_any
 
 #: What is compared, in this order, and how a difference is said.
@@ -44,16 +44,16 @@ class SameData:
     """Compares the data of loaders with the data of rank 0.
 
     Attributes:
-        meeting: rendezvous of the ranks.
+        rendezvous: rendezvous of the ranks.
         exact: whether values count, and not only what they are chosen by.
     """
 
-    meeting: Meeting
+    rendezvous: Rendezvous
     exact: bool
 
     def check_of(self, loader: int) -> Tell | None:
         """Return what compares the data of loader number `loader`; `None` on a single rank."""
-        return None if self.meeting.world.size == 1 else partial(self._compare, loader)
+        return None if self.rendezvous.world.size == 1 else partial(self._compare, loader)
 
     def _compare(self, loader: int, own: dict[str, str]) -> None:
         """Compare what this rank holds; rank 0 says what it holds, and continues.
@@ -62,7 +62,7 @@ class SameData:
             DivergenceError: if it is something else than on rank 0.
             PeerError: if the store is gone.
         """
-        key, store, rank = f"data/{loader}", self.meeting.store, self.meeting.world.rank
+        key, store, rank = f"data/{loader}", self.rendezvous.store, self.rendezvous.world.rank
         if rank == 0:
             store.set(key, json.dumps(own))
             return
@@ -81,7 +81,7 @@ class SameData:
         seen = _WORDS[name].format(
             own=own.get(name),
             theirs=theirs.get(name),
-            rank=self.meeting.world.rank,
+            rank=self.rendezvous.world.rank,
             shown=own.get("shown"),
         )
         raise DivergenceError(
@@ -99,12 +99,12 @@ def differing(
 
 
 def check_same(
-    meeting: Meeting, own: str, parts: Callable[[], dict[str, str]], *, exact: bool
+    rendezvous: Rendezvous, own: str, parts: Callable[[], dict[str, str]], *, exact: bool
 ) -> None:
     """Wait until all ranks have come to their end, and compare what they end with.
 
     Args:
-        meeting: rendezvous of the ranks.
+        rendezvous: rendezvous of the ranks.
         own: digest of this rank.
         parts: returns digests of models and registered objects, by name; asked for where ranks differ.
         exact: whether digests have to be the same.
@@ -113,12 +113,12 @@ def check_same(
         DivergenceError: if a rank holds other bits.
         PeerError: if a rank does not come to its end.
     """
-    found = json.loads(meeting.conclude("digest", own, _first_other, "the end"))
+    found = json.loads(rendezvous.conclude("digest", own, _first_other, "the end"))
     if found is not None and exact:
         main, rank, digest = found
         raise DivergenceError(
             f"rank 0 ends with {main}, rank {rank} with {digest}: "
-            f"{_differing(meeting, parts(), rank)} differ; expected the same bits",
+            f"{_differing(rendezvous, parts(), rank)} differ; expected the same bits",
             hint="look for code that changes weights by itself on one rank; "
             "`lockstep verify` names the first step that differs",
         )
@@ -130,10 +130,10 @@ def _first_other(digests: list[str]) -> str:
     return json.dumps(None if other is None else [main, other, digests[other]])
 
 
-def _differing(meeting: Meeting, own: dict[str, str], other: int) -> str:
+def _differing(rendezvous: Rendezvous, own: dict[str, str], other: int) -> str:
     """Return the names of what rank 0 and another rank hold that is not the same."""
     keys = [f"parts/{rank}" for rank in (0, other)]
-    meeting.store.set(f"parts/{meeting.world.rank}", json.dumps(own))
-    meeting.wait(keys, "the end")
-    one, two = (json.loads(meeting.store.get(key)) for key in keys)
+    rendezvous.store.set(f"parts/{rendezvous.world.rank}", json.dumps(own))
+    rendezvous.wait(keys, "the end")
+    one, two = (json.loads(rendezvous.store.get(key)) for key in keys)
     return ", ".join(n for n in {**one, **two} if one.get(n) != two.get(n)) or "the objects"

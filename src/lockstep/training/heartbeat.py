@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from lockstep.checkpoint.shared_memory import AFTER_RUN, MEETINGS, Slot
+from lockstep.checkpoint.shared_memory import AFTER_RUN, COLLECTIVES, Slot
 from lockstep.data.microbatch import Microbatch
 from lockstep.record import stacks
 from lockstep.training.listeners import Listener
@@ -18,8 +18,8 @@ from lockstep.training.listeners import Listener
 #: What a rank is in: which batch of which loop, and the models that a backward pass goes through.
 Detail = tuple[int, ...]
 
-_CODES = {name: code for code, name in enumerate(MEETINGS)}
-#: Meetings that are remembered: more than can be passed before another rank comes to them.
+_CODES = {name: code for code, name in enumerate(COLLECTIVES)}
+#: Collective calls that are remembered: more than can be passed before another rank comes to them.
 _RECENT = 16
 
 
@@ -110,7 +110,7 @@ class Heartbeat(Listener):
         self.leave()
 
     @contextlib.contextmanager
-    def meeting(self, kind: str) -> Iterator[None]:
+    def collective(self, kind: str) -> Iterator[None]:
         """Be in a collective call in the body.
 
         Inside another one, such as a backward pass with layers that sum, it returns to the outer call.

@@ -11,8 +11,8 @@ from lockstep.checkpoint.schedule import Schedule
 from lockstep.checkpoint.shared_memory import SLOTS, Descriptors, Slot, StatusPage, tag_of
 from lockstep.checkpoint.snapshot import Snapshots
 from lockstep.record.run_file import Identity
-from lockstep.world.meet import Meeting
 from lockstep.world.model import World
+from lockstep.world.rendezvous.rank_rendezvous import Rendezvous
 
 #: Which of its launcher's ranks a worker is, and how many they are: `index/count`.
 SLOT_VARIABLE = "LOCKSTEP_SLOT"
@@ -36,17 +36,17 @@ class Memory:
 
     @staticmethod
     def find(
-        environ: Mapping[str, str], meeting: Meeting, identity: Identity, ahead: int
+        environ: Mapping[str, str], rendezvous: Rendezvous, identity: Identity, ahead: int
     ) -> Memory | None:
         """Return the memory that the launcher has made; `None` without one, as under `torchrun`.
 
         Args:
             environ: the environment of this process.
-            meeting: rendezvous of the ranks.
+            rendezvous: rendezvous of the ranks.
             identity: of the run.
             ahead: by how many steps ranks may be ahead of the first one.
         """
-        world, run = meeting.world, meeting.number  # of the runs that this process makes
+        world, run = rendezvous.world, rendezvous.number  # of the runs that this process makes
         if (place := _place(environ, world)) is None:
             return None
         descriptors, index, count = place

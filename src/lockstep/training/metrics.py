@@ -54,7 +54,7 @@ class Metrics:
         replicas: number of replicas in all.
         block: those of this rank.
         group: the process group, or `None` for a single rank.
-        meeting: given a call's name, returns the context of its collective part.
+        collective: given a call's name, returns the context of its collective part.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class Metrics:
         replicas: int,
         block: range,
         group: dist.ProcessGroup | None,
-        meeting: Callable[[str], AbstractContextManager[None]] = _alone,
+        collective: Callable[[str], AbstractContextManager[None]] = _alone,
     ) -> None:
         self._loop = loop
         self._replicas, self._block = replicas, block
         self._group = group
-        self._meeting = meeting
+        self._collective = collective
         self._under_way: list[tuple[MetricEvent, _Seen]] = []
         loop.note_partial = self.note_partial
 
@@ -123,7 +123,7 @@ class Metrics:
         try:
             for item, microbatch in self._with_microbatches(call, items, again=again):
                 seen.add(item, microbatch)
-            with self._meeting(call):
+            with self._collective(call):
                 value = seen.result()
         except BaseException:
             self._loop.progress.metric_left(event)
@@ -165,7 +165,7 @@ class Metrics:
     def note_partial(self) -> None:
         """Note what the calls under way have seen, as part of the position; all ranks do so together."""
         for event, seen in self._under_way:
-            with self._meeting(event.call):
+            with self._collective(event.call):
                 event.value = seen.partial()
 
 

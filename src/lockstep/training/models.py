@@ -38,7 +38,7 @@ class Models:
         self._tried = 0  # models that were to be held: what failed has left notes for other ranks
         asked, directory = context.settings, context.record.directory
         self._strategy = STRATEGIES.find(asked.strategy)
-        self._servers = Servers(context.meeting, asked.servers, directory, context.threads)
+        self._servers = Servers(context.rendezvous, asked.servers, directory, context.threads)
 
     def add(self, model: Any, keywords: Mapping[str, Any]) -> nn.Module:
         """Check, place and hold `model`, a module or a list of them; return what the script is to call.
@@ -57,7 +57,7 @@ class Models:
         check_savable(type(module).__name__, extra)
         self._place(module, entry)
         # How a model is held must not change what the next one starts from.
-        with undisturbed(), self._context.collectives.meeting("run.model"):
+        with undisturbed(), self._context.collectives.collective("run.model"):
             self._tried += 1
             held = self._hold(module, entry, context, own)
         self._state.models.append(held)

@@ -21,8 +21,8 @@ from lockstep.checkpoint.snapshot import Snapshots
 from lockstep.errors import CheckpointError
 from lockstep.record import run_file
 from lockstep.training.state import ANSWERS, State
-from lockstep.world.meet import Meeting
 from lockstep.world.model import World
+from lockstep.world.rendezvous.rank_rendezvous import Rendezvous
 
 _NO_RANK = "-1"
 
@@ -55,12 +55,12 @@ def launch_of(world: World, environ: Mapping[str, str]) -> str | None:
 
 
 def recall(
-    meeting: Meeting, run_dir: Path | None, launch: str | None, *, fresh: bool
+    rendezvous: Rendezvous, run_dir: Path | None, launch: str | None, *, fresh: bool
 ) -> ResumeInfo:
     """Return what the main rank finds in `run_dir`, the same on all ranks.
 
     Args:
-        meeting: rendezvous of the ranks.
+        rendezvous: rendezvous of the ranks.
         run_dir: the directory; `None` for a new one.
         launch: name of this launch.
         fresh: whether a run of another launch is to be forgotten.
@@ -73,7 +73,7 @@ def recall(
     def earlier() -> ResumeInfo:
         recorded = (None if run_dir is None else run_file.read(run_dir)) or {}
         # A restart continues with what this launch has begun, fresh or not.
-        is_of_launch = launch is not None or meeting.world.generation > 0
+        is_of_launch = launch is not None or rendezvous.world.generation > 0
         is_ours = recorded.get("launch") == launch and is_of_launch
         generations, identity = recorded.get("generations", []), recorded.get("identity", {})
         if not generations or (fresh and not is_ours):
@@ -81,7 +81,7 @@ def recall(
         replicas, threads = identity.get("replicas"), identity.get("threads")
         return ResumeInfo(len(generations), replicas, threads, is_ours)
 
-    told = meeting.told("earlier", lambda: json.dumps(asdict(earlier())), "begin")
+    told = rendezvous.told("earlier", lambda: json.dumps(asdict(earlier())), "begin")
     return ResumeInfo(**json.loads(told))
 
 
@@ -129,7 +129,7 @@ class Search:
     """Looks for the state of a run in memory and on disk, together with the other ranks.
 
     Args:
-        meeting: rendezvous of the ranks.
+        rendezvous: rendezvous of the ranks.
         group: the process group; `None` for a single rank.
         snapshots: the memory that this rank sees, if any.
         disk: the checkpoints of the run.
@@ -137,13 +137,13 @@ class Search:
 
     def __init__(
         self,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         group: dist.ProcessGroup | None,
         snapshots: Snapshots | None,
         disk: Checkpoints,
     ) -> None:
-        self._meeting, self._group, self._disk = meeting, group, disk
-        self._rank, self._size = meeting.world.rank, meeting.world.size
+        self._rendezvous, self._group, self._disk = rendezvous, group, disk
+        self._rank, self._size = rendezvous.world.rank, rendezvous.world.size
         self._memory = _in_memory(snapshots, self._rank, self._size)
         self._found: checkpoints.Found | None = None
 
@@ -190,7 +190,7 @@ class Search:
         return Saved(found.manifest.text, tensors, str(found.path))
 
     def _conclude(self, question: str, own: str, of: Callable[[list[str]], str]) -> str:
-        return self._meeting.conclude(f"resume/{question}", own, of, "find their state")
+        return self._rendezvous.conclude(f"resume/{question}", own, of, "find their state")
 
     def _spread(self, own: Saved | None) -> Saved | None:
         """Let ranks that hold the state send it to those that don't."""
@@ -198,7 +198,7 @@ class Search:
         return own if source == _NO_RANK else self._broadcast(own, int(source))
 
     def _broadcast(self, own: Saved | None, source: int) -> Saved:
-        store, is_source = self._meeting.store, self._rank == source
+        store, is_source = self._rendezvous.store, self._rank == source
         if is_source:
             assert own is not None
             shapes = [
@@ -206,7 +206,7 @@ class Search:
                 for name, one in own.tensors.items()
             ]
             store.set("resume/head", json.dumps({"text": own.text, "tensors": shapes}))
-        self._meeting.wait(["resume/head"], "find their state")
+        self._rendezvous.wait(["resume/head"], "find their state")
         head: dict[str, Any] = json.loads(store.get("resume/head"))
         tensors: dict[str, Stored] = {}
         for name, dtype, shape in head["tensors"]:

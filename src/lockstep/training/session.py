@@ -35,7 +35,7 @@ from lockstep.training.models import Models
 from lockstep.training.preemption import Preempted, Signals
 from lockstep.training.state import State, footprint
 from lockstep.world import World, mpi
-from lockstep.world.meet import leave
+from lockstep.world.rendezvous.rank_rendezvous import leave
 
 #: Seconds that a checkpoint which is being written has left when the script fails.
 _PATIENCE = 10.0
@@ -86,11 +86,15 @@ class Session:
         self.loop.followed, self.loop.warn = averages.followed, record.warn
         self.models, self.loaders = Models(context, self.state), Loaders(context, self.loop)
         self.backward = Backward(context, self.state, self.loop, self._faults)
-        block, data, meeting = context.dims.block, context.groups.data, context.collectives.meeting
-        self.metrics = Metrics(self.loop, context.replicas, block, data, meeting)
+        block, data, collective = (
+            context.dims.block,
+            context.groups.data,
+            context.collectives.collective,
+        )
+        self.metrics = Metrics(self.loop, context.replicas, block, data, collective)
         self.rank_order = RankOrder(context.world, context.store, context.heartbeat)
         record.bind(self.loop, self.digests)
-        with context.meeting.telling():
+        with context.rendezvous.telling():
             self._checkpointing = checkpointing.begin(context, self.state, self.loop)
         self.loop.at_point, self.loop.at_epoch = (
             self._checkpointing.at_point,
@@ -168,7 +172,7 @@ class Session:
     def barrier(self) -> None:
         """Wait until all ranks are here."""
         if self.context.group is not None:
-            with self.context.collectives.meeting("run.barrier"):
+            with self.context.collectives.collective("run.barrier"):
                 dist.barrier(group=self.context.group)
 
     # --- the end ---------------------------------------------------------------------------------
@@ -194,9 +198,9 @@ class Session:
         if watchdog is not None:
             watchdog.run_ends()
         record.script_ends()
-        with context.heartbeat.meeting("the end of the run"):
+        with context.heartbeat.collective("the end of the run"):
             if context.group is not None:
-                check_same(context.meeting, own, self.digests, exact=context.settings.exact)
+                check_same(context.rendezvous, own, self.digests, exact=context.settings.exact)
         if watchdog is not None:
             watchdog.close()  # from here on no rank waits for another one
         if self.backward.has_run and not self.loop.steps:
@@ -218,7 +222,7 @@ class Session:
         self._checkpointing.close(_PATIENCE if own else 0.0)
         if failed and error is not None:
             mpi.fail()
-            context.meeting.fail(error)
+            context.rendezvous.fail(error)
         context.heartbeat.closes(left=failed and isinstance(error, SystemExit))
         self.loop.close()
         if context.watchdog is not None:
@@ -232,7 +236,7 @@ class Session:
             context.record.close(error if failed else None)
         finally:
             if context.connection.owned and not failed:
-                leave(context.meeting)
+                leave(context.rendezvous)
                 dist.destroy_process_group()
 
 

@@ -26,7 +26,7 @@ from lockstep.record import report, stacks
 from lockstep.training.collective_check import WaitingRank, mismatch
 from lockstep.training.heartbeat import Heartbeat
 from lockstep.training.listeners import Listener
-from lockstep.world.meet import Meeting
+from lockstep.world.rendezvous.rank_rendezvous import Rendezvous
 
 _LOOK_SECONDS = 1.0
 #: Seconds that the thread may take to end: one that asks a store whose host is gone does not.
@@ -48,7 +48,7 @@ class Watchdog(Listener):
     """Publishes where this rank leaves loops and waits, and looks where the others do.
 
     Args:
-        meeting: rendezvous of the ranks, with their store.
+        rendezvous: rendezvous of the ranks, with their store.
         heartbeat: where this rank stands.
         fail: told of the disagreement, and the line of the script, before the process ends; by default
             the launcher is.
@@ -59,22 +59,22 @@ class Watchdog(Listener):
 
     def __init__(
         self,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         heartbeat: Heartbeat,
         fail: Callable[[LockstepError, stacks.Frame | None], None] | None = None,
     ) -> None:
         # A client of its own for the thread: the main thread's may be busy waiting.
-        own: dist.Store = meeting.store.clone()  # type: ignore[attr-defined]
-        self._store = dist.PrefixStore("watch", meeting.store)
+        own: dist.Store = rendezvous.store.clone()  # type: ignore[attr-defined]
+        self._store = dist.PrefixStore("watch", rendezvous.store)
         self._thread_store = dist.PrefixStore("watch", own)
-        self._meeting = replace(meeting, store=own)
+        self._rendezvous = replace(rendezvous, store=own)
         self._heartbeat = heartbeat
         # A launcher that starts all ranks sees whether any of them moves.
-        self._several = meeting.world.launch_file is None
-        self._rank, size = meeting.world.rank, meeting.world.size
+        self._several = rendezvous.world.launch_file is None
+        self._rank, size = rendezvous.world.rank, rendezvous.world.size
         self._others = _after(self._rank, range(size))
         # A launcher of ours looks itself for ranks that are gone.
-        watched = meeting.world.environment == "lockstep"
+        watched = rendezvous.world.environment == "lockstep"
         self._pulse = None if watched else Liveness(self._thread_store, self._rank, size)
         self._fail = fail or self._tell_launcher
         self.also: list[Callable[[], None]] = []
@@ -199,7 +199,7 @@ class Watchdog(Listener):
 
     def _hear_failure(self) -> None:
         """This rank stands still: has another one failed, which it may wait for in vain?"""
-        store = self._meeting.store
+        store = self._rendezvous.store
         if store.check(["failed"]):
             self._end(PeerError(store.get("failed").decode()))
 
@@ -279,7 +279,7 @@ class Watchdog(Listener):
         text = "".join(f"  at {frame}\n" for frame in frames)
         print(f"lockstep: error: {error}\n{text}", end="", file=sys.stderr, flush=True)  # noqa: T201
         self._fail(error, frames[0] if frames else None)
-        self._meeting.fail(error)
+        self._rendezvous.fail(error)
         os._exit(error.exit_code)
 
     def _tell_launcher(self, error: LockstepError, frame: stacks.Frame | None) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lockstep.errors import DeviceError
 from lockstep.world.devices import device_identity
 from lockstep.world.groups import keep
-from lockstep.world.meet import Meeting
+from lockstep.world.rendezvous.rank_rendezvous import Rendezvous
 from lockstep.world.rendezvous.store import TIMEOUT
 
 
@@ -29,26 +29,26 @@ class Connection:
     owned: bool
 
 
-def connect(meeting: Meeting, device: torch.device, *, always: bool = False) -> Connection:
+def connect(rendezvous: Rendezvous, device: torch.device, *, always: bool = False) -> Connection:
     """Return the process group of the ranks of a rendezvous.
 
     A process group that the script has already made is taken as it is, if it moves tensors in the
     processor's memory as well as on the device; else a group of the same ranks that does is made beside it.
 
     Args:
-        meeting: rendezvous of the ranks.
+        rendezvous: rendezvous of the ranks.
         device: what this rank computes on.
         always: whether a rank that is alone has a process group, too.
 
     Raises:
         DeviceError: if two ranks would share a GPU.
     """
-    world, store = meeting.world, meeting.store
+    world, store = rendezvous.world, rendezvous.store
     notes = dist.PrefixStore("run", store)
     if world.size == 1 and not always and not dist.is_initialized():
         return Connection(notes, None, owned=False)
     _check_devices(dist.PrefixStore("devices", store), world.rank, device)
-    meeting.ready()
+    rendezvous.ready()
     if dist.is_initialized():
         return Connection(notes, _adopt(device), owned=False)
     dist.init_process_group(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from lockstep.world.cgroups import cpu_quota
 
 if TYPE_CHECKING:
-    from lockstep.world.meet import Meeting
+    from lockstep.world.rendezvous.rank_rendezvous import Rendezvous
 
 _SYSTEM = Path("/sys/devices/system")
 
@@ -65,27 +65,27 @@ def count(shares: Iterable[Share]) -> int:
     return max(1, min(cores, limit))
 
 
-def shared_cores(meeting: Meeting) -> int:
+def shared_cores(rendezvous: Rendezvous) -> int:
     """Return how many cores the ranks on the main rank's node may use together; all ranks call it.
 
     Unlike `usable_cores()`, it doesn't depend on whether the launcher bound each rank to a part of them, as
     `mpiexec` and Slurm do.
 
     Args:
-        meeting: rendezvous of all ranks.
+        rendezvous: rendezvous of all ranks.
 
     Raises:
         PeerError: if a rank cannot continue.
     """
-    world, store = meeting.world, meeting.store
+    world, store = rendezvous.world, rendezvous.store
     store.set(f"cores/{world.node_rank}/{world.local_rank}", json.dumps(asdict(Share.here())))
     keys = [f"cores/{world.node_rank}/{other}" for other in range(world.local_size)]
 
     def counted() -> str:
-        meeting.wait(keys, "begin")
+        rendezvous.wait(keys, "begin")
         return str(count(Share(**json.loads(store.get(key))) for key in keys))
 
-    return int(meeting.told("cores", counted, "begin"))
+    return int(rendezvous.told("cores", counted, "begin"))
 
 
 def topology(allowed: Iterable[int] | None = None) -> Topology:

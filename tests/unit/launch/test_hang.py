@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.checkpoint.shared_memory import AFTER_RUN, MEETINGS, Slot
+from lockstep.checkpoint.shared_memory import AFTER_RUN, COLLECTIVES, Slot
 from lockstep.launch import hang
 from lockstep.launch.hang import HangWatch, Stand
 from lockstep.launch.plan import WorkerPlan
@@ -18,7 +18,7 @@ from lockstep.launch.restarts import Kind
 from lockstep.record import stacks
 from lockstep.record.stacks import Frame
 
-BACKWARD = MEETINGS.index("run.backward")
+BACKWARD = COLLECTIVES.index("run.backward")
 
 
 class Clock:

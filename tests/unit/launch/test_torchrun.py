@@ -97,7 +97,7 @@ SAME: list[tuple[str, dict[str, Any]]] = [
     ("-r0:1", {"streams": Streams(redirects={0: 1})}),
     ("--local_ranks_filter=0,2", {"streams": Streams(only=frozenset({0, 2}))}),
 ]
-MEETINGS: list[tuple[str, dict[str, Any]]] = [
+ENDPOINTS: list[tuple[str, dict[str, Any]]] = [
     ("--standalone", {"count": 1, "alone": True}),
     ("--standalone --nnodes 1:4", {"count": 1, "alone": True}),
     (
@@ -141,7 +141,7 @@ MEETINGS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(
-    ("line", "meant"), [*SAME, *((line, {"nodes": Nodes(**nodes)}) for line, nodes in MEETINGS)]
+    ("line", "meant"), [*SAME, *((line, {"nodes": Nodes(**nodes)}) for line, nodes in ENDPOINTS)]
 )
 def test_what_is_launched(line: str, meant: dict[str, Any]) -> None:
     spec, notes = read(*line.split())

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from lockstep.checkpoint.shared_memory import AFTER_RUN, MEETINGS, Slot
+from lockstep.checkpoint.shared_memory import AFTER_RUN, COLLECTIVES, Slot
 from lockstep.training.heartbeat import Heartbeat
 
 
@@ -41,8 +41,8 @@ def test_others_that_move_are_no_move_of_this_rank(slot: Slot) -> None:
 
 def test_a_meeting_is_entered_and_left(slot: Slot) -> None:
     heartbeat = Heartbeat(slot)
-    with heartbeat.meeting("run.barrier"):
-        assert (slot.entered, MEETINGS[slot.waiting]) == (1, "run.barrier")
+    with heartbeat.collective("run.barrier"):
+        assert (slot.entered, COLLECTIVES[slot.waiting]) == (1, "run.barrier")
         assert heartbeat.waits
         assert heartbeat.recent[-1] == (1, "run.barrier", ())
     assert (slot.entered, slot.waiting, heartbeat.waits) == (1, 0, False)
@@ -50,7 +50,7 @@ def test_a_meeting_is_entered_and_left(slot: Slot) -> None:
 
 def test_a_meeting_that_fails_is_left(slot: Slot) -> None:
     heartbeat = Heartbeat(slot)
-    with pytest.raises(ValueError, match="x"), heartbeat.meeting("run.mean"):
+    with pytest.raises(ValueError, match="x"), heartbeat.collective("run.mean"):
         raise ValueError("x")
     assert slot.waiting == 0
 
@@ -58,14 +58,14 @@ def test_a_meeting_that_fails_is_left(slot: Slot) -> None:
 def test_a_meeting_inside_of_another_one_comes_back_to_it(slot: Slot) -> None:
     """As where layers meet in a backward pass, in which ranks go on waiting."""
     heartbeat = Heartbeat(slot)
-    inner = functools.partial(heartbeat.meeting, "the statistics of BatchNorm")
+    inner = functools.partial(heartbeat.collective, "the statistics of BatchNorm")
     heartbeat.enter("run.backward", (0, 1))
     for _ in range(2):
         with inner():
             assert heartbeat.recent[-1].kind == "the statistics of BatchNorm"
         assert heartbeat.waits
         assert heartbeat.recent[-1][1:] == ("run.backward", (0, 1))
-        assert MEETINGS[slot.waiting] == "run.backward"
+        assert COLLECTIVES[slot.waiting] == "run.backward"
     assert slot.entered == heartbeat.recent[-1].number == 5
     heartbeat.leave()
     assert not heartbeat.waits
@@ -77,14 +77,14 @@ def test_a_meeting_inside_of_another_one_comes_back_to_it(slot: Slot) -> None:
 def test_an_inner_meeting_that_fails_ends_the_outer_one(slot: Slot) -> None:
     heartbeat = Heartbeat(slot)
     heartbeat.enter("run.backward")
-    with pytest.raises(ValueError, match="x"), heartbeat.meeting("run.mean"):
+    with pytest.raises(ValueError, match="x"), heartbeat.collective("run.mean"):
         raise ValueError("x")
     assert not heartbeat.waits
 
 
 def test_a_call_without_a_number_of_its_own_is_some_meeting(slot: Slot) -> None:
     Heartbeat(slot).enter("a call of tomorrow")
-    assert MEETINGS[slot.waiting] == "a meeting of all ranks"
+    assert COLLECTIVES[slot.waiting] == "a collective call"
 
 
 def test_steps_are_shown(slot: Slot) -> None:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from lockstep.training.divergence import check_same
 from lockstep.training.resume import ResumeInfo, Search, launch_of, recall
-from lockstep.world.meet import Meeting
 from lockstep.world.model import World
+from lockstep.world.rendezvous.rank_rendezvous import Rendezvous
 from tests.unit.threads import together
 
 
@@ -39,14 +39,14 @@ class Counting:
         return getattr(self._store, name)
 
 
-def meetings(size: int) -> list[Meeting]:
+def each_rank(size: int) -> list[Rendezvous]:
     store = dist.HashStore()
     place: dict[str, Any] = {"size": size, "local_size": size, "address": "h", "port": 1}
     worlds = [World(rank=rank, local_rank=rank, **place) for rank in range(size)]
-    return [Meeting(world=one, store=Counting(store), number=0, ours=True) for one in worlds]  # type: ignore[arg-type]
+    return [Rendezvous(world=one, store=Counting(store), number=0, ours=True) for one in worlds]  # type: ignore[arg-type]
 
 
-def keys_read(ranks: list[Meeting]) -> list[int]:
+def keys_read(ranks: list[Rendezvous]) -> list[int]:
     return [sum(one.store.read.values()) for one in ranks]  # type: ignore[attr-defined]
 
 
@@ -55,7 +55,7 @@ EMPTY: Any = SimpleNamespace(newest_text=lambda: None, newest=lambda: None)
 
 @pytest.mark.parametrize("size", [2, 9])
 def test_the_search_reads_as_many_keys_on_each_rank_however_many_there_are(size: int) -> None:
-    ranks = meetings(size)
+    ranks = each_rank(size)
     searches = [Search(one, None, None, EMPTY) for one in ranks]
     assert together(*(one.find for one in searches)) == [None] * size
     main, *others = keys_read(ranks)
@@ -65,7 +65,7 @@ def test_the_search_reads_as_many_keys_on_each_rank_however_many_there_are(size:
 
 @pytest.mark.parametrize("size", [2, 9])
 def test_the_end_reads_one_key_on_each_rank(size: int) -> None:
-    ranks = meetings(size)
+    ranks = each_rank(size)
     ends = [partial(check_same, one, "lockstep1:a", dict, exact=True) for one in ranks]
     assert together(*ends) == [None] * size
     assert keys_read(ranks) == [1 + size, *[1] * (size - 1)]
@@ -73,15 +73,15 @@ def test_the_end_reads_one_key_on_each_rank(size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 9])
 def test_ranks_are_ready_when_the_main_rank_says_so(size: int) -> None:
-    ranks = meetings(size)
+    ranks = each_rank(size)
     assert together(*(one.ready for one in ranks)) == [None] * size
     main, *others = (one.store.widest for one in ranks)  # type: ignore[attr-defined]
     assert (main, others) == (size, [1] * (size - 1))
 
 
-def meeting(generation: int = 0, environment: str = "lockstep") -> Meeting:
+def rendezvous(generation: int = 0, environment: str = "lockstep") -> Rendezvous:
     world = World(generation=generation, environment=environment)
-    return Meeting(world=world, store=dist.HashStore(), number=0, ours=True)
+    return Rendezvous(world=world, store=dist.HashStore(), number=0, ours=True)
 
 
 @pytest.fixture
@@ -98,27 +98,27 @@ def directory(tmp_path: Path) -> Path:
 
 def test_the_launch_that_has_made_it_goes_on_with_it_fresh_or_not(directory):
     mine = ResumeInfo(generations=2, replicas=4, threads=2, is_ours=True)
-    assert recall(meeting(1), directory, "one", fresh=False) == mine
-    assert recall(meeting(1), directory, "one", fresh=True) == mine
+    assert recall(rendezvous(1), directory, "one", fresh=False) == mine
+    assert recall(rendezvous(1), directory, "one", fresh=True) == mine
 
 
 def test_a_restart_before_anything_was_recorded_does_not_go_on_with_an_older_run(directory):
     """Killed before it opened its run: what lies there is of another launch."""
-    assert recall(meeting(1), directory, "two", fresh=True) == ResumeInfo()
-    assert not recall(meeting(1), directory, "two", fresh=False).is_ours
+    assert recall(rendezvous(1), directory, "two", fresh=True) == ResumeInfo()
+    assert not recall(rendezvous(1), directory, "two", fresh=False).is_ours
 
 
 def test_an_empty_directory_and_none(tmp_path):
-    assert recall(meeting(), tmp_path, "one", fresh=False).is_new
-    assert recall(meeting(), None, "one", fresh=False).is_new
+    assert recall(rendezvous(), tmp_path, "one", fresh=False).is_new
+    assert recall(rendezvous(), None, "one", fresh=False).is_new
 
 
 def test_launchers_that_give_no_name(directory):
     world = World(environment="torchrun")
     assert launch_of(world, {"LOCKSTEP_LAUNCH": "none"}) is None
     assert launch_of(World(environment="lockstep"), {"LOCKSTEP_LAUNCH": "x"}) == "x"
-    assert not recall(meeting(1, "torchrun"), directory, None, fresh=False).is_ours
+    assert not recall(rendezvous(1, "torchrun"), directory, None, fresh=False).is_ours
     recorded = json.loads((directory / "run.json").read_text())
     (directory / "run.json").write_text(json.dumps({**recorded, "launch": None}))
-    assert recall(meeting(1, "torchrun"), directory, None, fresh=False).is_ours
-    assert not recall(meeting(0, "torchrun"), directory, None, fresh=False).is_ours
+    assert recall(rendezvous(1, "torchrun"), directory, None, fresh=False).is_ours
+    assert not recall(rendezvous(0, "torchrun"), directory, None, fresh=False).is_ours

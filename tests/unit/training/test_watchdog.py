@@ -17,8 +17,8 @@ from lockstep.record.stacks import Frame
 from lockstep.training import watchdog
 from lockstep.training.heartbeat import Heartbeat
 from lockstep.training.watchdog import EVERY, SILENCE, Liveness, Watchdog
-from lockstep.world.meet import Meeting
 from lockstep.world.model import World
+from lockstep.world.rendezvous.rank_rendezvous import Rendezvous
 from tests.unit.threads import Party
 
 
@@ -40,8 +40,8 @@ class Rank:
         self.heartbeat = Heartbeat(self.slot)
         self.told: list[LockstepError] = []
         self.place: Frame | None = None
-        meeting = Meeting(world=world, store=store, number=0, ours=True)
-        self.watch = Watchdog(meeting, self.heartbeat, self.tell)
+        rendezvous = Rendezvous(world=world, store=store, number=0, ours=True)
+        self.watch = Watchdog(rendezvous, self.heartbeat, self.tell)
 
     def tell(self, error: LockstepError, place: Frame | None) -> None:
         self.place = place

@@ -24,7 +24,7 @@ from lockstep.world.cores import (
     topology,
     usable_cores,
 )
-from lockstep.world.meet import Meeting
+from lockstep.world.rendezvous.rank_rendezvous import Rendezvous
 
 
 def process(directory: Path, cgroup: str, mounts: str) -> Path:
@@ -186,8 +186,8 @@ def test_ranks_of_a_node_share_their_cores(monkeypatch):
             address="127.0.0.1",
             port=1,
         )
-        meeting = Meeting(world=world, store=store, number=0, ours=True)
-        return shared_cores(meeting)
+        rendezvous = Rendezvous(world=world, store=store, number=0, ours=True)
+        return shared_cores(rendezvous)
 
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(rank, (2, 1, 0), timeout=30)) == [4, 4, 4]

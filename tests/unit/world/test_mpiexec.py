@@ -127,8 +127,8 @@ def test_a_port_alone_will_do_on_one_node() -> None:
 
 
 def test_a_file_to_meet_in() -> None:
-    world = detect({**INTEL, "LOCKSTEP_INIT_METHOD": "file:///shared/meeting"})
-    assert (world.file, world.environment, world.rank) == ("/shared/meeting", "mpich", 7)
+    world = detect({**INTEL, "LOCKSTEP_INIT_METHOD": "file:///shared/rendezvous"})
+    assert (world.file, world.environment, world.rank) == ("/shared/rendezvous", "mpich", 7)
 
 
 def test_no_proxy_in_sight_leaves_it_to_mpi() -> None:

@@ -134,5 +134,5 @@ def test_contradictions_are_named(changes: dict[str, str], said: str) -> None:
 
 
 def test_a_file_is_a_meeting_place_too() -> None:
-    world = read({"RANK": "1", "WORLD_SIZE": "2", init_method.FILE: "/shared/meeting"})
-    assert (world.file, world.address, world.port) == ("/shared/meeting", None, None)
+    world = read({"RANK": "1", "WORLD_SIZE": "2", init_method.FILE: "/shared/rendezvous"})
+    assert (world.file, world.address, world.port) == ("/shared/rendezvous", None, None)

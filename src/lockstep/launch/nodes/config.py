@@ -17,7 +17,7 @@ from lockstep.world.model import World
 #: Environments whose tasks may each be a launcher, in order of precedence.
 _TASKS = {"openmpi": openmpi.detect, "mpich": mpich.detect, "slurm": slurm.detect}
 _LONGEST = 86_400 * 365  # seconds
-_MEETING_HINT = (
+_RENDEZVOUS_HINT = (
     "--node-rank K --master-addr HOST on each node, or --rdzv-endpoint HOST "
     "or --rdzv-endpoint file:///SHARED/DIRECTORY"
 )
@@ -184,7 +184,7 @@ def rendezvous_config(
     if (nodes.count or 1) == 1:
         return None
     raise UsageError(
-        f"--nnodes is {_shown(nodes)}, but no rendezvous address is given", hint=_MEETING_HINT
+        f"--nnodes is {_shown(nodes)}, but no rendezvous address is given", hint=_RENDEZVOUS_HINT
     )
 
 
@@ -202,7 +202,7 @@ def _by_flags(nodes: Nodes, work: Sequence[str]) -> RendezvousConfig | None:
     if nodes.rank is None:
         raise UsageError(
             "--master-addr without --node-rank; expected the number of this node",
-            hint=_MEETING_HINT,
+            hint=_RENDEZVOUS_HINT,
         )
     return RendezvousConfig(
         name=name,

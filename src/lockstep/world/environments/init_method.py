@@ -13,11 +13,11 @@ from lockstep.errors import UsageError
 
 VARIABLE = "LOCKSTEP_INIT_METHOD"
 #: Where the other environments find the file of `file://`.
-FILE = "LOCKSTEP_MEETING_FILE"
+FILE = "LOCKSTEP_RENDEZVOUS_FILE"
 #: Set by a launcher that starts all ranks: the file that is the store of their generation.
 STORE = "LOCKSTEP_STORE"
 
-_HINT = "for example tcp://10.0.0.1:29500, file:///shared/meeting or env://"
+_HINT = "for example tcp://10.0.0.1:29500, file:///shared/rendezvous or env://"
 
 
 def apply(environ: Mapping[str, str], url: str | None = None) -> Mapping[str, str]:

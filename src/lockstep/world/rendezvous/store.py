@@ -29,7 +29,7 @@ def open_file(path: Path) -> dist.Store:
     """
     if not path.parent.is_dir():
         raise WorldError(
-            f"the directory of the meeting file {path} does not exist",
+            f"the directory of the rendezvous file {path} does not exist",
             hint="it must be a directory that all nodes share",
         )
     # torch would wait for minutes for a file that cannot be opened, and for ever in one that is no store.
@@ -38,7 +38,7 @@ def open_file(path: Path) -> dist.Store:
         with path.open("r+b") as file:
             head = file.read(4)
     except OSError as error:
-        raise WorldError(f"the meeting file {path} cannot be opened: {reason(error)}") from error
+        raise WorldError(f"the rendezvous file {path} cannot be opened: {reason(error)}") from error
     if int.from_bytes(head, sys.byteorder) > _LONGEST_KEY:
         raise WorldError(
             f"{path} is there, and is no rendezvous file; expected none",

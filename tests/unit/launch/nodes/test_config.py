@@ -102,10 +102,10 @@ def test_endpoints_at_hosts(endpoint: str, address: str, port: int | None) -> No
 @pytest.mark.parametrize(
     ("endpoint", "directory"),
     [
-        ("file:///shared/meetings", "/shared/meetings"),
-        ("file:/shared/meetings", "/shared/meetings"),
-        ("file:///shared/meetings/", "/shared/meetings"),
-        ("/shared/meetings", "/shared/meetings"),
+        ("file:///shared/rendezvous", "/shared/meetings"),
+        ("file:/shared/rendezvous", "/shared/meetings"),
+        ("file:///shared/rendezvous/", "/shared/meetings"),
+        ("/shared/rendezvous", "/shared/meetings"),
         ("/shared/a b", "/shared/a b"),
     ],
 )
@@ -130,12 +130,12 @@ def test_endpoints_in_directories(endpoint: str, directory: str) -> None:
         "tcp://node0:29500",
         "node0:29500/x",
         "./shared",
-        "shared/meetings",
+        "shared/rendezvous",
         "file:shared",
         "file://",
-        "file://shared/meetings",
+        "file://shared/rendezvous",
         "file://[",
-        "//shared/meetings",
+        "//shared/rendezvous",
         "http://node0",
     ],
 )

@@ -457,7 +457,7 @@ def meet(one: RendezvousConfig, ranks: int = 1, seconds: float = 8.0, **changes:
     )
 
 
-def meet_all(launchers: list[RendezvousConfig], **changes: Any) -> list[Any]:
+def join_all(launchers: list[RendezvousConfig], **changes: Any) -> list[Any]:
     """Let launcher k of `launchers` come with k + 1 ranks."""
     calls = [partial(meet, one, k + 1, **changes) for k, one in enumerate(launchers)]
     return together(*calls, seconds=15)
@@ -502,7 +502,7 @@ def the_error(told: list[Any]) -> str:
 def test_launchers_of_one_host_meet_once(
     configs: Callable[[int], list[RendezvousConfig]], tmp_path: Path
 ) -> None:
-    membership = check_met(meet_all(configs(3)))[0].membership
+    membership = check_met(join_all(configs(3)))[0].membership
     assert sorted(membership.ranks) == [1, 2, 3]
     assert (membership.nodes, membership.address, membership.interface) == (
         (0, 0, 0),
@@ -516,7 +516,7 @@ def test_launchers_of_one_host_meet_once(
 
 
 def test_numbers_are_those_that_were_given(launch_id: str) -> None:
-    launchers = meet_all(numbered(3, launch_id))
+    launchers = join_all(numbered(3, launch_id))
     assert [one.membership.index for one in launchers] == [0, 1, 2]
     check_met(launchers)
     assert launchers[0].membership.ranks == (1, 2, 3)
@@ -527,7 +527,7 @@ def test_two_launches_at_one_place(
 ) -> None:
     ours = configs(2)
     theirs = [replace(one, name=f"{one.name}-theirs" + "ä" * 40) for one in ours]
-    told = meet_all([*ours, *theirs])
+    told = join_all([*ours, *theirs])
     check_met(told[:2])
     check_met(told[2:])
 
@@ -564,7 +564,7 @@ def test_only_the_first_speaks_where_output_is_shared(launch_id: str) -> None:
         RendezvousConfig(name=launch_id, count=2, index=k, address="127.0.0.1", source="slurm")
         for k in (0, 1)
     ]
-    told = meet_all(by_slurm)
+    told = join_all(by_slurm)
     assert [one.membership.speaks for one in told] == [True, False]
 
 
@@ -587,7 +587,7 @@ def test_all_who_came_hear_what_does_not_fit(
 ) -> None:
     where = f"file://{tmp_path}" if where == "directory" else where
     ways = numbered(3, launch_id) if where == "numbers" else at_endpoint(3, launch_id, where)
-    told = meet_all([ways[index] for index in came], seconds=0.5)
+    told = join_all([ways[index] for index in came], seconds=0.5)
     assert said in the_error(told)
     assert hint in told[0].hint
     assert list(tmp_path.iterdir()) == []
@@ -615,7 +615,7 @@ def test_the_first_node_does_not_come(launch_id: str) -> None:
 
 def test_one_too_many_in_a_directory(launch_id: str, tmp_path: Path) -> None:
     one = at_endpoint(2, launch_id, f"file://{tmp_path}")[0]
-    met = meet_all([one, one])
+    met = join_all([one, one])
     with pytest.raises(WorldError, match=r"2 nodes have joined at .* already") as caught:
         meet(one)
     assert "--rdzv-id" in str(caught.value.hint)
@@ -626,7 +626,7 @@ def test_a_stray_of_another_version_does_not_disturb_a_launch(
     launch_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = at_endpoint(2, launch_id, f"file://{tmp_path}")[0]
-    met = meet_all([one, one])
+    met = join_all([one, one])
     with monkeypatch.context() as patch:
         patch.setattr(host, "versions", lambda: {"torch": "0.1"})
         with pytest.raises(WorldError, match=r"hosta has "):
@@ -644,7 +644,7 @@ class Gone:
 def test_a_launch_that_has_begun_does_not_need_the_store_where_it_met(
     launch_id: str, tmp_path: Path
 ) -> None:
-    met = meet_all(at_endpoint(2, launch_id, f"file://{tmp_path}"))
+    met = join_all(at_endpoint(2, launch_id, f"file://{tmp_path}"))
     met.sort(key=lambda one: one.membership.index)
     places = [Rendezvous(Generation(run_id="id"), 1, one) for one in met]
     together(*(place.next_generation for place in places))

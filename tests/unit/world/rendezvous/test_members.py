@@ -24,7 +24,7 @@ Clients = Callable[[], dist.Store]
 @pytest.fixture(params=["hash", "tcp", "file"])
 def clients(request: pytest.FixtureRequest, tmp_path: Path) -> Clients:
     if request.param == "file":
-        return lambda: dist.FileStore(str(tmp_path / "meeting"), -1)
+        return lambda: dist.FileStore(str(tmp_path / "rendezvous"), -1)
     store: dist.Store = dist.HashStore()
     if request.param == "tcp":
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

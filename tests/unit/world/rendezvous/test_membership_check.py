@@ -111,7 +111,7 @@ Clients = Callable[[], dist.Store]
 
 @pytest.fixture
 def clients(tmp_path: Path) -> Clients:
-    return lambda: dist.FileStore(str(tmp_path / "meeting"), -1)
+    return lambda: dist.FileStore(str(tmp_path / "rendezvous"), -1)
 
 
 @pytest.fixture

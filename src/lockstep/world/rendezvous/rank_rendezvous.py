@@ -42,7 +42,7 @@ _runs = itertools.count()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
+class Rendezvous:
     """A completed rendezvous of all ranks.
 
     Attributes:
@@ -143,7 +143,7 @@ class Meeting:
             raise PeerError(failed or f"not all ranks came to {what} within {TIMEOUT}")
 
 
-def meet(world: World, store: dist.Store | None = None) -> Meeting:
+def join_ranks(world: World, store: dist.Store | None = None) -> Rendezvous:
     """Meet the other ranks.
 
     A store of the user's, or the one of a process group that the script has made, is taken as it is.
@@ -161,21 +161,21 @@ def meet(world: World, store: dist.Store | None = None) -> Meeting:
     if store is None and dist.is_initialized():
         world = _as_in_group(world)
     if world.size == 1:
-        return Meeting(world=world, store=dist.HashStore(), number=number, ours=True)
+        return Rendezvous(world=world, store=dist.HashStore(), number=number, ours=True)
     given = store
     if given is None and dist.is_initialized():
         given = dist.distributed_c10d._get_default_store()
     wait = join_timeout()
-    with contextlib.ExitStack() as meeting:  # closes what tells the others where the store is
-        base = _reach_store(world, number, wait, meeting) if given is None else given
+    with contextlib.ExitStack() as announced:  # closes what tells the others where the store is
+        base = _reach_store(world, number, wait, announced) if given is None else given
         fresh = dist.PrefixStore(f"lockstep/{world.generation}/{number}", base)
         # What `lockstep run` started, its launchers have checked; but a file may be a stale one.
         unchecked = world.environment != "lockstep" or world.file is not None
         if unchecked:
-            world = _complete(world, dist.PrefixStore("meet", fresh), number, wait)
+            world = _complete(world, dist.PrefixStore("join", fresh), number, wait)
     if not unchecked and network.is_loopback(world.address):
         _use_interface("lo")
-    return Meeting(world=world, store=fresh, number=number, ours=given is None)
+    return Rendezvous(world=world, store=fresh, number=number, ours=given is None)
 
 
 def join_timeout() -> timedelta:
@@ -193,17 +193,17 @@ def join_timeout() -> timedelta:
     raise UsageError(f"{_JOIN_VARIABLE} is {text!r}; expected a positive number of seconds")
 
 
-def leave(meeting: Meeting) -> None:
+def leave(rendezvous: Rendezvous) -> None:
     """Leave in good order: rank 0, which may host the store, goes last."""
-    world, store = meeting.world, meeting.store
+    world, store = rendezvous.world, rendezvous.store
     launchers = world.agent_store or world.launch_file is not None
-    if not meeting.ours or launchers or world.size == 1:
+    if not rendezvous.ours or launchers or world.size == 1:
         return
     store.set(f"left/{world.rank}", "1")
     if world.is_main:
-        meeting.wait([f"left/{rank}" for rank in range(world.size)], "the end")
+        rendezvous.wait([f"left/{rank}" for rank in range(world.size)], "the end")
         if world.file is not None:
-            _file_of(world, meeting.number).unlink(missing_ok=True)
+            _file_of(world, rendezvous.number).unlink(missing_ok=True)
 
 
 def _as_in_group(world: World) -> World:
@@ -282,7 +282,7 @@ def _use_interface(name: str) -> None:
 
 
 def _reach_store(
-    world: World, number: int, wait: timedelta, meeting: contextlib.ExitStack
+    world: World, number: int, wait: timedelta, announced: contextlib.ExitStack
 ) -> dist.Store:
     if world.file is not None:
         return open_file(_file_of(world, number))
@@ -290,12 +290,12 @@ def _reach_store(
         return launch_store(world.launch_file)
     if world.by_mpi:
         name, addresses = mpi.agree(world)
-        return _by_name(world, name, addresses, wait, meeting)
+        return _by_name(world, name, addresses, wait, announced)
     assert world.address is not None, "World checks it"
     if world.key is not None and world.port is None:
         name = f"{world.key}/{world.generation}/{number}"
         addresses = () if world.is_main else network.addresses_of(world.address)
-        return _by_name(world, name, addresses, wait, meeting)
+        return _by_name(world, name, addresses, wait, announced)
     if world.rank == 0 and not world.agent_store:
         return _host(world)
     address = _first_reachable(world, wait)
@@ -313,12 +313,12 @@ def _by_name(
     name: str,
     addresses: Sequence[str],
     wait: timedelta,
-    meeting: contextlib.ExitStack,
+    announced: contextlib.ExitStack,
 ) -> dist.Store:
     loopback = network.listens_locally(world.address)
     if world.rank == 0:
         store = host_store(0, loopback=loopback)
-        meeting.enter_context(port_discovery.announce(name, store.port, loopback=loopback))
+        announced.enter_context(port_discovery.announce(name, store.port, loopback=loopback))
         return store
     who = f"rank {world.rank}"
     return connect_store(*port_discovery.find(addresses, name, who, seconds=wait.total_seconds()))

@@ -33,7 +33,7 @@ _LEAVING_SECONDS = 3.0
 
 
 @dataclass(slots=True, kw_only=True)
-class Meeting:
+class Rendezvous:
     """The nodes, as one of them sees them.
 
     Attributes:
@@ -117,7 +117,7 @@ class Meeting:
         self.endpoint.close()
 
 
-def meet(config: RendezvousConfig, seconds: float, interface: str | None) -> Meeting:
+def join_nodes(config: RendezvousConfig, seconds: float, interface: str | None) -> Rendezvous:
     """Meet the other nodes.
 
     Args:
@@ -135,7 +135,7 @@ def meet(config: RendezvousConfig, seconds: float, interface: str | None) -> Mee
         token = secrets.token_hex(8)
         cards = _join(config, endpoint, token)
         stack.pop_all()
-    return Meeting(
+    return Rendezvous(
         index=[one.token for one in cards].index(token),
         labels=tuple(f"node {k} ({one.launcher.name})" for k, one in enumerate(cards)),
         hosts=tuple(one.node.host for one in cards),
