@@ -102,10 +102,10 @@ def test_endpoints_at_hosts(endpoint: str, address: str, port: int | None) -> No
 @pytest.mark.parametrize(
     ("endpoint", "directory"),
     [
-        ("file:///shared/rendezvous", "/shared/meetings"),
-        ("file:/shared/rendezvous", "/shared/meetings"),
-        ("file:///shared/rendezvous/", "/shared/meetings"),
-        ("/shared/rendezvous", "/shared/meetings"),
+        ("file:///shared/rendezvous", "/shared/rendezvous"),
+        ("file:/shared/rendezvous", "/shared/rendezvous"),
+        ("file:///shared/rendezvous/", "/shared/rendezvous"),
+        ("/shared/rendezvous", "/shared/rendezvous"),
         ("/shared/a b", "/shared/a b"),
     ],
 )
