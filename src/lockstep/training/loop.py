@@ -248,7 +248,7 @@ class Loop:
             )
         return self._active[-1]
 
-    def require_meeting_point(self, call: str, *, of_models: bool = True) -> None:
+    def require_common_point(self, call: str, *, of_models: bool = True) -> None:
         """Refuse a collective call where ranks may host different numbers of replicas.
 
         Args:
@@ -308,7 +308,7 @@ class Loop:
             StepError: inside a microbatch, with several replicas.
             RunDirectoryError: if the run was in the middle of this loop, which now makes other batches.
         """
-        self.require_meeting_point("iterating over a loader")
+        self.require_common_point("iterating over a loader")
         self.approach()
         start = self.progress.loop_begins(loader, batching())
         loop: LoopEvent = start.loop

@@ -115,7 +115,7 @@ class Metrics:
         event = self._begin(call)
         if event.done:
             return _copy(event.value)
-        self._loop.require_meeting_point(call)
+        self._loop.require_common_point(call)
         if event.value is not None:
             seen.resume(event.value)
         self._under_way.append((event, seen))

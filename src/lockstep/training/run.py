@@ -380,12 +380,12 @@ class Run(RunProperties):
 
     def main_process_first(self) -> AbstractContextManager[None]:
         """Return a context: its body runs on the main rank, then one rank per node, then the others."""
-        self._loop.require_meeting_point("run.main_process_first", of_models=False)
+        self._loop.require_common_point("run.main_process_first", of_models=False)
         return self._session.rank_order.first()
 
     def barrier(self) -> None:
         """Wait until all ranks have called it."""
-        self._loop.require_meeting_point("run.barrier", of_models=False)
+        self._loop.require_common_point("run.barrier", of_models=False)
         self._session.barrier()
 
     def print(self, *values: object, sep: str = " ") -> None:
@@ -402,7 +402,7 @@ class Run(RunProperties):
         if self._end is not None and self._session.state.is_split:
             return self._end  # the other ranks, which hold the rest of the models, have left
         if self._session.state.is_split:
-            self._loop.require_meeting_point("run.digest")
+            self._loop.require_common_point("run.digest")
         # During replay models hold the state that is restored, and not the one that is asked for.
         return self._session.metrics.once("run.digest", self._session.digest)
 
@@ -421,7 +421,7 @@ class Run(RunProperties):
         """
         held = self._session.models.find(model)
         if held.is_split or self._loop.microbatch is None:
-            self._loop.require_meeting_point("run.export")
+            self._loop.require_common_point("run.export")
         held.check_gathering()
         # During replay the file has been written, with the weights of then.
         writes = self.is_main_process and not self._loop.is_on_the_way
@@ -442,7 +442,7 @@ class Run(RunProperties):
             CheckpointError: if the file cannot be read.
             UsageError: if the suffix is another one.
         """
-        self._loop.require_meeting_point("run.load")
+        self._loop.require_common_point("run.load")
         self._session.models.load(model, weights_only.read_weights(Path(path)))
 
 

@@ -80,7 +80,7 @@ class Watchdog(Listener):
         self.also: list[Callable[[], None]] = []
         self._loops = 0
         self._step = 0
-        self._meetings = 0
+        self._collectives = 0
         self._outer: list[tuple[str, int]] = []
         self._loop = ""
         self._in_backward = False
@@ -97,11 +97,11 @@ class Watchdog(Listener):
 
     def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
         """A loop over a loader begins."""
-        self._outer.append((self._loop, self._meetings))
+        self._outer.append((self._loop, self._collectives))
         self._loops += 1
         # Not by count: the main rank alone may loop over a loader for itself.
         self._loop = f"{loader}.{epoch}.{round_}"
-        self._step = self._meetings = 0
+        self._step = self._collectives = 0
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
         """The loop has come to another microbatch."""
@@ -118,7 +118,7 @@ class Watchdog(Listener):
     def backward_ends(self) -> None:
         """The backward pass is over; on a rank's last microbatch all ranks have taken part in it."""
         if self._in_backward:
-            self._meetings += 1
+            self._collectives += 1
             self._leave_backward()
 
     def _leave_backward(self) -> None:
@@ -139,8 +139,8 @@ class Watchdog(Listener):
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
         """A loop over a loader is over."""
         self._leave_backward()
-        self._store.set(f"{self._loop}/{self._rank}", f"{step} {self._meetings} {early:d}")
-        self._loop, self._meetings = self._outer.pop()
+        self._store.set(f"{self._loop}/{self._rank}", f"{step} {self._collectives} {early:d}")
+        self._loop, self._collectives = self._outer.pop()
 
     def run_ends(self) -> None:
         """This rank is about to end: it takes part in no further loop."""
@@ -223,7 +223,7 @@ class Watchdog(Listener):
             # A loop that another rank has been through may be one of its own, before another call: then
             # comparing calls tells more, and has been tried by now.
             counts = left is not None and (left[2] or self._looks > _PATIENT_LOOKS)
-            if left is not None and counts and left[1] <= self._meetings:
+            if left is not None and counts and left[1] <= self._collectives:
                 self._end_early(
                     f"rank {other} left this loop in batch {left[0]}, "
                     f"rank {self._rank} waits for it in batch {self._step}"

@@ -181,7 +181,7 @@ def stand(rank: int, tmp_path: Path, **changes: object) -> Stand:
     return Stand(worker=worker(rank, tmp_path), **{**fields, **changes})  # type: ignore[arg-type]
 
 
-def test_the_rank_with_fewest_meetings_is_behind(tmp_path: Path) -> None:
+def test_the_rank_with_fewest_collectives_is_behind(tmp_path: Path) -> None:
     stands = [
         stand(0, tmp_path),
         stand(1, tmp_path, entered=6, waiting=0, frames=(Frame("/home/me/t.py", 3, "spin"),)),

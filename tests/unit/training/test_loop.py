@@ -192,9 +192,9 @@ def test_a_barrier_is_no_matter_of_models() -> None:
     model = Counting(4)
     loop = Loop(0, 1, [model], [Listener()])
     model.step()
-    loop.require_meeting_point("run.barrier", of_models=False)
+    loop.require_common_point("run.barrier", of_models=False)
     assert (model.steps, model.met) == (1, 0)
-    loop.require_meeting_point("run.mean")
+    loop.require_common_point("run.mean")
     assert (model.steps, model.met) == (0, 1)
 
 
@@ -250,15 +250,15 @@ def test_outside_of_a_loop_there_is_no_microbatch() -> None:
 
 def test_ranks_may_not_meet_inside_a_microbatch() -> None:
     loop, loader = make()
-    loop.require_meeting_point("run.mean")
+    loop.require_common_point("run.mean")
     for _ in loader:
         with pytest.raises(
             StepError, match=r"run\.mean was called inside a microbatch; with 4 replicas"
         ):
-            loop.require_meeting_point("run.mean")
+            loop.require_common_point("run.mean")
         with pytest.raises(StepError, match="iterating over a loader"):
             next(iter(loader))
         break
     loop, loader = make(1)
     for _ in loader:
-        loop.require_meeting_point("run.mean")
+        loop.require_common_point("run.mean")
