@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lockstep.errors import StepError
 from lockstep.layout.tree import total
@@ -38,7 +40,8 @@ class Columns:
         """
         if isinstance(value, torch.Tensor):
             kind = torch.float64 if value.is_floating_point() else torch.int64
-            value = value.to(kind, copy=True)  # the script may reuse its tensor
+            # A copy, since the script may reuse its tensor.
+            value = value.as_subclass(torch.Tensor).to(kind, copy=True)
         column = self._columns.setdefault(name, [None] * self._replicas)
         there = column[replica]
         if there is not None:
@@ -90,9 +93,18 @@ def _check_shapes(name: str, shapes: list[_Shape]) -> None:
 
 
 def of_all(own: ValueT, group: dist.ProcessGroup | None) -> list[ValueT]:
-    """Return what every rank has given, in rank order; all of them call this together."""
+    """Return what every rank has given, in rank order; all of them call this together.
+
+    Tensors, numbers and texts in lists and mappings. Not `all_gather_object`, which unpickles anything.
+    """
     if group is None:
         return [own]
-    everything: list[ValueT] = [own] * dist.get_world_size(group)
-    dist.all_gather_object(everything, own, group=group)
-    return everything
+    written = io.BytesIO()
+    torch.save(own, written)
+    data = torch.frombuffer(written.getbuffer(), dtype=torch.uint8)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(lengths, torch.tensor([len(data)]), group=group)
+    longest = max(int(length) for length in lengths)
+    parts = [torch.empty(longest, dtype=torch.uint8) for _ in lengths]
+    dist.all_gather(parts, nn.functional.pad(data, (0, longest - len(data))), group=group)
+    return [torch.load(io.BytesIO(part.numpy().tobytes()), weights_only=True) for part in parts]

@@ -244,7 +244,8 @@ class _Rows:
         size = microbatch.size
         turn = microbatch.step * self._replicas + microbatch.replica
         indices = torch.from_numpy(microbatch.indices[:size])
-        rows = item[:size].detach().to("cpu", copy=True)  # the script may reuse its tensor
+        # A copy, since the script may reuse its tensor.
+        rows = item[:size].detach().as_subclass(torch.Tensor).to("cpu", copy=True)
         self._parts.append((indices, torch.full((size,), turn), rows))
 
     def partial(self) -> Any:
@@ -281,7 +282,7 @@ def _named(item: Any) -> Mapping[str, Any]:
                 "names of type str",
                 hint=f"take str({name!r})",
             )
-    return item
+    return {str(name): value for name, value in item.items()}  # of a subclass, too
 
 
 def _weighed(item: Item, microbatch: Microbatch) -> tuple[Number, Number]:
