@@ -89,11 +89,11 @@ def main() -> None:
             time.sleep(0.1)
         with measured("checkpoint"):
             run.save()
-            run._session._keeper._checkpoints.wait()
+            run._session._checkpointing._checkpoints.wait()
         with measured("digest"):
             run.digest()
         rank = run.world.rank
-    memory = 0 if descriptors is None else sum(os.fstat(d).st_size for d in descriptors.halves)
+    memory = 0 if descriptors is None else sum(os.fstat(d).st_size for d in descriptors.buffers)
     told = {**PEAKS, "launcher": memory, "snapshots": len(_taken)}
     Path(PLACE, f"rank-{rank}.json").write_text(json.dumps(told), encoding="utf-8")
 
