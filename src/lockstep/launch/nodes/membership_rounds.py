@@ -92,7 +92,7 @@ class Rounds:
         self.membership = Membership.alone(own.ranks)
         try:
             with self._reading():
-                self._meet((), may_close=self._approach())
+                self._meet((), self._approach())
         except BaseException:
             self.close()
             raise
@@ -162,30 +162,29 @@ class Rounds:
         self.generation = generation
         expected = tuple(self._cards[index].token for index in staying)
         with self._reading():
-            may_close = self._approach() if lost_coordinator else self._token in expected
-            self._meet(expected if may_close else (), may_close=may_close)
+            if lost_coordinator:
+                over = self._approach()
+            else:
+                over = self.number if self._token in expected else self.number - 1
+            self._meet(expected, over)
 
-    def _approach(self) -> bool:
-        """Wait until the round that continues can be reached; return whether there is none any more.
+    def _approach(self) -> int:
+        """Wait until the round that continues can be reached, or is over; return the last that is over.
 
         Raises:
             UnreachableError: if this node stays cut off.
-            WorldError: if the only round has begun without this launcher.
+            WorldError: as for `_newest`.
         """
         deadline = time.monotonic() + self._config.seconds
         while True:
             self.keys.check()
             self.keys.check_over()
-            newest, cards = self.keys.newest()
-            self._check_fits(cards)
-            if newest == 0:
-                return True
-            self._check_open()
+            newest = self._newest()
             index = self.membership.index if newest == self.number else -1
-            if self.keys.has_ended(newest, index):
-                return True
+            if newest == 0 or self.keys.has_ended(newest, index):
+                return newest
             if self.keys.reaches(newest):
-                return False
+                return newest - 1
             if time.monotonic() > deadline:
                 raise UnreachableError(
                     f"{self._own.name} is cut off: launcher 0 of round {newest} lives, and could not "
@@ -194,13 +193,21 @@ class Rounds:
                 )
             time.sleep(_APPROACH_SECONDS)
 
-    def _check_open(self) -> None:
-        if self.fixed:
+    def _newest(self) -> int:
+        """Return the number of the newest round, 0 before the first; take what is common from it.
+
+        Raises:
+            WorldError: if this launcher does not fit it, or the only round has begun without it.
+        """
+        newest, cards = self.keys.newest()
+        self._check_fits(cards)
+        if newest > 0 and self.fixed:
             raise WorldError(
                 f"{self._config.count} nodes have joined at {self._config.place} already; "
                 "expected this one among them",
                 hint="another launch uses this rendezvous: give each an --rdzv-id of its own",
             )
+        return newest
 
     def _check_fits(self, cards: Sequence[Card]) -> None:
         """Check that this launcher fits a launch that runs, or is about to; take what is common.
@@ -215,15 +222,23 @@ class Rounds:
         if error is not None:
             raise error
 
-    def _meet(self, expected: tuple[str, ...], *, may_close: bool) -> None:
-        number, tries = self.keys.newest()[0] + 1, 0
+    def _meet(self, expected: tuple[str, ...], over: int) -> None:
+        """Take part in a round.
+
+        Args:
+            expected: tokens of launchers that are on their way, once the round `over` is.
+            over: the last round that is over; one that has begun since then is in progress.
+        """
+        tries = 0
         while True:
+            newest = self._newest()
+            may_close, number = newest <= over, newest + 1
             self._joining = number
             cards = Join(
                 self.keys,
                 number,
                 self._card(),
-                expected,
+                expected if may_close else (),
                 may_close=may_close,
                 config=self._config,
                 hint=self._hint,
@@ -237,11 +252,9 @@ class Rounds:
                     tries += 1
                     if self.fixed or tries == _TRIES:
                         raise
-                    expected, may_close = (), True
+                    expected, over = (), number
                 else:
                     return
-            self._check_open()
-            number = max(number, self.keys.newest()[0]) + 1
 
     def _hint(self) -> str:
         """Return what to look at if launchers are missing."""

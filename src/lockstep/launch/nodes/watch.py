@@ -6,7 +6,8 @@ import contextlib
 import threading
 import time
 
-from lockstep.launch.nodes.keys import RendezvousKeys
+from lockstep.errors import WorldError
+from lockstep.launch.nodes.keys import Card, RendezvousKeys
 from lockstep.launch.nodes.server import CoordinatorServer
 
 _LOOK_SECONDS = 0.5
@@ -34,7 +35,7 @@ class Watch:
     def _run(self) -> None:
         while not self._stop.wait(_LOOK_SECONDS):
             # A shared directory may be out of reach for a while: the round continues meanwhile.
-            with contextlib.suppress(RuntimeError, OSError, ValueError):
+            with contextlib.suppress(RuntimeError, OSError, ValueError, WorldError):
                 self._look()
 
     def _look(self) -> None:
@@ -44,13 +45,19 @@ class Watch:
         )
         self._answered += len(lost)
         superseded = self._keys.newest()[0] > self._number
-        waiting = self._keys.cards(self._number + 1)[: self._room] if self._room else []
+        waiting = self._waiting()
         with self._server.locked(self._number) as coordinator:
             if coordinator is None:
                 return
             if superseded:
                 coordinator.supersede()
             coordinator.note(lost, [card.launcher.name for card in waiting], time.monotonic())
+
+    def _waiting(self) -> list[Card]:
+        """Return the cards of newcomers that there is room for; none if one is of another Lockstep."""
+        with contextlib.suppress(WorldError):
+            return self._keys.cards(self._number + 1)[: self._room] if self._room else []
+        return []
 
     def close(self) -> None:
         """Look no more."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -266,6 +266,41 @@ def test_all_that_ran_are_gone_and_one_that_waits_goes_on(site: Callable[..., An
     assert c.rounds.common == nodes[0].rounds.common, "the same run goes on"
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+def test_of_three_at_once_the_third_leaves_the_round_of_the_others_alone(
+    is_late: bool, site: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has seen no round, and round 1 is closed without it: after its arrival, or before."""
+    close, approach, joins = RendezvousKeys.close, Rounds._approach, Mock(wraps=join.Join)
+
+    def close_in_time(own: RendezvousKeys, number: int, cards: Sequence[Card]) -> None:
+        if is_late or own.arrived(1) == 3:
+            close(own, number, cards)
+
+    def approach_early(own: Rounds) -> Any:
+        found = approach(own)
+        while is_late and own._own.name == "c" and own.keys.newest()[0] == 0:
+            time.sleep(0.01)
+        return found
+
+    monkeypatch.setattr(RendezvousKeys, "close", close_in_time)
+    monkeypatch.setattr(Rounds, "_approach", approach_early)
+    monkeypatch.setattr(membership_rounds, "Join", joins)
+    coming = {name: threads.Party(partial(site, name, most=2)) for name in "abc"}
+    deadline = time.monotonic() + 10
+    while not (seconds := [call for call in joins.call_args_list if call.args[1] == 2]):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert [call.kwargs["may_close"] for call in seconds] == [False], "round 1 is in progress"
+    waiting = coming.pop(seconds[0].args[2].launcher.name)
+    founders = [one.end()[0] for one in coming.values()]
+    generation(founders)
+    together(*(node.die for node in founders))
+    (spare,) = waiting.end()
+    assert spare.rounds.number == 2
+    assert spare.rounds.common == founders[0].rounds.common, "the same run goes on"
+
+
 @pytest.mark.parametrize("comes_back", [False, True])
 def test_of_two_halves_one_goes_on(
     comes_back: bool, site: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
@@ -312,6 +347,26 @@ def test_one_that_was_overtaken_stops(site: Callable[..., Any]) -> None:
     assert a.decided == "round"
     assert generation([a]) == ["a"]
     assert a.rounds.number == 3
+
+
+@pytest.mark.parametrize("newest", ["", "[2, [{}]]"])
+def test_a_launcher_of_another_lockstep_does_not_stop_the_watch(
+    newest: str, site: Callable[..., Any]
+) -> None:
+    (a,) = site("a")
+    generation([a])
+    own = a.rounds.keys
+    before = own.store.get("newest").decode()
+    own.store.set("round/2/card/0", "{}")
+    own.store.set("newest", newest or before)
+    for loss in range(2):  # the second answer comes from a second look
+        own.store.set(f"round/1/loss/{loss}", "-1")
+        deadline = time.monotonic() + 5
+        while not own.store.check([f"round/1/alive/{loss}"]):
+            assert time.monotonic() < deadline, "the watch has ended"
+            time.sleep(0.01)
+    own.store.set("newest", "[2, []]")
+    assert a.decided == "round", "it hears that it was overtaken"
 
 
 # What does not fit.
