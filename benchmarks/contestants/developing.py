@@ -101,8 +101,7 @@ def with_lockstep(marks: Marks) -> None:
 
 def spawned(rank: int, marks: Marks, port: str) -> None:
     """Be one of the processes that `torch.multiprocessing.spawn` starts."""
-    place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update(place)
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     by_hand(marks)
 
 

@@ -16,7 +16,7 @@ with open(f"draws-{os.environ['RANK']}.json", "w") as file:
     json.dump([torch.rand(()).item(), numpy.random.rand(), random.random()], file)
 """
 
-SEEDED = DRAW.replace("import json, os, random", "import json, os, random, kit")
+WITH_KIT = DRAW.replace("import json, os, random", "import json, os, random, kit")
 
 
 def draws(lockstep, ranks: int = 2) -> list[list[float]]:
@@ -27,7 +27,8 @@ def draws(lockstep, ranks: int = 2) -> list[list[float]]:
 
 
 def test_generators_of_a_plain_script_differ_from_rank_to_rank(lockstep):
-    done = lockstep("run", "-n", "2", lockstep.script(DRAW))
+    lockstep.script("def shown():\n    import lockstep", "kit.py")
+    done = lockstep("run", "-n", "2", lockstep.script(WITH_KIT))
     assert done.code == 0, done.err
     one, other = draws(lockstep)
     assert all(a != b for a, b in zip(one, other, strict=True)), (one, other)
@@ -36,8 +37,8 @@ def test_generators_of_a_plain_script_differ_from_rank_to_rank(lockstep):
 @pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_generators_of_a_script_whose_module_uses_lockstep_are_equal(lockstep, start):
-    script = lockstep.script(SEEDED)
-    lockstep.script("def main():\n    import lockstep", "kit.py")
+    script = lockstep.script(WITH_KIT)
+    lockstep.script("import lockstep", "kit.py")
     found = []
     for ranks, seed in ((2, "0"), (1, "0"), (1, "1")):
         env = {"LOCKSTEP_SEED": seed}

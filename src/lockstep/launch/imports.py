@@ -2,7 +2,8 @@
 
 Nothing of it is run. Modules of the user's own are followed, not named: the worker imports them. The list
 of imports ends before the first statement that may change what an import does: it sets a variable of the
-environment or changes `sys.path`, for example, or calls a function of the user's own.
+environment or changes `sys.path`, for example, or calls a function of the user's own. It also ends before a
+seed of Python's generator, which some packages draw from when they are imported.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ _SITES = ("site-packages", "dist-packages")
 #: What changes the environment; other names after which an import may do something else than before.
 _FROM_FILES = frozenset({"load_dotenv", "read_env"})
 _ENVIRONMENT = _FROM_FILES | {"environ", "environb", "putenv", "unsetenv"}
+_SETTING = frozenset({"putenv", "setdefault", "update"})
 #: How the variables begin that `torch._dynamo` reads when it is imported.
 _COMPILER = ("AOT", "CUTLASS", "INDUCTOR", "PARTITIONER", "SYMPY", "TORCH")
 _CHANGING = _ENVIRONMENT | frozenset(
     {"addsitedir", "chdir", "exec", "meta_path", "path_hooks", "run_path", "set_start_method"}
     | {"__import__", "import_module", "sys.argv", "sys.path", "modules[]"}
 )
+#: What seeds Python's generator when it is called.
+_SEEDING = frozenset({"seed", "seed_everything", "set_seed", "setstate"})
 #: What makes a process group, or a store, of the script's own.
 _OF_GROUPS = frozenset({"TCPStore", "init_device_mesh", "init_process_group", "init_rpc"})
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -65,7 +69,8 @@ class Sources:
     Attributes:
         imports: what is imported before anything may change what an import does, in order.
         names: names, attributes and parts of imports.
-        uses_lockstep: whether they import Lockstep: then the script is expected to make a run.
+        uses_lockstep: whether they import Lockstep: then the script is expected to make a run. What
+            functions import counts in the script alone: those of a module may never be called.
         sets_compiler: whether they may set a variable that `torch._dynamo` reads when it is imported.
     """
 
@@ -86,13 +91,13 @@ def read(spec: LaunchSpec) -> Sources:
     package = source.package(spec)
     reader.follow(package, ())
     reader.read(source.parse(spec), package, is_main=True)
-    reader.has_ended = True
+    uses_lockstep = reader.uses_lockstep
     for node, file in reader.later:  # reading one may add to them
         reader.add(node, file)
     return Sources(
         tuple(reader.found),
         frozenset(reader.names),
-        reader.uses_lockstep,
+        uses_lockstep,
         reader.sets_environment and reader.names_compiler,
     )
 
@@ -126,15 +131,21 @@ class _Reader:
         self.names.update(name for node in nodes for name in source.said(node))
         self.sets_environment |= not _ENVIRONMENT.isdisjoint(words)
         # A file that is loaded may name any variable.
-        self.names_compiler |= not _FROM_FILES.isdisjoint(words) or any(map(_is_of_compiler, nodes))
+        self.names_compiler |= not _FROM_FILES.isdisjoint(words) or any(
+            _is_of_compiler(node) or _sets_any_variable(node) for node in nodes
+        )
         self.may_change |= not _CHANGING.isdisjoint(words)
         own = {node.name for node in tree.body if isinstance(node, (*_FUNCTIONS, ast.ClassDef))}
         file = _File(package, is_main, own)
         self._read_body(tree.body, file)
         inner = [node for one in nodes if isinstance(one, _FUNCTIONS) for node in ast.walk(one)]
-        self.later += [
-            (node, file) for node in inner if isinstance(node, ast.Import | ast.ImportFrom)
-        ]
+        later = [(node, file) for node in inner if isinstance(node, ast.Import | ast.ImportFrom)]
+        if not is_main:
+            self.later += later
+            return
+        self.has_ended = True
+        for one in later:
+            self.add(*one)
 
     def _read_body(self, body: list[ast.stmt], file: _File) -> None:
         for node in body:
@@ -161,8 +172,11 @@ class _Reader:
         bare = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
         calls: set[ast.expr] = {node for node in nodes if isinstance(node, ast.Call)}
         calls.update(one for node in nodes for one in getattr(node, "decorator_list", ()))
-        return not _CHANGING.isdisjoint(_words(nodes)) or any(
-            self.may_change or id(call) in bare for call in calls if _root(call) in own
+        called = {name for call in calls for name in source.said(getattr(call, "func", call))}
+        return (
+            not _CHANGING.isdisjoint(_words(nodes))
+            or not _SEEDING.isdisjoint(called)
+            or any(self.may_change or id(call) in bare for call in calls if _root(call) in own)
         )
 
     def add(self, node: ast.Import | ast.ImportFrom, file: _File) -> None:
@@ -268,6 +282,22 @@ def _is_of_compiler(node: ast.AST) -> bool:
     """Whether a node is a text, or a keyword of a call, that begins as variables of the compiler do."""
     text = node.value if isinstance(node, ast.Constant) else getattr(node, "arg", None)
     return isinstance(text, str) and text.startswith(_COMPILER)
+
+
+def _sets_any_variable(node: ast.AST) -> bool:
+    """Whether a node sets variables of the environment whose names are data: `environ[name] = value`."""
+    match node:
+        case ast.Subscript(of, given, ast.Store()):
+            keys = [given]
+        case ast.AugAssign(of, value=given):
+            keys = [given]
+        case ast.Call(of, args, keywords) if not _SETTING.isdisjoint(source.said(of)):
+            keys = [*args[:1], *(one.value for one in keywords if one.arg is None)]
+        case _:
+            return False
+    names = [name for one in keys for name in (one.keys if isinstance(one, ast.Dict) else [one])]
+    is_data = not all(isinstance(name, ast.Constant) for name in names)
+    return is_data and not _ENVIRONMENT.isdisjoint(_words([of, getattr(of, "value", of)]))
 
 
 def _reads(node: ast.Subscript | ast.Attribute) -> bool:

@@ -34,6 +34,7 @@ def modules(directory: Path, text: str) -> list[tuple[str, ...]]:
         ("rank = int(os.environ['RANK'])\nos.environ.get('A')\nimport json", [("json",)]),
         ("def set_up():\n    os.environ['A'] = 'b'\nimport json", [("json",)]),
         ("def name(): ...\nlogger = name()\nimport json", [("json",)]),
+        ("def start():\n    random.seed(0)\nseed = 0\nimport json", [("json",)]),
         ("class A:\n    def f(self):\n        os.environ['A'] = 'b'\nimport json", [("json",)]),
         ("def mine(f): ...\n@mine\ndef main(x=mine(1)):\n    mine()\nimport json", [("json",)]),
     ],
@@ -73,6 +74,10 @@ def test_statements(tmp_path: Path, text: str, expected: list[tuple[str, ...]]) 
         "def set_up():\n    os.chdir('/')\ndef main(done=set_up()): ...",
         "importlib.import_module('setting')",
         "setting = __import__('setting')",
+        "random.seed(0)",
+        "seed(0)",
+        "random.setstate(state)",
+        "if debug:\n    seed_everything(0)",
     ],
 )
 def test_the_list_ends_where_an_import_may_change(tmp_path: Path, line: str) -> None:
@@ -142,7 +147,8 @@ def test_a_module_run_by_name_imports_relative_to_its_package(
         ("import kit", True),
         ("if fast:\n    from kit import train", True),
         ("def main():\n    from kit import train", True),
-        ("def main():\n    import far.away", True),
+        ("def main():\n    import far.away", False),
+        ("import helpers, far.away", False),
         ("from kit.plain import x", True),  # which imports kit first
         ("import plain", False),
         ("from . import lockstep", False),
@@ -156,6 +162,7 @@ def test_whether_a_script_uses_lockstep(tmp_path: Path, text: str, expected: boo
         "kit/plain.py": "x = 1",
         "kit/train.py": "import lockstep as ls",
         "far/away.py": "def late():\n    import kit.train",
+        "helpers.py": "def shown():\n    import lockstep",
         "plain.py": "import json\ndef main():\n    import pickle",
         "train.py": text,
     }
