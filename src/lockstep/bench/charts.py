@@ -148,12 +148,13 @@ def _speedups(rows: Sequence[Row], content: Mapping[str, Any]) -> Chart:
     comparison = content.get("comparison")
     if comparison is not None:
         _add_other(figure, comparison)
-    ranks = sorted({row["ranks"] for row in rows})
+    ranks = _ranks(rows)
     base = min((row["speedup_against"] for row in rows if row.get("speedup_against")), default=1)
     figure.add_scatter(
         x=[base, ranks[-1]], y=[1, ranks[-1] / base], name="ideal", mode="lines", line_dash="dot"
     )
-    figure.update_xaxes(title="ranks", tickvals=ranks)
+    shown = ranks if comparison is None else _ranks(rows, comparison["rows"])
+    figure.update_xaxes(title="ranks", tickvals=shown)
     figure.update_yaxes(title=f"speed-up against {base}", rangemode="tozero")
     competing = ", ".join(map(str, sorted({row["ranks"] for row in rows if row.get("competing")})))
     note = f"More threads than cores on {competing} ranks: ranks share cores." if competing else ""
