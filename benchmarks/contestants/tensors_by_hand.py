@@ -40,12 +40,17 @@ def replicate(model: nn.Module, library: str) -> nn.Module:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ddp", nargs="?", choices=("gloo", "mpi"), const="gloo")
+    parser.add_argument(
+        "--barrier", action="store_true", help="wait for the other ranks after each step"
+    )
     workload = from_arguments(parser)
     rank = 0
     model: nn.Module = workload.model()
     if workload.extra.ddp:
         model = replicate(model, workload.extra.ddp)
         rank = dist.get_rank()
+    elif workload.extra.barrier:
+        dist.init_process_group("gloo")
     inputs, labels = workload.data().tensors
     optimizer = workload.optimizer(model)
 
@@ -59,8 +64,10 @@ def main() -> None:
                 loss = F.cross_entropy(output, labels.index_select(0, index))
                 loss.backward()
                 optimizer.step()
+                if workload.extra.barrier:
+                    dist.barrier()
 
-    if workload.extra.ddp:
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 
