@@ -35,7 +35,17 @@ print("met\\n", end="", flush=True)
 """
 
 
-def test_three_tasks_on_two_nodes(slurm: Slurm, lockstep: Lockstep, digest_of_python: str) -> None:
+@pytest.mark.parametrize("servers", [0, pytest.param(1, marks=pytest.mark.wide)])
+def test_three_tasks_on_two_nodes(
+    slurm: Slurm,
+    lockstep: Lockstep,
+    digest_of_python: str,
+    servers: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if servers:  # rank 0 starts them
+        monkeypatch.setenv("LOCKSTEP_STRATEGY", "ps")
+        monkeypatch.setenv("LOCKSTEP_SERVERS", str(servers))
     step = slurm.finish(slurm.python("-N2", "-n3", script=lockstep.script(SCRIPT)), timeout=90)
     assert step.code == 0, step.err
     assert digest_of(step.out) == digest_of_python
