@@ -5,6 +5,10 @@ nothing (`side by side`), and not slower than the articles' loop with Distribute
 `in step` exchanges nothing, either, and waits for the other rank after each step: what it takes longer
 than `side by side` is the wait for the slower rank, which no exchange can avoid.
 
+Lockstep's ranks keep the memory that a step frees; plain PyTorch gives it back to the system. To tell
+that from the rest, one contestant has two processes side by side that keep it, too, and one has
+Lockstep without.
+
 Measured: crops of 129x129, 4 per rank and step, in memory; all contestants run at the same time and take
 turns, one thread per rank. Lockstep logs the loss of every step.
 """
@@ -15,10 +19,14 @@ from support import Claim, Report, options_parser
 from teams import Contestant, Work, compete
 
 LOCKSTEP, DDP, LIMIT = "Lockstep", "hand-written DDP", "side by side"
+#: What Lockstep sets in its ranks, as glibc's variables; with any such variable it sets nothing.
+KEPT = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
 CONTESTANTS = {
     LIMIT: Contestant("tensors_by_hand", launcher=True),
+    "side by side, memory kept": Contestant("tensors_by_hand", launcher=True, environ=KEPT),
     "in step": Contestant("tensors_by_hand", ("--barrier",), launcher=True),
     LOCKSTEP: Contestant("with_lockstep", records=True),
+    "Lockstep, not kept": Contestant("with_lockstep", records=True, environ={"GLIBC_TUNABLES": ""}),
     DDP: Contestant("hand_written", launcher=True),
 }
 WORKS = {

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -35,6 +35,7 @@ class Contestant:
         records: whether it writes to a directory that it is told.
         launcher: whether it needs torchrun for a single rank, too.
         mpi: the MPI library whose `mpiexec` starts it instead of torchrun.
+        environ: variables that it alone has.
     """
 
     script: str
@@ -42,6 +43,7 @@ class Contestant:
     records: bool = False
     launcher: bool = False
     mpi: str | None = None
+    environ: Mapping[str, str] = field(default_factory=dict)
 
     def command(self, n: int, words: Sequence[str]) -> list[str]:
         """Return the command that starts `n` ranks of it."""
@@ -92,7 +94,7 @@ class Team:
         with (directory / "output").open("w") as output:
             self._process = subprocess.Popen(
                 contestant.command(n, words),
-                env={**one_thread(), ADDRESS: str(directory / "socket")},
+                env={**one_thread(), **contestant.environ, ADDRESS: str(directory / "socket")},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=directory,

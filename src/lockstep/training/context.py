@@ -30,7 +30,12 @@ from lockstep.training.watchdog import Watchdog
 from lockstep.world import World
 from lockstep.world.connect import Connection, connect
 from lockstep.world.cores import shared_cores
-from lockstep.world.devices import choose_device, default_threads, make_deterministic
+from lockstep.world.devices import (
+    choose_device,
+    default_threads,
+    keep_freed_memory,
+    make_deterministic,
+)
 from lockstep.world.devices_asked import CORES
 from lockstep.world.rendezvous.rank_rendezvous import Rendezvous, join_ranks
 
@@ -165,6 +170,7 @@ def join(settings: Settings, world: World, store: dist.Store | None = None) -> C
         device = choose_device(settings.devices, world)
         asked = settings.threads or resume_info.threads or settings.default_threads
         threads = _set_threads(asked, rendezvous, here.replicas * mesh.model)
+        keep_freed_memory(device)
         if settings.exact:
             make_deterministic(device)
         check_precision(settings.precision, device)

@@ -1,7 +1,8 @@
-"""Device and number of intra-op threads of a rank."""
+"""Device, number of intra-op threads, and memory allocator of a rank."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Mapping
 
@@ -12,6 +13,17 @@ from lockstep.errors import DeviceError
 from lockstep.world.cores import usable_cores
 from lockstep.world.devices_asked import CHOSEN, CORES, SHOWN, Ids, Word, parse
 from lockstep.world.model import World
+
+#: Parameters of mallopt(3), and the most that glibc takes as threshold for a mapping of its own.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _MOST_MAPPED = -1, -3, 32 << 20
+#: With one of these the user has set the allocator up.
+_MALLOC_VARIABLES = (
+    "MALLOC_TRIM_THRESHOLD_",
+    "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_MMAP_MAX_",
+    "MALLOC_TOP_PAD_",
+    "GLIBC_TUNABLES",
+)
 
 
 def choose_device(
@@ -146,3 +158,21 @@ def make_deterministic(device: torch.device) -> None:
     torch.use_deterministic_algorithms(True)
     # It would also fill every new tensor, which costs a kernel each and hides no draw of chance.
     deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def keep_freed_memory(device: torch.device, environ: Mapping[str, str] | None = None) -> bool:
+    """Let this process keep the host memory that it frees; return whether glibc does so now.
+
+    By default glibc gives the gradients and activations of a step back to the system, and the next
+    step pays for clearing each page again. Tensors above 32 MiB go back all the same.
+
+    Args:
+        device: of the rank; on a GPU, PyTorch's own allocator keeps the tensors' memory.
+        environ: variables of this process; what they set for the allocator stays.
+    """
+    environ = os.environ if environ is None else environ
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl and macOS have none
+    if device.type != "cpu" or mallopt is None or any(v in environ for v in _MALLOC_VARIABLES):
+        return False
+    never = -1
+    return bool(mallopt(_M_MMAP_THRESHOLD, _MOST_MAPPED) and mallopt(_M_TRIM_THRESHOLD, never))

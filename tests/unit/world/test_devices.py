@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -151,3 +153,44 @@ def test_deterministic_algorithms_do_not_fill_new_memory(monkeypatch):
         assert not deterministic.fill_uninitialized_memory
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+STEPS = """
+import resource, torch
+from lockstep.world.devices import keep_freed_memory
+keep_freed_memory(torch.device("{device}"))
+def step():
+    for tensor in [torch.ones(4 << 20, dtype=torch.uint8) for _ in range(40)]:
+        del tensor
+step(), step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the allocator of glibc")
+@pytest.mark.parametrize(
+    ("device", "environ", "kept"),
+    [
+        ("cpu", {}, True),
+        ("cuda", {}, False),
+        ("cpu", {"MALLOC_TRIM_THRESHOLD_": "131072"}, False),
+        ("cpu", {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"}, False),
+    ],
+)
+def test_a_rank_on_the_cpu_keeps_the_memory_it_frees(device, environ, kept):
+    code = STEPS.format(device=device)
+    variables = {**os.environ, **environ}
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        check=False,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert not ended.returncode, ended.stderr
+    pages = (40 * 4 << 20) // os.sysconf("SC_PAGE_SIZE")
+    faults = int(ended.stdout)
+    assert faults < pages / 100 if kept else faults > pages / 4, faults
