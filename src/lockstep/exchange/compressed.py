@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from lockstep.exchange.base import ExchangeContext, Forest, Sum, done
-from lockstep.exchange.memory import Memory
+from lockstep.exchange.scratch import Scratch
 from lockstep.exchange.tree import GroupWire, TreeExchange, Wire, Work
 
 
@@ -35,7 +35,7 @@ class CompressedExchange(abc.ABC):
         self._own = forest.own
         #: The ranks, with one node each.
         self.ranks = Forest.of(forest.size, forest.size, forest.rank)
-        self._memory = Memory()
+        self._scratch = Scratch()
         self._extra = 0
 
     @property
@@ -49,7 +49,7 @@ class CompressedExchange(abc.ABC):
         if self._own == 1 and not extra:
             return [bucket]
         size = bucket.numel() + extra
-        return [self._memory.take(bucket, size) for _ in range(self._own)]
+        return [self._scratch.take(bucket, size) for _ in range(self._own)]
 
     def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
         """Begin to sum `slots` over all ranks, and return the sum's future."""
@@ -60,7 +60,7 @@ class CompressedExchange(abc.ABC):
         notes = self._send(whole[size:]) if self._extra else None
         total = self._sum(whole[:size], last=last)
         if last:
-            self._memory.pass_ends()
+            self._scratch.pass_ends()
         return total if notes is None else done(torch.cat([total.wait(), self._read(*notes)]))
 
     def _send(self, notes: torch.Tensor) -> tuple[Work, torch.Tensor]:

@@ -14,8 +14,8 @@ import torch
 
 from lockstep.errors import PeerError, UsageError
 from lockstep.exchange.base import Exchange, ExchangeContext, Forest, Sum, done
-from lockstep.exchange.memory import Memory
 from lockstep.exchange.native import NativeExchange
+from lockstep.exchange.scratch import Scratch
 from lockstep.exchange.tree import TreeExchange, Work
 from lockstep.world import mpi
 from lockstep.world.mpi import Communicator, Request
@@ -121,12 +121,12 @@ class PairExchange:
     def __init__(self, everyone: Communicator, forest: Forest) -> None:
         assert NativeExchange.is_exact(forest)
         self._everyone = everyone
-        self._memory = Memory()
+        self._scratch = Scratch()
         self.sent = 0
 
     def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
         """Return memory for this rank's node: the bucket itself where that is enough."""
-        return [self._memory.take(bucket, bucket.numel() + extra) if extra else bucket]
+        return [self._scratch.take(bucket, bucket.numel() + extra) if extra else bucket]
 
     def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
         """Sum `slots` over both ranks, and return the sum's future.
@@ -141,7 +141,7 @@ class PairExchange:
         with _peers_may_be_gone():
             self._everyone.Allreduce(library.IN_PLACE, buffer, op=library.SUM)
         if last:
-            self._memory.pass_ends()
+            self._scratch.pass_ends()
         return done(total)
 
     def close(self) -> None:

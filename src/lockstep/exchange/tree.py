@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.exchange.base import ExchangeContext, Forest, Sum, future_on
-from lockstep.exchange.memory import Memory
+from lockstep.exchange.scratch import Scratch
 
 
 class Work(Protocol):
@@ -102,7 +102,7 @@ class TreeExchange:
         self.name = name
         self._wire = wire
         self._forest = forest
-        self._memory = Memory()
+        self._scratch = Scratch()
         self._pending: _Pending | None = None
         self._gathering: list[_Pending] = []
 
@@ -117,7 +117,7 @@ class TreeExchange:
         padded = -(-size // self._forest.size) * self._forest.size
         if own == 1 and padded == bucket.numel():
             return [bucket]
-        memory = self._memory.take(bucket, own * padded).view(own, padded)
+        memory = self._scratch.take(bucket, own * padded).view(own, padded)
         return [memory[i, :size] for i in range(own)]
 
     def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
@@ -138,7 +138,7 @@ class TreeExchange:
         memory = slots[0].as_strided((own, size, share), (share * size, share, 1))
         # One block per receiver: its share of each of this rank's nodes.
         outgoing = memory.transpose(0, 1).contiguous().view(-1)
-        received = self._memory.take(outgoing, sum(self._forest.counts) * share)
+        received = self._scratch.take(outgoing, sum(self._forest.counts) * share)
         shares = [count * share for count in self._forest.counts]
         work = self._wire.scatter(outgoing, received, shares)
         return _Pending(work, received.view(-1, share), future, numel)
@@ -149,7 +149,7 @@ class TreeExchange:
         pending, self._pending = self._pending, None
         pending.work.wait()
         part = self._forest.sum_in_place(list(pending.received))
-        total = self._memory.take(part, part.numel() * self._forest.size)
+        total = self._scratch.take(part, part.numel() * self._forest.size)
         work = self._wire.gather(part, total)
         self._gathering.append(_Pending(work, total, pending.future, pending.numel))
 
@@ -158,7 +158,7 @@ class TreeExchange:
         for item in gathering:
             item.work.wait()
             item.future.set_result(item.received[: item.numel])
-        self._memory.pass_ends()
+        self._scratch.pass_ends()
 
     def close(self) -> None:
         """Give back nothing: the wire belongs to the run."""

@@ -14,8 +14,8 @@ from lockstep.errors import PREEMPTED
 from lockstep.launch.forkserver import Exit
 from lockstep.launch.plan import WorkerPlan
 from lockstep.launch.restarts import Kind, kind
-from lockstep.record import report
-from lockstep.record.report import Report
+from lockstep.record import error_report
+from lockstep.record.error_report import Report
 from lockstep.world.cgroups import oom_kills
 
 _LAST_LINES = 8
@@ -60,7 +60,7 @@ class Failure:
             return self.report.consequence
         # A script started by exec describes nothing; what it printed last says as much.
         ended_itself = self.exit is not None and self.exit.code > 0
-        return ended_itself and report.blames_peer("\n".join(last_lines(self.worker.log)))
+        return ended_itself and error_report.blames_peer("\n".join(last_lines(self.worker.log)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ def collect(workers: Iterable[WorkerPlan], exits: Mapping[int, Exit]) -> list[Fa
     """Return the failures known so far: workers in `exits`, and those that described an exception."""
     failures = []
     for worker in workers:
-        left, told = exits.get(worker.rank), report.read(worker.error_file)
+        left, told = exits.get(worker.rank), error_report.read(worker.error_file)
         if told is None and left is None:
             continue
         moment = told.time if told else left.time if left else 0.0

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep.errors import DeviceError, UsageError
-from lockstep.launch import binding, servers
+from lockstep.launch import binding, server_processes
 from lockstep.launch.gpus import Gpu
 from lockstep.launch.imports import Sources
 from lockstep.launch.machine import Machine
@@ -140,7 +140,7 @@ def resolve(
         machine=machine,
         environ=dict(environ),
         ranks=count_ranks(spec, machine, environ),
-        servers=servers.count(spec, environ),
+        servers=server_processes.count(spec, environ),
         nodes=None if spec.kind == "function" else rendezvous_config(spec.nodes, work, environ),
     )
     mesh = spec.settings.value("mesh", environ)
@@ -227,11 +227,11 @@ def _server(
     index: int, spec: LaunchSpec, shared: Mapping[str, str], log_dir: Path, errors: Path
 ) -> WorkerPlan:
     error_file = errors.with_name(f"server-{index}.{errors.name}")
-    own = {**servers.variables(index, spec), "TORCHELASTIC_ERROR_FILE": str(error_file)}
+    own = {**server_processes.variables(index, spec), "TORCHELASTIC_ERROR_FILE": str(error_file)}
     return WorkerPlan(
         rank=-1 - index,
         local_rank=index,
-        command=(*interpreter(), "-m", servers.MODULE),
+        command=(*interpreter(), "-m", server_processes.MODULE),
         env={**shared, **own},
         device="cpu",
         log=log_dir / f"server-{index}.log",

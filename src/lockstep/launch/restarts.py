@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from enum import StrEnum
 
 from lockstep import errors
-from lockstep.record.report import Report
+from lockstep.record.error_report import Report
 
 #: How many failures in a row without progress a run survives, unless the user says otherwise.
 DEFAULT = 3

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from lockstep.checkpoint.shared_memory import Descriptors
-from lockstep.launch import processes, seeding, servers, target
+from lockstep.launch import processes, seeding, server_processes, target
 from lockstep.launch.forkserver import Job, Request
 from lockstep.launch.plan import Launch, arguments, command, interpreter
 from lockstep.launch.spec import LaunchSpec
-from lockstep.record import report, stacks
-from lockstep.record.report import Report
+from lockstep.record import error_report, stacks
+from lockstep.record.error_report import Report
 from lockstep.world import groups
 from lockstep.world.environments.lockstep import SERVER
 
@@ -34,7 +34,7 @@ def or_server(spec: LaunchSpec, job: Job) -> Job:
     """Return a job that is `job` for workers, and a server's for servers."""
     # A function's parent is the user's interpreter, which a server does not need.
     forks = spec.start == "fork" and spec.kind != "function"
-    words = (*interpreter(), "-m", servers.MODULE)
+    words = (*interpreter(), "-m", server_processes.MODULE)
 
     def either(request: Request) -> NoReturn:
         if SERVER not in request.env:
@@ -43,7 +43,7 @@ def or_server(spec: LaunchSpec, job: Job) -> Job:
         if not forks:
             execute(words, request.env)
         _become(request)
-        _end(run_target("module", servers.MODULE, []))
+        _end(run_target("module", server_processes.MODULE, []))
 
     return either
 
@@ -103,11 +103,11 @@ def adopt_threads() -> None:
 
 
 def _tell(error: BaseException, environ: Mapping[str, str], home: str | None) -> int:
-    error.__traceback__ = report.trim(error.__traceback__, _PACKAGE)
-    told = report.describe(error, int(environ.get("RANK", "0")), home)
+    error.__traceback__ = error_report.trim(error.__traceback__, _PACKAGE)
+    told = error_report.describe(error, int(environ.get("RANK", "0")), home)
     file = environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
-        report.write(told, Path(file))
+        error_report.write(told, Path(file))
     if told.consequence and SERVER not in environ and _note(told, environ):
         return told.exit_code
     sys.excepthook(type(error), error, error.__traceback__)

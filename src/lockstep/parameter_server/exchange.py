@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from lockstep.exchange.base import Forest, Sum, future_on
-from lockstep.exchange.memory import Memory
+from lockstep.exchange.scratch import Scratch
 from lockstep.layout.replicas import share
 from lockstep.parameter_server.client import Client, Clients
 from lockstep.parameter_server.messages import DTYPES, Kind
@@ -47,7 +47,7 @@ class ServerExchange:
     def __init__(self, clients: Clients, forest: Forest) -> None:
         self._clients = clients
         self._forest = forest
-        self._memory = Memory()
+        self._scratch = Scratch()
         self._pending: deque[_Pending] = deque()
         self._number = 0
 
@@ -61,7 +61,7 @@ class ServerExchange:
         size, own = bucket.numel() + extra, self._forest.own
         if own == 1 and not extra:
             return [bucket]
-        memory = self._memory.take(bucket, own * size)
+        memory = self._scratch.take(bucket, own * size)
         return [memory[node * size : (node + 1) * size] for node in range(own)]
 
     def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
@@ -89,7 +89,7 @@ class ServerExchange:
             pending = self._pending.popleft()
             numel = pending.like.numel()
             host = torch.empty(0, dtype=pending.like.dtype)
-            total = self._memory.take(host, numel)
+            total = self._scratch.take(host, numel)
             for client, part in self._shares(numel):
                 answer = client.receive(Kind.SUM, total[part.start : part.stop])
                 if answer.header.number != pending.number:
@@ -98,7 +98,7 @@ class ServerExchange:
                         f"sends the sum of bucket {seen}; expected bucket {expected}"
                     )
             pending.future.set_result(total.to(pending.like.device))
-        self._memory.pass_ends()
+        self._scratch.pass_ends()
 
     def close(self) -> None:
         """Leave the servers."""

@@ -24,9 +24,9 @@ from lockstep.record import run_file
 from lockstep.record.events import Events, copied
 from lockstep.record.forwarding import DIRECTORY, Forwarding
 from lockstep.record.lock import DirectoryLock, Owner
-from lockstep.record.machine import Sampler
+from lockstep.record.monitor import Monitor
 from lockstep.record.pace import Pace
-from lockstep.record.progress import Progress
+from lockstep.record.progress_bar import Progress
 from lockstep.record.run_file import Identity
 from lockstep.record.settings import RecordSettings
 from lockstep.record.trace import Trace
@@ -81,7 +81,7 @@ class Recorder:
         self._events = Events(self.directory, world.rank)
         self._trace = self._open_trace()
         self.pace = Pace(alone=world.size == 1)
-        self._sampler: Sampler | None = None
+        self._monitor: Monitor | None = None
         self._loggers: Forwarding | None = None
         self._lengths: dict[int, int | None] = {}
         self._stepped: Microbatch | None = None  # of the newest step
@@ -106,7 +106,7 @@ class Recorder:
         if self._trace is not None:
             self._trace.begin(step)
         self._events.add(kind="start", **self._start(step))
-        self._sampler = Sampler(self._settings.device, self._sampled)
+        self._monitor = Monitor(self._settings.device, self._sampled)
         if source is not None:
             self._events.add(kind="resume", step=step, source=source)
             self._origin = f", resuming after step {step} ({_short(source)})"
@@ -372,8 +372,8 @@ class Recorder:
         """Close all files; record an error on the main rank."""
         if self._trace is not None:
             self._trace.close()
-        if self._sampler is not None:
-            self._sampler.close()
+        if self._monitor is not None:
+            self._monitor.close()
         try:
             self._events.close()
             if self._loggers is not None:

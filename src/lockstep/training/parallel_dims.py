@@ -15,7 +15,7 @@ from lockstep.exchange.choose import choose_name
 from lockstep.layout.classes import updates_in_servers
 from lockstep.layout.mesh import Mesh, choose
 from lockstep.layout.replicas import block
-from lockstep.layout.servers import check as check_servers
+from lockstep.layout.server_count import check as check_servers
 from lockstep.registry import EXCHANGES, STRATEGIES, StrategyEntry
 from lockstep.settings import Settings
 from lockstep.world import World

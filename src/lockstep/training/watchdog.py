@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import EarlyExitError, LockstepError, PeerError
-from lockstep.record import report, stacks
+from lockstep.record import error_report, stacks
 from lockstep.training.collective_check import WaitingRank, mismatch
 from lockstep.training.heartbeat import Heartbeat
 from lockstep.training.listeners import Listener
@@ -285,10 +285,10 @@ class Watchdog(Listener):
     def _tell_launcher(self, error: LockstepError, frame: stacks.Frame | None) -> None:
         path = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if path and self._pulse is None:
-            told = report.describe(error, self._rank, home=None)
+            told = error_report.describe(error, self._rank, home=None)
             if frame is not None:
                 told = replace(told, file=frame.file, line=frame.line, function=frame.function)
-            report.write(told, Path(path))
+            error_report.write(told, Path(path))
 
     def close(self) -> None:
         """Stop looking; a look that is under way has no effect any more."""

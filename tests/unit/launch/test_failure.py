@@ -11,7 +11,7 @@ from lockstep.errors import EarlyExitError, StepError, UsageError
 from lockstep.launch import failure
 from lockstep.launch.forkserver import Exit
 from lockstep.launch.plan import WorkerPlan
-from lockstep.record import report
+from lockstep.record import error_report
 
 
 @pytest.fixture
@@ -38,11 +38,11 @@ def raised(error: BaseException) -> BaseException:
 
 
 def tell(worker: WorkerPlan, error: BaseException, time: float) -> None:
-    told = report.describe(raised(error), worker.rank, str(Path(__file__).parent))
-    report.write(report.Report(**{**vars_of(told), "time": time}), worker.error_file)
+    told = error_report.describe(raised(error), worker.rank, str(Path(__file__).parent))
+    error_report.write(error_report.Report(**{**vars_of(told), "time": time}), worker.error_file)
 
 
-def vars_of(told: report.Report) -> dict[str, object]:
+def vars_of(told: error_report.Report) -> dict[str, object]:
     return {name: getattr(told, name) for name in told.__dataclass_fields__}
 
 
@@ -83,8 +83,10 @@ def test_a_cause_is_preferred_to_earlier_consequences(workers, consequence):
 
 
 def test_a_runtime_error_of_the_script_is_no_consequence():
-    assert not report.is_consequence(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-    assert not report.is_consequence(ValueError("connection closed by peer, says the user"))
+    assert not error_report.is_consequence(
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    )
+    assert not error_report.is_consequence(ValueError("connection closed by peer, says the user"))
 
 
 def test_an_exec_worker_that_blames_its_peer_is_a_consequence(workers):
@@ -169,7 +171,7 @@ def test_a_verdict_of_others_has_its_first_line_as_short_form():
 
 def test_moments_are_no_clock_of_the_wall(workers):
     """A clock that is set back between two failures must not make the second one the cause."""
-    told = report.describe(raised(ValueError("x")), 0, None)
+    told = error_report.describe(raised(ValueError("x")), 0, None)
     assert abs(told.time - time.monotonic()) < 60
     assert abs(failure.wall(told.time) - time.time()) < 60
 
@@ -182,16 +184,16 @@ def test_kills_count_from_one_failure_to_the_next(monkeypatch):
 
 
 def test_a_report_that_cannot_be_written_is_dropped(workers, tmp_path):
-    told = report.describe(ValueError("x"), 0, None)
-    report.write(told, tmp_path / "missing" / "file.json")
-    assert report.read(tmp_path / "missing" / "file.json") is None
+    told = error_report.describe(ValueError("x"), 0, None)
+    error_report.write(told, tmp_path / "missing" / "file.json")
+    assert error_report.read(tmp_path / "missing" / "file.json") is None
 
 
 def test_foreign_error_files_are_not_ours(workers):
     workers[0].error_file.write_text('{"message": {"message": "torch\'s own form"}}')
-    assert report.read(workers[0].error_file) is None
+    assert error_report.read(workers[0].error_file) is None
     workers[0].error_file.write_text("half a fi")
-    assert report.read(workers[0].error_file) is None
+    assert error_report.read(workers[0].error_file) is None
 
 
 def test_last_lines_of_a_long_log(workers):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.launch.restarts import DEFAULT, Kind, Restarts, kind
-from lockstep.record.report import Report
+from lockstep.record.error_report import Report
 
 
 def told(exception: str, message: str = "") -> Report:

@@ -13,7 +13,7 @@ from lockstep.launch.failure import Failure
 from lockstep.launch.forkserver import Exit
 from lockstep.launch.given import Given
 from lockstep.launch.plan import Plan
-from lockstep.launch.servers import count
+from lockstep.launch.server_processes import count
 from lockstep.launch.spec import LaunchSpec
 from lockstep.world import detect
 from tests.unit.launch import planning
@@ -129,7 +129,7 @@ def test_a_verdict_names_the_server() -> None:
 
 def test_the_traceback_of_a_server_is_said_to_be_its_own() -> None:
     from lockstep.launch.functions import failed
-    from lockstep.record.report import Report
+    from lockstep.record.error_report import Report
 
     made = plan(2)
     told = Report(rank=-2, exception="ValueError", message="bad", traceback="Traceback: bad")
@@ -149,7 +149,7 @@ def test_a_verdict_over_nobody_names_nobody() -> None:
 
 
 def test_a_server_that_died_is_the_cause_of_what_workers_felt() -> None:
-    from lockstep.record.report import Report
+    from lockstep.record.error_report import Report
 
     made = plan(1)
     felt = Report(rank=0, exception="PeerError", message="server 0 is gone", consequence=True)

@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.errors import RunDirectoryError
-from lockstep.record.machine import Sampler
+from lockstep.record.monitor import Monitor
 from lockstep.record.pace import Pace, Stopwatch
 from lockstep.record.reading import Recorded, read_events
 
@@ -56,11 +56,11 @@ def test_on_a_gpu_the_host_does_not_measure_the_exchange() -> None:
 
 def test_the_machine_is_sampled_beside_the_run() -> None:
     samples: list[dict] = []
-    sampler = Sampler(torch.device("cpu"), samples.append)
+    monitor = Monitor(torch.device("cpu"), samples.append)
     deadline = time.monotonic() + 30
     while not samples and time.monotonic() < deadline:
         sum(range(10_000))
-    sampler.close()
+    monitor.close()
     assert samples[0]["host"] > 1 << 20
     assert samples[0]["cpu"] > 0.1
     assert samples[0]["device"] is samples[0]["busy"] is None

@@ -22,7 +22,7 @@ from lockstep.launch.nodes.join import Join
 from lockstep.launch.nodes.keys import Card, RendezvousKeys
 from lockstep.launch.nodes.membership import Common, Launcher, Membership, owns
 from lockstep.launch.nodes.server import CoordinatorServer, Place
-from lockstep.launch.nodes.watch import Watch
+from lockstep.launch.nodes.store_watch import StoreWatch
 from lockstep.world import network
 from lockstep.world.rendezvous.connectivity_check import Reach, check_connectivity, offers
 from lockstep.world.rendezvous.membership_check import (
@@ -74,7 +74,7 @@ class Rounds:
             config = replace(config, seconds=min(config.seconds, _SECONDS_IN_VAIN))
         self._config = config
         self._token = secrets.token_hex(8)
-        self._watch: Watch | None = None
+        self._watch: StoreWatch | None = None
         self._endpoint = enter(config, check)
         self.keys = RendezvousKeys(self._endpoint.store, check)
         self._cards: tuple[Card, ...] = ()
@@ -289,7 +289,7 @@ class Rounds:
         index = [card.token for card in cards].index(self._token)
         if index == 0 and not self.fixed:
             room = self._config.count - len(cards)
-            self._watch = Watch(self.keys, number, self.server, room=room)
+            self._watch = StoreWatch(self.keys, number, self.server, room=room)
         launchers = [card.launcher for card in cards]
         names = tuple(f"node {number} ({one.name})" for number, one in enumerate(launchers))
         nodes = node_numbers([card.node.host for card in cards])

@@ -1,6 +1,6 @@
 """Partition of a model into stages, one for each rank.
 
-A row of modules is cut between its modules, any other model where its forward pass allows it (`trace.py`).
+A row of modules is cut between its modules, any other model where its forward pass allows it (fx_trace.py).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import nn
 
 from lockstep.errors import ModelError, UsageError
 from lockstep.layout.balance import balance
+from lockstep.strategies.pipeline.fx_trace import cut_traced
 from lockstep.strategies.pipeline.stage import Program, Stage, find, pieces_from, weight
-from lockstep.strategies.pipeline.trace import cut_traced
 
 
 def cut(module: nn.Module, count: int, split: Sequence[str] | None) -> Program:

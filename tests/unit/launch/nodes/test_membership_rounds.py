@@ -18,7 +18,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import UnreachableError, UsageError, WorldError
-from lockstep.launch.nodes import client, coordinator, join, keys, membership_rounds, server, watch
+from lockstep.launch.nodes import (
+    client,
+    coordinator,
+    join,
+    keys,
+    membership_rounds,
+    server,
+    store_watch,
+)
 from lockstep.launch.nodes.client import RoundOverError
 from lockstep.launch.nodes.config import Nodes, RendezvousConfig, rendezvous_config
 from lockstep.launch.nodes.join import order
@@ -45,7 +53,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
         (keys, "_LINGER_SECONDS", 0.5),
         (keys, "_ALIVE_SECONDS", 0.4),
         (membership_rounds, "_APPROACH_SECONDS", 0.05),
-        (watch, "_LOOK_SECONDS", 0.05),
+        (store_watch, "_LOOK_SECONDS", 0.05),
         (client, "_BEAT_SECONDS", 0.05),
         (client, "_REFUSED_SECONDS", 0.2),
         (coordinator, "_GONE_SECONDS", 0.3),

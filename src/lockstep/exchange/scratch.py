@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 
-class Memory:
+class Scratch:
     """Memory that serves every backward pass anew: to get new pages takes longer than to fill them.
 
     On a GPU, torch keeps memory by itself.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lockstep.launch.spec import LaunchSpec
-from lockstep.layout.servers import check
+from lockstep.layout.server_count import check
 from lockstep.world.environments.lockstep import SERVER, SERVER_ROOT
 
 #: What a server runs: never the user's script.

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lockstep.record.progress import Progress
+from lockstep.record.progress_bar import Progress
 from lockstep.training import context
 
 

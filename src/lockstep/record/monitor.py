@@ -17,7 +17,7 @@ _END_SECONDS = 2.0
 Take = Callable[[dict[str, Any]], None]
 
 
-class Sampler:
+class Monitor:
     """Samples this process in a thread of its own, so that no step waits for it.
 
     Args:

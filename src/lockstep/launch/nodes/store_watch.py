@@ -13,7 +13,7 @@ from lockstep.launch.nodes.server import CoordinatorServer
 _LOOK_SECONDS = 0.5
 
 
-class Watch:
+class StoreWatch:
     """A thread that looks there as long as a round lasts; from before it begins, since others may ask.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.layout.servers import check
+from lockstep.layout.server_count import check
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from torch._utils import ExceptionWrapper
 
 from lockstep.errors import LoaderError
-from lockstep.record import report
+from lockstep.record import error_report
 
 
 def caught(error: Exception, *, worker: bool = False) -> Exception:
@@ -27,7 +27,7 @@ def caught(error: Exception, *, worker: bool = False) -> Exception:
 
 
 def told(error: Exception) -> str:
-    return report.describe(error, 0, None).message
+    return error_report.describe(error, 0, None).message
 
 
 def test_notes_stand_below_the_message() -> None:
