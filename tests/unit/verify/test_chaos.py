@@ -37,8 +37,9 @@ def generation(number, done):
         if status and pid != first:
             os.kill(pid, signal.SIGKILL)
     status += os.wait()[1]
-    with open(f"{trace}/rank-0.{number}.jsonl") as file:
-        return status, [json.loads(line)["step"] for line in file][-1]
+    written = f"{trace}/rank-0.{number}.jsonl"  # not there if rank 0 was killed before
+    lines = list(open(written)) if os.path.exists(written) else []
+    return status, json.loads(lines[-1])["step"] if lines else done
 
 if os.fork():
     os._exit(os.waitstatus_to_exitcode(os.wait()[1]))
