@@ -73,12 +73,12 @@ def watch_snapshots() -> None:
 
 
 def main() -> None:
-    # Tensors in pages of their own, which go with them: no peak is hidden by memory that is free.
-    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
     watch_snapshots()
     dcp.load_dcp()
     descriptors = Descriptors.find(os.environ)
     with lockstep.Run("sharded-state") as run:
+        # Tensors in pages of their own, which go with them: no peak is hidden by memory that is free.
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
         model = run.model(nn.Sequential(*layers()))
         optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
         data = run.loader(TensorDataset(torch.randn(STEPS * 4, WIDTH)), batch_size=4)

@@ -53,10 +53,10 @@ def status(name: str) -> int:
 
 
 def peaks() -> dict[str, int]:
-    # Tensors in pages of their own, which go with them: no peak is hidden by memory that is free.
-    ctypes.CDLL(None).mallopt(-3, 1 << 20)
     dcp.load_dcp()
     with quiet_run() as run:
+        # Tensors in pages of their own, which go with them: no peak is hidden by memory that is free.
+        ctypes.CDLL(None).mallopt(-3, 1 << 20)
         layers = [nn.Linear(1024, 1024, bias=False) for _ in range(8)]
         model = run.model(nn.Sequential(*layers))
         optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))

@@ -13,7 +13,7 @@ from tqdm import tqdm
 _REFRESH_SECONDS = 0.1
 
 
-class Progress:
+class ProgressBar:
     """Shows epochs, samples per second and the newest logged values on the main rank.
 
     Args:

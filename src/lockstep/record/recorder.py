@@ -26,7 +26,7 @@ from lockstep.record.forwarding import DIRECTORY, Forwarding
 from lockstep.record.lock import DirectoryLock, Owner
 from lockstep.record.monitor import Monitor
 from lockstep.record.pace import Pace
-from lockstep.record.progress_bar import Progress
+from lockstep.record.progress_bar import ProgressBar
 from lockstep.record.run_file import Identity
 from lockstep.record.settings import RecordSettings
 from lockstep.record.trace import Trace
@@ -75,7 +75,7 @@ class Recorder:
         self, settings: RecordSettings, identity: Identity, world: World, store: dist.Store
     ) -> None:
         self._settings, self._identity, self._world = settings, identity, world
-        self._progress = Progress(shown=world.is_main and settings.progress)
+        self._progress = ProgressBar(shown=world.is_main and settings.progress)
         self._lock: DirectoryLock | None = None
         self.directory = self._agree_on_directory(store)
         self._events = Events(self.directory, world.rank)

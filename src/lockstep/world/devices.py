@@ -14,9 +14,10 @@ from lockstep.world.cores import usable_cores
 from lockstep.world.devices_asked import CHOSEN, CORES, SHOWN, Ids, Word, parse
 from lockstep.world.model import World
 
-#: Parameters of mallopt(3), and the most that glibc takes as threshold for a mapping of its own.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _MOST_MAPPED = -1, -3, 32 << 20
-#: With one of these the user has set the allocator up.
+#: Parameters of mallopt(3); -1 trims never, and 32 MiB is the largest threshold that glibc accepts.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_NEVER, _LARGEST = -1, 32 << 20
+#: Environment variables by which a user configures glibc's allocator.
 _MALLOC_VARIABLES = (
     "MALLOC_TRIM_THRESHOLD_",
     "MALLOC_MMAP_THRESHOLD_",
@@ -161,10 +162,11 @@ def make_deterministic(device: torch.device) -> None:
 
 
 def keep_freed_memory(device: torch.device, environ: Mapping[str, str] | None = None) -> bool:
-    """Let this process keep the host memory that it frees; return whether glibc does so now.
+    """Let this process keep the host memory that it frees; return whether the allocator accepted it.
 
-    By default glibc gives the gradients and activations of a step back to the system, and the next
-    step pays for clearing each page again. Tensors above 32 MiB go back all the same.
+    By default glibc gives the gradients and activations of a step back to the system, and the system
+    must clear each page again in the next step. A tensor above 32 MiB that fits into no freed block
+    gets pages of its own, which go back.
 
     Args:
         device: of the rank; on a GPU, PyTorch's own allocator keeps the tensors' memory.
@@ -174,5 +176,4 @@ def keep_freed_memory(device: torch.device, environ: Mapping[str, str] | None = 
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl and macOS have none
     if device.type != "cpu" or mallopt is None or any(v in environ for v in _MALLOC_VARIABLES):
         return False
-    never = -1
-    return bool(mallopt(_M_MMAP_THRESHOLD, _MOST_MAPPED) and mallopt(_M_TRIM_THRESHOLD, never))
+    return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST) and mallopt(_M_TRIM_THRESHOLD, _NEVER))

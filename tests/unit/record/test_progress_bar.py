@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lockstep.record.progress_bar import Progress
+from lockstep.record.progress_bar import ProgressBar
 from lockstep.training import context
 
 
@@ -146,7 +146,7 @@ def test_a_bar_on_a_terminal(monkeypatch, capsys) -> None:
     import sys
 
     monkeypatch.setattr(type(sys.stderr), "isatty", lambda _: True, raising=False)
-    progress = Progress(shown=True)
+    progress = ProgressBar(shown=True)
     progress.epoch_begins(0, 3, 2)
     progress.log({"loss": torch.tensor(0.25)})
     for _ in range(2):
@@ -160,7 +160,7 @@ def test_a_bar_on_a_terminal(monkeypatch, capsys) -> None:
 
 
 def test_other_ranks_show_nothing(capsys) -> None:
-    progress = Progress(shown=False)
+    progress = ProgressBar(shown=False)
     progress.epoch_begins(0, 1, 1)
     progress.log({"loss": 1.0})
     progress.step(4)

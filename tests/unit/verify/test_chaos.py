@@ -37,7 +37,7 @@ def generation(number, done):
         if status and pid != first:
             os.kill(pid, signal.SIGKILL)
     status += os.wait()[1]
-    written = f"{trace}/rank-0.{number}.jsonl"  # not there if rank 0 was killed before
+    written = f"{trace}/rank-0.{number}.jsonl"  # missing if rank 0 was killed before it opened the file
     lines = list(open(written)) if os.path.exists(written) else []
     return status, json.loads(lines[-1])["step"] if lines else done
 
@@ -67,7 +67,8 @@ def storm(directory: Path, strikes: list[Strike], steps: int = 20) -> tuple[int,
 def reached_by(directory: Path, generation: int) -> int:
     """Return the last step that a generation has written, on any rank."""
     files = directory.glob(f"rank-*.{generation}.jsonl")
-    return max(int(json.loads(file.read_text().splitlines()[-1])["step"]) for file in files)
+    lines = [file.read_text().splitlines() for file in files]
+    return max(int(json.loads(written[-1])["step"]) for written in lines if written)
 
 
 @pytest.mark.parametrize("kills", [1, 2, 7, 300])

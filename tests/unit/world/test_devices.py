@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,9 +16,11 @@ from torch.utils import deterministic
 from lockstep.errors import DeviceError, UsageError
 from lockstep.world import World
 from lockstep.world.devices import (
+    _MALLOC_VARIABLES,
     choose_device,
     default_threads,
     device_identity,
+    keep_freed_memory,
     make_deterministic,
 )
 
@@ -155,26 +159,37 @@ def test_deterministic_algorithms_do_not_fill_new_memory(monkeypatch):
         torch.use_deterministic_algorithms(False)
 
 
+#: Prints whether memory is kept, and the page faults of a step that frees 160 MB.
 STEPS = """
-import resource, torch
-from lockstep.world.devices import keep_freed_memory
-print(keep_freed_memory(torch.device("{device}")))
+import os, resource, torch
+{begin}
 def step():
-    for tensor in [torch.ones(4 << 20, dtype=torch.uint8) for _ in range(40)]:
-        del tensor
+    tensors = [torch.ones(1 << 20, dtype=torch.uint8) for _ in range(160)]
 step(), step()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 step()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, flush=True)
+os._exit(0)
 """
+ALONE = """
+from lockstep.world.devices import keep_freed_memory
+print(keep_freed_memory(torch.device("cpu")))
+"""
+RUN = """
+import lockstep
+lockstep.Run("freed", run_dir="run", progress=False).__enter__()
+print("GLIBC_TUNABLES" not in os.environ)
+"""
+glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
 
 
-def steps_of(device: str, environ: dict[str, str]) -> tuple[bool, int]:
-    """Return whether memory is kept, and the page faults of a step that frees 160 MB."""
+def steps_of(directory: Path, begin: str, **environ: str) -> tuple[bool, int]:
+    clean = {name: value for name, value in os.environ.items() if name not in _MALLOC_VARIABLES}
     ended = subprocess.run(
-        [sys.executable, "-c", STEPS.format(device=device)],
+        [sys.executable, "-c", STEPS.format(begin=begin)],
         check=False,
-        env={**os.environ, **environ},
+        env={**clean, **environ},
+        cwd=directory,
         capture_output=True,
         text=True,
         timeout=60,
@@ -184,20 +199,23 @@ def steps_of(device: str, environ: dict[str, str]) -> tuple[bool, int]:
     return kept == "True", int(faults)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the allocator of glibc")
-def test_a_rank_on_the_cpu_keeps_the_memory_it_frees():
-    kept, faults = steps_of("cpu", {})
+@glibc
+@pytest.mark.parametrize("begin", [ALONE, RUN], ids=["alone", "run"])
+def test_a_rank_on_the_cpu_keeps_the_memory_it_frees(tmp_path, begin):
+    kept, faults = steps_of(tmp_path, begin)
     assert kept
-    assert faults < 400  # of 40,960 pages
+    # A threshold of 128 KiB gives each of the tensors pages of its own.
+    mapped = {"MALLOC_MMAP_THRESHOLD_": "131072", "GLIBC_TUNABLES": ""}
+    not_kept, faults_of_each = steps_of(tmp_path, begin, **mapped)
+    assert not not_kept
+    assert faults < faults_of_each / 10
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the allocator of glibc")
-def test_the_allocator_stays_as_the_environment_says():
-    kept, faults = steps_of("cpu", {"MALLOC_TRIM_THRESHOLD_": "131072"})
-    assert not kept
-    assert faults > 10_000
-    assert not steps_of("cpu", {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=7"})[0]
+@glibc
+@pytest.mark.parametrize("name", _MALLOC_VARIABLES)
+def test_the_allocator_stays_as_the_environment_says(name):
+    assert not keep_freed_memory(torch.device("cpu"), {name: ""})
 
 
 def test_the_allocator_of_host_memory_stays_as_it_is_for_gpus():
-    assert not steps_of("cuda", {})[0]
+    assert not keep_freed_memory(torch.device("cuda"), {})

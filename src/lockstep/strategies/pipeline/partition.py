@@ -1,6 +1,7 @@
 """Partition of a model into stages, one for each rank.
 
-A row of modules is cut between its modules, any other model where its forward pass allows it (fx_trace.py).
+A row of modules is cut between its modules. Any other model is cut where its forward pass allows it
+(`fx_trace.py`).
 """
 
 from __future__ import annotations
