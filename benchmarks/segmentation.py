@@ -1,13 +1,14 @@
-"""A step of DeepLabV3 on two ranks, beside what the machine can do at all.
+"""A step of DeepLabV3 on two ranks, beside two processes that exchange nothing.
 
 Claims: at least 0.97 of the steps per second of two processes that exchange nothing and load
 nothing (`side by side`), and not slower than the articles' loop with DistributedDataParallel.
+
 `in step` exchanges nothing, either, and waits for the other rank after each step: what it takes longer
 than `side by side` is the wait for the slower rank, which no exchange can avoid.
 
-Lockstep's ranks keep the memory that a step frees; plain PyTorch gives it back to the system. To tell
-that from the rest, one contestant has two processes side by side that keep it, too, and one has
-Lockstep without.
+Two contestants separate the allocator from the rest. Lockstep's ranks keep the memory that a step frees,
+and plain PyTorch gives it back. `side by side, memory kept` sets in plain PyTorch what Lockstep sets.
+`Lockstep, not kept` leaves glibc's defaults.
 
 Measured: crops of 129x129, 4 per rank and step, in memory; all contestants run at the same time and take
 turns, one thread per rank. Lockstep logs the loss of every step.
