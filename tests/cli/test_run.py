@@ -86,7 +86,7 @@ def test_all_output_arrives_in_order_and_unchanged(lockstep):
 def test_script_sees_a_process_of_its_own(lockstep, start):
     lockstep.script("VALUE = 7", "helpers.py")
     script = lockstep.script(
-        "import json, os, signal, sys, threading, helpers\n"
+        "import json, os, signal, sys, threading, helpers, lockstep\n"
         "import __main__\n"
         "print(json.dumps({'name': __name__, 'file': __file__, 'path': sys.path[0], 'argv': sys.argv,\n"
         "  'main': __main__.__dict__ is globals(), 'value': helpers.VALUE,\n"

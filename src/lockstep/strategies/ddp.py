@@ -219,7 +219,8 @@ class ReplicatedModel(WrappedModel):
         tails[0].fill_(1)
         size = self._place_bytes
         if size:
-            tails[0][:size] = torch.tensor(list(self._place.to_bytes(size, "big")))
+            step = torch.tensor(list(self._place.to_bytes(size, "big")), dtype=tails[0].dtype)
+            tails[0][:size].copy_(step, non_blocking=True)
         nodes = self.accumulation.nodes
         for place in self._unused if self._finds_unused else ():
             if all(node[place] is None for node in nodes):

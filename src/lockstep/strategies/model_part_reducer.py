@@ -50,7 +50,8 @@ class Reducer:
                 write(slot[:size], [node[p] for p in bucket], parts)
                 if last:
                     used = [position == 0 and self._is_used(nodes, p) for p in range(notes)]
-                    slot[size:] = torch.tensor(used, dtype=slot.dtype)
+                    # Without non_blocking the copy to a GPU waits for all that its stream has to do.
+                    slot[size:].copy_(torch.tensor(used, dtype=slot.dtype), non_blocking=True)
             sums.append(self._exchange.start(slots, last=last, place=place))
         return self._read([total.wait() for total in sums], nodes)
 

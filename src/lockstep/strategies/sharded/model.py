@@ -216,7 +216,7 @@ class ShardedModel(CutState, WrappedModel):
         used = [any(node[i] is not None for node in nodes) for i in range(len(places))]
         out = unit.pack(self._scatter, nodes, self._size, len(places))
         self._used[number] = used
-        out.notes[:] = torch.tensor(used, dtype=out.notes.dtype)
+        out.notes.copy_(torch.tensor(used, dtype=out.notes.dtype), non_blocking=True)
         self._started.append(self._scatter.start(out))
 
     def _finish(self) -> None:

@@ -87,16 +87,27 @@ def cause(rank: int) -> Told:
     return Told(verdict=verdict(rank), consequence=False, time=1.0)
 
 
-def decision_of(launcher: CoordinatorClient, seconds: float = 5) -> Decision | None:
+def wait_until(condition: Callable[[], bool], seconds: float = 5) -> bool:
+    """Wait until a condition holds, `seconds` at most; return whether it does."""
     deadline = time.monotonic() + seconds
-    while launcher.decision is None and time.monotonic() < deadline:
+    while not condition() and time.monotonic() < deadline:
         time.sleep(0.005)
+    return condition()
+
+
+def decision_of(launcher: CoordinatorClient, seconds: float = 5) -> Decision | None:
+    wait_until(lambda: launcher.decision is not None, seconds)
     return launcher.decision
 
 
 def problem_of(launcher: CoordinatorClient) -> Verdict | None:
     decision = decision_of(launcher)
     return None if decision is None else decision.verdict
+
+
+def lines() -> list[threading.Thread]:
+    """Return the threads that serve connections."""
+    return [one for one in threading.enumerate() if one.name == "lockstep-coordinator-line"]
 
 
 def go_on() -> None:
@@ -112,19 +123,26 @@ def enter_all(
     )
 
 
-def test_strangers_take_a_bounded_number_of_threads(
-    make: Maker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def room_for_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers that are made from here on let three strangers in, for a minute."""
     monkeypatch.setattr(server, "_UNKNOWN", 3)
-    monkeypatch.setattr(server, "_GREETING_SECONDS", 0.5)
+    monkeypatch.setattr(server, "_GREETING_SECONDS", 60)
+
+
+@pytest.mark.usefixtures("room_for_three")
+def test_strangers_take_a_bounded_number_of_threads(make: Maker) -> None:
+    assert wait_until(lambda: not lines()), "those of the tests before"
     first = make(0, 2)
     strangers = [socket.create_connection(("127.0.0.1", place_of(first).port)) for _ in range(12)]
     try:
         for one in strangers[3:]:  # those that came first may say who they are
             one.settimeout(5)
             assert one.recv(1) == b""
-        lines = [one for one in threading.enumerate() if one.name == "lockstep-coordinator-line"]
-        assert len(lines) <= 3
+        assert len(lines()) == 3
+        for one in strangers:
+            one.close()
+        assert wait_until(lambda: not lines())
         second = make(1, 2)
         second.fail(cause(1))
         assert problem_of(second) is not None, "there is room again for a launcher"
