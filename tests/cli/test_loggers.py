@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from lockstep.record.wandb_files import records
 
 pytestmark = pytest.mark.forked
 
 SCRIPT = """
 import sys
+import time
 import torch
 import torch.nn.functional as F
 from torch.utils.data import TensorDataset
@@ -40,6 +41,7 @@ with lockstep.Run("logged", replicas=2, progress="broken" in sys.argv, loggers=[
             optimizer.step()
             optimizer.zero_grad()
             run.log(loss=loss)
+            time.sleep(0.3 if "slow" in sys.argv else 0)
         run.log(accuracy=run.mean(model(x).argmax(1) == y for x, y in train))
 """
 STEPS = 30
@@ -82,46 +84,44 @@ def mlflow(run: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def wandb(run: Path) -> dict[str, list[tuple[int, float]]]:
-    module = pytest.importorskip("wandb.proto.wandb_internal_pb2")
     found = defaultdict(list)
     for path in sorted(run.glob("loggers/wandb/offline-run-*/*.wandb")):
-        for content in records(path.read_bytes()):
-            record = module.Record()
-            record.ParseFromString(content)
-            for item in record.history.item:
-                name = item.key or ".".join(item.nested_key)
-                if not name.startswith("_"):
-                    step = int(record.history.step.num)
-                    found[name].append((step, float(item.value_json)))
+        for name, values in wandb_file(path).items():
+            found[name] += values
     return dict(found)
 
 
-def records(content: bytes) -> Iterator[bytes]:
-    """Read a file of W&B's: LevelDB's log format behind a header of 7 bytes, in blocks of 32 KiB."""
-    place, whole = 7, b""
-    while place + 7 <= len(content):
-        left = 32768 - place % 32768
-        if left < 7:
-            place += left
-            continue
-        _, size, kind = struct.unpack("<IHB", content[place : place + 7])
-        if not kind:
-            return
-        whole += content[place + 7 : place + 7 + size]
-        place += 7 + size
-        if kind in (1, 4):  # a whole record, or the last part of one
-            yield whole
-            whole = b""
+def wandb_file(path: Path) -> dict[str, list[tuple[int, float]]]:
+    module = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    found = defaultdict(list)
+    for content in records(path.read_bytes()):
+        record = module.Record()
+        record.ParseFromString(content)
+        for item in record.history.item:
+            name = item.key or ".".join(item.nested_key)
+            if not name.startswith("_"):
+                found[name].append((int(record.history.step.num), float(item.value_json)))
+    return dict(found)
 
 
 # MLflow's store uses what SQLAlchemy 2.1 will drop.
 @pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
-def test_each_step_is_logged_once_through_a_kill(lockstep, script):
+def test_each_step_is_logged_once_through_a_kill_and_wandb_says_once_that_it_has_no_key(
+    lockstep, script, monkeypatch
+):
     names = ["tensorboard", "wandb", "mlflow"]
     flags = [word for name in names for word in ("--logger", name)]
-    environ = {"LOCKSTEP_FAULTS": "kill@14", "WANDB_MODE": "offline"}
-    done = lockstep("run", "-n", "2", "--run-dir", "run", *flags, script, env=environ, timeout=240)
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    environ = {"LOCKSTEP_FAULTS": "kill@24", "HOME": "."}
+    environ["NETRC"] = str(lockstep.directory / "none")
+    # Of what W&B is given before the kill a part is in its file, and a part is lost.
+    environ["WANDB__TRANSACTION_LOG_FLUSH_INTERVAL"] = "1.5"
+    words = ["run", "-n", "2", "--run-dir", "run", *flags, script, "slow"]
+    done = lockstep(*words, env=environ, timeout=240)
     assert done.code == 0, done.err
+    assert done.err.count("wandb has no key: it logs offline") == 1, done.err
+    assert "warning" not in done.err, done.err
     run = lockstep.directory / "run"
     expected = means(run)
     assert sorted(expected) == list(range(1, STEPS + 1)), "events outlive kills"
@@ -130,6 +130,9 @@ def test_each_step_is_logged_once_through_a_kill(lockstep, script):
         assert [step for step, _ in logged["loss"]] == sorted(expected)
         assert losses == pytest.approx(expected, rel=1e-5)
         assert [step for step, _ in logged["accuracy"]] == [6, 12, 18, 24, 30]
+    first, second = sorted(run.glob("loggers/wandb/offline-run-*/*.wandb"))
+    assert wandb_file(first)["loss"], "something was written before the kill"
+    assert first.name == second.name, "both are one run of W&B's"
 
 
 def test_a_logger_of_the_scripts_own_that_raises_ends_nothing(lockstep, script):

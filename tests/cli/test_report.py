@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.record.lock import DirectoryLock, Owner
+from lockstep.report import page
 from tests import browser
 from tests.browser import Browser
 from tests.conftest import Lockstep
@@ -56,6 +57,29 @@ def overflows(chromium: Browser) -> list[str]:
     return found
 
 
+def on_the_buttons(chromium: Browser) -> list[str]:
+    """Return texts that lie where a chart's buttons are, and buttons that something lies on."""
+    found: list[str] = chromium.ask(
+        """
+        [...document.querySelectorAll('.modebar-btn')].flatMap(button => {
+          button.scrollIntoView({ block: 'center' });
+          const box = button.getBoundingClientRect();
+          const meets = other => other.left < box.right && box.left < other.right
+            && other.top < box.bottom && box.top < other.bottom;
+          const texts = [...button.closest('figure').querySelectorAll('.legend, h3, p, label')];
+          const under = texts.filter(e => {
+            const range = document.createRange();
+            range.selectNodeContents(e);
+            return meets(e.matches('.legend') ? e.getBoundingClientRect() : range.getBoundingClientRect());
+          });
+          const top = document.elementFromPoint((box.left + box.right) / 2, (box.top + box.bottom) / 2);
+          return [...under, ...(button.contains(top) ? [] : [button])].map(e => e.outerHTML.slice(0, 80));
+        })
+        """
+    )
+    return found
+
+
 def shown(chromium: Browser) -> list[str]:
     """Return the titles of the charts that are drawn, with something in them."""
     found: list[str] = chromium.ask(
@@ -73,7 +97,7 @@ def test_a_real_run_with_kills(lockstep: Lockstep, chromium: Browser) -> None:
     assert done.code == 0, done.err
     done = lockstep("report", "run")
     assert (done.code, done.out) == (0, "run/report.html: run (finished)\n"), done.err
-    page = chromium.open(lockstep.directory / "run" / "report.html")
+    opened = chromium.open(lockstep.directory / "run" / "report.html")
     text = chromium.ask("document.body.innerText")
     assert text.count("was killed by signal 9 (SIGKILL)") == 2
     digest = json.loads((lockstep.directory / "run" / "run.json").read_text())["digest"]
@@ -81,7 +105,7 @@ def test_a_real_run_with_kills(lockstep: Lockstep, chromium: Browser) -> None:
     assert {"loss", "accuracy", "Samples per second", "Timeline"} <= set(shown(chromium))
     curve = chromium.ask("document.querySelector('.chart').data.map(t => [...t.x])")
     assert curve == [list(range(1, 31))], "each step once, though some were computed again"
-    assert page.errors == []
+    assert opened.errors == []
 
 
 def test_the_page_in_a_browser(tmp_path: Path, lockstep: Lockstep, chromium: Browser) -> None:
@@ -90,24 +114,44 @@ def test_the_page_in_a_browser(tmp_path: Path, lockstep: Lockstep, chromium: Bro
     Run(tmp_path / "two", ranks=4, gpu=True, status="failed", identity=other).write()
     assert lockstep("report", "one", "two", "-o", "both.html").code == 0
     for width, dark in ((1280, False), (1280, True), (390, False), (390, True)):
-        page = chromium.open(tmp_path / "both.html", width=width, dark=dark)
+        opened = chromium.open(tmp_path / "both.html", width=width, dark=dark)
         assert len(shown(chromium)) == 14
         text = "The identities differ in: name, seed. Only finished runs have a digest."
         assert text in chromium.ask("document.body.innerText")
         assert chromium.ask("document.querySelectorAll('img').length") == 0
         assert overflows(chromium) == []
-        assert page.errors == []
-        outside = [url for url in page.requests if not url.startswith(("file:", "data:", "blob:"))]
+        assert opened.errors == []
+        outside = [
+            url for url in opened.requests if not url.startswith(("file:", "data:", "blob:"))
+        ]
         assert outside == []
         background = chromium.ask("getComputedStyle(document.body).backgroundColor")
         assert background == ("rgb(20, 22, 26)" if dark else "rgb(255, 255, 255)")
+
+
+def test_a_chart_with_many_lines_has_its_legend_beside_its_buttons(
+    tmp_path: Path, chromium: Browser
+) -> None:
+    pytest.importorskip("plotly")
+    figure = page.graph_objects().Figure()
+    for number in range(7):
+        figure.add_scatter(x=[0, 1], y=[0, number], name=f"a line with a long name {number}")
+    chart = page.Chart(figure, "A title", "A note " * 20, log=True)
+    page.write(tmp_path / "page.html", "Lines", [page.Section("One", [chart, chart])])
+    for width in (1280, 920, 700):
+        chromium.open(tmp_path / "page.html", width=width)
+        assert chromium.ask("document.querySelectorAll('.modebar-btn').length") == 8
+        assert on_the_buttons(chromium) == []
+        assert overflows(chromium) == []
+    chromium.open(tmp_path / "page.html", width=390)
+    assert chromium.ask("document.querySelectorAll('.modebar-btn').length") == 0
 
 
 def test_a_page_that_is_used(tmp_path: Path, lockstep: Lockstep, chromium: Browser) -> None:
     """Its reader switches to the dark theme, and to a logarithmic axis."""
     Run(tmp_path / "one").write()
     assert lockstep("report", "one").code == 0
-    page = chromium.open(tmp_path / "one" / "report.html")
+    opened = chromium.open(tmp_path / "one" / "report.html")
     colour = "getComputedStyle(document.querySelector('.chart .xtick text')).fill"
     light = chromium.ask(colour)
     chromium.theme(dark=True)
@@ -116,7 +160,7 @@ def test_a_page_that_is_used(tmp_path: Path, lockstep: Lockstep, chromium: Brows
     chromium.ask("document.querySelector('figure input').click()")
     assert chromium.ask("document.querySelector('.chart').layout.yaxis.type") == "log"
     assert chromium.ask(colour) == "rgb(232, 234, 237)"
-    assert page.errors == []
+    assert opened.errors == []
 
 
 @pytest.mark.wide

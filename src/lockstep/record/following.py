@@ -73,6 +73,8 @@ class _File:
 class Follower:
     """Reads the events of a run's ranks, and gives out the values of steps that all are through with.
 
+    Steps that a generation computes again come again.
+
     Args:
         directory: the run directory.
         ranks: number of ranks.
@@ -87,7 +89,6 @@ class Follower:
         self._directory = directory / "events"
         self._ranks = ranks
         self._offsets = {int(k): int(v) for k, v in state.get("offsets", {}).items()}
-        self._given: tuple[int, set[str]] = (int(state.get("step", 0)), set(state.get("names", ())))
         self._files: dict[int, _File] = {}
         self._open()
         for file in self._files.values():
@@ -129,21 +130,11 @@ class Follower:
                     for name, value in values_of(event):
                         steps[step][name].add(value, float(event.get("weight", 1.0)))
             file.pending = [one for one in file.pending if one[0] > done]
-        found = [(step, self._new(step, steps[step])) for step in sorted(steps)]
-        return [(step, values) for step, values in found if values]
-
-    def _new(self, step: int, means: dict[str, Mean]) -> dict[str, float]:
-        """Return the values of a step that have not been given out before."""
-        last, names = self._given
-        if step < last:
-            return {}
-        known = names if step == last else set()
-        values = {name: mean.value for name, mean in means.items() if name not in known}
-        self._given = step, known | values.keys()
-        return values
+        return [
+            (step, {name: mean.value for name, mean in steps[step].items()})
+            for step in sorted(steps)
+        ]
 
     def state(self) -> dict[str, Any]:
-        """Return what lets a later generation give out each value once."""
-        step, names = self._given
-        offsets = {str(file.rank): file.kept for file in self._files.values()}
-        return {"step": step, "names": sorted(names), "offsets": offsets}
+        """Return what lets a later generation begin behind the lines whose values have been given out."""
+        return {"offsets": {str(file.rank): file.kept for file in self._files.values()}}

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import RunDirectoryError
+from lockstep.record.curves import curves
 from lockstep.record.directory import owner_only
 from lockstep.record.following import Follower
+from lockstep.record.given import NOTHING, GivenFile, latest, missing
 from lockstep.record.loggers import Backend, Say, make
+from lockstep.record.reading import Recorded
 from lockstep.record.run_file import cannot_write
 
 #: Where loggers keep what they need, in the run directory.
@@ -48,20 +53,24 @@ class Forwarding:
         self._say = say
         place = directory / DIRECTORY
         self._path = place / "progress.json"
-        self._ranks = ranks
+        self._ranks, self._resumed = ranks, resumed
         try:
             place.mkdir(mode=0o700, exist_ok=True)
             state = self._state()
             self._follower = Follower(directory, ranks, resumed, state)
         except OSError as error:
             raise cannot_write(place, error) from error
-        self._backends: list[tuple[str, Backend]] = []
+        self._open: list[_Logger] = []
         self._has_told = False
         self._ends = threading.Event()
 
         def work() -> None:
+            names = Counter[str]()
             for logger in loggers:  # seconds, where packages are imported and databases made
-                self._open(logger, place, about, int(state.get("step", 0)))
+                name = logger if isinstance(logger, str) else type(logger).__name__
+                self._add(name, logger, place, about, place / f"given-{name}-{names[name]}.json")
+                names[name] += 1
+            self._give_again(directory)
             while not self._ends.wait(_EVERY):
                 self._forward(ended=False)
 
@@ -75,18 +84,44 @@ class Forwarding:
             return {}
         except (OSError, ValueError) as error:
             raise RunDirectoryError(
-                f"{self._path} cannot be read: {error}", hint="remove it: values are logged again"
+                f"{self._path} cannot be read: {error}",
+                hint="remove it: each logger continues behind its own last step",
             ) from error
         return dict(state)
 
-    def _open(self, logger: Any, place: Path, about: Mapping[str, Any], last: int) -> None:
-        name = logger if isinstance(logger, str) else type(logger).__name__
+    def _add(
+        self, name: str, logger: Any, place: Path, about: Mapping[str, Any], given: Path
+    ) -> None:
         try:
-            self._backends.append(
-                (name, make(logger, place, about["name"], about, last, self._say))
-            )
-        except Exception as error:
+            file = GivenFile(given)
+        except (OSError, ValueError) as error:
             self._warn(name, error)
+            return
+        try:
+            last, _ = file.value or NOTHING
+            backend = make(logger, place, about["name"], about, last, self._say)
+        except Exception as error:
+            file.close()
+            self._warn(name, error)
+        else:
+            self._open.append(_Logger(name, backend, file))
+
+    def _give_again(self, directory: Path) -> None:
+        """Give loggers what a kill made them lose: steps that this generation does not compute again."""
+        lacking = [logger for logger in self._open if logger.may_lack]
+        if not any(logger.given[0] <= self._resumed for logger in lacking):
+            return
+        try:
+            steps: defaultdict[int, dict[str, float]] = defaultdict(dict)
+            for name, values in curves(Recorded.of(directory).ranks).items():
+                for step, value in values.items():
+                    steps[step][name] = value
+        except Exception as error:
+            for logger in lacking:
+                self._leave_out(logger, error)
+            return
+        for step in sorted(step for step in steps if step <= self._resumed):
+            self._each(partial(_Logger.log, step=step, values=steps[step]), lacking)
 
     def _warn(self, name: str, error: BaseException) -> None:
         what = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -98,23 +133,29 @@ class Forwarding:
             found = self._follower.read(ended=ended)
             self._tell_unseen(bool(found))
             for step, values in found:
-                self._each(lambda backend, s=step, v=values: backend.log(v, s))
+                self._each(partial(_Logger.log, step=step, values=values))
             if found:
-                self._each(lambda backend: backend.flush())
+                self._each(lambda logger: logger.flush())
                 self._mark()
         except Exception as error:
-            for name, _ in self._backends:
-                self._warn(name, error)
-            self._backends = []
+            for logger in tuple(self._open):
+                self._leave_out(logger, error)
 
-    def _each(self, call: Any) -> None:
-        """Call each logger; one that raises is left out from here on."""
-        for name, backend in tuple(self._backends):
+    def _each(
+        self, call: Callable[[_Logger], None], loggers: Sequence[_Logger] | None = None
+    ) -> None:
+        """Call each logger, or some of them; one that raises is left out from here on."""
+        chosen = self._open if loggers is None else loggers
+        for logger in [one for one in self._open if one in chosen]:
             try:
-                call(backend)
+                call(logger)
             except Exception as error:
-                self._backends.remove((name, backend))
-                self._warn(name, error)
+                self._leave_out(logger, error)
+
+    def _leave_out(self, logger: _Logger, error: Exception) -> None:
+        self._open.remove(logger)
+        logger.drop()
+        self._warn(logger.name, error)
 
     def _tell_unseen(self, has_begun: bool) -> None:
         unseen = self._follower.unseen
@@ -126,7 +167,7 @@ class Forwarding:
             )
 
     def _mark(self) -> None:
-        """Note what has been logged, so that a later generation does not log it again."""
+        """Note up to where events have been read, so that a later generation need not read them again."""
         draft = self._path.with_suffix(".draft")
         with open(draft, "w", encoding="utf-8", opener=owner_only) as file:
             json.dump(self._follower.state(), file)
@@ -149,4 +190,47 @@ class Forwarding:
             )
             return
         self._forward(ended=ended)
-        self._each(lambda backend: backend.close(failed=failed))
+        self._each(lambda logger: logger.close(failed=failed))
+
+
+class _Logger:
+    """A logger that is open: it gets each value once, through restarts.
+
+    Args:
+        name: for messages.
+        backend: takes the values.
+        file: says what it took in earlier generations.
+    """
+
+    def __init__(self, name: str, backend: Backend, file: GivenFile) -> None:
+        self.name = name
+        self._backend = backend
+        self._file = file
+        #: Whether an earlier generation was killed, and the backend may have lost what it was given then.
+        self.may_lack = backend.held is not None and file.value is not None and not file.closed
+        noted = file.value or NOTHING
+        self.given = noted if backend.held is None or file.closed else backend.held
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Log those values of a step that have not been logged."""
+        left = missing(step, values, self.given)
+        if left:
+            self._backend.log(left, step)
+            self.given = latest(self.given, (step, left.keys()))
+            if not self._backend.keeps:
+                self._file.write(self.given)
+
+    def flush(self) -> None:
+        """Let no later kill lose what was logged."""
+        self._backend.flush()
+        self._file.write(self.given)
+
+    def close(self, *, failed: bool) -> None:
+        """Close the logger."""
+        self._backend.close(failed=failed)
+        self._file.write(self.given, closed=True)
+        self._file.close()
+
+    def drop(self) -> None:
+        """Leave out a logger that has failed."""
+        self._file.close()

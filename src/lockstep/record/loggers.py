@@ -13,10 +13,14 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from lockstep.errors import UsageError
+from lockstep.record.given import Given
+from lockstep.record.wandb_files import last_logged
 
 #: Each is also the package that it needs, and an extra of ours.
 NAMES = ("tensorboard", "wandb", "mlflow")
 
+#: As many metrics as MLflow takes at once.
+_MLFLOW_BATCH = 1000
 #: Told what users should know.
 Say = Callable[[str], None]
 
@@ -30,7 +34,15 @@ class Logger(Protocol):
 
 
 class Backend(abc.ABC):
-    """A logger that is kept open over a run."""
+    """A logger that is kept open over a run.
+
+    Attributes:
+        keeps: whether it has values for certain only after `flush`.
+        held: what a logger has of earlier generations that may lose values after `flush`.
+    """
+
+    keeps: bool = True
+    held: Given | None = None
 
     @abc.abstractmethod
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -119,36 +131,42 @@ class TensorBoard(Backend):
 class WandB(Backend):
     """Logs to Weights & Biases: offline where no key is known, into the run directory.
 
+    W&B's own process writes what it was given every 15 s, and loses the rest if the main rank is killed.
+    A later generation therefore asks its files, and its server, what they hold.
+
     Args:
         directory: where offline runs lie.
         name: of the project.
         about: the configuration that is shown.
-        say: told if the run is offline.
+        say: told once if the run is offline, however often ranks restart.
     """
 
     def __init__(self, directory: Path, name: str, about: Mapping[str, Any], say: Say) -> None:
         import wandb
 
+        own = directory / "wandb"
         chosen: Any = os.environ.get("WANDB_MODE")
         if chosen is None and not wandb.login(prompt=False):
             chosen = "offline"
-            say(
-                "lockstep: wandb has no key: it logs offline, to be sent with "
-                f"`wandb sync {directory / 'wandb'}/offline-run-*`"
-            )
-        # The same in each generation, so that they are one run of W&B's.
-        place = directory / "wandb-run"
-        if not place.exists():
-            place.write_text(secrets.token_hex(8), encoding="utf-8")
+            if not any(own.glob("offline-run-*")):
+                say(
+                    "lockstep: wandb has no key: it logs offline, to be sent with "
+                    f"`wandb sync {own}/offline-run-*`"
+                )
         self._run = wandb.init(
             project=name,
-            id=place.read_text(encoding="utf-8"),
+            # The same in each generation, so that they are one run of W&B's.
+            id=_once(directory / "wandb-run", lambda: secrets.token_hex(8)),
             resume="allow",
             dir=directory,
             config=dict(about),
             mode=chosen,
             settings=wandb.Settings(silent=True, console="off"),
         )
+        if self._run.offline:
+            self.held = last_logged(own)
+        elif self._run.resumed:
+            self.held = self._run.starting_step, frozenset()
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Log values."""
@@ -173,28 +191,33 @@ class MLflow(Backend):
 
         uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{directory / 'mlflow.db'}"
         self._client = MlflowClient(tracking_uri=uri)
+        self._metrics: list[Any] = []
         self._id = self._find(directory / "mlflow-run", name, about)
 
     def _find(self, place: Path, name: str, about: Mapping[str, Any]) -> str:
         """Return the id of this run's, which an earlier generation may have begun."""
-        with contextlib.suppress(FileNotFoundError):
-            return place.read_text(encoding="utf-8")
+        return _once(place, lambda: self._begin(place.parent.parent.name, name, about))
+
+    def _begin(self, run: str, name: str, about: Mapping[str, Any]) -> str:
         found = self._client.get_experiment_by_name(name)
         experiment = self._client.create_experiment(name) if found is None else found.experiment_id
-        run_id: str = self._client.create_run(
-            experiment, run_name=place.parent.parent.name
-        ).info.run_id
+        run_id: str = self._client.create_run(experiment, run_name=run).info.run_id
         for key, value in about.items():
             self._client.log_param(run_id, key, value)
-        place.write_text(run_id, encoding="utf-8")
         return run_id
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Log metrics."""
+        """Keep metrics for `flush`: a request for each step could take longer than the step."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        self._client.log_batch(self._id, [Metric(k, v, now, step) for k, v in values.items()])
+        self._metrics += [Metric(key, value, now, step) for key, value in values.items()]
+
+    def flush(self) -> None:
+        """Log what was kept."""
+        while self._metrics:
+            self._client.log_batch(self._id, self._metrics[:_MLFLOW_BATCH])
+            del self._metrics[:_MLFLOW_BATCH]
 
     def close(self, *, failed: bool) -> None:
         """End the run."""
@@ -204,9 +227,22 @@ class MLflow(Backend):
 class _Own(Backend):
     """A logger of the script's own."""
 
+    keeps = False
+
     def __init__(self, logger: Logger) -> None:
         self._logger = logger
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Pass values on."""
         self._logger.log(values, step)
+
+
+def _once(place: Path, make: Callable[[], str]) -> str:
+    """Return what a file says; if there is none, write into it what `make` returns."""
+    with contextlib.suppress(FileNotFoundError):
+        return place.read_text(encoding="utf-8")
+    text = make()
+    draft = place.with_suffix(".draft")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(place)
+    return text
