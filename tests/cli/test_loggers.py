@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.record.loggers import TensorBoard
 from lockstep.record.wandb_files import records
 
 pytestmark = pytest.mark.forked
@@ -133,6 +134,16 @@ def test_each_step_is_logged_once_through_a_kill_and_wandb_says_once_that_it_has
     first, second = sorted(run.glob("loggers/wandb/offline-run-*/*.wandb"))
     assert wandb_file(first)["loss"], "something was written before the kill"
     assert first.name == second.name, "both are one run of W&B's"
+
+
+def test_tensorboard_drops_what_was_written_before_a_kill_and_not_noted(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    for first, steps in ((0, range(4)), (0, range(6)), (5, range(5, 8))):
+        writer = TensorBoard(tmp_path / "loggers/tensorboard", first)
+        for step in steps:
+            writer.log({"loss": float(step)}, step)
+        writer.flush()
+    assert tensorboard(tmp_path)["loss"] == [(step, float(step)) for step in range(8)]
 
 
 def test_a_logger_of_the_scripts_own_that_raises_ends_nothing(lockstep, script):

@@ -98,8 +98,8 @@ class Forwarding:
             self._warn(name, error)
             return
         try:
-            last, _ = file.value or NOTHING
-            backend = make(logger, place, about["name"], about, last, self._say)
+            first = 0 if file.value is None else file.value[0] + 1
+            backend = make(logger, place, about["name"], about, first, self._say)
         except Exception as error:
             file.close()
             self._warn(name, error)
@@ -107,13 +107,17 @@ class Forwarding:
             self._open.append(_Logger(name, backend, file))
 
     def _give_again(self, directory: Path) -> None:
-        """Give loggers what a kill made them lose: steps that this generation does not compute again."""
-        lacking = [logger for logger in self._open if logger.may_lack]
-        if not any(logger.given[0] <= self._resumed for logger in lacking):
+        """Give loggers what they lack of the steps that this generation does not compute again.
+
+        W&B loses values in a kill, and a logger may have failed in an earlier generation, or be new.
+        """
+        lacking = [one for one in self._open if one.given[0] <= self._resumed]
+        if not (lacking and self._resumed):
             return
         try:
             steps: defaultdict[int, dict[str, float]] = defaultdict(dict)
-            for name, values in curves(Recorded.of(directory).ranks).items():
+            first = min(logger.given[0] for logger in lacking)
+            for name, values in curves(Recorded.of(directory).logged_from(first)).items():
                 for step, value in values.items():
                     steps[step][name] = value
         except Exception as error:
@@ -200,14 +204,15 @@ class _Logger:
         name: for messages.
         backend: takes the values.
         file: says what it took in earlier generations.
+
+    Attributes:
+        given: what it has.
     """
 
     def __init__(self, name: str, backend: Backend, file: GivenFile) -> None:
         self.name = name
         self._backend = backend
         self._file = file
-        #: Whether an earlier generation was killed, and the backend may have lost what it was given then.
-        self.may_lack = backend.held is not None and file.value is not None and not file.closed
         noted = file.value or NOTHING
         self.given = noted if backend.held is None or file.closed else backend.held
 
@@ -215,8 +220,9 @@ class _Logger:
         """Log those values of a step that have not been logged."""
         left = missing(step, values, self.given)
         if left:
+            given = latest(self.given, (step, frozenset(left)))
             self._backend.log(left, step)
-            self.given = latest(self.given, (step, left.keys()))
+            self.given = given
             if not self._backend.keeps:
                 self._file.write(self.given)
 

@@ -78,7 +78,7 @@ def check(loggers: Sequence[Any], _: str = "") -> None:
 
 
 def make(
-    logger: Any, directory: Path, name: str, about: Mapping[str, Any], after: int, say: Say
+    logger: Any, directory: Path, name: str, about: Mapping[str, Any], first: int, say: Say
 ) -> Backend:
     """Return a logger, ready to take values.
 
@@ -87,12 +87,12 @@ def make(
         directory: where it may keep files.
         name: of the run.
         about: identity of the run.
-        after: the last step that was logged before; 0 for none.
+        first: the first step that is logged now: what a kill left of later ones does not count.
         say: tells the user where values go.
     """
     match logger:
         case "tensorboard":
-            return TensorBoard(directory / "tensorboard", after)
+            return TensorBoard(directory / "tensorboard", first)
         case "wandb":
             return WandB(directory, name, about, say)
         case "mlflow":
@@ -105,14 +105,13 @@ class TensorBoard(Backend):
 
     Args:
         directory: where.
-        after: steps behind this one that an earlier generation wrote are dropped.
+        first: what an earlier generation wrote of this step and later ones is dropped.
     """
 
-    def __init__(self, directory: Path, after: int) -> None:
+    def __init__(self, directory: Path, first: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        purge = after + 1 if after else None
-        self._writer = SummaryWriter(str(directory), purge_step=purge)
+        self._writer = SummaryWriter(str(directory), purge_step=first)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Write scalars."""
@@ -145,10 +144,11 @@ class WandB(Backend):
         import wandb
 
         own = directory / "wandb"
+        has_files = any(own.glob("offline-run-*"))
         chosen: Any = os.environ.get("WANDB_MODE")
         if chosen is None and not wandb.login(prompt=False):
             chosen = "offline"
-            if not any(own.glob("offline-run-*")):
+            if not has_files:
                 say(
                     "lockstep: wandb has no key: it logs offline, to be sent with "
                     f"`wandb sync {own}/offline-run-*`"
@@ -163,10 +163,10 @@ class WandB(Backend):
             mode=chosen,
             settings=wandb.Settings(silent=True, console="off"),
         )
-        if self._run.offline:
-            self.held = last_logged(own)
-        elif self._run.resumed:
+        if self._run.resumed and not self._run.offline:
             self.held = self._run.starting_step, frozenset()
+        elif has_files:  # they may have been sent, and removed
+            self.held = last_logged(own)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Log values."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +14,8 @@ from lockstep.errors import RunDirectoryError
 from lockstep.record import run_file
 
 Event = dict[str, Any]
+#: A line of what was logged: parsing each line of a long run takes ten times as long as this.
+_LOGGED = re.compile(rb'"kind": ?"log".*?"step": ?(\d+)')
 #: Fields of a log event that are no values.
 _OF_EVENTS = frozenset({"kind", "time", "epoch", "step", "replica", "weight"})
 
@@ -54,11 +57,20 @@ class Recorded:
         """The events of the launcher of each node."""
         return self._events("launcher")
 
-    def _events(self, kind: str) -> dict[int, list[Event]]:
+    def logged_from(self, step: int) -> dict[int, list[Event]]:
+        """Return the events of each rank without what was logged before a step.
+
+        They are read anew, and take no more memory than what is returned.
+        """
+        return self._events("rank", step)
+
+    def _events(self, kind: str, step: int = 0) -> dict[int, list[Event]]:
         paths = (self.directory / "events").glob(f"{kind}-*.jsonl")
         numbered = {path.stem.removeprefix(f"{kind}-"): path for path in paths}
         return {
-            int(k): read_events(numbered[k]) for k in sorted(numbered, key=_number) if k.isdigit()
+            int(k): read_events(numbered[k], step)
+            for k in sorted(numbered, key=_number)
+            if k.isdigit()
         }
 
 
@@ -66,19 +78,34 @@ def _number(text: str) -> int:
     return int(text) if text.isdigit() else -1
 
 
-def read_events(path: Path) -> list[Event]:
+def read_events(path: Path, step: int = 0) -> list[Event]:
     """Return the events in a file without lines that are only a part: being written, or left by a kill.
+
+    Args:
+        path: of the file.
+        step: what was logged before it is left out.
 
     Raises:
         RunDirectoryError: if it cannot be read, or holds something else than events.
     """
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
-        return [event for line in lines if (event := parse(line)) is not None]
+        with path.open("rb") as file:
+            return [
+                event
+                for line in file
+                if line.endswith(b"\n") and not _is_before(line, step)
+                if (event := parse(line.decode(errors="replace"))) is not None
+            ]
     except (OSError, TypeError) as error:
         raise RunDirectoryError(
             f"{path} cannot be read: {error}", hint="restore the file, or remove it"
         ) from error
+
+
+def _is_before(line: bytes, step: int) -> bool:
+    """Return whether a line is of a value that was logged before a step; a line of another form is not."""
+    found = _LOGGED.search(line) if step else None
+    return found is not None and int(found[1]) < step
 
 
 def parse(line: str | bytes) -> Event | None:

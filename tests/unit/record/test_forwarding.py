@@ -1,6 +1,7 @@
 """Forwarding to a logger that may lose what it was given: what a later generation gives it again."""
 
 import json
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -21,11 +22,16 @@ class Memory(Backend):
         held: what it says that it has of earlier generations.
     """
 
+    keeps = False
+
     def __init__(self, held: Given | None) -> None:
         self.held = held
         self.losses: list[tuple[int, float]] = []
+        self.fails_at = math.inf
 
     def log(self, values: Mapping[str, float], step: int) -> None:
+        if step == self.fails_at:
+            raise OSError("no route to the server")
         self.losses.append((step, values["loss"]))
 
 
@@ -49,7 +55,14 @@ class Run:
             )
 
     def generation(
-        self, ranks: int, resumed: int, last: int, held: Given | None, *, killed: bool = True
+        self,
+        ranks: int,
+        resumed: int,
+        last: int,
+        held: Given | None,
+        *,
+        killed: bool = True,
+        fails_at: float = math.inf,
     ) -> list[tuple[int, float]]:
         """Train from step `resumed + 1` to `last`; return what a logger got.
 
@@ -58,6 +71,7 @@ class Run:
         for rank in range(ranks):
             self._event(rank, "start", resumed)
         memory = Memory(held)
+        memory.fails_at = fails_at
         self._patch.setattr(forwarding, "make", lambda *_: memory)
         opened = forwarding.Forwarding(
             ["wandb"],
@@ -73,7 +87,7 @@ class Run:
                 self._event(rank, "log", step, replica=rank, weight=1 / ranks, loss=loss)
             self._event(rank, "pace", last)
         deadline = time.monotonic() + 20
-        while not memory.losses or memory.losses[-1][0] < last:
+        while memory.losses[-1:] < [(min(last, fails_at - 1), 0.0)]:
             assert time.monotonic() < deadline, (memory.losses, self.said)
             time.sleep(0.01)
         if killed:
@@ -118,6 +132,13 @@ def test_steps_that_fewer_ranks_computed_again_have_the_later_values(run: Run) -
     # Steps 4 to 6 were computed again without the other two ranks.
     got = run.generation(2, 7, 8, (2, {"loss"}))
     assert got == [(3, 12.0), *((k, k + 3.0) for k in range(4, 9))]
+
+
+def test_a_logger_that_has_failed_gets_later_what_it_lacks(run: Run) -> None:
+    assert run.generation(1, 0, 6, None, fails_at=4) == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert len(run.said) == 1
+    assert "logger wandb has failed, and gets no more values: OSError: no route" in run.said[0]
+    assert run.generation(1, 5, 8, None) == [(k, float(k)) for k in range(4, 9)]
 
 
 def test_what_was_given_is_read_back(tmp_path: Path) -> None:
