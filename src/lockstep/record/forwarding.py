@@ -126,6 +126,7 @@ class Forwarding:
             return
         for step in sorted(step for step in steps if step <= self._resumed):
             self._each(partial(_Logger.log, step=step, values=steps[step]), lacking)
+        self._each(_Logger.flush, lacking)
 
     def _warn(self, name: str, error: BaseException) -> None:
         what = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -139,7 +140,7 @@ class Forwarding:
             for step, values in found:
                 self._each(partial(_Logger.log, step=step, values=values))
             if found:
-                self._each(lambda logger: logger.flush())
+                self._each(_Logger.flush)
                 self._mark()
         except Exception as error:
             for logger in tuple(self._open):

@@ -28,11 +28,15 @@ class Memory(Backend):
         self.held = held
         self.losses: list[tuple[int, float]] = []
         self.fails_at = math.inf
+        self.flushed = 0
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         if step == self.fails_at:
             raise OSError("no route to the server")
         self.losses.append((step, values["loss"]))
+
+    def flush(self) -> None:
+        self.flushed = len(self.losses)
 
 
 class Run:
@@ -95,6 +99,7 @@ class Run:
             opened._thread.join()
         else:
             opened.close(ended=False, failed=False)
+            assert memory.flushed == len(memory.losses)
         return memory.losses
 
 
@@ -139,6 +144,13 @@ def test_a_logger_that_has_failed_gets_later_what_it_lacks(run: Run) -> None:
     assert len(run.said) == 1
     assert "logger wandb has failed, and gets no more values: OSError: no route" in run.said[0]
     assert run.generation(1, 5, 8, None) == [(k, float(k)) for k in range(4, 9)]
+
+
+def test_a_logger_that_is_new_when_nothing_is_left_to_train_gets_all(run: Run) -> None:
+    run.generation(1, 0, 3, None, killed=False)
+    (run.directory / "loggers/given-wandb-0.json").unlink()
+    got = run.generation(1, 3, 3, None, killed=False)
+    assert got == [(k, float(k)) for k in range(1, 4)]
 
 
 def test_what_was_given_is_read_back(tmp_path: Path) -> None:
