@@ -16,12 +16,14 @@ from lockstep.record.directory import owner_only
 from lockstep.record.following import Follower
 from lockstep.record.given import NOTHING, GivenFile, latest, missing
 from lockstep.record.loggers import Backend, Say, make
-from lockstep.record.reading import Recorded
+from lockstep.record.reading import logged_from
 from lockstep.record.run_file import cannot_write
 
 #: Where loggers keep what they need, in the run directory.
 DIRECTORY = "loggers"
 _EVERY = 1.0
+#: Steps that are given again between two notes of it.
+_FLUSH_STEPS = 100
 _END_SECONDS = 300.0
 
 
@@ -117,15 +119,17 @@ class Forwarding:
         try:
             steps: defaultdict[int, dict[str, float]] = defaultdict(dict)
             first = min(logger.given[0] for logger in lacking)
-            for name, values in curves(Recorded.of(directory).logged_from(first)).items():
+            for name, values in curves(logged_from(directory, first)).items():
                 for step, value in values.items():
                     steps[step][name] = value
         except Exception as error:
             for logger in lacking:
                 self._leave_out(logger, error)
             return
-        for step in sorted(step for step in steps if step <= self._resumed):
+        for number, step in enumerate(sorted(step for step in steps if step <= self._resumed)):
             self._each(partial(_Logger.log, step=step, values=steps[step]), lacking)
+            if number % _FLUSH_STEPS == 0:
+                self._each(_Logger.flush, lacking)
         self._each(_Logger.flush, lacking)
 
     def _warn(self, name: str, error: BaseException) -> None:
@@ -215,7 +219,7 @@ class _Logger:
         self._backend = backend
         self._file = file
         noted = file.value or NOTHING
-        self.given = noted if backend.held is None or file.closed else backend.held
+        self.given = noted if backend.held is None else latest(file.certain, backend.held)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log those values of a step that have not been logged."""

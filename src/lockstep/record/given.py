@@ -38,18 +38,19 @@ class GivenFile:
         ValueError: if it is damaged.
 
     Attributes:
-        value: what the file says; `None` if it is new.
-        closed: whether the logger was closed after that, and lost none of it.
+        value: what the logger was given; `None` if the file is new.
+        certain: what it had when it was closed: a logger that loses values in a kill has these.
     """
 
     def __init__(self, path: Path) -> None:
         self.value: Given | None = None
-        self.closed = False
+        self.certain = NOTHING
         try:
             content = path.read_bytes()
             if content:
-                step, names, closed = json.loads(content)
-                self.value, self.closed = (int(step), frozenset(names)), bool(closed)
+                self.value, self.certain = (
+                    (int(step), frozenset(names)) for step, names in json.loads(content)
+                )
         except FileNotFoundError:
             content = b""
         except (ValueError, TypeError) as error:
@@ -59,11 +60,13 @@ class GivenFile:
 
     def write(self, value: Given, *, closed: bool = False) -> None:
         """Replace what the file says, in one call to the system."""
-        if (value, closed) == (self.value, self.closed):
+        certain = value if closed else self.certain
+        if (value, certain) == (self.value, self.certain):
             return
-        text = json.dumps([value[0], sorted(value[1]), closed]).encode().ljust(self._size)
+        both = [[step, sorted(names)] for step, names in (value, certain)]
+        text = json.dumps(both).encode().ljust(self._size)
         os.pwrite(self._file, text, 0)
-        self.value, self.closed, self._size = value, closed, len(text)
+        self.value, self.certain, self._size = value, certain, len(text)
 
     def close(self) -> None:
         """Close the file."""

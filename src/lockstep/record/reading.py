@@ -57,21 +57,29 @@ class Recorded:
         """The events of the launcher of each node."""
         return self._events("launcher")
 
-    def logged_from(self, step: int) -> dict[int, list[Event]]:
-        """Return the events of each rank without what was logged before a step.
+    def _events(self, kind: str) -> dict[int, list[Event]]:
+        return _events(self.directory, kind)
 
-        They are read anew, and take no more memory than what is returned.
-        """
-        return self._events("rank", step)
 
-    def _events(self, kind: str, step: int = 0) -> dict[int, list[Event]]:
-        paths = (self.directory / "events").glob(f"{kind}-*.jsonl")
-        numbered = {path.stem.removeprefix(f"{kind}-"): path for path in paths}
-        return {
-            int(k): read_events(numbered[k], step)
-            for k in sorted(numbered, key=_number)
-            if k.isdigit()
-        }
+def logged_from(directory: Path, step: int) -> dict[int, list[Event]]:
+    """Return the events of each rank without what was logged before a step.
+
+    Args:
+        directory: of the run.
+        step: in a long run only what is returned takes memory.
+
+    Raises:
+        RunDirectoryError: if they cannot be read.
+    """
+    return _events(directory, "rank", step)
+
+
+def _events(directory: Path, kind: str, step: int = 0) -> dict[int, list[Event]]:
+    paths = (directory / "events").glob(f"{kind}-*.jsonl")
+    numbered = {path.stem.removeprefix(f"{kind}-"): path for path in paths}
+    return {
+        int(k): read_events(numbered[k], step) for k in sorted(numbered, key=_number) if k.isdigit()
+    }
 
 
 def _number(text: str) -> int:
