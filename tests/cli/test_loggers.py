@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -16,6 +19,7 @@ pytestmark = pytest.mark.forked
 SCRIPT = """
 import sys
 import time
+from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch.utils.data import TensorDataset
@@ -36,13 +40,14 @@ with lockstep.Run("logged", replicas=2, progress="broken" in sys.argv, loggers=[
     optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     train = run.loader(data, batch_size=8, shuffle=True)
     for epoch in run.epochs(5):
+        while epoch == 3 and "waits" in sys.argv and not Path("go").exists():
+            time.sleep(0.05)
         for x, y in train:
             loss = F.cross_entropy(model(x), y)
             run.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
             run.log(loss=loss)
-            time.sleep(0.3 if "slow" in sys.argv else 0)
         run.log(accuracy=run.mean(model(x).argmax(1) == y for x, y in train))
 """
 STEPS = 30
@@ -114,13 +119,26 @@ def test_each_step_is_logged_once_through_a_kill_and_wandb_says_once_that_it_has
     flags = [word for name in names for word in ("--logger", name)]
     for name in ("WANDB_MODE", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
-    environ = {"LOCKSTEP_FAULTS": "kill@24", "HOME": "."}
-    environ["NETRC"] = str(lockstep.directory / "none")
-    # Of what W&B is given before the kill a part is in its file, and a part is lost.
-    environ["WANDB__TRANSACTION_LOG_FLUSH_INTERVAL"] = "1.5"
-    words = ["run", "-n", "2", "--run-dir", "run", *flags, script, "slow"]
-    done = lockstep(*words, env=environ, timeout=240)
+    environ = {"HOME": ".", "NETRC": str(lockstep.directory / "none")}
+    environ["WANDB__TRANSACTION_LOG_FLUSH_INTERVAL"] = "0.5"
+    words = ["run", "-n", "2", "--run-dir", "run", *flags, script, "waits"]
+    launch = lockstep.start(*words, env=environ)
+    number, rank, *_ = lockstep.wait_for(
+        "run/loggers/wandb-run",
+        "run/events/rank-0.jsonl",
+        *(f"run/loggers/given-{name}-0.json" for name in names),
+        seconds=120,
+    )
+    # W&B is given 18 steps; its file lacks at least the last one, which it keeps until the next comes.
+    deadline = time.monotonic() + 60
+    while not wandb(lockstep.directory / "run"):
+        assert time.monotonic() < deadline, "W&B writes nothing"
+        time.sleep(0.1)
+    os.kill(json.loads(rank.splitlines()[0])["pid"], signal.SIGKILL)
+    (lockstep.directory / "go").touch()
+    done = lockstep.finish(launch, timeout=120)
     assert done.code == 0, done.err
+    assert "rank 0 was killed by signal 9" in done.err
     assert done.err.count("wandb has no key: it logs offline") == 1, done.err
     assert "warning" not in done.err, done.err
     run = lockstep.directory / "run"
@@ -131,9 +149,10 @@ def test_each_step_is_logged_once_through_a_kill_and_wandb_says_once_that_it_has
         assert [step for step, _ in logged["loss"]] == sorted(expected)
         assert losses == pytest.approx(expected, rel=1e-5)
         assert [step for step, _ in logged["accuracy"]] == [6, 12, 18, 24, 30]
-    first, second = sorted(run.glob("loggers/wandb/offline-run-*/*.wandb"))
-    assert wandb_file(first)["loss"], "something was written before the kill"
-    assert first.name == second.name, "both are one run of W&B's"
+    files = sorted(run.glob("loggers/wandb/offline-run-*/*.wandb"))
+    assert [file.name for file in files] == [f"run-{number}.wandb"] * 2, "both are one run of W&B's"
+    (*_, (kept, _)), ((again, _), *_) = (wandb_file(file)["loss"] for file in files)
+    assert (kept < 18, again) == (True, kept + 1), "some were lost, and are given again"
 
 
 def test_tensorboard_drops_what_was_written_before_a_kill_and_not_noted(tmp_path: Path) -> None:
