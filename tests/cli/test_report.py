@@ -215,6 +215,21 @@ def test_the_file_that_is_written(tmp_path: Path, lockstep: Lockstep) -> None:
     assert done.err.startswith("lockstep: error: the page missing/page.html cannot be written")
 
 
+def test_no_browser_is_needed_and_none_is_opened(tmp_path: Path, lockstep: Lockstep) -> None:
+    pytest.importorskip("plotly")
+    Run(tmp_path / "run").write()
+    for name in ("xdg-open", "x-www-browser", "www-browser", "firefox", "chromium"):
+        program = lockstep.script('#!/bin/sh\n: > "$OPENED"\n', f"bin/{name}")
+        (tmp_path / program).chmod(0o700)
+    opened = tmp_path / "opened"
+    programs = str(tmp_path / "bin")
+    there = {"PATH": programs, "BROWSER": "firefox", "DISPLAY": ":0", "OPENED": str(opened)}
+    for env in (there, {"PATH": "", "BROWSER": "", "DISPLAY": ""}):
+        done = lockstep("report", "run", env=env)
+        assert (done.code, done.out, done.err) == (0, "run/report.html: run (finished)\n", "")
+        assert not opened.exists()
+
+
 def test_help_needs_no_plotly(lockstep: Lockstep) -> None:
     done = lockstep("report", "--help")
     assert done.code == 0
