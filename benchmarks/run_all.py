@@ -13,7 +13,7 @@ from pathlib import Path
 
 NAMES = (
     *("imports", "order", "start", "step", "exchange", "unused", "mpi"),
-    *("segmentation", "article", "develop", "recording", "same_weights"),
+    *("segmentation", "article", "develop", "recording", "audit", "same_weights"),
     *(
         "restart",
         "goodput",

@@ -12,6 +12,7 @@ LockstepError
     ├── ModelError                      a model is not one of the run's, or differs between ranks
     ├── LoaderError                     data that cannot be split over the replicas
     ├── StepError                       the order of calls would make the result depend on the layout
+    ├── AuditError                      a microbatch that is computed twice has other bits
     ├── NonFiniteLossError              a loss that is NaN or infinite
     ├── ExactnessError                  a setting makes the result depend on the layout, with `exact=True`
     ├── MismatchError                   ranks are in different collective calls
@@ -98,6 +99,10 @@ class LoaderError(RunError):
 
 class StepError(RunError):
     """The order of calls would make the result depend on the layout."""
+
+
+class AuditError(RunError):
+    """A microbatch that was computed twice had other bits, or a pass changed what only a step may."""
 
 
 class NonFiniteLossError(RunError):

@@ -163,6 +163,16 @@ def _check_seed(value: Any, said: str) -> None:
         raise UsageError(f"{said} is {value!r}; expected an integer of 64 bits")
 
 
+def audit_steps(value: str) -> int | None:
+    """Return the steps between two audits: 0 for the first batch of loops alone, `None` for no audit."""
+    return {"off": None, "first": 0}[value] if value in ("off", "first") else int(value)
+
+
+def _check_audit(value: Any, said: str) -> None:
+    if str(value) not in ("off", "first") and not (str(value).isdecimal() and int(value) > 0):
+        raise UsageError(f"{said} is {value!r}; expected off, first or a number of steps")
+
+
 #: Signals by which no process can be asked for anything.
 _UNFIT = {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGSEGV, signal.SIGBUS}
 
@@ -315,6 +325,14 @@ class Settings:
         "check every loss, and stop at the first that is not finite",
         boolean,
         flag=("records", "--stop-on-nan"),
+    )
+    audit: str = _setting(
+        "256",
+        "compute a microbatch twice and compare the bits: `K` for powers of two and every K steps, `first` "
+        "for the first batch of loops alone, `off`",
+        str,
+        check=_check_audit,
+        flag=("training", "--audit off|first|K"),
     )
     checkpoint_every: float = _setting(
         600.0,

@@ -58,7 +58,7 @@ def show(pairs: Batch, observer: Observer, *, shown: bool) -> Iterator[Any]:
     """Yield the data of one pass over a global batch, which is `shown` to the script as a whole, or not."""
     microbatch = None
     for microbatch, data in pairs:
-        if not microbatch.size and not observer.needs_stand_ins():
+        if not observer.takes(microbatch):
             continue
         observer.microbatch_begins(microbatch)
         left = True
@@ -149,7 +149,10 @@ class Loader:
         if start.is_over and start.again is None:
             return iter(())
         compare, self._compare = self._compare, None  # in the first loop alone
-        return self._source.batches(self.number, start.epoch, start.round, start.first, compare)
+        audited = self._observer.audit_plan(start)
+        return self._source.batches(
+            self.number, start.epoch, start.round, start.first, compare, audited
+        )
 
 
 def _moved(batch: Batch, device: torch.device) -> Batch:

@@ -24,6 +24,7 @@ class Microbatch(NamedTuple):
         last: whether it is this rank's last of the global batch.
         indices: dataset indices (or stream positions) of the samples, shape `(max(size, 1),)`.
         turn: how many passes over this global batch went before.
+        audit: whether it is computed once more, before all others, and thrown away.
     """
 
     loader: int
@@ -37,6 +38,7 @@ class Microbatch(NamedTuple):
     last: bool
     indices: Indices
     turn: int = 0
+    audit: bool = False
 
     @property
     def weight(self) -> float:
@@ -144,8 +146,11 @@ class Observer(Protocol):
     def batch_begins(self, start: Start, step: int, *, shown: bool) -> None:
         """The script is about to see global batch `step` of a loop; `shown` to it as a whole."""
 
-    def needs_stand_ins(self) -> bool:
-        """Whether replicas without a sample take part now."""
+    def audit_plan(self, start: Start) -> Callable[[int], int | None]:
+        """Return what says which replica, if any, is computed once more in a global batch of a loop."""
+
+    def takes(self, microbatch: Microbatch) -> bool:
+        """Whether the loop's body sees a microbatch now, which may have no sample or be an audit's."""
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
         """The loop's body is about to see this microbatch."""

@@ -24,6 +24,14 @@ from lockstep.layout.replicas import share
 Tell = Callable[[dict[str, str]], None]
 #: A global batch of one rank: its microbatches, each with the data that belongs to it.
 Batch = Iterator[tuple[Microbatch, Any]]
+#: Given the number of a global batch, returns the replica that is computed once more; `None` for none.
+Audited = Callable[[int], int | None]
+
+
+def no_audit(_batch: int) -> int | None:
+    """Return that no replica of a global batch is computed once more."""
+    return None
+
 
 _CHUNK = 16384  # positions whose indices are computed at once: cheap in memory, amortised in time
 
@@ -44,7 +52,13 @@ class Source(Protocol):
         """Return how a loop that begins now makes its batches."""
 
     def batches(
-        self, loader: int, epoch: int, round_: int, first: int = 0, tell: Tell | None = None
+        self,
+        loader: int,
+        epoch: int,
+        round_: int,
+        first: int = 0,
+        tell: Tell | None = None,
+        audited: Audited = no_audit,
     ) -> Iterator[Batch]:
         """Yield this rank's part of each global batch of one loop over the data, from number `first` on.
 
@@ -109,7 +123,8 @@ class _Fetched(Dataset[Any]):
 
     def __getitem__(self, request: Request) -> Any:
         if isinstance(request, Look):
-            return checksum(self._fetch.samples(request))
+            # Twice: a dataset that changes its samples gives others then.
+            return [checksum(self._fetch.samples(request)) for _ in range(2)]
         return self._fetch(request)
 
 
@@ -165,14 +180,20 @@ class MapSource:
         )
 
     def batches(
-        self, loader: int, epoch: int, round_: int, first: int = 0, tell: Tell | None = None
+        self,
+        loader: int,
+        epoch: int,
+        round_: int,
+        first: int = 0,
+        tell: Tell | None = None,
+        audited: Audited = no_audit,
     ) -> Iterator[Batch]:
         """Yield this rank's part of each global batch of one loop over the data, from number `first` on.
 
         `tell` is first given what can be compared with other ranks: a description and some samples.
         """
         order = self._orders.order(loader, epoch, round_)
-        plan = self._plan(order, (loader, epoch, round_), first)
+        plan = self._plan(order, (loader, epoch, round_), first, audited)
         planned, to_fetch = itertools.tee(itertools.chain.from_iterable(plan))
         requests = (Request(m.indices, m.numbers) for m in to_fetch)
         if tell is None or first == len(self):
@@ -182,8 +203,9 @@ class MapSource:
         pairs = zip(planned, data, strict=True)
         outermost, self._is_read = not self._is_read, True
         try:
-            for _ in range(first, len(self)):
-                yield itertools.islice(pairs, len(self._split.block))
+            for step in range(first, len(self)):
+                extra = audited(step) is not None
+                yield itertools.islice(pairs, len(self._split.block) + extra)
         finally:
             self._is_read = not outermost
 
@@ -204,9 +226,9 @@ class MapSource:
         some = np.unique(batch[[0, len(batch) // 2, -1]])
         data = self._fetch_all(itertools.chain([Look(some, numbers)], requests))
         with undisturbed():
-            samples = next(data)
+            samples, again = next(data)
         shown = ", ".join(map(str, some.tolist()))
-        drawn = {"order": checksum(batch), "shown": shown, "samples": samples}
+        drawn = {"order": checksum(batch), "shown": shown, "samples": samples, "again": again}
         tell({**self._description.parts(), **drawn})
         return data
 
@@ -223,7 +245,7 @@ class MapSource:
         self._loader = None
 
     def _plan(
-        self, order: Order, loop: tuple[int, int, int], first: int
+        self, order: Order, loop: tuple[int, int, int], first: int, audited: Audited
     ) -> Iterator[list[Microbatch]]:
         length, batch_size = len(order), self._split.batch_size
         chunk = max(1, _CHUNK // batch_size) * batch_size
@@ -232,16 +254,20 @@ class MapSource:
             if step == first or start % chunk == 0:
                 indices, offset = order(start, min(length, start + chunk)), start
             batch = indices[start - offset : start - offset + batch_size]
-            yield split_batch(batch, self._split, (*loop, step))
+            yield split_batch(batch, self._split, (*loop, step), audited(step))
 
 
 def split_batch(
-    indices: Indices, split: Split, numbers: tuple[int, int, int, int]
+    indices: Indices, split: Split, numbers: tuple[int, int, int, int], audited: int | None
 ) -> list[Microbatch]:
-    """Return this rank's microbatches of the global batch that holds the samples `indices`."""
+    """Return this rank's microbatches of the global batch that holds the samples `indices`.
+
+    The one of the replica `audited` comes before the others.
+    """
     loader, epoch, round_, step = numbers
     microbatches, total = [], len(indices)
-    for replica in split.block:
+    extra = [] if audited is None else [audited]
+    for place, replica in enumerate([*extra, *split.block], start=-len(extra)):
         part = share(total, split.replicas, replica)
         microbatches.append(
             Microbatch(
@@ -252,9 +278,10 @@ def split_batch(
                 replica=replica,
                 size=len(part),
                 total=total,
-                first=replica == split.block.start,
-                last=replica == split.block.stop - 1,
+                first=place <= 0,
+                last=place == len(split.block) - 1,
                 indices=indices[part.start : part.stop] if part else indices[:1],
+                audit=place < 0,
             )
         )
     return microbatches
@@ -302,7 +329,13 @@ class StreamSource:
         )
 
     def batches(
-        self, loader: int, epoch: int, round_: int, first: int = 0, tell: Tell | None = None
+        self,
+        loader: int,
+        epoch: int,
+        round_: int,
+        first: int = 0,
+        tell: Tell | None = None,
+        audited: Audited = no_audit,
     ) -> Iterator[Batch]:
         """Yield this rank's part of each global batch of one loop over the stream.
 
@@ -325,7 +358,7 @@ class StreamSource:
             position += len(batch)
             if step < first:
                 continue
-            parts = split_batch(indices, self._split, (loader, epoch, round_, step))
+            parts = split_batch(indices, self._split, (loader, epoch, round_, step), audited(step))
             yield ((m, self._collated(m, batch)) for m in parts)
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from lockstep.errors import LockstepError, PeerError
+from lockstep.record.stacks import Frame
 
 #: What torch and Gloo say when the other end is the one that failed.
 _PEER_PHRASES = (
@@ -163,5 +164,6 @@ def _place(error: BaseException, home: str | None) -> tuple[str | None, int | No
         for frame in frames
         if home and frame.filename.startswith(home) and "site-packages" not in frame.filename
     ]
-    frame = (inside or frames)[-1]
+    users = [f for f in frames if Frame(f.filename, f.lineno or 0, f.name).is_users]
+    frame = (inside or users or frames)[-1]
     return frame.filename, frame.lineno, frame.name

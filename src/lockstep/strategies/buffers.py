@@ -52,6 +52,7 @@ class Buffers:
         self._start: list[torch.Tensor] | None = None
         self._first: list[torch.Tensor] | None = None
         self.dirty = False
+        self.restores = False  # whether the pass that comes is thrown away
         self._find_parts()
 
     def _find_parts(self) -> None:
@@ -92,7 +93,7 @@ class Buffers:
 
     def batch_begins(self) -> None:
         """Remember what all replicas of this rank start from."""
-        if self._several and self._start is None:
+        if (self._several or self.restores) and self._start is None:
             self._start = [tensor.clone() for tensor in self._tensors()]
 
     def before_forward(self) -> None:
@@ -110,6 +111,14 @@ class Buffers:
         if self._hosts_first and self._first is None:
             self._first = [tensor.clone() for tensor in self._tensors()]
         _copy(self._start, self._tensors())
+
+    def discard(self) -> None:
+        """A pass is thrown away: buffers are again as they were when it began."""
+        if self._shapes is not None:
+            self._check_shapes(self._shapes)
+        if self.dirty and self._start is not None:
+            _copy(self._start, self._tensors())
+        self._start, self.dirty = None, False
 
     def finish(self) -> None:
         """The global batch is done: all ranks take replica 0's buffers."""

@@ -47,6 +47,7 @@ class FollowedModule:
         if microbatch.first:
             self._buffers.finish()
             self._buffers.look()
+            self._buffers.restores = microbatch.audit
 
     def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
         """The loop's body is done with `microbatch`; where it was left, buffers wait for the next call.
@@ -62,7 +63,9 @@ class FollowedModule:
                 hint="update it between the batches of run.batches(…): for batch in run.batches(loader): "
                 "for x, y in batch: …; then the update",
             )
-        if not microbatch.last:
+        if microbatch.audit:
+            self._buffers.discard()
+        elif not microbatch.last:
             self._buffers.next_replica()
         elif not left:
             self._buffers.finish()

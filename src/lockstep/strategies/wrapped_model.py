@@ -77,7 +77,7 @@ class WrappedModel(abc.ABC):
         self._buffers = Buffers(module, context.block, group, waiting=context.sharing)
         self._watched = Parameters(module)
         self._met = self._was_added_to = False
-        self._interrupted = self._torn = False
+        self._interrupted = self._torn = self._is_lost = False
         self._is_last = self._stepped = False
         self._mixed: set[int] = set()
         self._watching = False
@@ -158,7 +158,7 @@ class WrappedModel(abc.ABC):
         self.used = self._met = self._was_added_to = False
         self._is_last = microbatch.last
         if microbatch.first:
-            if self._torn:
+            if self._torn or self._is_lost:
                 self.check_whole()
             self._buffers.finish()
             self.accumulation.take()
@@ -166,6 +166,7 @@ class WrappedModel(abc.ABC):
                 self._check_trainable()
                 self._mixed.clear()
                 self._buffers.look()
+                self._buffers.restores = microbatch.audit
                 if self.trains_buffers:
                     self._buffers.batch_begins()
         if self.versions is not None and torch.is_grad_enabled():
@@ -180,7 +181,13 @@ class WrappedModel(abc.ABC):
         """
         self._watching = False
         self._stepped = False
-        if not microbatch.last:
+        if microbatch.audit:
+            self._is_lost |= left and self._buffers.dirty
+            self._buffers.discard()
+            self.accumulation.take()
+            for parameter in self.parameters:
+                parameter.grad = None
+        elif not microbatch.last:
             self._buffers.next_replica()
         elif not left:
             if self.several_replicas:
@@ -197,6 +204,13 @@ class WrappedModel(abc.ABC):
         Raises:
             StepError: if there was one; a rank that hosts a single replica would have finished.
         """
+        if self._is_lost:
+            self._is_lost = False
+            raise StepError(
+                f"a loop was left in an extra pass of the audit, after a forward pass of "
+                f"{type(self.module).__name__} in training mode, whose buffers are thrown away",
+                hint="leave the loop before the forward pass, or switch the audit off: --audit off",
+            )
         if self._torn:
             self._torn = False
             raise StepError(
@@ -290,7 +304,9 @@ class WrappedModel(abc.ABC):
         """Sum the gradients of a backward pass over the replicas."""
         self.used = False
         self._met = True
-        self._meet(microbatch)
+        # A body may read gradients: an audit's stay where they are until its pass is over.
+        if not microbatch.audit or self.is_split:
+            self._meet(microbatch)
         self._interrupted = False
 
     def _after_accumulation(self, _parameter: torch.Tensor) -> None:

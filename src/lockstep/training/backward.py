@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -65,7 +66,8 @@ class Backward:
         if scaler is not None:
             scaler.before_backward(models)
             part *= scaler.scale
-        loss.backward(gradient=self._weight(loss, part))  # type: ignore[no-untyped-call]
+        with nullcontext() if loop.record is None else loop.record.backward(loss, models):
+            loss.backward(gradient=self._weight(loss, part))  # type: ignore[no-untyped-call]
         for model in models:
             model.after_backward(microbatch)
         if weight is not None:
@@ -74,6 +76,8 @@ class Backward:
             # Ranks that hold parts agree here, while they are still seen to wait.
             scaler.after_backward(models)
         loop.saw_loss(loss)
+        if loop.audit is not None:
+            loop.audit.trains()
         if watchdog is not None:
             watchdog.backward_ends()
 
@@ -85,7 +89,7 @@ class Backward:
             places = [self._state.models.index(model) for model in models]
             watchdog.backward_begins(microbatch, places)
         self.has_run = True
-        if self._loop.is_on_the_way:
+        if self._loop.is_on_the_way or microbatch.audit:
             return
         self._context.record.before_backward(microbatch, loss)
         if self._faults is not None:

@@ -46,22 +46,35 @@ class SameData:
     Attributes:
         rendezvous: rendezvous of the ranks.
         exact: whether values count, and not only what they are chosen by.
+        replicas: number of replicas in all.
     """
 
     rendezvous: Rendezvous
     exact: bool
+    replicas: int
 
     def check_of(self, loader: int) -> Tell | None:
-        """Return what compares the data of loader number `loader`; `None` on a single rank."""
-        return None if self.rendezvous.world.size == 1 else partial(self._compare, loader)
+        """Return what compares the data of loader number `loader`; `None` for a single replica."""
+        return partial(self._compare, loader) if self.replicas > 1 else None
 
     def _compare(self, loader: int, own: dict[str, str]) -> None:
         """Compare what this rank holds; rank 0 says what it holds, and continues.
 
         Raises:
-            DivergenceError: if it is something else than on rank 0.
+            DivergenceError: if it is something else than on rank 0, or when it is fetched again.
             PeerError: if the store is gone.
         """
+        if self.exact and own.get("again") != own.get("samples"):
+            raise DivergenceError(
+                f"loader {loader} ({own['kind']}): samples {own['shown']} have other values when the "
+                "dataset is asked for them again; expected the same ones, since the layout decides how "
+                "often a rank fetches a sample",
+                hint="copy before changing in place (x = x.clone()); draw with torch, numpy.random or "
+                "random, which the run seeds for each sample; keep no counts or random values in the "
+                "dataset",
+            )
+        if self.rendezvous.world.size == 1:
+            return
         key, store, rank = f"data/{loader}", self.rendezvous.store, self.rendezvous.world.rank
         if rank == 0:
             store.set(key, json.dumps(own))

@@ -1,18 +1,23 @@
-"""Fault injection for tests and `lockstep verify`: a rank kills or signals itself."""
+"""Fault injection for tests and `lockstep verify`: a rank kills or signals itself, or computes wrongly."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+import torch
+from torch import nn
 
 from lockstep.errors import UsageError
 from lockstep.world.model import World
 
-#: Such as `kill@30,term@60`.
+#: Such as `kill@30,term@60` or `flip@30`.
 VARIABLE = "LOCKSTEP_FAULTS"
-_KINDS = ("kill", "term")
+_KINDS = ("kill", "term", "flip")
+#: The bit of an element of 32 bits that is flipped: one in the middle of the fraction.
+_BIT = 1 << 16
 
 
 @dataclass(slots=True)
@@ -22,10 +27,12 @@ class Faults:
     Attributes:
         kill: in the backward pass of which step; 0 for none.
         term: after which steps; where the state is not whole there, at the next point at which it is.
+        flip: from which step on the first matrix product of a model has a wrong bit; 0 for none.
     """
 
     kill: int = 0
     term: frozenset[int] = frozenset()
+    flip: int = 0
     _done: int | None = None  # the step up to which signals have been sent
 
     @staticmethod
@@ -33,7 +40,8 @@ class Faults:
         """Return the faults that are this rank's; `None` without any.
 
         Each kill is the last rank's and happens once: the first in the first generation, the second in
-        the next. Rank 0 is asked to end, in any generation that does the step.
+        the next. Rank 0 is asked to end, in any generation that does the step. The last rank computes
+        wrongly, in any generation.
 
         Raises:
             UsageError: if the variable makes no sense.
@@ -44,8 +52,25 @@ class Faults:
         terms = frozenset(step for kind, step in pairs if kind == "term")
         is_last = world.rank == world.size - 1
         due = kills[world.generation] if is_last and world.generation < len(kills) else 0
-        faults = Faults(due, terms if world.is_main else frozenset())
-        return faults if faults.kill or faults.term else None
+        flips = [step for kind, step in pairs if kind == "flip"] if is_last else []
+        faults = Faults(due, terms if world.is_main else frozenset(), min(flips, default=0))
+        return faults if faults.kill or faults.term or faults.flip else None
+
+    def damage(self, module: nn.Module, steps: Callable[[], int]) -> None:
+        """Let the first matrix product of `module` have a wrong bit from step `flip` on."""
+        products = (part for part in module.modules() if isinstance(part, nn.Linear | nn.Conv2d))
+        first = next(products, None)
+        if not self.flip or first is None:
+            return
+
+        def flip(_module: nn.Module, _inputs: object, output: torch.Tensor) -> torch.Tensor:
+            if steps() + 1 < self.flip:
+                return output
+            wrong = output.detach().clone()
+            wrong.view(-1)[:1].view(torch.int32).bitwise_xor_(_BIT)
+            return output + (wrong - output.detach())
+
+        first.register_forward_hook(flip)
 
     def go_on(self, step: int) -> None:
         """The run resumes after step number `step`: what was to come until then has come."""

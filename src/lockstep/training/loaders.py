@@ -28,7 +28,9 @@ class Loaders:
 
     def __init__(self, context: Context, loop: Loop) -> None:
         self._context, self._loop = context, loop
-        self._same_data = SameData(context.rendezvous, exact=context.settings.exact)
+        self._same_data = SameData(
+            context.rendezvous, exact=context.settings.exact, replicas=context.replicas
+        )
         # Weak, so that a script may make a loader per epoch and let it go.
         self._made: weakref.WeakSet[Loader] = weakref.WeakSet()
 

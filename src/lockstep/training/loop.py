@@ -9,10 +9,13 @@ import torch
 from lockstep.checkpoint.position import LoopEvent, Position
 from lockstep.data.microbatch import Batching, Microbatch, Start
 from lockstep.data.randomness import set_key, undisturbed
+from lockstep.data.sources import Audited, no_audit
 from lockstep.errors import StepError
 from lockstep.layout import keys
 from lockstep.strategies.followed import FollowedModule
 from lockstep.strategies.wrapped_model import WrappedModel
+from lockstep.training.audit import Audit
+from lockstep.training.audit_record import Record
 from lockstep.training.listeners import Listener, overriding
 from lockstep.training.progress import Progress
 
@@ -58,6 +61,8 @@ class Loop:
         self._passed: Microbatch | None = None
         self._has_approached = False
         self._trains = False  # whether the outermost loop has updated parameters
+        self._phases = 0
+        self.audit: Audit | None = None
         self.closed = False
         self.warn: Callable[[str], None] = _nothing
         self.epoch = self.epochs = 0
@@ -72,6 +77,7 @@ class Loop:
     def run_epochs(self, count: int, epoch_ends: Callable[[int], None]) -> Iterator[int]:
         """Yield the epochs of the run that are still to be run."""
         self.epochs = count
+        self._phases += 1
         self.approach()
         for epoch in self.progress.phase_begins(count):
             self.epoch = epoch
@@ -331,11 +337,38 @@ class Loop:
             loop.losses.clear()
             loop.events.clear()
 
-    def needs_stand_ins(self) -> bool:
-        """Whether replicas without a sample take part in sums of gradients, buffers or parts of a model."""
+    def audit_plan(self, start: Start) -> Audited:
+        """Return what says which replica is computed once more in a global batch of a loop."""
+        if self.audit is None:
+            return no_audit
+        loop: LoopEvent = start.loop
+        steps = self.progress.steps if start.again is None else loop.steps
+        return self.audit.plan(start, self._phases, steps, alone=len(self._loops) == 1)
+
+    def takes(self, microbatch: Microbatch) -> bool:
+        """Whether the loop's body sees a microbatch now.
+
+        Replicas without a sample take part in sums of gradients, buffers or parts of a model.
+        """
+        if microbatch.audit:
+            audit, alone = self.audit, len(self._loops) == 1 and not self._active
+            return audit is not None and alone and not self.is_on_the_way and audit.takes(microbatch)
+        return bool(microbatch.size) or self._needs_stand_ins()
+
+    def _needs_stand_ins(self) -> bool:
         return torch.is_grad_enabled() or any(
             model.trains_buffers or model.is_split for model in self._buffered
         )
+
+    @property
+    def is_audited(self) -> bool:
+        """Whether the loop's body computes a microbatch once more, which is thrown away."""
+        return bool(self._active) and self._active[0].audit
+
+    @property
+    def record(self) -> Record | None:
+        """What the microbatch computes is recorded here, where an audit compares it."""
+        return None if self.audit is None else self.audit.record
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
         """The loop's body is about to see this microbatch."""
@@ -343,7 +376,9 @@ class Loop:
         if len(self._active) == 1:  # else it is an evaluation inside of a microbatch
             for model in self._buffered:
                 model.microbatch_begins(microbatch)
-        for tell in self._tells_microbatch:
+            if self.audit is not None:
+                self.audit.begins(microbatch)
+        for tell in () if microbatch.audit else self._tells_microbatch:
             tell(microbatch)
         set_key(keys.derive(self._seed, keys.FORWARD, *microbatch.numbers, microbatch.turn))
 
@@ -355,6 +390,8 @@ class Loop:
             for model in self._buffered:
                 model.microbatch_ends(microbatch, left=left)
         self._active.pop()
+        if self.audit is not None and not self._active:
+            self.audit.ends(microbatch, self.steps, left=left)
         if self._updated and microbatch.last:
             self._count_update(microbatch)
 

@@ -92,7 +92,7 @@ class Metrics:
         On a rank's earlier microbatches the call is another one: only ranks with several replicas make it.
         """
         loop = self._loop
-        if loop.closed:
+        if loop.closed or loop.is_audited:
             return compute()
         event = loop.progress.metric_begins(
             call if loop.acts_now() else f"{call}, earlier microbatch"
@@ -159,7 +159,7 @@ class Metrics:
         for item in items:
             microbatch = self._loop.require_microbatch(call)
             # During replay it has been seen, when its batch was computed first.
-            if not (again and self._loop.is_on_the_way):
+            if not (microbatch.audit or (again and self._loop.is_on_the_way)):
                 yield item, microbatch
 
     def note_partial(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -31,10 +31,11 @@ class Models:
     Args:
         context: of the run.
         state: what the run has been told of; models are added to it.
+        placed: called with each model when it is on its device.
     """
 
-    def __init__(self, context: Context, state: State) -> None:
-        self._context, self._state = context, state
+    def __init__(self, context: Context, state: State, placed: Callable[[nn.Module], None]) -> None:
+        self._context, self._state, self._placed = context, state, placed
         self._tried = 0  # models that were to be held: what failed has left notes for other ranks
         asked, directory = context.settings, context.record.directory
         self._strategy = STRATEGIES.find(asked.strategy)
@@ -56,6 +57,7 @@ class Models:
         extra = {k: v for k, v in module.state_dict().items() if not isinstance(v, torch.Tensor)}
         check_savable(type(module).__name__, extra)
         self._place(module, entry)
+        self._placed(module)
         # How a model is held must not change what the next one starts from.
         with undisturbed(), self._context.collectives.collective("run.model"):
             self._tried += 1

@@ -73,6 +73,12 @@ class _Gate:
             StepError: if it does not.
         """
         microbatch, asked = self._loop.microbatch, self._asked
+        if (record := self._loop.record) is not None:
+            record.step(self._index, self._optimizer.param_groups)
+        if microbatch is not None and microbatch.audit:
+            for model in self.own:
+                model.stepped(self.ids)
+            return
         self._asked = microbatch
         if microbatch is None:
             for model in self.own:

@@ -55,6 +55,8 @@ class Run(RunProperties):
         run_dir: directory of the run; by default `runs/NAME/TIME`.
         progress: show a progress bar, or lines, on the main rank.
         stop_on_nan: check every loss, and stop at the first that is not finite.
+        audit: compute a microbatch twice and compare, at first and then every so many steps; `first` for
+            the first batch of loops alone, `off` for none. Without effect with one replica, or exact=False.
         checkpoint_every: seconds between periodic checkpoints, beside those of `save`; 0 for none.
         keep: number of latest checkpoints to keep, beside the best.
         loggers: `tensorboard`, `wandb`, `mlflow` or objects with `log(values, step)`, for `run.log`.
@@ -92,6 +94,7 @@ class Run(RunProperties):
         run_dir: str | Path | None = None,
         progress: bool = True,
         stop_on_nan: bool = False,
+        audit: str = "256",
         checkpoint_every: float = 600.0,
         keep: int = 3,
         loggers: Sequence[Any] = (),
@@ -336,7 +339,7 @@ class Run(RunProperties):
         Args:
             values: numbers, or tensors of one element, by name.
         """
-        if not self._loop.is_on_the_way:
+        if not (self._loop.is_on_the_way or self._loop.is_audited):
             self._session.context.record.log(values)
 
     # --- metrics ---------------------------------------------------------------------------------
@@ -390,7 +393,7 @@ class Run(RunProperties):
 
     def print(self, *values: object, sep: str = " ") -> None:
         """Print on the main rank, above the progress bar."""
-        if not self._loop.is_entered_again:  # else it was printed before
+        if not (self._loop.is_entered_again or self._loop.is_audited):  # else it is printed twice
             self._session.context.record.print(sep.join(map(str, values)))
 
     def digest(self) -> str:

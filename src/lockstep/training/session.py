@@ -11,14 +11,16 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch.distributed as dist
+from torch import nn
 from torch.nn.utils import prune
 
 from lockstep.data.randomness import set_key
 from lockstep.errors import LockstepError, ModelError, PeerError, RunError, StepError
 from lockstep.layout import keys
-from lockstep.settings import Settings
+from lockstep.settings import Settings, audit_steps
 from lockstep.strategies.wrapped_model import WrappedModel
 from lockstep.training import checkpointing, fingerprint
+from lockstep.training.audit import Audit
 from lockstep.training.averages import Averages
 from lockstep.training.backward import Backward
 from lockstep.training.collective_check import RankOrder
@@ -84,7 +86,11 @@ class Session:
         seed, models = context.settings.seed, self.state.models
         self.loop = Loop(seed, context.replicas, models, self._listeners())
         self.loop.followed, self.loop.warn = averages.followed, record.warn
-        self.models, self.loaders = Models(context, self.state), Loaders(context, self.loop)
+        every = audit_steps(context.settings.audit)
+        if every is not None and context.settings.exact and context.replicas > 1:
+            self.loop.audit = Audit(context, self.state, every)
+        self.models = Models(context, self.state, self._damage)
+        self.loaders = Loaders(context, self.loop)
         self.backward = Backward(context, self.state, self.loop, self._faults)
         block, data, collective = (
             context.dims.block,
@@ -116,6 +122,10 @@ class Session:
             self.state.scaler = Scaler(context.group, context.device, record.warn, record.log)
             listeners.append(self.state.scaler)
         return listeners
+
+    def _damage(self, module: nn.Module) -> None:
+        if self._faults is not None:
+            self._faults.damage(module, lambda: self.loop.steps)
 
     def _after_step(self, faults: Faults) -> None:
         faults.after_step(self.loop.steps)

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset, RandomSampler, TensorData
 from lockstep.data.build import LoaderSettings, build
 from lockstep.data.loader import Loader
 from lockstep.data.microbatch import Batching, Microbatch, Start
-from lockstep.data.sources import Workers
+from lockstep.data.sources import Audited, Workers, no_audit
 from lockstep.layout.replicas import block
 
 
@@ -31,6 +31,7 @@ class Journal:
         self.batches = 0
         self.shown: list[int] = []
         self.start = Start(epoch=0, round=0)
+        self.audited: Audited = no_audit
         self._rounds = 0
 
     def loop_begins(self, loader: int, batching: Callable[[], Batching]) -> Start:
@@ -51,8 +52,11 @@ class Journal:
         self.lines.append(("end", microbatch.step, microbatch.replica, microbatch.turn))
         self.left.append(left)
 
-    def needs_stand_ins(self) -> bool:
-        return torch.is_grad_enabled()
+    def audit_plan(self, start: Start) -> Audited:
+        return self.audited
+
+    def takes(self, microbatch: Microbatch) -> bool:
+        return bool(microbatch.size) or torch.is_grad_enabled()
 
     def pass_ends(self, microbatch: Microbatch, *, shown: bool) -> None:
         self.passes.append((microbatch.step, microbatch.replica, microbatch.turn))
@@ -316,7 +320,7 @@ def test_the_first_loop_shows_three_samples_of_its_first_batch(
     list(one)
     assert len(told) == 1
     fetched = [line.split() for line in data.path.read_text().splitlines()]
-    assert sorted(int(index) for _, index in fetched) == sorted([*range(10), *range(10), 0, 2, 3])
+    assert sorted(int(index) for _, index in fetched) == sorted([*range(10), *range(10), *(0, 2, 3), *(0, 2, 3)])
     here = {pid == str(os.getpid()) for pid, _ in fetched}
     assert here == {not workers}, "with workers the dataset is not touched here"
 

@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pack_sequence
 from lockstep.data.build import LoaderSettings, build
 from lockstep.data.loader import Loader, to_device
 from lockstep.data.microbatch import Start
+from lockstep.data.sources import Audited, no_audit
 
 META = torch.device("meta")
 
@@ -75,7 +76,10 @@ class Quiet:
 
     def microbatch_ends(self, microbatch: Any, *, left: bool) -> None: ...
 
-    def needs_stand_ins(self) -> bool:
+    def audit_plan(self, _start: Start) -> Audited:
+        return no_audit
+
+    def takes(self, _microbatch: Any) -> bool:
         return True
 
     def pass_ends(self, microbatch: Any, *, shown: bool) -> None: ...

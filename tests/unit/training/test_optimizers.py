@@ -36,7 +36,7 @@ def test_a_step_per_global_batch(make_run, replicas: int) -> None:
 
 @pytest.mark.parametrize("scheduler_first", [True, False])
 def test_a_scheduler_beside_it_without_warnings(make_run, scheduler_first: bool) -> None:
-    with make_run(replicas=2) as run:
+    with make_run(replicas=2, audit="off") as run:
         model = run.model(nn.Linear(3, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         if not scheduler_first:

@@ -1,0 +1,305 @@
+"""Audit: a microbatch is computed once more, and the bits of both passes are compared.
+
+A pass of the loop's body is one microbatch. Whatever a pass leaves behind outside of the run makes the next
+one depend on how many passes the rank makes, and so on the layout: a counter of the script, parameters
+that the body changes, a cache. Before its own microbatches of an audited batch, each rank makes an extra
+pass: of the next rank's last microbatch, or of its own. Gradients are thrown away, and optimizers do not
+step. Losses, gradients and optimizers' settings are the same in both passes, or something was carried
+over, or a processor computes wrongly. There is no tolerance, and no list of causes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import sys
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.checkpoint import state_codec
+from lockstep.data.microbatch import Microbatch, Start
+from lockstep.data.sources import Audited, no_audit
+from lockstep.errors import LockstepError
+from lockstep.exchange.scatter import agree
+from lockstep.layout.audits import Values, compare, is_due, partner
+from lockstep.layout.replicas import block
+from lockstep.record import stacks
+from lockstep.strategies.sync_batchnorm import layers
+from lockstep.training.audit_record import KINDS, Record
+from lockstep.training.audit_report import Finding, carried, changed, collectives, wrong_rank
+from lockstep.training.context import Context
+from lockstep.training.state import State
+from lockstep.training.tensor_bits import bits, read
+
+#: How many loops of a generation are audited when they begin to train, besides the steps that are due.
+_MOST_LOOPS = 8
+#: Where a script loops over a loader: file and line.
+_Place = tuple[str, int]
+
+
+class Audit:
+    """Audits of a run with several replicas.
+
+    Args:
+        context: of the run.
+        state: models, optimizers and registered objects of the run.
+        every: steps between two audits; 0 for the beginning of loops alone.
+
+    Attributes:
+        record: of the pass that is being made, where that is compared.
+    """
+
+    def __init__(self, context: Context, state: State, every: int) -> None:
+        self._context, self._state, self._every = context, state, every
+        self._place: _Place = ("", 0)
+        self._begun: set[tuple[_Place, int]] = set()  # loops, with the phase that they were in
+        self._trained: set[_Place] = set()  # loops whose body has run a backward pass
+        self._zipped: set[_Place] = set()  # loops over several loaders at once
+        self._takes = False
+        self.record: Record | None = None
+        self._extra: Record | None = None
+        self._before: dict[str, torch.Tensor] = {}
+        self._texts: dict[str, str] = {}
+        self._calls = 0
+        self._agreed = 0
+        self._is_off = False
+        self._warned: set[str] = set()
+        self.observe: Callable[[], Any] = lambda: None
+        self._observed: Any = None
+        self._found: list[Any] = []
+
+    # --- which microbatches ----------------------------------------------------------------------
+
+    def plan(self, start: Start, phase: int, steps: int, *, alone: bool) -> Audited:
+        """Return what says, for the batches of a loop, which replica this rank computes once more.
+
+        A loop that is not known to train has no extra pass before its first batch: a script may look at
+        that one alone, by `next(iter(loader))`.
+
+        Args:
+            start: where the loop starts.
+            phase: number of the phase; a loop is audited when it begins in a new one.
+            steps: updates that the run has done before batch `start.batch`.
+            alone: whether the script is in no other loop.
+        """
+        place = self._place = _place(sys._getframe())
+        if not alone:
+            self._zipped.add(place)
+        if self._is_off or start.is_over or not torch.is_grad_enabled():
+            return no_audit
+        if not any(m.parameters and m.module.training for m in self._state.models):
+            return no_audit
+        replica, is_new = self._replica(), (place, phase) not in self._begun
+        first = 0 if place in self._trained else 1
+        is_new &= len(self._begun) < _MOST_LOOPS
+        self._begun.add((place, phase))
+
+        def audited(batch: int) -> int | None:
+            ahead = batch - start.batch
+            due = ahead >= 0 and bool(self._every) and is_due(steps + ahead + 1, self._every)
+            return replica if due or (is_new and ahead == first) else None
+
+        return audited
+
+    def takes(self, microbatch: Microbatch) -> bool:
+        """Whether the loop's body makes an extra pass: it is known to train, and loops over one loader.
+
+        All passes over a global batch make one, or none does: a body may count microbatches of a pass.
+        """
+        if not microbatch.turn:
+            place = self._place
+            known = place in self._trained and place not in self._zipped
+            self._takes = known and not self._is_off
+        return self._takes
+
+    def trains(self) -> None:
+        """The loop's body has run a backward pass."""
+        self._trained.add(self._place)
+
+    def _replica(self) -> int:
+        """Return the replica that this rank computes once more: the partner's last, or its own."""
+        context = self._context
+        if self._is_alone:
+            return context.dims.block[-1]
+        world = context.world
+        return block(context.replicas, world.size, partner(world.rank, world.size))[-1]
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether no other rank could compute this rank's microbatches."""
+        models = self._state.models
+        return (
+            self._context.group is None
+            or self._context.dims.mesh.model > 1
+            or any(m.is_split or m.acts_alone or any(layers(m.module)) for m in models)
+        )
+
+    # --- passes ----------------------------------------------------------------------------------
+
+    def begins(self, microbatch: Microbatch) -> None:
+        """The loop's body is about to see a microbatch, which no other one is around."""
+        if microbatch.audit:
+            self.record, self._extra = Record(), None
+            self._guarded(self._look_before)
+        elif microbatch.last and self._extra is not None:
+            self.record = Record()
+        else:
+            self.record = None
+
+    def ends(self, microbatch: Microbatch, steps: int, *, left: bool) -> None:
+        """The loop's body is done with the microbatch, or has left it; the run has done so many updates.
+
+        Raises:
+            AuditError: if the body depends on how many passes a rank makes, or a rank computes wrongly.
+        """
+        record, self.record = self.record, None
+        if microbatch.audit and not left:
+            self._extra = record
+            self._guarded(self._look_after)
+        elif microbatch.last or left:
+            extra, self._extra = self._extra, None
+            if record is not None and extra is not None and extra.losses and not left:
+                self._compare(microbatch, extra, record)
+                self._agreed = steps
+
+    def _guarded(self, look: Callable[[], None]) -> None:
+        """Let no error of the audit's own end the run: it switches the audit off."""
+        try:
+            look()
+        except LockstepError:
+            raise
+        except Exception as error:
+            self._is_off = True
+            self._context.record.warn(
+                f"lockstep: warning: the audit could not look at the state of the run "
+                f"({type(error).__name__}: {error}), and is off from here on; hint: --audit off"
+            )
+
+    # --- an extra pass changes nothing -------------------------------------------------------------
+
+    def _look_before(self) -> None:
+        self._calls = _collective_calls()
+        self._before, self._texts = self._state_bits()
+        self._observed = self.observe()
+
+    def _look_after(self) -> None:
+        """Refuse a pass without a step that has changed what the result is made of."""
+        calls = _collective_calls() - self._calls
+        if calls and not self._is_alone:
+            raise collectives(calls)
+        tensors, texts = self._state_bits()
+        self._found = [] if self._observed is None else self.observe().changes_since(self._observed)
+        names = [name for name in self._before if name in tensors]
+        old, new = read([self._before[n] for n in names]), read([tensors[n] for n in names])
+        different = [name for name, a, b in zip(names, old, new, strict=True) if a != b]
+        if different:
+            raise changed(different)
+        for name, text in texts.items():
+            if text != self._texts.get(name, text) and name not in self._warned:
+                self._warned.add(name)
+                self._context.record.warn(
+                    f"lockstep: warning: the registered object {name} changes with each microbatch: on "
+                    "each rank it holds that rank's samples; hint: run.sum, run.mean and run.gather are "
+                    "over all samples"
+                )
+
+    def _state_bits(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Return hashes of models' and registered modules' tensors, and of all else that is registered."""
+        modules = [m.module for m in self._state.models if m.versions is None]
+        registered = self._state.registered
+        modules += [one for one in registered.values() if isinstance(one, nn.Module)]
+        tensors = {
+            f"{name} of {type(module).__name__}": bits(tensor)
+            for module in modules
+            for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+            if not (nn.parameter.is_lazy(tensor) or tensor.is_meta)
+        }
+        others = {n: one for n, one in registered.items() if not isinstance(one, nn.Module)}
+        return tensors, {name: _state_text(one.state_dict()) for name, one in others.items()}
+
+    # --- both passes compute the same ----------------------------------------------------------------
+
+    def _compare(self, microbatch: Microbatch, extra: Record, own: Record) -> None:
+        if self._is_alone:
+            self._compare_alone(microbatch, extra, own)
+        else:
+            self._compare_ranks(microbatch, extra, own)
+
+    def _compare_alone(self, microbatch: Microbatch, extra: Record, own: Record) -> None:
+        once, again = extra.values(), own.values()
+        if once != again:
+            kinds = _differing(once, again)
+            raise carried(
+                Finding(microbatch, kinds, extra.loss(), own.loss(), tuple(self._found)),
+                f"computed twice by rank {self._context.world.rank}",
+            )
+
+    def _compare_ranks(self, microbatch: Microbatch, extra: Record, own: Record) -> None:
+        context, size = self._context, len(KINDS)
+        assert context.group is not None
+        numbers = [*own.values(), *extra.values(), not self._is_off, context.world.node_rank]
+        numbers += [_as_integer(own.loss()), _as_integer(extra.loss())]
+        with context.collectives.collective("the audit"):
+            rows = agree(numbers, context.group)
+        if not all(row[2 * size] for row in rows):
+            self._is_off = True
+            return
+        hosted: list[Values] = [tuple(row[:size]) for row in rows]
+        audited: list[Values] = [tuple(row[size : 2 * size]) for row in rows]
+        found = compare(hosted, audited)
+        if found is None:
+            return
+        host, auditor = rows[found.host], rows[found.auditor]
+        replica = block(context.replicas, context.world.size, found.host)[-1]
+        finding = Finding(
+            microbatch._replace(replica=replica),
+            _differing(audited[found.auditor], hosted[found.host]),
+            _as_float(auditor[-1]),
+            _as_float(host[-2]),
+            tuple(self._found),
+        )
+        if found.odd is not None and not self._found:
+            place = f"node {rows[found.odd][2 * size + 1]}, {context.device.type}"
+            raise wrong_rank(finding, found.odd, place, self._agreed)
+        raise carried(finding, f"computed by rank {found.auditor} and by its own rank {found.host}")
+
+
+def _place(frame: FrameType) -> _Place:
+    """Return the line of the script that asks for the next microbatch."""
+    user = stacks.users(stacks.of(frame))
+    return ("", 0) if user is None else (user.file, user.line)
+
+
+def _differing(once: Values, again: Values) -> tuple[str, ...]:
+    return tuple(kind for kind, a, b in zip(KINDS, once, again, strict=True) if a != b)
+
+
+def _collective_calls() -> int:
+    """Return how many collective calls the default process group has begun; 0 where it does not count."""
+    if not dist.is_initialized():
+        return 0
+    group: Any = dist.distributed_c10d._get_default_group()
+    with contextlib.suppress(RuntimeError):  # a backend without sequence numbers
+        return int(group._get_sequence_number_for_group())
+    return 0
+
+
+def _state_text(state: Mapping[str, Any]) -> str:
+    text, tensors = state_codec.flatten({"state": dict(state)})
+    hashes = read([bits(tensor) for tensor in tensors.values()])
+    return f"{text} {hashes}"
+
+
+def _as_integer(value: float) -> int:
+    number: int = struct.unpack("<q", struct.pack("<d", value))[0]
+    return number
+
+
+def _as_float(number: int) -> float:
+    value: float = struct.unpack("<d", struct.pack("<q", number))[0]
+    return value
