@@ -1,13 +1,11 @@
-"""Hooks on forward passes of a module, and refusal of passes that change parameters."""
+"""Hooks on forward passes of a module, and its trainable parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import nn
-
-from lockstep.errors import ModelError
 
 T = TypeVar("T")
 
@@ -63,10 +61,7 @@ def watch_forward(
 
 
 class Parameters:
-    """The parameters of a model, which forward passes must leave alone.
-
-    Each replica has a forward pass of its own, and each rank those of its replicas: what they change is
-    another thing on every rank.
+    """The parameters of a model, also of parts that come later.
 
     Args:
         module: the model.
@@ -75,11 +70,6 @@ class Parameters:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._find_parts()
-        # Tensors of inference mode count no versions, and those without a shape do nothing yet.
-        self._own: list[Any] = [
-            p for p in module.parameters() if not (nn.parameter.is_lazy(p) or p.is_inference())
-        ]
-        self._versions: list[int] = []
 
     def _find_parts(self) -> None:
         # Kept, since walking through a model takes longer than a small one's forward pass.
@@ -93,30 +83,6 @@ class Parameters:
         if _values(self._inside) != self._children:
             self._find_parts()
         return {id(p) for p in _values(self._owners) if p is not None and p.requires_grad}
-
-    def before_forward(self) -> None:
-        """A forward pass is about to begin."""
-        self._versions = [parameter._version for parameter in self._own]
-
-    def after_forward(self) -> None:
-        """A forward pass is over.
-
-        Raises:
-            ModelError: if it has changed a parameter in place.
-        """
-        now = [parameter._version for parameter in self._own]
-        if now == self._versions:
-            return
-        pairs = zip(self._own, now, self._versions, strict=True)
-        changed = {id(p) for p, version, before in pairs if version != before}
-        names = [name for name, p in self._module.named_parameters() if id(p) in changed]
-        raise ModelError(
-            f"a forward pass of {type(self._module).__name__} changed "
-            f"{', '.join(names) or 'a parameter'}; expected parameters that only optimizers change: "
-            "replicas on one rank would change it one after the other",
-            hint="compute with a changed copy in forward, as torch.nn.utils.parametrize does; or change "
-            "parameters between the batches of run.batches(…)",
-        )
 
 
 def _values(owners: Iterable[Mapping[str, T]]) -> list[T]:

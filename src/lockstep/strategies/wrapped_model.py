@@ -140,7 +140,6 @@ class WrappedModel(abc.ABC):
         self.before_forward()
         if self._checks_passes:
             self._buffers.before_evaluation()
-            self._watched.before_forward()
 
     @property
     def _checks_passes(self) -> bool:
@@ -150,7 +149,6 @@ class WrappedModel(abc.ABC):
     def _after_forward(self) -> None:
         if self._checks_passes:
             self._buffers.after_evaluation()
-            self._watched.after_forward()
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
         """The loop's body is about to see `microbatch`."""

@@ -13,15 +13,14 @@ from __future__ import annotations
 import contextlib
 import struct
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from lockstep.checkpoint import state_codec
 from lockstep.data.microbatch import Microbatch, Start
 from lockstep.data.sources import Audited, no_audit
 from lockstep.errors import LockstepError
@@ -31,10 +30,10 @@ from lockstep.layout.replicas import block
 from lockstep.record import stacks
 from lockstep.strategies.sync_batchnorm import layers
 from lockstep.training.audit_record import KINDS, Record
-from lockstep.training.audit_report import Finding, carried, changed, collectives, wrong_rank
+from lockstep.training.audit_report import Finding, carried, collectives, wrong_rank
 from lockstep.training.context import Context
 from lockstep.training.state import State
-from lockstep.training.tensor_bits import bits, read
+from lockstep.training.state_watch import StateWatch, texts
 
 #: How many loops of a generation are audited when they begin to train, besides the steps that are due.
 _MOST_LOOPS = 8
@@ -52,6 +51,7 @@ class Audit:
 
     Attributes:
         record: of the pass that is being made, where that is compared.
+        was_left: whether the latest pass was an extra one, which the script has left.
     """
 
     def __init__(self, context: Context, state: State, every: int) -> None:
@@ -59,15 +59,16 @@ class Audit:
         self._place: _Place = ("", 0)
         self._begun: set[tuple[_Place, int]] = set()  # loops, with the phase that they were in
         self._trained: set[_Place] = set()  # loops whose body has run a backward pass
-        self._zipped: set[_Place] = set()  # loops over several loaders at once
         self._takes = False
         self.record: Record | None = None
+        self.was_left = False
         self._extra: Record | None = None
-        self._before: dict[str, torch.Tensor] = {}
+        self._watch = StateWatch(state)
+        self._watched = -1  # which batch of the loop is watched, besides those that are audited
         self._texts: dict[str, str] = {}
         self._calls = 0
         self._agreed = 0
-        self._is_off = False
+        self._has_failed = self._is_off = False
         self._warned: set[str] = set()
         self.observe: Callable[[], Any] = lambda: None
         self._observed: Any = None
@@ -75,7 +76,7 @@ class Audit:
 
     # --- which microbatches ----------------------------------------------------------------------
 
-    def plan(self, start: Start, phase: int, steps: int, *, alone: bool) -> Audited:
+    def plan(self, start: Start, phase: int, steps: int) -> Audited:
         """Return what says, for the batches of a loop, which replica this rank computes once more.
 
         A loop that is not known to train has no extra pass before its first batch: a script may look at
@@ -85,11 +86,9 @@ class Audit:
             start: where the loop starts.
             phase: number of the phase; a loop is audited when it begins in a new one.
             steps: updates that the run has done before batch `start.batch`.
-            alone: whether the script is in no other loop.
         """
         place = self._place = _place(sys._getframe())
-        if not alone:
-            self._zipped.add(place)
+        self._watched = -1
         if self._is_off or start.is_over or not torch.is_grad_enabled():
             return no_audit
         if not any(m.parameters and m.module.training for m in self._state.models):
@@ -98,6 +97,7 @@ class Audit:
         first = 0 if place in self._trained else 1
         is_new &= len(self._begun) < _MOST_LOOPS
         self._begun.add((place, phase))
+        self._watched = start.batch if is_new else -1
 
         def audited(batch: int) -> int | None:
             ahead = batch - start.batch
@@ -107,14 +107,12 @@ class Audit:
         return audited
 
     def takes(self, microbatch: Microbatch) -> bool:
-        """Whether the loop's body makes an extra pass: it is known to train, and loops over one loader.
+        """Whether the loop's body makes an extra pass: it is known to train.
 
         All passes over a global batch make one, or none does: a body may count microbatches of a pass.
         """
         if not microbatch.turn:
-            place = self._place
-            known = place in self._trained and place not in self._zipped
-            self._takes = known and not self._is_off
+            self._takes = self._place in self._trained and not self._is_off
         return self._takes
 
     def trains(self) -> None:
@@ -143,63 +141,67 @@ class Audit:
 
     def begins(self, microbatch: Microbatch) -> None:
         """The loop's body is about to see a microbatch, which no other one is around."""
+        self.was_left = False
         if microbatch.audit:
             self.record, self._extra = Record(), None
             self._guarded(self._look_before)
-        elif microbatch.last and self._extra is not None:
-            self.record = Record()
-        else:
-            self.record = None
+            return
+        self.record = Record() if microbatch.last and self._extra is not None else None
+        if self._extra is not None or microbatch.step == self._watched:
+            self._guarded(lambda: self._watch.begins(with_buffers=False))
 
-    def ends(self, microbatch: Microbatch, steps: int, *, left: bool) -> None:
-        """The loop's body is done with the microbatch, or has left it; the run has done so many updates.
+    def step(self) -> AbstractContextManager[None]:
+        """Return what an optimizer's step is made in, with its hooks."""
+        return self._watch.step()
+
+    def ends(self, microbatch: Microbatch, step: int, *, left: bool) -> None:
+        """The loop's body is done with a microbatch of step number `step`, or has left it.
 
         Raises:
             AuditError: if the body depends on how many passes a rank makes, or a rank computes wrongly.
         """
         record, self.record = self.record, None
-        if microbatch.audit and not left:
+        self.was_left = left and microbatch.audit
+        if left:
+            self._extra = None
+            self._watch.drop()
+        elif microbatch.audit:
             self._extra = record
             self._guarded(self._look_after)
-        elif microbatch.last or left:
-            extra, self._extra = self._extra, None
-            if record is not None and extra is not None and extra.losses and not left:
+        else:
+            self._guarded(self._watch.ends)
+            if record is not None and self._extra is not None:
+                extra, self._extra = self._extra, None
                 self._compare(microbatch, extra, record)
-                self._agreed = steps
+                self._agreed = step
 
     def _guarded(self, look: Callable[[], None]) -> None:
-        """Let no error of the audit's own end the run: it switches the audit off."""
+        """Let no error of the audit's own end the run: ranks switch the audit off together."""
         try:
             look()
         except LockstepError:
             raise
         except Exception as error:
-            self._is_off = True
+            self._has_failed = True
             self._context.record.warn(
                 f"lockstep: warning: the audit could not look at the state of the run "
                 f"({type(error).__name__}: {error}), and is off from here on; hint: --audit off"
             )
 
-    # --- an extra pass changes nothing -------------------------------------------------------------
-
     def _look_before(self) -> None:
         self._calls = _collective_calls()
-        self._before, self._texts = self._state_bits()
+        self._watch.begins(with_buffers=True)
+        self._texts = texts(self._state)
         self._observed = self.observe()
 
     def _look_after(self) -> None:
-        """Refuse a pass without a step that has changed what the result is made of."""
+        """Look for what an extra pass, in which no optimizer steps, has changed."""
         calls = _collective_calls() - self._calls
         if calls and not self._is_alone:
             raise collectives(calls)
-        tensors, texts = self._state_bits()
         self._found = [] if self._observed is None else self.observe().changes_since(self._observed)
-        names = [name for name in self._before if name in tensors]
-        old, new = read([self._before[n] for n in names]), read([tensors[n] for n in names])
-        different = [name for name, a, b in zip(names, old, new, strict=True) if a != b]
-        if different:
-            raise changed(different)
-        for name, text in texts.items():
+        self._watch.ends()
+        for name, text in texts(self._state).items():
             if text != self._texts.get(name, text) and name not in self._warned:
                 self._warned.add(name)
                 self._context.record.warn(
@@ -208,24 +210,11 @@ class Audit:
                     "over all samples"
                 )
 
-    def _state_bits(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """Return hashes of models' and registered modules' tensors, and of all else that is registered."""
-        modules = [m.module for m in self._state.models if m.versions is None]
-        registered = self._state.registered
-        modules += [one for one in registered.values() if isinstance(one, nn.Module)]
-        tensors = {
-            f"{name} of {type(module).__name__}": bits(tensor)
-            for module in modules
-            for name, tensor in [*module.named_parameters(), *module.named_buffers()]
-            if not (nn.parameter.is_lazy(tensor) or tensor.is_meta)
-        }
-        others = {n: one for n, one in registered.items() if not isinstance(one, nn.Module)}
-        return tensors, {name: _state_text(one.state_dict()) for name, one in others.items()}
-
     # --- both passes compute the same ----------------------------------------------------------------
 
     def _compare(self, microbatch: Microbatch, extra: Record, own: Record) -> None:
         if self._is_alone:
+            self._is_off = self._has_failed
             self._compare_alone(microbatch, extra, own)
         else:
             self._compare_ranks(microbatch, extra, own)
@@ -242,9 +231,9 @@ class Audit:
     def _compare_ranks(self, microbatch: Microbatch, extra: Record, own: Record) -> None:
         context, size = self._context, len(KINDS)
         assert context.group is not None
-        numbers = [*own.values(), *extra.values(), not self._is_off, context.world.node_rank]
+        numbers = [*own.values(), *extra.values(), not self._has_failed, context.world.node_rank]
         numbers += [_as_integer(own.loss()), _as_integer(extra.loss())]
-        with context.collectives.collective("the audit"):
+        with context.heartbeat.collective("the audit"):
             rows = agree(numbers, context.group)
         if not all(row[2 * size] for row in rows):
             self._is_off = True
@@ -287,12 +276,6 @@ def _collective_calls() -> int:
     with contextlib.suppress(RuntimeError):  # a backend without sequence numbers
         return int(group._get_sequence_number_for_group())
     return 0
-
-
-def _state_text(state: Mapping[str, Any]) -> str:
-    text, tensors = state_codec.flatten({"state": dict(state)})
-    hashes = read([bits(tensor) for tensor in tensors.values()])
-    return f"{text} {hashes}"
 
 
 def _as_integer(value: float) -> int:

@@ -12,7 +12,7 @@ import torch
 
 from lockstep.layout.audits import Values
 from lockstep.strategies.wrapped_model import WrappedModel
-from lockstep.training.tensor_bits import bits, read
+from lockstep.training.tensor_bits import Bits, bits, read
 
 #: The kinds of values that are compared, in the order of `Record.values`.
 KINDS = ("losses", "gradients", "settings of optimizers")
@@ -30,7 +30,7 @@ class Record:
 
     losses: list[torch.Tensor] = field(default_factory=list)
     _settings: list[str] = field(default_factory=list)
-    _gradients: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
+    _gradients: dict[tuple[int, int, int], Bits] = field(default_factory=dict)
 
     @contextlib.contextmanager
     def backward(self, loss: torch.Tensor, models: Sequence[WrappedModel]) -> Iterator[None]:

@@ -10,6 +10,11 @@ from lockstep.data.microbatch import Microbatch
 from lockstep.errors import AuditError
 
 _OFF = "--audit off switches the audit off"
+#: A note on an exception of the script's.
+IN_AUDIT = (
+    "this was in an extra pass of the audit, which runs the loop's body once more on a microbatch: "
+    f"{_OFF}"
+)
 #: How many names a message has.
 _SHOWN = 4
 
@@ -66,10 +71,10 @@ def carried(finding: Finding, by: str) -> AuditError:
 
 
 def changed(names: Sequence[str]) -> AuditError:
-    """Return that a pass without a step has changed parameters or buffers."""
+    """Return that a pass has changed parameters besides by a step, or buffers in an extra pass."""
     return AuditError(
-        f"the loop's body changed {_listed(names)} in a pass in which no optimizer steps; expected changes "
-        "by optimizer.step alone, as a rank makes one pass for each replica that it hosts",
+        f"the loop's body changed {_listed(names)} besides by optimizer.step; expected no other changes, "
+        "as a rank makes one pass of the body for each replica that it hosts",
         hint="change them in a hook of optimizer.register_step_post_hook, which runs once per step on "
         f"every rank, or between the batches of run.batches(…); {_OFF}",
     )

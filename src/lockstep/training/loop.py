@@ -343,7 +343,7 @@ class Loop:
             return no_audit
         loop: LoopEvent = start.loop
         steps = self.progress.steps if start.again is None else loop.steps
-        return self.audit.plan(start, self._phases, steps, alone=len(self._loops) == 1)
+        return self.audit.plan(start, self._phases, steps)
 
     def takes(self, microbatch: Microbatch) -> bool:
         """Whether the loop's body sees a microbatch now.
@@ -351,8 +351,9 @@ class Loop:
         Replicas without a sample take part in sums of gradients, buffers or parts of a model.
         """
         if microbatch.audit:
-            audit, alone = self.audit, len(self._loops) == 1 and not self._active
-            return audit is not None and alone and not self.is_on_the_way and audit.takes(microbatch)
+            return (
+                self.audit is not None and not self.is_on_the_way and self.audit.takes(microbatch)
+            )
         return bool(microbatch.size) or self._needs_stand_ins()
 
     def _needs_stand_ins(self) -> bool:
@@ -391,7 +392,7 @@ class Loop:
                 model.microbatch_ends(microbatch, left=left)
         self._active.pop()
         if self.audit is not None and not self._active:
-            self.audit.ends(microbatch, self.steps, left=left)
+            self.audit.ends(microbatch, self.steps + 1, left=left)
         if self._updated and microbatch.last:
             self._count_update(microbatch)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -186,7 +187,8 @@ def gate_optimizer(
             # torch's schedulers warn where they find that no step came before theirs.
             self._opt_called = True  # type: ignore[attr-defined]
             return None
-        return gate.update(act)
+        with nullcontext() if loop.audit is None else loop.audit.step():
+            return gate.update(act)
 
     act = optimizer.step
     optimizer.step = MethodType(functools.wraps(act)(step), optimizer)  # type: ignore[method-assign]

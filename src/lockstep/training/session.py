@@ -21,6 +21,7 @@ from lockstep.settings import Settings, audit_steps
 from lockstep.strategies.wrapped_model import WrappedModel
 from lockstep.training import checkpointing, fingerprint
 from lockstep.training.audit import Audit
+from lockstep.training.audit_report import IN_AUDIT
 from lockstep.training.averages import Averages
 from lockstep.training.backward import Backward
 from lockstep.training.collective_check import RankOrder
@@ -223,7 +224,9 @@ class Session:
 
     def close(self, error: BaseException | None) -> None:
         """Give back everything; after an error nothing that would wait for other ranks."""
-        context = self.context
+        context, audit = self.context, self.loop.audit
+        if isinstance(error, Exception) and audit is not None and audit.was_left:
+            error.add_note(IN_AUDIT)
         self._signals.close()
         Session._stops = error is None and self._checkpointing.stop_asked
         failed = error is not None and not isinstance(error, Preempted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -13,10 +14,15 @@ from lockstep.checkpoint.parts import local
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: Elements in a row: sums over rows and over columns need no memory of the tensor's size.
 _ROW = 4096
+#: Bytes up to which a tensor on the CPU is hashed as they are, which takes fewer calls.
+_SMALL = 1 << 14
+
+#: A hash, as two numbers, or as a tensor of shape `(2,)` and type int64 that is still to be read.
+Bits = tuple[int, int] | torch.Tensor
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a hash of what this rank holds of a tensor, of shape `(2,)` and type int64.
+def bits(tensor: torch.Tensor) -> Bits:
+    """Return a hash of what this rank holds of a tensor.
 
     Elements are read as integers and laid out in rows. The sums of all rows and of all columns are
     weighted by constants and added, modulo 2^64: a single element that changes always changes both.
@@ -28,8 +34,13 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
         own = torch.view_as_real(own.resolve_conj())
     words = own.resolve_neg().contiguous().reshape(-1)
     words = words.view(_INTEGERS[words.element_size()])
+    if words.device.type == "cpu" and words.nbytes <= _SMALL:
+        digest = hashlib.blake2b(words.numpy().tobytes(), digest_size=16).digest()
+        return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
     rows, rest = divmod(words.numel(), _ROW)
-    tail = words[words.numel() - rest :].to(torch.int64) * _weights(_ROW, words.device)[:rest]
+    # Weights that no row has, or a row could change places with the rest.
+    last = _weights(2 * _ROW, words.device)[_ROW : _ROW + rest]
+    tail = words[words.numel() - rest :].to(torch.int64) * last
     if not rows:
         return torch.stack([tail.sum(), tail.sum()])
     matrix = words[: rows * _ROW].view(rows, _ROW)
@@ -38,15 +49,15 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack([by_row.sum() + tail.sum(), by_column.sum() + tail.sum()])
 
 
-def read(hashes: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+def read(hashes: Sequence[Bits]) -> list[tuple[int, int]]:
     """Return hashes as numbers, with one wait for each device that they are on."""
-    found: list[tuple[int, int]] = [(0, 0)] * len(hashes)
-    for device in {one.device for one in hashes}:
-        places = [place for place, one in enumerate(hashes) if one.device == device]
-        numbers = torch.stack([hashes[place] for place in places]).tolist()
-        for place, (first, second) in zip(places, numbers, strict=True):
-            found[place] = (first, second)
-    return found
+    pending = {place: one for place, one in enumerate(hashes) if isinstance(one, torch.Tensor)}
+    numbers: dict[int, list[int]] = {}
+    for device in {one.device for one in pending.values()}:
+        own = {place: one for place, one in pending.items() if one.device == device}
+        numbers |= zip(own, torch.stack(list(own.values())).tolist(), strict=True)
+    pairs = [numbers.get(place, one) for place, one in enumerate(hashes)]
+    return [(int(first), int(second)) for first, second in pairs]
 
 
 def _length(rows: int) -> int:

@@ -320,7 +320,9 @@ def test_the_first_loop_shows_three_samples_of_its_first_batch(
     list(one)
     assert len(told) == 1
     fetched = [line.split() for line in data.path.read_text().splitlines()]
-    assert sorted(int(index) for _, index in fetched) == sorted([*range(10), *range(10), *(0, 2, 3), *(0, 2, 3)])
+    assert sorted(int(index) for _, index in fetched) == sorted(
+        [*range(10), *range(10), *(0, 2, 3), *(0, 2, 3)]
+    )
     here = {pid == str(os.getpid()) for pid, _ in fetched}
     assert here == {not workers}, "with workers the dataset is not touched here"
 
