@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lockstep.atomic_file import atomic_write
 from lockstep.errors import RunDirectoryError
 from lockstep.record.curves import curves
-from lockstep.record.directory import owner_only
 from lockstep.record.following import Follower
 from lockstep.record.given import NOTHING, GivenFile, latest, missing
 from lockstep.record.loggers import Backend, Say, make
@@ -177,10 +177,7 @@ class Forwarding:
 
     def _mark(self) -> None:
         """Note up to where events have been read, so that a later generation need not read them again."""
-        draft = self._path.with_suffix(".draft")
-        with open(draft, "w", encoding="utf-8", opener=owner_only) as file:
-            json.dump(self._follower.state(), file)
-        draft.replace(self._path)
+        atomic_write(self._path, json.dumps(self._follower.state()), 0o600)
 
     def close(self, *, ended: bool, failed: bool) -> None:
         """Forward what is left, and close the loggers.
