@@ -39,7 +39,7 @@ def create(
     except OSError as error:
         where = run_dir or base / name
         raise RunDirectoryError(
-            f"the run directory {where} cannot be used: {error.strerror} ({error.filename})",
+            f"the run directory {where} cannot be used: {_reason(error)}",
             hint=_HINT,
         ) from error
     return path
@@ -63,10 +63,15 @@ def make_logs(path: Path) -> Path:
         _check_writable(path)
     except OSError as error:
         raise RunDirectoryError(
-            f"the log directory {path} cannot be used: {error.strerror} ({error.filename})",
+            f"the log directory {path} cannot be used: {_reason(error)}",
             hint="--log-dir DIR names another place",
         ) from None
     return path
+
+
+def _reason(error: OSError) -> str:
+    """Return what the system says, and of which file, where it names one."""
+    return f"{error.strerror} ({error.filename})" if error.filename else str(error.strerror)
 
 
 def owner_only(path: str, flags: int) -> int:
