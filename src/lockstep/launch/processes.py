@@ -11,7 +11,9 @@ import gc
 import os
 import random
 import signal
+import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +21,70 @@ from pathlib import Path
 from lockstep.world.cores import parse_list
 
 _PR_SET_PDEATHSIG = 1
+#: How long a killed process may take to end before it is left, and how often that is looked at.
+_END_SECONDS, _LOOK_SECONDS = 1.0, 0.002
+
+
+def signal_session(pid: int, signum: int) -> None:
+    """Send a signal to a child and to all that it has started in its session."""
+    try:
+        os.killpg(pid, signum)
+    except ProcessLookupError:  # so young that it has no session of its own yet
+        os.kill(pid, signum)
+
+
+def reap(pid: int, seconds: float) -> int | None:
+    """Wait for a child at most so many seconds; return its exit code, or minus the signal that ended it.
+
+    Raises:
+        ChildProcessError: if it has been waited for.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(_LOOK_SECONDS)
+
+
+def end(pid: int) -> int | None:
+    """Kill a child and all in its session; return how it ended, or `None` where it cannot end now.
+
+    The kernel ends a process that is inside a driver, or waits for a file server, when that call returns.
+    Nothing that is waited for here may depend on that.
+
+    Raises:
+        ChildProcessError: if it has been waited for.
+    """
+    signal_session(pid, signal.SIGKILL)
+    return reap(pid, _END_SECONDS)
+
+
+def run(words: Sequence[str], seconds: float) -> tuple[int, str, str]:
+    """Run a program; return its exit code and what it has written to standard output and error.
+
+    Raises:
+        TimeoutError: if it has not ended within so many seconds.
+        OSError: if it cannot be run.
+    """
+    with subprocess.Popen(
+        words,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            # With an exit code the end of the block does not wait for it.
+            process.returncode = end(process.pid) or -signal.SIGKILL
+            raise TimeoutError from None
+    return process.returncode, out, err
 
 
 def die_with_parent(parent: int, signum: signal.Signals) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.doctor import storage
 from lockstep.doctor.check import Asked, Seen
-from lockstep.doctor.child import Child
+from lockstep.launch.child import Child
 from lockstep.doctor.examine import CHECKS, _judged
 
 _FAILED = "not compared: the network check failed"
