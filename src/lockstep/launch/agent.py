@@ -389,4 +389,5 @@ class Agent:
         """Kill the workers at the end of the launch; one that hangs in a driver does not keep it."""
         seconds = TABLE["shutdown_timeout"].default
         if not self._processes.end(signal.SIGKILL, seconds):
-            self._processes.name_living(seconds, "each is left until the system ends it")
+            self._processes.name_living(seconds, "the system ends them when it can")
+            self._processes.forget_living()
