@@ -194,7 +194,22 @@ def finalize(code: int) -> None:
     The frames below belong to the launcher and must not be unwound here, so `sys.exit` will not do;
     `os._exit` would lose files that the script left open for the teardown to flush.
     """
+    if _counts_objects():
+        gc.unfreeze()
     ctypes.pythonapi.Py_Exit(code & 0xFF)
+
+
+def _counts_objects() -> bool:
+    """Return whether an extension was made with nanobind, as some of torch are from 2.15 on.
+
+    nanobind writes of each of its objects that is there when Python has ended. Those that the collector was
+    kept off are, although nothing has leaked. To collect them takes a quarter of a second.
+    """
+    interpreter = ctypes.pythonapi.PyInterpreterState_Get
+    interpreter.restype = ctypes.c_void_p
+    state = ctypes.pythonapi.PyInterpreterState_GetDict
+    state.argtypes, state.restype = [ctypes.c_void_p], ctypes.py_object
+    return any(str(name).startswith("__nb_internals") for name in state(interpreter()))
 
 
 def freeze() -> None:
