@@ -63,12 +63,10 @@ def test_what_was_imported_before_the_fork_is_collected_where_objects_are_counte
     """nanobind, which torch uses from 2.15 on, writes of each that is there when Python has ended."""
     lockstep.script(
         """
-import ctypes, os
+import os
+from lockstep.launch.processes import extensions_state
 
-interpreter, state = ctypes.pythonapi.PyInterpreterState_Get, ctypes.pythonapi.PyInterpreterState_GetDict
-interpreter.restype = ctypes.c_void_p
-state.argtypes, state.restype = [ctypes.c_void_p], ctypes.py_object
-state(interpreter())["__nb_internals_v19_system__"] = None
+extensions_state()["__nb_internals_nanobind_v22_"] = None
 launcher = os.getpid()
 
 class Counted:

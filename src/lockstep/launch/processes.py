@@ -205,11 +205,18 @@ def _counts_objects() -> bool:
     nanobind writes of each of its objects that is there when Python has ended. Those that the collector was
     kept off are, although nothing has leaked. To collect them takes a quarter of a second.
     """
+    return any(str(name).startswith("__nb_internals") for name in extensions_state())
+
+
+def extensions_state() -> dict[object, object]:
+    """Return what extensions keep for the interpreter."""
     interpreter = ctypes.pythonapi.PyInterpreterState_Get
     interpreter.restype = ctypes.c_void_p
     state = ctypes.pythonapi.PyInterpreterState_GetDict
-    state.argtypes, state.restype = [ctypes.c_void_p], ctypes.py_object
-    return any(str(name).startswith("__nb_internals") for name in state(interpreter()))
+    # Not `py_object`: the reference that is returned is the interpreter's own.
+    state.argtypes, state.restype = [ctypes.c_void_p], ctypes.c_void_p
+    found: dict[object, object] = ctypes.cast(state(interpreter()), ctypes.py_object).value
+    return found
 
 
 def freeze() -> None:
