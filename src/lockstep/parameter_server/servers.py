@@ -129,12 +129,12 @@ class Servers:
             return Place(**json.loads(text))
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_END_SECONDS if ready else 0)
-        what = f"ended with exit code {process.returncode} before it listened"
-        if process.returncode is None:
-            process.kill()
-            what = f"did not listen within {seconds:g} s"
+        code, hint = process.returncode, f"see {self._logs / f'server-{index}.log'}"
+        process.kill()
         self._end()
-        raise PeerError(f"server {index} {what}", hint=f"see {self._logs / f'server-{index}.log'}")
+        if code is None:
+            raise PeerError(f"server {index} did not listen within {seconds:g} s", hint=hint)
+        raise PeerError(f"server {index} ended with exit code {code} before it listened", hint=hint)
 
     def _release(self) -> None:
         """A model has left the servers; after the last one those of rank 0 end."""

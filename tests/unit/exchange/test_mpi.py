@@ -12,7 +12,7 @@ from lockstep.exchange import mpi
 from lockstep.exchange.base import Forest
 
 
-class Failure(Exception):
+class MpiError(Exception):
     """An error of MPI."""
 
     def __init__(self, number: int) -> None:
@@ -36,11 +36,11 @@ def test_an_error_of_mpi_is_another_ranks_only_where_it_can_be(
     monkeypatch: pytest.MonkeyPatch, name: str, kind: type[RunError]
 ) -> None:
     classes = {one: number for number, one in enumerate((*mpi._OWN_ERRORS, name), 1)}
-    library = SimpleNamespace(Exception=Failure, IN_PLACE=0, FLOAT=0, SUM=0, **classes)
+    library = SimpleNamespace(Exception=MpiError, IN_PLACE=0, FLOAT=0, SUM=0, **classes)
 
     class Everyone:
         def Allreduce(self, *_: object, **__: object) -> None:  # noqa: N802
-            raise Failure(classes[name])
+            raise MpiError(classes[name])
 
     monkeypatch.setattr(mpi.mpi, "library", lambda: library)
     mpi._own_errors.cache_clear()
