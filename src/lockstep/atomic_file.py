@@ -100,6 +100,7 @@ def make_directory(path: Path, mode: int = 0o777) -> None:
     """
     if path.is_dir():
         return
-    make_directory(path.parent)
+    if not path.parent.exists():
+        make_directory(path.parent)
     path.mkdir(mode, exist_ok=True)
     sync_directory(path.parent)
