@@ -28,7 +28,7 @@ A message says what was seen and what was expected; the hint names the flag or t
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 #: Exit code of a preempted run, which has saved its state: `EX_TEMPFAIL`.
 PREEMPTED = 75
@@ -135,6 +135,16 @@ class PeerError(RunError):
 
 class EarlyExitError(PeerError):
     """Another rank left a loop over a loader before its end."""
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception and what has caused it, as a traceback shows them, the last one first."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        yield error
+        seen.add(id(error))
+        context = None if error.__suppress_context__ else error.__context__
+        error = error.__cause__ or context
 
 
 def did_you_mean(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:

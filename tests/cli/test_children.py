@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from tests.conftest import Lockstep
@@ -52,3 +56,38 @@ def test_a_forked_child_ends_when_it_is_told_to(lockstep: Lockstep) -> None:
     done = lockstep("run", "train.py")
     assert done.code == 0, done.err
     assert "ended with -15" in done.out
+
+
+@pytest.mark.ranks(2)
+def test_what_was_imported_before_the_fork_is_collected_where_objects_are_counted(lockstep):
+    """nanobind, which torch uses from 2.15 on, writes of each that is there when Python has ended."""
+    lockstep.script(
+        """
+import os
+from lockstep.launch.processes import extensions_state
+
+extensions_state()["__nb_internals_nanobind_v22_"] = None
+launcher = os.getpid()
+
+class Counted:
+    def __init__(self, write=os.write):
+        self.itself, self.write, self.pid = self, write, os.getpid
+    def __del__(self):
+        if self.pid() != launcher:
+            self.write(1, b"collected ")
+
+counted = Counted()
+""",
+        "before/sitecustomize.py",
+    )
+    script = lockstep.script("import lockstep\nlockstep.Run\n")
+    done = subprocess.run(  # in an interpreter of its own: it is imported when that starts
+        [sys.executable, "-m", "lockstep", "run", "-n", "2", "--tee", "3", str(script)],
+        cwd=lockstep.directory,
+        env={**os.environ, "PYTHONPATH": str(lockstep.directory / "before")},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.count("collected") == 2

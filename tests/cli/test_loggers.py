@@ -192,3 +192,60 @@ def test_a_logger_without_a_name_that_is_known_is_refused(lockstep, script):
     assert done.code == 2, done.err
     assert "a logger is 'nothing'; expected one of tensorboard, wandb, mlflow" in done.err
     assert "Traceback" not in done.err
+
+
+STUCK = """
+import atexit, os, signal, sys, time, torch, lockstep
+from lockstep.record import forwarding, loggers
+
+def stuck(*_, **__):
+    time.sleep(3600)
+
+class Backend(loggers.Backend):  # as W&B's, whose server does not answer
+    def __init__(self, *_):
+        atexit.register(stuck)
+    def log(self, values, step):
+        pass
+    close = stuck
+
+make = forwarding.make
+forwarding.make = lambda logger, *more: Backend() if logger == "wandb" else make(logger, *more)
+forwarding._QUIET_SECONDS, forwarding._HURRY_SECONDS, forwarding._END_SECONDS = 1.0, 2.0, 3.0
+with lockstep.Run("stuck", replicas=1, loggers=["wandb", "tensorboard"]) as run:
+    model = run.model(torch.nn.Linear(4, 3))
+    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    train = run.loader(torch.utils.data.TensorDataset(torch.ones(8, 4)), batch_size=2)
+    for _ in run.epochs(2):
+        for (x,) in train:
+            loss = model(x).square().mean()
+            run.backward(loss)
+            optimizer.step()
+            run.log(loss=loss)
+            if run.step == 3 and sys.argv[1:] == ["preempted"]:
+                os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.ranks(1)
+def test_a_logger_that_never_closes_does_not_keep_a_run_that_is_done(lockstep):
+    """The record says so first, other loggers are closed, and the process ends."""
+    script = lockstep.script(STUCK)
+    done = lockstep("run", "--run-dir", "r", "--hang-timeout", "2", script, timeout=60)
+    assert (done.code, done.out.count("lockstep: finished steps=8 ")) == (0, 1)
+    assert "restart" not in done.err
+    waits = "lockstep: waiting for loggers to close: wandb\n"
+    left = "lockstep: warning: loggers have not closed within 3 s: wandb; they may lack"
+    assert done.err.index(waits) < done.err.index(left)
+    assert json.loads((lockstep.directory / "r/run.json").read_text())["status"] == "finished"
+    assert [step for step, _ in tensorboard(lockstep.directory / "r")["loss"]] == list(range(1, 9))
+    closed = json.loads((lockstep.directory / "r/loggers/given-tensorboard-0.json").read_text())
+    assert [step for step, _ in closed] == [8, 8]
+
+
+@pytest.mark.ranks(1)
+def test_a_logger_that_never_closes_takes_a_few_seconds_of_a_preemptions_notice(lockstep):
+    script = lockstep.script(STUCK)
+    done = lockstep("run", "--run-dir", "r", script, "preempted", timeout=60)
+    assert (done.code, "restart" in done.err) == (75, False)
+    assert "loggers have not closed within 2 s: wandb" in done.err
+    assert json.loads((lockstep.directory / "r/run.json").read_text())["status"] == "preempted"

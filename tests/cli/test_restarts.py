@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.frozen import frozen_disk
+
 #: What a script of these tests knows; it opens its run by hand, so that torch need not be imported.
 HEAD = """
 import os, signal, sys, time
@@ -218,3 +220,27 @@ def test_a_package_that_prints_is_left_to_the_workers(lockstep):
     assert done.code == 0, done.err
     assert done.out.count("The Zen of Python") == 1
     assert done.out.splitlines()[-1] == "wave"
+
+
+@pytest.mark.wide
+@pytest.mark.ranks(2)
+@pytest.mark.forked
+def test_a_rank_that_cannot_be_killed_does_not_keep_the_launcher(lockstep, tmp_path_factory):
+    with frozen_disk(tmp_path_factory.mktemp("disk")) as disk:
+        script = lockstep.script(
+            f"""
+import os, pathlib, time
+if os.environ["RANK"] == "1":
+    pathlib.Path("pid").write_text(str(os.getpid()))
+    pathlib.Path({str(disk)!r}, "device").write_text("1")
+while not pathlib.Path("pid").exists():
+    time.sleep(0.01)
+raise ValueError("enough")
+"""
+        )
+        done = lockstep("run", "-n", "2", "--shutdown-timeout", "0.1", script, timeout=60)
+        pid = int((lockstep.directory / "pid").read_text())
+        left = f"lockstep: SIGKILL has not ended rank 1 (process {pid}) within 5 s"
+        assert (done.code, done.err.count(left)) == (1, 1)
+        assert "ValueError: enough" in done.err
+    assert lockstep.gone(pid, 10)

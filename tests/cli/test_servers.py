@@ -412,15 +412,28 @@ def test_servers_of_rank_0_end_with_it(lockstep: Lockstep) -> None:
 
 
 @pytest.mark.ranks(1)
-def test_a_server_of_rank_0_that_does_not_start(lockstep: Lockstep) -> None:
+@pytest.mark.parametrize(
+    ("start", "told"),
+    [
+        ("raise SystemExit(7)\n", r"server 0 ended with exit code \d before it listened"),
+        (
+            "import os, time\nopen('server', 'w').write(str(os.getpid()))\ntime.sleep(600)\n",
+            r"server 0 did not listen within 2 s",
+        ),
+    ],
+)
+def test_a_server_of_rank_0_that_does_not_start(lockstep: Lockstep, start: str, told: str) -> None:
     broken = (
         "import os\nos.environ['LOCKSTEP_SERVERS'] = '1'\nos.environ['PYTHONPATH'] = 'broken'\n"
     )
-    lockstep.script("raise SystemExit(7)\n", "broken/sitecustomize.py")
-    done = lockstep.python(lockstep.script(broken + SCRIPT), env=OWN)
+    lockstep.script(start, "broken/sitecustomize.py")
+    done = lockstep.python(
+        lockstep.script(broken + SCRIPT), env={**OWN, "LOCKSTEP_JOIN_TIMEOUT": "2"}
+    )
     assert done.code == 1
-    assert re.search(r"error: server 0 ended with exit code \d before it listened", done.err)
+    assert re.search(f"error: {told}", done.err)
     assert "server-0.log" in done.err
+    assert all(lockstep.gone(int(pid.read_text()), 5) for pid in lockstep.directory.glob("server"))
 
 
 SPOILT = """

@@ -1,11 +1,15 @@
-"""A launcher in a terminal, as a shell's job."""
+"""A launcher in a terminal, as a shell's job, and in a pipe that another process has made non-blocking."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
+import struct
 import subprocess
 import sys
+import termios
+import time
 from pathlib import Path
 
 #: The shell: it takes the terminal back while the job is inside of `restored`.
@@ -51,3 +55,30 @@ def test_a_launcher_that_ends_in_the_background_is_not_stopped(tmp_path: Path) -
         os.close(ours)
         os.close(terminal)
     assert done.returncode == 0
+
+
+def test_output_waits_for_the_reader_of_a_non_blocking_pipe(tmp_path: Path) -> None:
+    """All of it comes, the verdict too, where more is printed than the pipe holds."""
+    script = tmp_path / "loud.py"
+    script.write_text("for k in range(40000): print('line', k)\nraise SystemExit(3)\n")
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    command = [sys.executable, "-m", "lockstep", "run", str(script)]
+    launcher = subprocess.Popen(command, stdout=writer, stderr=writer, cwd=tmp_path)
+    os.close(writer)
+    full, deadline = fcntl.fcntl(reader, fcntl.F_GETPIPE_SZ) - (1 << 12), time.monotonic() + 60
+    while _waiting(reader) < full and time.monotonic() < deadline:
+        time.sleep(0.05)
+    with os.fdopen(reader, "rb") as stream:
+        told = stream.read().decode().splitlines()
+    launcher.wait(timeout=30)
+    assert [line for line in told if line.startswith("line ")] == [
+        f"line {k}" for k in range(40000)
+    ]
+    assert any(": exit code 3" in line for line in told)
+
+
+def _waiting(reader: int) -> int:
+    """Return how many bytes wait in a pipe."""
+    count = fcntl.ioctl(reader, termios.FIONREAD, bytes(4))
+    return int(struct.unpack("i", count)[0])

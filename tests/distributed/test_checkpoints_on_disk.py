@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lockstep.checkpoint import dcp
 from lockstep.errors import LockstepError
+from lockstep.record.error_report import errnos
 from lockstep.testing import RankError, run_ranks
 
 pytestmark = pytest.mark.ranks(3)
@@ -102,7 +103,9 @@ def fail(directory: str, how: str) -> str:
     try:
         mine.wait()
     except LockstepError as error:
-        return f"{type(error).__name__} after {time.monotonic() - begin < 10}: {error.message}"
+        numbers = errnos(error)
+        seconds = time.monotonic() - begin < 10
+        return f"{type(error).__name__} {numbers} after {seconds}: {error.message}"
     finally:
         mine.close()
     return "written"
@@ -112,6 +115,8 @@ def test_disk_full_on_one_of_three(tmp_path: Path) -> None:
     seen = run_ranks(fail, 3, str(tmp_path), "raises")
     assert all("step-00000002 cannot be written: " in said for said in seen)
     assert all("rank 1: No space left on device" in seen[rank] for rank in (0, 2))
+    # Whichever rank reports first, the launcher knows that the disk was full.
+    assert all(said.startswith("CheckpointError [28]") for said in seen)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 

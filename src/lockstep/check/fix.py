@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 import os
 import stat
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from lockstep.atomic_file import replacing
 from lockstep.errors import OutputError, UsageError
 
 if TYPE_CHECKING:
@@ -119,18 +119,9 @@ def overwrite(path: Path, text: str, encoding: str) -> None:
     try:
         with target.open("r+b") as file:  # refuses a file that may not be written
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-        descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-        temporary = Path(name)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(text.encode(encoding))
-                os.fchmod(file.fileno(), mode)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(target)
-        except BaseException:
-            temporary.unlink()
-            raise
+        with replacing(target, 0o600) as file:
+            file.write(text.encode(encoding))
+            os.fchmod(file.fileno(), mode)
     except OSError as error:
         raise OutputError(f"{path} cannot be written: {error.strerror}") from None
 

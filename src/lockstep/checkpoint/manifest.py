@@ -5,15 +5,15 @@ Does not import torch.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+from lockstep.atomic_file import atomic_write
 from lockstep.errors import CheckpointError
 from lockstep.version import __version__
 
@@ -180,32 +180,7 @@ def write(directory: Path, manifest: Manifest) -> None:
     Raises:
         OSError: if it cannot be written.
     """
-    with replacing(directory / NAME, FILE_MODE) as file:
-        file.write(manifest.dumps().encode())
-    sync_directory(directory)
-
-
-@contextlib.contextmanager
-def replacing(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """Write a file in the body; a reader, or a crash, sees the old or the new one, never a part.
-
-    Args:
-        path: of the file.
-        mode: who may read and write it, before the process's mask.
-
-    Raises:
-        OSError: if it cannot be written.
-    """
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    finally:
-        with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)
+    atomic_write(directory / NAME, manifest.dumps(), FILE_MODE)
 
 
 def note_best(directory: Path, best: float) -> None:
@@ -218,19 +193,6 @@ def note_best(directory: Path, best: float) -> None:
     manifest = read(directory)
     if manifest.best != best:
         write(directory, replace(manifest, best=best))
-
-
-def sync_directory(path: Path) -> None:
-    """Bring the names in a directory to the disk.
-
-    Raises:
-        OSError: if the disk refuses.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _is_newer(content: Any) -> bool:

@@ -1,7 +1,7 @@
 """Write one checkpoint to disk, in a background thread.
 
 each writer: its tensors ──> __K_0.distcp, part-K.json ─┐
-main rank:   all parts there ──> .metadata, manifest.json ──> fsync ──> rename ──> fsync
+main rank:   all parts there ──> .metadata, manifest.json ──> rename
 the others:  wait for the main rank's word
 """
 
@@ -23,10 +23,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.atomic_file import atomic_write, make_directory, sync_directory, sync_file
 from lockstep.checkpoint import catalog, dcp, manifest
 from lockstep.checkpoint.catalog import Key
 from lockstep.checkpoint.manifest import FileSpec, Manifest
-from lockstep.errors import CheckpointError, PeerError
+from lockstep.errors import CheckpointError, PeerError, causes
 from lockstep.world import host
 from lockstep.world.waiting import await_any
 
@@ -103,14 +104,17 @@ class Peers:
     def fail(self, of: str, error: CheckpointError) -> None:
         """Tell the others why this cannot be done, unless they know."""
         if self._store is not None and not self._store.check([f"{of}/failed"]):
-            self.say(f"{of}/failed", [self.rank, error.message, error.hint])
+            numbers = [one.errno for one in causes(error) if isinstance(one, OSError)]
+            self.say(f"{of}/failed", [self.rank, error.message, error.hint, *numbers[:1]])
 
     def failure(self, of: str) -> CheckpointError | None:
         """Return why a rank has failed, if one has."""
         if self._store is None or not self._store.check([f"{of}/failed"]):
             return None
-        rank, reason, hint = json.loads(self._store.get(f"{of}/failed"))
-        return CheckpointError(f"rank {rank}: {reason}", hint=hint)
+        rank, reason, hint, *numbers = json.loads(self._store.get(f"{of}/failed"))
+        error = CheckpointError(f"rank {rank}: {reason}", hint=hint)
+        error.__cause__ = OSError(*numbers, reason) if numbers else None
+        return error
 
     def look(self, of: str) -> None:
         """Look whether a rank has failed.
@@ -157,7 +161,7 @@ class Workplace:
             (writers,) = peers.hear(begin, [f"{begin}/writers/0"], peers.patience)
             return Workplace(directory=directory, drafts=directory / name, writers=writers)
         try:
-            directory.mkdir(mode=manifest.DIRECTORY_MODE, parents=True, exist_ok=True)
+            make_directory(directory, manifest.DIRECTORY_MODE)
             drafts = directory / f"{catalog.DRAFT}{_machine()}-{secrets.token_hex(8)}"
             drafts.mkdir(mode=manifest.DIRECTORY_MODE)
             for left in directory.glob(f"{catalog.DRAFT}*"):
@@ -257,10 +261,8 @@ class Saving:
         results = dcp.write_part(self._draft, part, self._shares, specs, self._tensors)
         names = {result["file"] for result in results}
         files = {name: _describe(self._draft / name) for name in sorted(names)}
-        told = {"results": results, "files": files}
-        unfinished = self._draft / f".part-{part}"
-        unfinished.write_text(json.dumps(told), encoding="utf-8")
-        unfinished.rename(self._part(part))
+        told = json.dumps({"results": results, "files": files})
+        atomic_write(self._part(part), told, manifest.FILE_MODE, sync=False)
 
     def _part(self, part: int) -> Path:
         return self._draft / f"part-{part}.json"
@@ -303,7 +305,7 @@ class Saving:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
             self._rename()  # a file system that several hosts share has listed a checkpoint late
-        manifest.sync_directory(self._place.directory)
+        sync_directory(self._place.directory)
 
     def _rename(self) -> None:
         """Make this state the newest checkpoint of its step; one that is there already moves up."""
@@ -378,13 +380,15 @@ def explained(error: BaseException) -> CheckpointError:
     """Return why something cannot be written, and what helps, as far as `error` says it."""
     if isinstance(error, CheckpointError):
         return error
-    cause = next((one for one in _chain(error) if isinstance(one, OSError)), None)
+    cause = next((one for one in causes(error) if isinstance(one, OSError)), None)
     if cause is None:
         return CheckpointError(f"{type(error).__name__}: {error}")
     hint = "--run-dir names another place; earlier checkpoints are as they were"
     if cause.errno in (errno.ENOSPC, errno.EDQUOT):
         hint = "make room, or keep fewer (keep=, LOCKSTEP_KEEP); earlier ones are as they were"
-    return CheckpointError(cause.strerror or str(cause), hint=hint)
+    reason = CheckpointError(cause.strerror or str(cause), hint=hint)
+    reason.__cause__ = cause  # its number says whether the next generation may write it
+    return reason
 
 
 def not_written(path: Path, reason: CheckpointError) -> CheckpointError:
@@ -394,14 +398,10 @@ def not_written(path: Path, reason: CheckpointError) -> CheckpointError:
     )
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
 def _describe(path: Path) -> dict[str, Any]:
+    """Return what a file of the checkpoint looks like, which is on the disk then."""
     path.chmod(manifest.FILE_MODE)
+    sync_file(path)  # DCP of torch 2.15 leaves it in the memory of the system
     return asdict(FileSpec.of(path))
 
 

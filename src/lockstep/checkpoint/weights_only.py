@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.manifest import replacing
+from lockstep.atomic_file import replacing
 from lockstep.checkpoint.parts import whole
 from lockstep.errors import CheckpointError, ModelError, UsageError
 

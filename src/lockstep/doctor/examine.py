@@ -11,9 +11,9 @@ from typing import Any, get_args
 
 from lockstep.doctor import gpus, limits, links, network, reduction, software, storage, training
 from lockstep.doctor.check import ENTERED, Asked, Check, Finding, Level, Seen, one_line
-from lockstep.doctor.child import Child, LostError, bounded
 from lockstep.doctor.node_rendezvous import PATIENCE, Rendezvous, join_nodes
 from lockstep.errors import WorldError
+from lockstep.launch.child import Child, LostError, bounded
 from lockstep.launch.nodes.config import Nodes, RendezvousConfig
 from lockstep.launch.output import say
 from lockstep.world import host

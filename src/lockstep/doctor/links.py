@@ -14,8 +14,8 @@ import time
 from collections.abc import Iterator
 
 from lockstep.doctor.check import Asked, Facts, Finding, Seen, check
-from lockstep.doctor.child import LostError
 from lockstep.doctor.node_rendezvous import Rendezvous
+from lockstep.launch.child import LostError
 from lockstep.world.network import listen, why_unreached
 
 #: Seconds for one direction of a pair, at most; and for one direction of all rounds together.

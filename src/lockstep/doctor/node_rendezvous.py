@@ -9,8 +9,8 @@ import secrets
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from lockstep.doctor.child import Child, LostError
 from lockstep.errors import WorldError
+from lockstep.launch.child import Child, LostError
 from lockstep.launch.nodes.config import RendezvousConfig
 from lockstep.launch.nodes.endpoint import Endpoint, enter, missing_hint
 from lockstep.launch.nodes.join import Join

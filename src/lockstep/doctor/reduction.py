@@ -9,8 +9,8 @@ from datetime import timedelta
 from typing import Any
 
 from lockstep.doctor.check import Asked, Facts, Finding, Seen, check
-from lockstep.doctor.child import Child, LostError
 from lockstep.doctor.node_rendezvous import Rendezvous
+from lockstep.launch.child import Child, LostError
 from lockstep.world.network import LOOPBACK, interfaces
 from lockstep.world.rendezvous.store import connect_store, host_store
 

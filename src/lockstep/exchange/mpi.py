@@ -7,12 +7,13 @@ library's affair. Only between two ranks of one node each there is but one order
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from lockstep.errors import PeerError, UsageError
+from lockstep.errors import PeerError, RunError, UsageError
 from lockstep.exchange.base import Exchange, ExchangeContext, Forest, Sum, done
 from lockstep.exchange.native import NativeExchange
 from lockstep.exchange.scratch import Scratch
@@ -23,6 +24,11 @@ from lockstep.world.mpi import Communicator, Request
 #: MPI types by size in bytes: bits are moved, whatever they mean. Not bytes throughout, since many
 #: libraries count up to 2^31 only.
 _CARRIERS = {1: "INT8_T", 2: "INT16_T", 4: "INT32_T", 8: "INT64_T", 16: "C_DOUBLE_COMPLEX"}
+#: Classes of MPI's errors. A rank that is gone shows itself as another one, in each library.
+_OWN_ERRORS = (
+    *("ERR_TRUNCATE", "ERR_COUNT", "ERR_TYPE", "ERR_BUFFER", "ERR_OP", "ERR_ARG", "ERR_ROOT"),
+    *("ERR_COMM", "ERR_REQUEST", "ERR_TAG", "ERR_RANK", "ERR_GROUP", "ERR_NO_MEM"),
+)
 _NUMBERS = {torch.float32: "FLOAT", torch.float64: "DOUBLE"}
 
 
@@ -59,10 +65,21 @@ def _peers_may_be_gone() -> Iterator[None]:
     try:
         yield
     except mpi.library().Exception as error:
+        if error.Get_error_class() in _own_errors():
+            raise RunError(
+                f"MPI failed: {error}",
+                hint="exchange='tree' (--exchange tree) works without MPI",
+            ) from error
         raise PeerError(
             f"MPI failed: {error}",
             hint="another rank is gone, most likely; what happened to it is the cause",
         ) from error
+
+
+@functools.cache
+def _own_errors() -> frozenset[int]:
+    """Return what MPI says of a call or of this process, and not of another rank."""
+    return frozenset(getattr(mpi.library(), name) for name in _OWN_ERRORS)
 
 
 class _Operation:

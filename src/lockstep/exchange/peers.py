@@ -17,12 +17,12 @@ import select
 import socket
 import struct
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 import torch.distributed as dist
 
-from lockstep.errors import PeerError
+from lockstep.errors import PeerError, RunError
 from lockstep.world import host
+from lockstep.world.waiting import await_any
 
 _RANK = struct.Struct("<I")
 _SIGNAL = struct.Struct("<BQQ")  # what, which one of its kind, where the rank that says it stands
@@ -73,15 +73,12 @@ class Peers:
         return sorted(peers, key=lambda peer: peer.rank)
 
     def _connect(self, store: dist.Store, other: int) -> _Peer:
+        name = _name_of(store, other)
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            store.wait([str(other)], timedelta(seconds=_CONNECT_SECONDS))
-            connection.connect(f"\0{store.get(str(other)).decode()}")
+            connection.connect(f"\0{name}")
             _check_user(connection)
             connection.send(_RANK.pack(self.rank))
-        except dist.DistError as error:
-            connection.close()
-            raise _absent(f"rank {other}") from error
         except OSError as error:
             connection.close()
             raise _unreachable(other, error) from error
@@ -92,8 +89,10 @@ class Peers:
         while True:
             try:
                 connection, _ = server.accept()
-            except OSError as error:
+            except TimeoutError as error:
                 raise _absent("a rank of this host") from error
+            except OSError as error:
+                raise _without_files(error) from error
             try:
                 _check_user(connection)
                 connection.settimeout(_GREETING_SECONDS)
@@ -110,9 +109,12 @@ class Peers:
             socket.send_fds(peer.socket, [b"fd"], [descriptor])
         received = {self.rank: os.dup(descriptor)}
         for peer in self._peers:
-            _, descriptors, _, _ = socket.recv_fds(peer.socket, 2, 1)
-            if not descriptors:
-                raise _absent(f"rank {peer.rank}")
+            message, descriptors, _, _ = socket.recv_fds(peer.socket, 2, 1)
+            if not message:
+                raise self._gone(peer, 1)
+            if not descriptors:  # the kernel has found no place for it
+                error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+                raise _without_files(error) from error
             received[peer.rank] = descriptors[0]
         return [received[rank] for rank in range(self.size)]
 
@@ -192,6 +194,27 @@ class Peers:
         """Close the connections, which peers that still wait hear of."""
         for peer in self._peers:
             peer.socket.close()
+
+
+def _name_of(store: dist.Store, rank: int) -> str:
+    """Return where a rank listens."""
+    try:
+        found = await_any(store, [[str(rank)]], _CONNECT_SECONDS)
+        name = None if found is None else store.get(str(rank)).decode()
+    except dist.DistError as error:
+        raise PeerError(
+            f"the store is gone, and with it the rank that hosts it: {error}"
+        ) from error
+    if name is None:
+        raise _absent(f"rank {rank}")
+    return name
+
+
+def _without_files(error: OSError) -> RunError:
+    return RunError(
+        f"this rank cannot open the connections to the ranks of its host: {error.strerror}",
+        hint="`ulimit -n` says how many files a process may have open: two for each other rank and model",
+    )
 
 
 def _absent(who: str) -> PeerError:

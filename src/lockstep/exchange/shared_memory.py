@@ -167,8 +167,9 @@ class SharedMemoryExchange:
         return bucket.small or self._peers.all_said(SUMMED, bucket.number, wait=wait)
 
     def close(self) -> None:
-        """Close the connections; the memory goes with the last process that maps it."""
+        """Close the connections, and let go of the memory; it goes with the last tensor that lies in it."""
         self._peers.close()
+        self._memories.clear()
 
 
 def _aligned(size: int) -> int:

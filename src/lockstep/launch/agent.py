@@ -383,4 +383,11 @@ class Agent:
         if self._interrupts.first in fault_tolerance.passed_on:
             death_sig = self._interrupts.first
         if self._leaving or not self._processes.end(death_sig, fault_tolerance.grace(os.environ)):
-            self._processes.end(signal.SIGKILL, TABLE["shutdown_timeout"].default)
+            self._kill_last()
+
+    def _kill_last(self) -> None:
+        """Kill the workers at the end of the launch; one that hangs in a driver does not keep it."""
+        seconds = TABLE["shutdown_timeout"].default
+        if not self._processes.end(signal.SIGKILL, seconds):
+            self._processes.name_living(seconds, "the system ends them when it can")
+            self._processes.forget_living()

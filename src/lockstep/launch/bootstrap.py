@@ -21,7 +21,9 @@ def main() -> None:
         sys.exit(functions.run_spawned(Path(name)))
     if is_seeded:
         seeding.seed_generators(os.environ)
-    sys.exit(worker.run_target(kind, name, args))
+    code = worker.run_target(kind, name, args)
+    worker.hurry(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

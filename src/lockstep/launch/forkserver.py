@@ -29,6 +29,8 @@ from lockstep.launch.binding import PROCESSORS
 _MESSAGE = 1 << 17
 #: Servers that are tried with imports, each without a package that the one before it could not share.
 _TRIES = 4
+#: How long killed workers may take to end when the server does.
+_KILL_SECONDS = 5.0
 #: How often the launcher looks for signals meanwhile.
 _CHECK_SECONDS = 0.1
 
@@ -161,10 +163,11 @@ class ForkServer:
             self._socket.send(json.dumps(message).encode())
 
     def close(self) -> None:
-        """Kill what is left of the workers and wait for the server's end."""
+        """Kill what is left of the workers and wait for the server's end, as long as that can take."""
         self._socket.close()
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(self._pid, 0)
+        with contextlib.suppress(ChildProcessError):  # closed before
+            if processes.reap(self._pid, 2 * _KILL_SECONDS) is None:
+                processes.end(self._pid)
 
     def _await(self, check: Callable[[], None]) -> dict[str, Any]:
         """Return what the server says when it has imported; it does not listen meanwhile."""
@@ -172,7 +175,7 @@ class ForkServer:
             while not self._has_news(_CHECK_SECONDS):
                 check()
         except BaseException:
-            _signal_session(self._pid, signal.SIGKILL)
+            processes.signal_session(self._pid, signal.SIGKILL)
             self.close()
             raise
         return self._receive()
@@ -335,23 +338,19 @@ class _Server:
 
     def _signal_all(self, signum: int) -> None:
         for pid in self._ranks:
-            _signal_session(pid, signum)
+            processes.signal_session(pid, signum)
 
     def _kill_all(self) -> None:
         self._signal_all(signal.SIGKILL)
-        for pid in list(self._ranks):
-            os.waitpid(pid, 0)
+        deadline = time.monotonic() + _KILL_SECONDS
+        for pid in list(
+            self._ranks
+        ):  # one that hangs in a driver is left: the launcher has named it
+            processes.reap(pid, deadline - time.monotonic())
 
     def _send(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # a launcher that is gone is noticed by the next read
             self._connection.send(json.dumps(message).encode())
-
-
-def _signal_session(pid: int, signum: int) -> None:
-    try:
-        os.killpg(pid, signum)
-    except ProcessLookupError:  # so young that it has no session of its own yet
-        os.kill(pid, signum)
 
 
 def _wait_status(pid: int) -> int:

@@ -302,6 +302,7 @@ def _leave_parent_behind() -> None:
 
 def _end(code: int) -> NoReturn:
     """End without tearing down modules: they are copies of the caller's."""
+    worker.hurry(code)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from lockstep.launch import processes
 
 _TIMEOUT = 30.0  # seconds; a driver that is not kept loaded takes some for each GPU
 
@@ -80,23 +81,15 @@ def list_gpus(tool: str | None = None) -> Listing:
     if tool is None:
         return Listing(problem="there is no nvidia-smi")
     try:
-        done = subprocess.run(
-            [tool, "-L"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_TIMEOUT,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
+        code, out, err = processes.run([tool, "-L"], _TIMEOUT)
+    except TimeoutError:
         return Listing(problem=f"nvidia-smi -L did not answer within {_TIMEOUT:g} s")
     except OSError as error:
         return Listing(problem=f"nvidia-smi -L cannot be run: {error.strerror}")
-    if done.returncode != 0:
-        told = (done.stdout + done.stderr).strip().partition("\n")[0]
-        return Listing(problem=f"nvidia-smi -L failed: {told or f'exit code {done.returncode}'}")
-    return read_listing(done.stdout)
+    if code != 0:
+        told = (out + err).strip().partition("\n")[0]
+        return Listing(problem=f"nvidia-smi -L failed: {told or f'exit code {code}'}")
+    return read_listing(out)
 
 
 def read_listing(text: str) -> Listing:

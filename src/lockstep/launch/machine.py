@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import select
-import signal
 import socket
 from dataclasses import dataclass
-from typing import NoReturn
 
-from lockstep.launch import processes
+from lockstep.launch.child import Child, LostError
 from lockstep.launch.gpus import Gpu, Listing, list_gpus, parts, visible
 from lockstep.launch.openmp import untied
 from lockstep.world.cores import Topology, topology, usable_cores
@@ -89,28 +87,16 @@ def _count(listing: Listing) -> int:
 
 def _count_in_a_child() -> int:
     """Return CUDA's own count of GPUs; a process that has asked for it cannot be forked any more."""
-    reader, writer = os.pipe()
-    pid = processes.fork()
-    if pid == 0:
-        _tell_count(writer)
-    os.close(writer)
-    ready, _, _ = select.select([reader], [], [], _TIMEOUT)
-    told = os.read(reader, 16) if ready else b""
-    os.close(reader)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return int(told or b"0")
+    with contextlib.suppress(LostError):  # workers will fail for the same reason, and say it
+        return int(Child(_count_by_cuda).give(None).result(_TIMEOUT))
+    return 0
 
 
-def _tell_count(writer: int) -> NoReturn:
+def _count_by_cuda(_: object) -> int:
     import torch
 
-    try:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # workers will warn of the same
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        os.write(writer, str(torch.cuda.device_count()).encode())
-    finally:
-        os._exit(0)
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    return torch.cuda.device_count()
 
 
 def _loopback_interface() -> str | None:

@@ -61,6 +61,8 @@ class _Sink:
         while data and self.descriptor is not None:
             try:
                 data = data[os.write(self.descriptor, data) :]
+            except BlockingIOError:  # another process that has this pipe made it so
+                _wait(self.descriptor, events=select.POLLOUT)
             except OSError:
                 self.descriptor = None
 
@@ -117,17 +119,15 @@ def say(text: str) -> None:
     """Tell the user something of the launcher's own, below a progress bar that a rank has left."""
     begin = "\n" * (_CURSOR.in_line and sys.stderr.isatty())
     _CURSOR.in_line = False
-    with contextlib.suppress(OSError, ValueError):
-        # In one piece: with PYTHONUNBUFFERED each is written at once, and ranks' lines come between.
-        sys.stderr.write(f"{begin}{text}\n")
-        sys.stderr.flush()
+    # In one piece: ranks' lines come between two.
+    _standard(sys.stderr).write(f"{begin}{text}\n".encode(errors="backslashreplace"))
 
 
 class Output:
     """The output of all workers of one launch."""
 
     def __init__(self) -> None:
-        self._terminal = (_standard(sys.stdout, 1), _standard(sys.stderr, 2))
+        self._terminal = (_standard(sys.stdout), _standard(sys.stderr))
         self._logs: dict[Path, _Sink] = {}
         self._sources: dict[int, _Source] = {}
         self._lock = threading.Lock()
@@ -206,7 +206,7 @@ class Output:
             with self._lock:
                 readers = list(self._sources)
             finishing = self._finishing
-            ready = _wait([self._wake, *readers], timeout=0 if finishing else None)
+            ready = _wait(self._wake, *readers, timeout=0 if finishing else None)
             if self._wake in ready:
                 os.read(self._wake, _CHUNK)
             active = [reader for reader in ready if reader != self._wake and self._copy(reader)]
@@ -236,17 +236,19 @@ class Output:
         os.close(reader)
 
 
-def _wait(readers: list[int], timeout: float | None) -> list[int]:
+def _wait(
+    *descriptors: int, events: int = select.POLLIN, timeout: float | None = None
+) -> list[int]:
     poll = select.poll()
-    for reader in readers:
-        poll.register(reader, select.POLLIN)
-    return [reader for reader, _ in poll.poll(timeout)]
+    for descriptor in descriptors:
+        poll.register(descriptor, events)
+    return [descriptor for descriptor, _ in poll.poll(timeout)]
 
 
-def _standard(stream: TextIO, descriptor: int) -> Sink:
+def _standard(stream: TextIO) -> Sink:
     """Return where this process shows things: its descriptor, unless something took the stream's place."""
-    original = sys.__stdout__ if descriptor == 1 else sys.__stderr__
-    return _Sink(descriptor) if stream is original else TextSink(stream)
+    is_own = stream in (sys.__stdout__, sys.__stderr__)
+    return _Sink(stream.fileno()) if is_own else TextSink(stream)
 
 
 def _is_terminal(sink: Sink) -> bool:

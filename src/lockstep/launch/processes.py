@@ -11,7 +11,10 @@ import gc
 import os
 import random
 import signal
+import subprocess
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +22,70 @@ from pathlib import Path
 from lockstep.world.cores import parse_list
 
 _PR_SET_PDEATHSIG = 1
+#: How long a killed process may take to end before it is left, and how often that is looked at.
+_END_SECONDS, _LOOK_SECONDS = 1.0, 0.002
+
+
+def signal_session(pid: int, signum: int) -> None:
+    """Send a signal to a child and to all that it has started in its session."""
+    try:
+        os.killpg(pid, signum)
+    except ProcessLookupError:  # so young that it has no session of its own yet
+        os.kill(pid, signum)
+
+
+def reap(pid: int, seconds: float) -> int | None:
+    """Wait for a child at most so many seconds; return its exit code, or minus the signal that ended it.
+
+    Raises:
+        ChildProcessError: if it has been waited for.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(_LOOK_SECONDS)
+
+
+def end(pid: int) -> int | None:
+    """Kill a child and all in its session; return how it ended, or `None` where it cannot end now.
+
+    The kernel ends a process that is inside a driver, or waits for a file server, when that call returns.
+    Nothing that is waited for here may depend on that.
+
+    Raises:
+        ChildProcessError: if it has been waited for.
+    """
+    signal_session(pid, signal.SIGKILL)
+    return reap(pid, _END_SECONDS)
+
+
+def run(words: Sequence[str], seconds: float) -> tuple[int, str, str]:
+    """Run a program; return its exit code and what it has written to standard output and error.
+
+    Raises:
+        TimeoutError: if it has not ended within so many seconds.
+        OSError: if it cannot be run.
+    """
+    with subprocess.Popen(
+        words,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            # With an exit code the end of the block does not wait for it.
+            process.returncode = end(process.pid) or -signal.SIGKILL
+            raise TimeoutError from None
+    return process.returncode, out, err
 
 
 def die_with_parent(parent: int, signum: signal.Signals) -> None:
@@ -111,13 +178,45 @@ def _encoding(stream: object) -> str | None:
     return encoding if isinstance(encoding, str) else None
 
 
+def end_within(seconds: float, code: int) -> None:
+    """Let this process end in so many seconds, whatever threads and `atexit` functions wait for then."""
+
+    def end() -> None:
+        time.sleep(seconds)
+        os._exit(code & 0xFF)
+
+    threading.Thread(target=end, name="lockstep-end", daemon=True).start()
+
+
 def finalize(code: int) -> None:
     """End this forked process as an interpreter ends: threads, `atexit`, flushes, module teardown.
 
     The frames below belong to the launcher and must not be unwound here, so `sys.exit` will not do;
     `os._exit` would lose files that the script left open for the teardown to flush.
     """
+    if _counts_objects():
+        gc.unfreeze()
     ctypes.pythonapi.Py_Exit(code & 0xFF)
+
+
+def _counts_objects() -> bool:
+    """Return whether an extension was made with nanobind, as some of torch are from 2.15 on.
+
+    nanobind writes of each of its objects that is there when Python has ended. Those that the collector was
+    kept off are, although nothing has leaked. To collect them takes a quarter of a second.
+    """
+    return any(str(name).startswith("__nb_internals") for name in extensions_state())
+
+
+def extensions_state() -> dict[object, object]:
+    """Return what extensions keep for the interpreter."""
+    interpreter = ctypes.pythonapi.PyInterpreterState_Get
+    interpreter.restype = ctypes.c_void_p
+    state = ctypes.pythonapi.PyInterpreterState_GetDict
+    # Not `py_object`: the reference that is returned is the interpreter's own.
+    state.argtypes, state.restype = [ctypes.c_void_p], ctypes.c_void_p
+    found: dict[object, object] = ctypes.cast(state(interpreter()), ctypes.py_object).value
+    return found
 
 
 def freeze() -> None:

@@ -7,7 +7,7 @@ way. Failures are counted in a row, and begin at one again when the run has move
 
 from __future__ import annotations
 
-import builtins
+import errno
 import re
 from collections.abc import Iterator
 from enum import StrEnum
@@ -37,17 +37,30 @@ def _names(kind: type[BaseException]) -> Iterator[str]:
         yield from _names(one)
 
 
-#: Errors of the system that say something of a path, and would say it again.
-_OF_PATHS = frozenset(
-    {"FileNotFoundError", "FileExistsError", "IsADirectoryError", "NotADirectoryError"}
+#: What the system says of a disk, a file server, a network or a limit, and may not say a moment later. All
+#: other errors of the system are about a path or a call, and would come again.
+_TRANSIENT = frozenset(
+    {
+        # a device, or a file server that restarts or fails over
+        *(errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ENOLCK),
+        # room that other processes use, and may give back
+        *(errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOBUFS),
+        *(errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EADDRINUSE),
+        # the way to another machine
+        *(errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH),
+        *(errno.ENETRESET, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.EPIPE),
+        *(errno.ENOTCONN, errno.ESHUTDOWN),
+    }
 )
-_SYSTEM = frozenset(
-    name
-    for name, one in vars(builtins).items()
-    if isinstance(one, type) and issubclass(one, (OSError, MemoryError))
-)
-#: Of torch (memory, devices, stores and process groups) and of the standard library's networking.
-_ENVIRONMENT = (_SYSTEM - _OF_PATHS) | {
+#: Errors of the system, which may come without its number.
+_SYSTEM = frozenset(_names(ConnectionError)) | {
+    "BlockingIOError",
+    "InterruptedError",
+    "TimeoutError",
+}
+#: Of torch (memory, devices, stores and process groups) and of the standard library.
+_ENVIRONMENT = {
+    "MemoryError",
     "AcceleratorError",
     "DistBackendError",
     "DistNetworkError",
@@ -81,14 +94,22 @@ def kind(told: Report | None, code: int, *, consequence: bool) -> Kind:
         return Kind.PEER
     if told is None:
         return Kind.SIGNAL if code < 0 else Kind.SCRIPT
-    if told.exception in set(_names(errors.LockstepError)):
-        return Kind.REFUSED
-    # Without a number it is a library's, which read a damaged file, and would find it damaged again.
-    is_damage = told.exception == "OSError" and "[Errno" not in told.message
-    if told.exception in _ENVIRONMENT and not is_damage:
+    if _is_transient(told):
         return Kind.ENVIRONMENT
-    from_torch = told.exception == "RuntimeError" and _PHRASES.search(told.message)
-    return Kind.ENVIRONMENT if from_torch else Kind.SCRIPT
+    is_own = told.exception in set(_names(errors.LockstepError))
+    return Kind.REFUSED if is_own else Kind.SCRIPT
+
+
+def _is_transient(told: Report) -> bool:
+    """Return whether an exception comes from the machine, and need not come again."""
+    if told.exception in set(_names(errors.UsageError)):
+        return False
+    if _TRANSIENT.intersection(told.errnos) or told.exception in _ENVIRONMENT:
+        return True
+    if told.exception in _SYSTEM:
+        return not told.errnos
+    # A plain OSError without a number is a library's, which read a damaged file, and would do so again.
+    return told.exception == "RuntimeError" and bool(_PHRASES.search(told.message))
 
 
 class Restarts:

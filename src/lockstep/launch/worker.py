@@ -15,12 +15,14 @@ from lockstep.launch import processes, seeding, server_processes, target
 from lockstep.launch.forkserver import Job, Request
 from lockstep.launch.plan import Launch, arguments, command, interpreter
 from lockstep.launch.spec import LaunchSpec
-from lockstep.record import error_report, stacks
+from lockstep.record import error_report, forwarding, stacks
 from lockstep.record.error_report import Report
 from lockstep.world import groups
 from lockstep.world.environments.lockstep import SERVER
 
 _PACKAGE = str(Path(__file__).parent)
+#: How long a process may take to end that has left a logger behind.
+_HURRY_SECONDS = 5.0
 
 
 def job(launch: Launch) -> Job:
@@ -154,7 +156,14 @@ def run_target(kind: str, name: str, args: list[str]) -> int:
     return run_guarded(lambda: target.run_script(name, args), os.environ, home)
 
 
+def hurry(code: int) -> None:
+    """Let a logger that has not closed keep this process no longer, as W&B's would when Python ends."""
+    if forwarding.are_closing():
+        processes.end_within(_HURRY_SECONDS, code)
+
+
 def _end(code: int) -> NoReturn:
+    hurry(code)
     processes.finalize(code)
     os._exit(code)  # not reached: tells readers, and the type checker, that nothing follows
 

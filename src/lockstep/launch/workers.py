@@ -113,11 +113,14 @@ class Workers:
             if self._interrupts.impatient:
                 self._interrupts.check()
             if not told:
-                names = [
-                    f"{self._names[rank]} (process {pid})" for rank, pid in self.living.items()
-                ]
-                say(
-                    f"lockstep: SIGKILL has not ended {', '.join(names)} within {LAST_GRACE:.0f} s; "
-                    "the next generation starts when they have ended"
-                )
+                self.name_living(LAST_GRACE, "the next generation starts when they have ended")
                 told = True
+
+    def forget_living(self) -> None:
+        """Wait no more for those that have not ended."""
+        self.started = {rank: pid for rank, pid in self.started.items() if rank in self.exits}
+
+    def name_living(self, seconds: float, then: str) -> None:
+        """Tell the user which processes SIGKILL has not ended within so many seconds, and what follows."""
+        names = [f"{self._names[rank]} (process {pid})" for rank, pid in self.living.items()]
+        say(f"lockstep: SIGKILL has not ended {', '.join(names)} within {seconds:.0f} s; {then}")

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import secrets
+import select
 import subprocess
 import sys
 import uuid
@@ -24,7 +25,7 @@ from lockstep.parameter_server.discovery import Place
 from lockstep.strategies.model_context import ModelContext
 from lockstep.world.environments.lockstep import SERVER, SERVER_ROOT, TOKEN
 from lockstep.world.network import LOOPBACK
-from lockstep.world.rendezvous.rank_rendezvous import Rendezvous
+from lockstep.world.rendezvous.rank_rendezvous import Rendezvous, join_timeout
 
 #: How long a server may take to end when all workers have left.
 _END_SECONDS = 5.0
@@ -113,20 +114,27 @@ class Servers:
                         start_new_session=True,
                     )
                 )
-        return [self._read(index) for index in range(self._count)]
+        seconds = join_timeout().total_seconds()
+        return [self._read(index, seconds) for index in range(self._count)]
 
-    def _read(self, index: int) -> Place:
-        output = self._processes[index].stdout
+    def _read(self, index: int, seconds: float) -> Place:
+        """Return where a server listens, which it writes as soon as it does."""
+        process = self._processes[index]
+        output = process.stdout
         assert output is not None
-        text = output.readline()
-        if text:
+        poll = select.poll()
+        poll.register(output, select.POLLIN)
+        ready = poll.poll(seconds * 1000)
+        if ready and (text := output.readline()):
             return Place(**json.loads(text))
-        code = self._processes[index].wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_END_SECONDS if ready else 0)
+        code, hint = process.returncode, f"see {self._logs / f'server-{index}.log'}"
+        process.kill()
         self._end()
-        raise PeerError(
-            f"server {index} ended with exit code {code} before it listened",
-            hint=f"see {self._logs / f'server-{index}.log'}",
-        )
+        if code is None:
+            raise PeerError(f"server {index} did not listen within {seconds:g} s", hint=hint)
+        raise PeerError(f"server {index} ended with exit code {code} before it listened", hint=hint)
 
     def _release(self) -> None:
         """A model has left the servers; after the last one those of rank 0 end."""

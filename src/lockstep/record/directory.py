@@ -8,6 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from lockstep.atomic_file import make_directory, sync_directory
 from lockstep.errors import RunDirectoryError
 
 _HINT = "--run-dir DIR names another place"
@@ -33,14 +34,14 @@ def create(
             run_dir = base / name / Path(stamp).name
         path = _make_new(base / name) if run_dir is None else run_dir.absolute()
         logs = path / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
+        make_directory(logs)
         _check_writable(logs)
     except OSError as error:
         where = run_dir or base / name
         raise RunDirectoryError(
-            f"the run directory {where} cannot be used: {error.strerror} ({error.filename})",
+            f"the run directory {where} cannot be used: {_reason(error)}",
             hint=_HINT,
-        ) from None
+        ) from error
     return path
 
 
@@ -62,10 +63,15 @@ def make_logs(path: Path) -> Path:
         _check_writable(path)
     except OSError as error:
         raise RunDirectoryError(
-            f"the log directory {path} cannot be used: {error.strerror} ({error.filename})",
+            f"the log directory {path} cannot be used: {_reason(error)}",
             hint="--log-dir DIR names another place",
         ) from None
     return path
+
+
+def _reason(error: OSError) -> str:
+    """Return what the system says, and of which file, where it names one."""
+    return f"{error.strerror} ({error.filename})" if error.filename else str(error.strerror)
 
 
 def owner_only(path: str, flags: int) -> int:
@@ -76,7 +82,7 @@ def owner_only(path: str, flags: int) -> int:
 def _make_new(parent: Path) -> Path:
     """Make a directory named after the time that no other launch has, and return it."""
     parent = parent.absolute()
-    parent.mkdir(parents=True, exist_ok=True)
+    make_directory(parent)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     for number in itertools.count(1):
         path = parent / (stamp if number == 1 else f"{stamp}-{number}")
@@ -84,6 +90,7 @@ def _make_new(parent: Path) -> Path:
             path.mkdir()
         except FileExistsError:
             continue
+        sync_directory(parent)
         return path
     raise AssertionError("itertools.count does not end")
 

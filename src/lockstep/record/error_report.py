@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
-from lockstep.errors import LockstepError, PeerError
+from lockstep.atomic_file import atomic_write
+from lockstep.errors import LockstepError, PeerError, causes
 from lockstep.record.stacks import Frame
 
 #: What torch and Gloo say when the other end is the one that failed.
@@ -28,6 +29,8 @@ _PEER_PHRASES = (
     "no error message found for",
     "rank may have exited",
 )
+#: How Python writes the number of a system's error.
+_ERRNO = re.compile(r"\[Errno (\d+)\]")
 #: How torch begins the message of an exception from a DataLoader worker.
 _FROM_WORKER = re.compile(r"Caught \w+ in (DataLoader worker process \d+)\.\nOriginal ")
 
@@ -48,6 +51,7 @@ class Report:
         traceback: the whole traceback as text.
         time: when it was, by this machine's `time.monotonic`.
         consequence: whether it tells of another rank's failure rather than of its own.
+        errnos: the system's numbers of errors among it and its causes.
     """
 
     rank: int
@@ -61,6 +65,7 @@ class Report:
     traceback: str = ""
     time: float = 0.0
     consequence: bool = False
+    errnos: Sequence[int] = ()
 
 
 def describe(error: BaseException, rank: int, home: str | None) -> Report:
@@ -85,7 +90,20 @@ def describe(error: BaseException, rank: int, home: str | None) -> Report:
         traceback="".join(traceback.format_exception(error)),
         time=time.monotonic(),
         consequence=is_consequence(error),
+        errnos=errnos(error),
     )
+
+
+def errnos(error: BaseException) -> list[int]:
+    """Return the system's numbers of errors among an exception and its causes."""
+    found: list[int] = []
+    for one in causes(error):
+        if isinstance(one, OSError) and one.errno is not None:
+            found.append(one.errno)
+        elif isinstance(one, OSError) or _FROM_WORKER.match(str(one)):
+            # torch makes the exception of a DataLoader worker anew, from its text.
+            found += map(int, _ERRNO.findall(str(one)))
+    return found
 
 
 def _message(error: BaseException) -> str:
@@ -122,10 +140,8 @@ def blames_peer(text: str) -> bool:
 
 def write(report: Report, path: Path) -> None:
     """Write `report` to `path` atomically; a full disk leaves the traceback in the log alone."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
     with contextlib.suppress(OSError):
-        draft.write_text(json.dumps(asdict(report)))
-        draft.replace(path)
+        atomic_write(path, json.dumps(asdict(report)), sync=False)
 
 
 def read(path: Path) -> Report | None:

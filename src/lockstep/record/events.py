@@ -135,7 +135,7 @@ def append(directory: Path, name: str, /, **fields: Any) -> None:
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         with open(path, "a", encoding="utf-8", opener=owner_only) as file:
-            file.write(_line(time.time(), fields))
+            file.write("\n" * _is_torn(path) + _line(time.time(), fields))
     except OSError as error:
         raise cannot_write(path, error) from error
 

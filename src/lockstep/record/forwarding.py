@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lockstep.atomic_file import atomic_write
 from lockstep.errors import RunDirectoryError
 from lockstep.record.curves import curves
-from lockstep.record.directory import owner_only
 from lockstep.record.following import Follower
 from lockstep.record.given import NOTHING, GivenFile, latest, missing
 from lockstep.record.loggers import Backend, Say, make
@@ -24,7 +24,12 @@ DIRECTORY = "loggers"
 _EVERY = 1.0
 #: Steps that are given again between two notes of it.
 _FLUSH_STEPS = 100
-_END_SECONDS = 300.0
+#: How long loggers may take to close: after a run that is done, and where a scheduler that has given
+#: notice, or a launcher that starts the run again, waits for the process to end.
+_END_SECONDS, _HURRY_SECONDS = 300.0, 10.0
+#: After so many of them the user hears what is waited for.
+_QUIET_SECONDS = 5.0
+_NAME = "lockstep-loggers"
 
 
 class Forwarding:
@@ -65,6 +70,7 @@ class Forwarding:
         self._open: list[_Logger] = []
         self._has_told = False
         self._ends = threading.Event()
+        self._end: tuple[bool, bool] | None = None
 
         def work() -> None:
             names = Counter[str]()
@@ -75,8 +81,10 @@ class Forwarding:
             self._give_again(directory)
             while not self._ends.wait(_EVERY):
                 self._forward(ended=False)
+            if self._end is not None:
+                self._close_all(*self._end)
 
-        self._thread = threading.Thread(target=work, name="lockstep-loggers", daemon=True)
+        self._thread = threading.Thread(target=work, name=_NAME, daemon=True)
         self._thread.start()
 
     def _state(self) -> dict[str, Any]:
@@ -177,13 +185,10 @@ class Forwarding:
 
     def _mark(self) -> None:
         """Note up to where events have been read, so that a later generation need not read them again."""
-        draft = self._path.with_suffix(".draft")
-        with open(draft, "w", encoding="utf-8", opener=owner_only) as file:
-            json.dump(self._follower.state(), file)
-        draft.replace(self._path)
+        atomic_write(self._path, json.dumps(self._follower.state()), 0o600)
 
     def close(self, *, ended: bool, failed: bool) -> None:
-        """Forward what is left, and close the loggers.
+        """Forward what is left, and close the loggers; one that does not close in time is left.
 
         Args:
             ended: all ranks have come to the end of the run, and have written what they logged.
@@ -191,15 +196,44 @@ class Forwarding:
         """
         if self._ends.is_set():
             return
+        self._end = ended, failed
         self._ends.set()
-        self._thread.join(_END_SECONDS)
+        self._thread.join(_QUIET_SECONDS)
+        seconds = _END_SECONDS if ended else _HURRY_SECONDS
+        if ended and self._thread.is_alive():
+            self._say(f"lockstep: waiting for loggers to close: {self._names}")
+        self._thread.join(seconds - _QUIET_SECONDS)
         if self._thread.is_alive():
             self._say(
-                f"lockstep: warning: loggers were not done {_END_SECONDS:.0f} s after the run"
+                f"lockstep: warning: loggers have not closed within {seconds:.0f} s: {self._names}; "
+                "they may lack the last values"
             )
-            return
+
+    @property
+    def _names(self) -> str:
+        return ", ".join(one.name for one in self._open)
+
+    def _close_all(self, ended: bool, failed: bool) -> None:
+        """Close loggers at the same time: one that waits for a network keeps no other from closing."""
         self._forward(ended=ended)
-        self._each(lambda logger: logger.close(failed=failed))
+        closing = [
+            threading.Thread(target=self._close, args=(logger, failed), name=_NAME, daemon=True)
+            for logger in self._open
+        ]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join()
+
+    def _close(self, logger: _Logger, failed: bool) -> None:
+        self._each(partial(_Logger.close, failed=failed), [logger])
+        if logger in self._open:
+            self._open.remove(logger)
+
+
+def are_closing() -> bool:
+    """Return whether a logger of this process has been left, since it did not close in time."""
+    return any(thread.name == _NAME for thread in threading.enumerate())
 
 
 class _Logger:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from lockstep.atomic_file import atomic_write
 from lockstep.errors import UsageError
 from lockstep.record.given import Given
 from lockstep.record.wandb_files import last_logged
@@ -242,7 +243,5 @@ def _once(place: Path, make: Callable[[], str]) -> str:
     with contextlib.suppress(FileNotFoundError):
         return place.read_text(encoding="utf-8")
     text = make()
-    draft = place.with_suffix(".draft")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(place)
+    atomic_write(place, text)
     return text

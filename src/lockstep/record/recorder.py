@@ -91,6 +91,7 @@ class Recorder:
         self._digests: Callable[[], Mapping[str, str]] = dict
         self._without_loss: dict[int, Microbatch] = {}  # the newest of each loader
         self._origin = ""
+        self._has_finished = False
 
     @property
     def origin(self) -> str:
@@ -348,13 +349,12 @@ class Recorder:
         self._events.flush()
         if not self._world.is_main:
             return
-        if self._loggers is not None:
-            self._loggers.close(ended=True, failed=False)
         steps = self._place.steps if self._place else 0
         self._write("finished", steps=steps, seconds=round(seconds, 3), digest=digest)
         self._progress.print(
             f"lockstep: finished steps={steps} seconds={seconds:.1f} digest={digest}"
         )
+        self._has_finished = True
 
     def preempted(self, step: int) -> None:
         """Record that the run was asked to end after step number `step`, and can resume from there."""
@@ -369,21 +369,22 @@ class Recorder:
             )
 
     def close(self, error: BaseException | None) -> None:
-        """Close all files; record an error on the main rank."""
+        """Close all files and loggers; record an error on the main rank."""
         if self._trace is not None:
             self._trace.close()
         if self._monitor is not None:
             self._monitor.close()
         try:
             self._events.close()
-            if self._loggers is not None:
-                self._loggers.close(ended=False, failed=error is not None)
             if error is not None and self._world.is_main:
                 self._write("failed", error=f"{type(error).__name__}: {error}")
         except RunDirectoryError:
             if error is None:
                 raise  # otherwise the first error is the one to tell
         finally:
+            # Last: it may take its time, and what becomes of the run does not depend on it.
+            if self._loggers is not None:
+                self._loggers.close(ended=self._has_finished, failed=error is not None)
             if self._lock is not None:
                 self._lock.release(ends=error is None)
 

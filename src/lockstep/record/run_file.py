@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lockstep.atomic_file import atomic_write
 from lockstep.errors import RunDirectoryError
-from lockstep.record.directory import owner_only
 
 NAME = "run.json"
 #: Grows when older versions cannot read what a newer one writes.
@@ -145,15 +145,9 @@ def write(directory: Path, content: dict[str, Any]) -> None:
     Raises:
         RunDirectoryError: if it cannot be written.
     """
-    draft = directory / f".{NAME}.{os.getpid()}"
     try:
-        with open(draft, "w", encoding="utf-8", opener=owner_only) as file:
-            json.dump(content, file, indent=2)
-            file.write("\n")
-        draft.replace(directory / NAME)
+        atomic_write(directory / NAME, json.dumps(content, indent=2) + "\n", 0o600)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)
         raise cannot_write(directory, error) from error
 
 

@@ -6,7 +6,6 @@ A figure takes its colours of text, grid and background from the page, light or 
 
 from __future__ import annotations
 
-import contextlib
 import html
 import json
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from lockstep.atomic_file import atomic_write
 from lockstep.errors import OutputError, UsageError
 
 #: Colours of traces, in order: each can be told from the others, on white and on black.
@@ -117,13 +117,9 @@ def write(path: Path, title: str, sections: Sequence[Section]) -> None:
         UsageError: if plotly is not installed.
     """
     text = build(title, sections)
-    draft = path.parent / f".{path.name}.draft"
     try:
-        draft.write_bytes(text.encode(errors="replace"))
-        draft.replace(path)
+        atomic_write(path, text.encode(errors="replace"))
     except OSError as error:
-        with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)
         raise OutputError(
             f"the page {path} cannot be written: {error.strerror}",
             hint="expected a file in a directory that exists and can be written",

@@ -12,8 +12,8 @@ import pytest
 
 from lockstep.doctor import storage
 from lockstep.doctor.check import Asked, Seen
-from lockstep.doctor.child import Child
 from lockstep.doctor.examine import CHECKS, _judged
+from lockstep.launch.child import Child
 
 _FAILED = "not compared: the network check failed"
 _AWAY = "not compared: the other nodes did not come"

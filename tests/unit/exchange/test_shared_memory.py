@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
+import resource
 import socket
 import tempfile
 import threading
@@ -15,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.errors import PeerError
+from lockstep.errors import PeerError, RunError
 from lockstep.exchange import peers
 from lockstep.exchange.base import Forest
 from lockstep.exchange.peers import SUMMED, WRITTEN, Peers
@@ -166,6 +169,63 @@ def test_a_peer_that_closes_is_named(size: int, leaver: int) -> None:
     # The first to notice closes too, so that the second may name the first.
     assert any(f"rank {leaver} is gone" in str(error) for error in others)
     assert all(error.hint for error in others)
+
+
+def test_a_closed_exchange_lets_go_of_its_memory() -> None:
+    def maps() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:lockstep-gradients")
+
+    gc.collect()  # what other tests have left
+    store, before = dist.HashStore(), maps()
+
+    def body(rank: int) -> tuple[SharedMemoryExchange, torch.Tensor]:
+        forest = Forest.of(3, 3, rank)
+        exchange = SharedMemoryExchange(store, "x", forest, capacity=4 * SMALL, buckets=1)
+        slots = exchange.slots(torch.zeros(SMALL // 4))
+        slots[0].fill_(rank)
+        total = exchange.start(slots, last=True).wait()
+        return exchange, total
+
+    kept = on_threads(3, body)
+    assert maps() == before + 9
+    for exchange, _ in kept:
+        exchange.close()
+    assert [total[0].item() for _, total in kept] == [3.0] * 3  # what lies there stays valid
+    kept = [exchange for exchange, _ in kept]
+    gc.collect()
+    assert maps() == before
+
+
+def test_a_lost_store_is_told_at_once() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)
+    party = Party(lambda: Peers(store, "p", 1, 2))
+    del server
+    error = party.end(20)
+    assert isinstance(error, PeerError), error
+    assert str(error).startswith("the store is gone, and with it the rank that hosts it")
+
+
+def test_too_few_open_files_are_told_as_such() -> None:
+    store = dist.HashStore()
+    first, second = on_threads(2, lambda rank: Peers(store, "p", rank, 2))
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        with tempfile.TemporaryFile() as file:
+            socket.send_fds(second._peers[0].socket, [b"fd"], [file.fileno()])
+            free = os.dup(file.fileno())  # the lowest that is free
+            os.close(free)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, before[1]))
+            with pytest.raises(
+                RunError, match=r"cannot open the connections .*: Too many open files"
+            ):
+                first.exchange_descriptors(file.fileno())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        first.close()
+        second.close()
+        with contextlib.suppress(OSError):
+            os.close(free)
 
 
 def test_signals_of_peers() -> None:

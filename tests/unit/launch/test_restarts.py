@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import json
+from dataclasses import asdict
+
 import pytest
 
+from lockstep.errors import CheckpointError, RunDirectoryError, WorldError
 from lockstep.launch.restarts import DEFAULT, Kind, Restarts, kind
-from lockstep.record.error_report import Report
+from lockstep.record.error_report import Report, describe
 
 
 def told(exception: str, message: str = "") -> Report:
@@ -16,7 +21,6 @@ def told(exception: str, message: str = "") -> Report:
 @pytest.mark.parametrize(
     ("exception", "message", "expected"),
     [
-        ("OSError", "[Errno 28] No space left on device", Kind.ENVIRONMENT),
         ("OSError", "x.jpg: image file is truncated (4 bytes not processed)", Kind.SCRIPT),
         ("BrokenPipeError", "", Kind.ENVIRONMENT),
         ("TimeoutError", "", Kind.ENVIRONMENT),
@@ -42,6 +46,37 @@ def told(exception: str, message: str = "") -> Report:
 )
 def test_what_an_exception_comes_from(exception, message, expected):
     assert kind(told(exception, message), 1, consequence=False) is expected
+
+
+def caused(error: BaseException, cause: BaseException) -> BaseException:
+    """Return an exception as one that has been raised from another."""
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), Kind.ENVIRONMENT),
+        (PermissionError(errno.EACCES, "Permission denied"), Kind.SCRIPT),
+        (OSError("[Errno 5] Input/output error"), Kind.ENVIRONMENT),  # of a DataLoader worker
+        (ValueError("[Errno 5] Input/output error"), Kind.SCRIPT),
+        *(
+            (caused(kind("it cannot be written"), OSError(number, "")), Kind.ENVIRONMENT)
+            for kind in (CheckpointError, RunDirectoryError, RuntimeError)
+            for number in (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.ETIMEDOUT)
+        ),
+        *(
+            (caused(CheckpointError("it cannot be written"), OSError(number, "")), Kind.REFUSED)
+            for number in (errno.EACCES, errno.EROFS, errno.ENOENT, errno.EFBIG)
+        ),
+        (caused(WorldError("the port is taken"), OSError(errno.EADDRINUSE, "")), Kind.REFUSED),
+    ],
+    ids=repr,
+)
+def test_the_number_of_a_system_error_counts_wherever_it_is_among_the_causes(error, expected):
+    report = describe(error, 0, None)
+    assert kind(Report(**json.loads(json.dumps(asdict(report)))), 1, consequence=False) is expected
 
 
 def test_what_an_end_without_exception_comes_from():

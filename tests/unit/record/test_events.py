@@ -36,6 +36,17 @@ def test_a_line_that_a_kill_has_torn_spoils_no_other(tmp_path: Path) -> None:
     assert [event["kind"] for event in read_events(path)] == ["first", "second"]
 
 
+def test_a_launcher_that_was_killed_in_a_line_spoils_no_later_one(tmp_path: Path) -> None:
+    path = tmp_path / "events" / "launcher-0.jsonl"
+    events.append(tmp_path, "launcher-0", kind="first")
+    with path.open("a") as file:
+        file.write('{"time": 1, "ki')
+    events.append(tmp_path, "launcher-0", kind="second")
+    events.append(tmp_path, "launcher-0", kind="third")
+    assert [event["kind"] for event in read_events(path)] == ["first", "second", "third"]
+    assert len(path.read_text().splitlines()) == 4
+
+
 def test_events_are_written_at_the_end(tmp_path: Path) -> None:
     log = Events(tmp_path, 3)
     log.add(kind="log", step=1, loss=torch.tensor(0.5), name="x", vector=torch.arange(3))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -151,7 +150,7 @@ def test_a_write_that_fails_leaves_the_old_record(tmp_path: Path, monkeypatch) -
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(json, "dump", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(RunDirectoryError, match="No space left on device") as caught:
         run_file.write(tmp_path, {"number": 1})
     assert "--run-dir" in caught.value.hint

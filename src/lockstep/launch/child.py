@@ -1,7 +1,7 @@
 """Run a function in a child process with a timeout, so that a hang or crash is one finding.
 
 A file server that does not answer, a driver that hangs and a processor that lacks an instruction end the
-child and not the doctor. Children are forked before the doctor starts a thread, and before CUDA is touched.
+child and not its parent. Children are forked before the parent starts a thread, and before it touches CUDA.
 """
 
 from __future__ import annotations
@@ -68,19 +68,10 @@ class Child:
         return told["value"]
 
     def close(self) -> None:
-        """Kill it. One that a file server holds cannot be waited for: it goes when that answers."""
+        """Kill it, and all that it has started."""
         self._line.close()
-        if self._ended is not None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
-        deadline = time.monotonic() + 1.0
-        while time.monotonic() < deadline:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self._ended = os.waitstatus_to_exitcode(status)
-                return
-            time.sleep(0.002)
+        if self._ended is None:
+            self._ended = processes.end(self.pid)
 
     def _how(self) -> str:
         code = self._ended
@@ -136,7 +127,7 @@ def bounded(work: Callable[[], Any], seconds: float) -> Any:
         except BaseException as error:
             done.append((None, error))
 
-    thread = threading.Thread(target=run, name="lockstep-doctor", daemon=True)
+    thread = threading.Thread(target=run, name="lockstep-bounded", daemon=True)
     thread.start()
     thread.join(seconds)
     if not done:

@@ -1,0 +1,106 @@
+"""Files and directories that a kill or a power loss leaves whole: as they were before, or as they are now.
+
+A file is written under another name in the same directory, brought to the disk, and renamed; then the
+directory is brought to the disk, since the new name is a change of the directory. Without these calls of
+`fsync` a file system may keep the name and lose the contents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+#: What a file system says that cannot bring a directory to the disk, or a directory that cannot be read.
+_WITHOUT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)
+
+
+def atomic_write(path: Path, content: str | bytes, mode: int = 0o666, *, sync: bool = True) -> None:
+    """Write a file; a reader, or a crash, sees the old or the new contents, never a part.
+
+    Args:
+        path: of the file.
+        content: text is written as UTF-8.
+        mode: who may read and write it, before the process's mask.
+        sync: whether it survives a power loss: not needed for a message to another process.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    with replacing(path, mode, sync=sync) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, mode: int = 0o666, *, sync: bool = True) -> Iterator[BinaryIO]:
+    """Write a file in the body, as `atomic_write` does.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    # A name that nobody can know, and a file that is new: in a directory that others may write to, it
+    # cannot be a link to a file of this user's.
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        with os.fdopen(os.open(draft, flags, mode), "wb") as file:
+            yield file
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())
+        draft.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise
+    if sync:
+        sync_directory(path.parent)
+
+
+def sync_file(path: Path) -> None:
+    """Bring the contents of a file to the disk, whoever has written them.
+
+    Raises:
+        OSError: if the disk refuses.
+    """
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Bring the names in a directory to the disk, where the file system can.
+
+    Raises:
+        OSError: if the disk refuses.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno not in _WITHOUT_SYNC:
+            raise
+
+
+def make_directory(path: Path, mode: int = 0o777) -> None:
+    """Make a directory and those above it that are missing, with names that survive a power loss.
+
+    Args:
+        path: of the directory; it may be there.
+        mode: who may use it, before the process's mask; those above it have the default.
+
+    Raises:
+        OSError: if it cannot be made.
+    """
+    if path.is_dir():
+        return
+    if not path.parent.exists():
+        make_directory(path.parent)
+    path.mkdir(mode, exist_ok=True)
+    sync_directory(path.parent)
