@@ -309,6 +309,15 @@ class Settings:
         flag=("records", "--fresh"),
         of_one_launch=True,
     )
+    resume: bool = _setting(
+        False,
+        "continue the newest unfinished run of the same script and arguments",
+        boolean,
+        of_script=False,
+        flag=("records", "--resume"),
+        forwarded=False,
+        of_one_launch=True,
+    )
     progress: bool = _setting(True, "show a progress bar, or lines, on the main rank", boolean)
     stop_on_nan: bool = _setting(
         False,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.cli import check, nodes, setting_flags, torchrun
-from lockstep.cli.parser import Parser
+from lockstep.cli.parser import RANKS, Parser, of_script
 from lockstep.settings import TABLE
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         epilog=_EPILOG,
         examples=_EXAMPLES,
     )
+    parser.synonyms = RANKS
     parser.advice = lambda *_: "arguments of the script come after its name"
     _add_layout(parser)
     nodes.add(parser, elastic=True)
@@ -50,8 +51,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     setting_flags.add(tolerance, *setting_flags.of_group("fault tolerance"))
     _add_records(parser)
     torchrun.add_flags(parser)
-    parser.add_argument("target", metavar="SCRIPT", help="the script to run, or with -m a module")
-    parser.add_argument("args", metavar="ARG", nargs=argparse.REMAINDER, help="arguments for it")
+    parser.add_script("the script to run, or with -m a module")
     parser.set_defaults(handler=handle)
 
 
@@ -89,7 +89,7 @@ def read(options: argparse.Namespace, asked: Asked) -> tuple[LaunchSpec, tuple[s
     spec = LaunchSpec(
         target=options.target,
         kind=asked.kind(module=options.module),
-        args=tuple(options.args),
+        args=of_script(options.args),
         n=None if options.n is None else parse_ranks(options.n),
         start=asked.start(options.start),
         settings=Given(**_settings(options, asked)),
@@ -99,8 +99,22 @@ def read(options: argparse.Namespace, asked: Asked) -> tuple[LaunchSpec, tuple[s
         role=options.role,
         local_rank_option=options.local_rank_option,
         nodes=several,
+        command=_command(options),
     )
     return spec, notes
+
+
+def _command(options: argparse.Namespace) -> tuple[str, ...]:
+    """Return the command line without the flags that choose a run directory."""
+    script = [options.target, *options.args]
+    flags, kept = iter(options.words[1 : -len(script)]), []
+    for word in flags:
+        flag = word.replace("_", "-")
+        if flag == "--run-dir":
+            next(flags, None)
+        elif flag not in ("--resume", "--fresh") and not flag.startswith("--run-dir="):
+            kept.append(word)
+    return (*kept, *script)
 
 
 def _settings(options: argparse.Namespace, asked: Asked) -> dict[str, object]:
@@ -186,7 +200,7 @@ def _add_start(parser: argparse.ArgumentParser) -> None:
 
 def _add_records(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("records")
-    setting_flags.add(group, "run_dir", "fresh")
+    setting_flags.add(group, "run_dir", "resume", "fresh")
     group.add_argument(
         "-t",
         "--tee",

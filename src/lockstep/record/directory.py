@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import tempfile
 import time
 from pathlib import Path
 
-from lockstep.errors import RunDirectoryError
+from lockstep.errors import RunDirectoryError, UsageError
 
 _HINT = "--run-dir DIR names another place"
 
@@ -26,6 +27,7 @@ def create(
             chosen one; it may be there.
 
     Raises:
+        UsageError: if a file is in its place.
         RunDirectoryError: if it cannot be made or written.
     """
     try:
@@ -37,7 +39,8 @@ def create(
         _check_writable(logs)
     except OSError as error:
         where = run_dir or base / name
-        raise RunDirectoryError(
+        is_file = isinstance(error, NotADirectoryError | FileExistsError)
+        raise (UsageError if is_file else RunDirectoryError)(
             f"the run directory {where} cannot be used: {error.strerror} ({error.filename})",
             hint=_HINT,
         ) from None
@@ -65,6 +68,14 @@ def make_logs(path: Path) -> Path:
             f"the log directory {path} cannot be used: {error.strerror} ({error.filename})",
             hint="--log-dir DIR names another place",
         ) from None
+    return path
+
+
+def short(path: Path) -> Path:
+    """Return `path` relative to the working directory, where it lies below it."""
+    with contextlib.suppress(OSError):
+        here = Path.cwd()
+        return path.relative_to(here) if path.is_relative_to(here) else path
     return path
 
 
