@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
-from lockstep.errors import LockstepError, PeerError
+from lockstep.errors import LockstepError, PeerError, shortened
 
 #: What torch and Gloo say when the other end is the one that failed.
 _PEER_PHRASES = (
@@ -27,6 +27,8 @@ _PEER_PHRASES = (
     "no error message found for",
     "rank may have exited",
 )
+#: The most characters of a traceback that the launcher gets; the log has all of them.
+_TRACEBACK = 1 << 15
 #: How torch begins the message of an exception from a DataLoader worker.
 _FROM_WORKER = re.compile(r"Caught \w+ in (DataLoader worker process \d+)\.\nOriginal ")
 
@@ -38,13 +40,13 @@ class Report:
     Attributes:
         rank: the worker's rank.
         exception: name of the exception's type.
-        message: its text, without the hint.
+        message: its text, without the hint; the middle of a long one is left out.
         hint: what to do about it, where it is known.
         exit_code: the code that the worker ends with.
         file: file of the user's frame where it was raised.
         line: line in that file.
         function: function around that line.
-        traceback: the whole traceback as text.
+        traceback: the traceback as text; the middle of a long one is left out.
         time: when it was, by this machine's `time.monotonic`.
         consequence: whether it tells of another rank's failure rather than of its own.
     """
@@ -75,13 +77,13 @@ def describe(error: BaseException, rank: int, home: str | None) -> Report:
     return Report(
         rank=rank,
         exception=type(error).__qualname__,
-        message=_message(error),
-        hint=hint,
+        message=shortened(_message(error)),
+        hint=None if hint is None else shortened(hint),
         exit_code=error.exit_code if isinstance(error, LockstepError) else 1,
         file=file,
         line=line,
         function=function,
-        traceback="".join(traceback.format_exception(error)),
+        traceback=shortened("".join(traceback.format_exception(error)), _TRACEBACK),
         time=time.monotonic(),
         consequence=is_consequence(error),
     )

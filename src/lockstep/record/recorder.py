@@ -20,7 +20,7 @@ from lockstep.data.build import LoaderSettings
 from lockstep.data.description import Description
 from lockstep.data.loader import Loader
 from lockstep.data.microbatch import Microbatch
-from lockstep.errors import RunDirectoryError
+from lockstep.errors import RunDirectoryError, shortened
 from lockstep.record import directory as directories
 from lockstep.record import run_file
 from lockstep.record.events import Events, copied
@@ -379,7 +379,7 @@ class Recorder:
             if self._loggers is not None:
                 self._loggers.close(ended=False, failed=error is not None)
             if error is not None and self._world.is_main:
-                self._write("failed", error=f"{type(error).__name__}: {error}")
+                self._write("failed", error=shortened(f"{type(error).__name__}: {error}"))
         except RunDirectoryError:
             if error is None:
                 raise  # otherwise the first error is the one to tell
