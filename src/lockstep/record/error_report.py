@@ -28,7 +28,7 @@ _PEER_PHRASES = (
     "rank may have exited",
 )
 #: The most characters of a traceback that the launcher gets; the log has all of them.
-_TRACEBACK = 1 << 15
+_TRACEBACK = 1 << 14
 #: How torch begins the message of an exception from a DataLoader worker.
 _FROM_WORKER = re.compile(r"Caught \w+ in (DataLoader worker process \d+)\.\nOriginal ")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 import tempfile
@@ -23,17 +22,15 @@ def open_private(path: Path) -> int:
         WorldError: if another user has put a file or a link there.
         OSError: if it cannot be opened.
     """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o600)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise WorldError(
-                f"{path} is a symbolic link; expected a file, or nothing there yet", hint=_HINT
-            ) from error
+    except OSError:
+        if os.path.lexists(path):  # some kernels refuse by themselves what is another user's
+            _require_own(path.lstat(), path)
         raise
     try:
-        _require_own(descriptor, path)
+        _require_own(os.fstat(descriptor), path)
         os.fchmod(descriptor, 0o600)
     except BaseException:
         os.close(descriptor)
@@ -41,10 +38,10 @@ def open_private(path: Path) -> int:
     return descriptor
 
 
-def _require_own(descriptor: int, path: Path) -> None:
-    found = os.fstat(descriptor)
+def _require_own(found: os.stat_result, path: Path) -> None:
     if not stat.S_ISREG(found.st_mode):
-        raise WorldError(f"{path} is no regular file; expected one, or nothing there yet")
+        what = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "no regular file"
+        raise WorldError(f"{path} is {what}; expected a file, or nothing there yet", hint=_HINT)
     if found.st_uid != os.geteuid() and found.st_uid != _owner_in(path.parent):
         raise WorldError(
             f"{path} belongs to the user with id {found.st_uid}; expected a file of this user's "
