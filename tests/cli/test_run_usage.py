@@ -123,7 +123,7 @@ def test_run_directory_behind_a_file(lockstep):
     lockstep.script("", "occupied")
     done = lockstep("run", "--run-dir", "occupied", lockstep.script(""))
     assert done.code == 2
-    assert "the run directory occupied cannot be used: Not a directory" in done.err
+    assert "the run directory occupied is a file, or is below one; expected a directory" in done.err
 
 
 @pytest.fixture

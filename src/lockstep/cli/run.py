@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 _EPILOG = """\
 Everything after SCRIPT belongs to the script. Flags win over the LOCKSTEP_* variables of the
 environment, and these over torchrun's PET_* variables. Exit codes: 0 done, 1 the script failed,
-2 usage, 3 a check did not hold, 75 preempted: the same command with --run-dir DIR continues.
+2 usage, 3 a check did not hold, 75 preempted. A command that is started again begins a new run, and
+names one that it has left unfinished; with --resume, or with --run-dir DIR, it continues that one.
 The promise: a script that uses lockstep.Run gives the same weights, bit for bit, on 1 to R ranks,
 with R fixed by --replicas and the threads by --threads, on one kind of hardware, with one version
 of Python, PyTorch and Lockstep. Without --replicas, R is the number of ranks.
@@ -28,7 +29,7 @@ _EXAMPLES = {
     "lockstep run -n 4 train.py --lr 0.1": "4 ranks on this machine; --lr 0.1 is for the script",
     "lockstep run -n gpu --replicas 8 train.py": "one rank for each GPU, with the result of 8 ranks",
     "lockstep run --nnodes 2 --node-rank 0 --master-addr a train.py": "2 nodes; node 1 has --node-rank 1",
-    "lockstep run --run-dir runs/train/20261122-103512 train.py": "continue an interrupted run",
+    "lockstep run --resume train.py": "continue the newest unfinished run of train.py",
 }
 
 

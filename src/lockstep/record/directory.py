@@ -37,10 +37,15 @@ def create(
         logs = path / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         _check_writable(logs)
+    except (NotADirectoryError, FileExistsError):
+        raise UsageError(
+            f"the run directory {run_dir or base / name} is a file, or is below one; expected a directory, "
+            "or nothing there yet",
+            hint=_HINT,
+        ) from None
     except OSError as error:
         where = run_dir or base / name
-        is_file = isinstance(error, NotADirectoryError | FileExistsError)
-        raise (UsageError if is_file else RunDirectoryError)(
+        raise RunDirectoryError(
             f"the run directory {where} cannot be used: {error.strerror} ({error.filename})",
             hint=_HINT,
         ) from None
