@@ -143,9 +143,6 @@ def write(value: Any) -> str:
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
-# --- checks --------------------------------------------------------------------------------------
-
-
 def _at_least(least: int, kind: type = int) -> Check:
     def check(value: Any, said: str) -> None:
         number = isinstance(value, int) or (kind is float and isinstance(value, float))
@@ -387,8 +384,6 @@ def from_environment(settings: Settings, environ: Mapping[str, str] | None = Non
     said = {name: TABLE[name].read(environ) for name in OF_RUNS}
     return replace(settings, **{name: value for name, value in said.items() if value is not None})
 
-
-# --- settings of launchers -----------------------------------------------------------------------
 
 _OF_LAUNCHERS = (
     Setting(

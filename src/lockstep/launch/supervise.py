@@ -95,22 +95,19 @@ def supervise(
         from lockstep.launch.rendezvous import Rendezvous
 
         restarts = Restarts(spec.fault_tolerance.restarts(environ))
-        common = Common.new(launch.ranks) if rounds is None else rounds.common
-        generation = Generation(run_id=common.run_id, token=common.token)
         shared = None if rounds is None else rounds.common
-        listens, limit = listens or rounds is not None, restarts.limit
-        generation = dataclasses.replace(generation, max_restarts=limit, listens=listens)
+        common = shared or Common.new(launch.ranks)
+        generation = Generation(
+            run_id=common.run_id,
+            token=common.token,
+            max_restarts=restarts.limit,
+            listens=listens or rounds is not None,
+        )
+        files = private if has_locks else None
+        planner = partial(_plan, launch, place, shared, private, port, files)
         progress = RankProgress(memory, launch.ranks)
         agent = Agent(
-            partial(
-                _plan,
-                launch,
-                place,
-                shared,
-                private,
-                port,
-                private if has_locks else None,
-            ),
+            planner,
             Rendezvous(generation, launch.ranks, rounds, port=store_port),
             server=server,
             output=output,
