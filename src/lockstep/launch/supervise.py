@@ -96,13 +96,8 @@ def supervise(
 
         restarts = Restarts(spec.fault_tolerance.restarts(environ))
         shared = None if rounds is None else rounds.common
-        common = shared or Common.new(launch.ranks)
-        generation = Generation(
-            run_id=common.run_id,
-            token=common.token,
-            max_restarts=restarts.limit,
-            listens=listens or rounds is not None,
-        )
+        common, listens = shared or Common.new(launch.ranks), listens or rounds is not None
+        generation = _generation(common, max_restarts=restarts.limit, listens=listens)
         files = private if has_locks else None
         planner = partial(_plan, launch, place, shared, private, port, files)
         progress = RankProgress(memory, launch.ranks)
@@ -120,6 +115,13 @@ def supervise(
         )
         agent.run()
     return agent.verdict
+
+
+def _generation(common: Common, *, max_restarts: int, listens: bool) -> Generation:
+    """Return what all generations of a launch have in common."""
+    return Generation(
+        run_id=common.run_id, token=common.token, max_restarts=max_restarts, listens=listens
+    )
 
 
 def _fork_server(launch: Launch, job: Job, interrupts: Interrupts) -> ForkServer:

@@ -25,6 +25,8 @@ def open_private(path: Path) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         descriptor = os.open(path, flags, 0o600)
+    except IsADirectoryError:
+        raise
     except OSError:
         if os.path.lexists(path):  # some kernels refuse by themselves what is another user's
             _require_own(path.lstat(), path)
