@@ -26,6 +26,7 @@ _MORE = {
     "devices": "devices.md",
     "threads": "replicas-and-layouts.md#threads",
     "run_dir": "records.md",
+    "resume": "checkpoints.md#resume",
     "fresh": "records.md#a-directory-that-exists",
     "checkpoint_every": "checkpoints.md",
     "keep": "checkpoints.md",

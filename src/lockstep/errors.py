@@ -147,6 +147,15 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or context
 
 
+def shortened(text: str, limit: int = 8192) -> str:
+    """Return `text`; where it has more characters than `limit`, with its middle left out."""
+    left_out = len(text) - limit
+    if left_out <= 0:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n… ({left_out} characters left out) …\n{text[-half:]}"
+
+
 def did_you_mean(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """Return a hint with the known word that is nearest to `word`; `None` where none is near."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)

@@ -143,9 +143,6 @@ def write(value: Any) -> str:
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
-# --- checks --------------------------------------------------------------------------------------
-
-
 def _at_least(least: int, kind: type = int) -> Check:
     def check(value: Any, said: str) -> None:
         number = isinstance(value, int) or (kind is float and isinstance(value, float))
@@ -319,6 +316,15 @@ class Settings:
         flag=("records", "--fresh"),
         of_one_launch=True,
     )
+    resume: bool = _setting(
+        False,
+        "continue the newest unfinished run of the same script and arguments",
+        boolean,
+        of_script=False,
+        flag=("records", "--resume"),
+        forwarded=False,
+        of_one_launch=True,
+    )
     progress: bool = _setting(True, "show a progress bar, or lines, on the main rank", boolean)
     stop_on_nan: bool = _setting(
         False,
@@ -396,8 +402,6 @@ def from_environment(settings: Settings, environ: Mapping[str, str] | None = Non
     said = {name: TABLE[name].read(environ) for name in OF_RUNS}
     return replace(settings, **{name: value for name, value in said.items() if value is not None})
 
-
-# --- settings of launchers -----------------------------------------------------------------------
 
 _OF_LAUNCHERS = (
     Setting(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 from collections.abc import Callable
@@ -57,9 +58,8 @@ def test_run_saves_itself_and_leaves(lockstep, number, words):
     process.send_signal(number)
     done = lockstep.finish(process, 20)
     assert done.code == 75
-    assert done.err == (
-        "lockstep: preempted after step 17; the same command with --run-dir r continues\n"
-    )
+    command = shlex.join(["lockstep", "run", "--run-dir", "r", "-n", "2", *words, "train.py"])
+    assert done.err == (f"lockstep: preempted after step 17; to continue: {command}\n")
 
 
 @pytest.mark.ranks(2)

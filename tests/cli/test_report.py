@@ -192,7 +192,7 @@ def test_what_cannot_be_reported(tmp_path: Path, lockstep: Lockstep) -> None:
         file.unlink()
     cases = {
         ("none",): (2, "there is no directory none; expected that of a run"),
-        ("empty",): (1, "run.json"),
+        ("empty",): (2, "run.json"),
         ("newer",): (1, "has format 99; expected 1 at most"),
         ("without",): (1, "holds no events of a rank"),
         ("newer", "none"): (2, "there is no directory none"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -121,8 +122,8 @@ def test_read_only_run_directory(lockstep, read_only):
 def test_run_directory_behind_a_file(lockstep):
     lockstep.script("", "occupied")
     done = lockstep("run", "--run-dir", "occupied", lockstep.script(""))
-    assert done.code == 1
-    assert "the run directory occupied cannot be used: Not a directory" in done.err
+    assert done.code == 2
+    assert "the run directory occupied is a file, or is below one; expected a directory" in done.err
 
 
 @pytest.fixture
@@ -164,8 +165,79 @@ def test_help_and_version_do_not_import_torch(lockstep):
         assert done.out
 
 
-def test_no_command_is_a_usage_error(lockstep):
-    assert lockstep().code == 2
+def test_no_command_prints_the_help(lockstep):
+    done = lockstep()
+    assert (done.code, done.out, done.err) == (0, lockstep("--help").out, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["trian", "train.py"], "hint: did you mean run?"),
+        (["verfy", "train.py"], "hint: did you mean verify?"),
+        (["run"], "the following arguments are required: SCRIPT\n"),
+        (["submit"], "the following arguments are required: SCRIPT\n"),
+        (["run", "--ranks", "2", "train.py"], "hint: did you mean -n? Otherwise: "),
+        (["run", "--num-processes=2", "train.py"], "hint: did you mean -n? Otherwise: "),
+        (["submit", "--ranks", "2", "train.py"], "hint: did you mean -n?"),
+        (["verify", "train.py", "--layuots", "1,2"], "hint: did you mean --layouts?"),
+        (
+            ["verify", "train.py", "--lr", "1", "--threads", "1"],
+            "lockstep verify train.py -- --lr 1",
+        ),
+        (["verify", "train.py", "--lr", "1", "--", "2"], "lockstep verify train.py -- --lr 1"),
+        (
+            ["verify", "--layouts", "1", "2,kil@3", "train.py"],
+            "'kil@3' in the layouts '2,kil@3' is no",
+        ),
+        (["verify", "--layouts", "1", "kil@3", "train.py"], "hint: did you mean kill?"),
+        (["verify", "--layouts", "1,2,kill@x", "train.py"], "expected kill@STEP or term@STEP"),
+    ],
+)
+def test_near_misses_are_named(lockstep, words, said):
+    lockstep.script("")
+    done = lockstep(*words)
+    assert (done.code, done.out) == (2, "")
+    assert said in done.err
+
+
+@pytest.mark.parametrize("dashes", [(), ("--",)])
+@pytest.mark.parametrize(
+    "verb", ["run", "verify --layouts 1,1 --keep-runs kept", "bench --ranks 1"]
+)
+def test_arguments_of_the_script_come_last_with_or_without_dashes(lockstep, verb, dashes):
+    lockstep.script("import sys; print(sys.argv[1:])\nopen('seen', 'a').write(repr(sys.argv[1:]))")
+    done = lockstep(*verb.split(), "train.py", *dashes, "--lr", "0.1", "a")
+    assert set(re.findall(r"\[.*?\]", (lockstep.directory / "seen").read_text())) == {
+        "['--lr', '0.1', 'a']"
+    }, done
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("LOCKSTEP_REPLICA", "; did you mean LOCKSTEP_REPLICAS?"), ("LOCKSTEP_FOO", "")],
+)
+@pytest.mark.ranks(2)
+def test_a_variable_that_nothing_reads_is_named_once(lockstep, name, hint):
+    lockstep.script("import lockstep\nwith lockstep.Run('x', progress=False): pass")
+    line = f"lockstep: warning: {name} is set, and Lockstep has no variable of this name{hint}\n"
+    for done in (
+        lockstep("run", "-n", "2", "train.py", env={name: "3"}),
+        lockstep.python("train.py", env={name: "3"}),
+    ):
+        assert (done.code, done.err.count("has no variable"), line in done.err) == (0, 1, True), (
+            done
+        )
+
+
+@pytest.mark.ranks(2)
+def test_an_error_of_lockstep_is_on_the_terminal_once(lockstep):
+    lockstep.script("import lockstep\nwith lockstep.Run('x') as run: run.loader([1, 2])")
+    done = lockstep("run", "-n", "2", "train.py")
+    said = "batch_size is missing; expected the samples of a global batch"
+    assert (done.code, done.err.count(said)) == (1, 1), done
+    (log,) = lockstep.directory.glob("runs/train/*/logs/rank-0.log")
+    assert "Traceback" in log.read_text()
 
 
 @pytest.mark.parametrize("verb", ["run", "verify"])

@@ -62,6 +62,28 @@ def test_one_verdict_for_both(lockstep: Lockstep) -> None:
         assert "ValueError: bad sample" in one.err
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_exception_longer_than_a_message_is_told_to_both(lockstep: Lockstep, rank: int) -> None:
+    """Two million bytes, where a message between launchers has one million at most."""
+    bad = f"""
+import os, time
+if os.environ["RANK"] == "{rank}":
+    raise ValueError("bad sample: " + "x" * 2_000_000)
+time.sleep(60)
+"""
+    words = (*STATIC, "--log-dir", "logs", lockstep.script(bad))
+    began = time.monotonic()
+    done = both(lockstep, ("--node-rank", "0", *words), ("--node-rank", "1", *words))
+    for one in done:
+        assert (one.code, "was lost" in one.err) == (1, False)
+        assert f"lockstep: rank {rank} of 2 failed on" in one.err
+        assert "ValueError: bad sample: xxx" in one.err
+        assert "characters left out) …" in one.err
+    assert time.monotonic() - began < 15, "no launcher waits until it takes the other for lost"
+    (log,) = lockstep.directory.glob(f"logs/*/rank-{rank}.log")
+    assert "x" * 2_000_000 in log.read_text(), "the log has all of it"
+
+
 def test_a_mesh_that_does_not_fit_all_launchers_is_refused_before_anything_is_made(
     lockstep: Lockstep,
 ) -> None:

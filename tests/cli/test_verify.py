@@ -143,10 +143,10 @@ def test_a_missing_script(lockstep: Lockstep) -> None:
 @pytest.mark.wide
 @pytest.mark.forked
 def test_traces_are_kept_on_request(verify: Lockstep) -> None:
-    done = verify("verify", "train.py", "--layouts", "1,2", "--keep", "kept")
+    done = verify("verify", "train.py", "--layouts", "1,2", "--keep-runs", "kept")
     assert done.code == 0
     assert (verify.directory / "kept/1-2/trace/rank-1.0.jsonl").exists()
-    again = verify("verify", "train.py", "--layouts", "1,2", "--keep", "kept")
+    again = verify("verify", "train.py", "--layouts", "1,2", "--keep-runs", "kept")
     assert again.code == 2
     assert "hint:" in again.err
 

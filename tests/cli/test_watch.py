@@ -133,7 +133,7 @@ def test_what_cannot_be_watched(tmp_path: Path, lockstep: Lockstep) -> None:
     cases = {
         (): (2, "there is no run in runs"),
         ("none",): (2, "there is no directory none"),
-        ("empty",): (1, "empty has no run.json"),
+        ("empty",): (2, "empty has no run.json"),
         ("empty", "--every", "0"): (2, "--every is 0"),
         ("empty", "--rank", "-1"): (2, "--rank is -1"),
         ("empty", "more"): (2, "takes no more"),

@@ -176,6 +176,16 @@ def test_more_ranks_than_replicas(faulty: Lockstep) -> None:
     assert "hint: start at most 2 ranks" in verdict
 
 
+def test_a_run_that_ends_without_a_save_names_none(lockstep: Lockstep) -> None:
+    lockstep.script(
+        "import lockstep\nwith lockstep.Run('x') as run:\n    run.barrier() if run.world.rank else 0"
+    )
+    done = lockstep("run", "-n", "2", "train.py")
+    assert (done.code, "run.save" in done.err) == (1, False)
+    assert "rank 1 is in run.barrier at train.py:3" in done.err
+    assert "rank 0 is in the end of the run at train.py:2" in done.err
+
+
 def test_a_mistake_under_plain_python_is_one_message(faulty: Lockstep) -> None:
     done = faulty.python("train.py", env={"FAULT": "vector"})
     assert done.code == 1

@@ -33,6 +33,7 @@ COLLECTIVES = (
     "run.barrier",
     "run.main_process_first",
     "run.save",
+    "a checkpoint",
     "the end of the run",
     "(after the run)",
 )

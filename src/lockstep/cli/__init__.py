@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
+from lockstep import variables
 from lockstep.cli import (
     bench,
     check,
@@ -38,6 +39,10 @@ _EXAMPLES = {
 }
 
 
+#: Verbs that start runs.
+_STARTING = ("run", "submit", "verify", "bench")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv`; return the exit code.
 
@@ -49,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         given = torchrun.with_environment(sys.argv[1:] if argv is None else argv, os.environ)
         options = parse(given)
+        for line in variables.warnings(os.environ) if given[:1] and given[0] in _STARTING else ():
+            print(line, file=sys.stderr)
         code: int = options.handler(options)
     except LockstepError as error:
         code = _tell(error)
@@ -75,7 +82,10 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     words, script_args = split(given)
     if words[:1] == ["verify"]:
         words = verify.one_layout_each(words)
-    return _parser().parse_args(words, argparse.Namespace(script_args=script_args))
+    parser = _parser()
+    for verb in parser.verbs.values():
+        verb.takes_script = verb.takes_script and "--" not in given
+    return parser.parse_args(words, argparse.Namespace(script_args=script_args, words=given))
 
 
 def _end_as_exceptions_do() -> None:
@@ -96,8 +106,9 @@ def _parser() -> Parser:
         epilog="lockstep COMMAND --help shows the options of a command.",
         examples=_EXAMPLES,
     )
+    parser.set_defaults(handler=lambda _: print(parser.format_help(), end="") or 0)
     parser.add_argument("--version", action="version", version=f"lockstep {__version__}")
-    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    subparsers = parser.add_subparsers(metavar="COMMAND")
     run.add_parser(subparsers)
     submit.add_parser(subparsers)
     verify.add_parser(subparsers)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.cli import setting_flags
-from lockstep.cli.directory import kept_directory
+from lockstep.cli.directory import add_keep, kept_directory
 from lockstep.cli.parser import Parser
 from lockstep.errors import OutputError, UsageError
 from lockstep.settings import OF_SERVERS
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 _EPILOG = """\
 The script runs on every combination of ranks, strategies and exchanges, K times, in rounds: all
 combinations, then all again. The first step of each run is left out. Arguments for the script come
-after `--`. A script without lockstep.Run is measured by its wall time. Exit codes: 0 done, 1 the script
-failed on a layout (the others are reported), 2 usage, or results that do not compare.
+last, or after `--`. A script without lockstep.Run is measured by its wall time. Exit codes: 0 done, 1
+the script failed on a layout (the others are reported), 2 usage, or results that do not compare.
 """
 _EXAMPLES = {
     "lockstep bench train.py --ranks 1,2,4": "compare 1, 2 and 4 ranks",
@@ -36,10 +36,11 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser = subparsers.add_parser(
         "bench",
         help="measure a script on several layouts, and project it to others",
-        usage="lockstep bench [options] SCRIPT [-- ARG ...]",
+        usage="lockstep bench [options] SCRIPT [[--] ARG ...]",
         epilog=_EPILOG,
         examples=_EXAMPLES,
     )
+    parser.takes_script = True
     parser.advice = lambda options, left: (
         f"arguments of the script come after --: lockstep bench {options.target} -- {' '.join(left)}"
     )
@@ -98,15 +99,15 @@ def _add_outputs(parser: Parser) -> None:
     )
     add("--json", type=Path, metavar="FILE", help="write the results to FILE")
     add("--html", type=Path, metavar="FILE", help="write a page with charts to FILE")
-    add("--keep", type=Path, metavar="DIR", help="keep the run directories in DIR")
+    add_keep(parser, "keep the run directories in DIR")
 
 
 def handle(options: argparse.Namespace) -> int:
     """Measure what `options` say; return the exit code."""
     benchmark = _benchmark(options)
     _check_outputs(options)
-    with kept_directory(options.keep, "bench") as directory:
-        content = benchmark.run(directory, _say, keep=options.keep is not None)
+    with kept_directory(options.keep_runs, "bench") as directory:
+        content = benchmark.run(directory, _say, keep=options.keep_runs is not None)
     refused = benchmark.compare(content)
     _tell(content, options)
     if refused is not None:

@@ -15,6 +15,8 @@ _CHOICE = re.compile(r"invalid choice: '(?P<word>.*)' \(choose from (?P<choices>
 Advice = Callable[[argparse.Namespace, Sequence[str]], str]
 
 
+#: How other launchers spell the number of ranks.
+RANKS = dict.fromkeys(("--ranks", "--np", "--nproc", "--nprocs", "--num-processes"), "-n")
 #: Verbs that take options before and after SCRIPT, and the script's arguments after `--`.
 _WITH_DASHES = ("verify", "bench")
 
@@ -30,6 +32,11 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(words[:cut]), list(words[cut + 1 :])
 
 
+def of_script(words: Sequence[str]) -> tuple[str, ...]:
+    """Return the arguments among the words after SCRIPT, which may follow a `--`."""
+    return tuple(words[1:] if words[:1] == ["--"] else words)
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser whose flags may be spelled with underscores for dashes.
 
@@ -39,6 +46,8 @@ class Parser(argparse.ArgumentParser):
 
     Attributes:
         advice: what to do about words that nothing takes; `None` for no advice but the likeliest flag.
+        synonyms: flags of other commands, and the flag that means the same here.
+        takes_script: whether words that nothing takes, after SCRIPT and to the end, are the script's.
         abbreviated: destinations of the flags that may be cut short, as torchrun's may.
     """
 
@@ -46,6 +55,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{**given, "allow_abbrev": True})  # `_get_option_tuples` decides
         self.examples = examples or {}
         self.advice: Advice | None = None
+        self.synonyms: dict[str, str] = {}
+        self.takes_script = False
         self.abbreviated: set[str] = set()
 
     @property
@@ -62,23 +73,40 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse `args`; raise `UsageError` where words are left over."""
         options, left = super().parse_known_args(args, namespace)
-        if left:
+        if left and self._are_of_script(args, left):
+            options.script_args = left
+        elif left:
             advice = None if self.advice is None else self.advice(options, left)
             hints = filter(None, (self._meant(left[0]), advice))
             raise UsageError(
                 f"{self.prog} takes no {' '.join(left)}",
                 hint=" Otherwise: ".join(hints) or self._see,
             )
-        return options, left
+        return options, []
 
     def error(self, message: str) -> NoReturn:
         """Raise `UsageError`: the command line prints it and chooses the exit code."""
         found = _CHOICE.search(message)
         choices = re.findall(r"[\w-]+", found["choices"]) if found else []
-        hint = did_you_mean(found["word"], choices) if found else None
+        hint = did_you_mean(found["word"], choices, cutoff=0.5) if found else None
         if found and hint is None and found["word"].endswith(".py"):
             hint = f"did you mean {self.prog} run {found['word']}?"
         raise UsageError(message, hint=hint or self._see)
+
+    def add_script(self, what: str) -> None:
+        """Add SCRIPT, and as ARG all words after it."""
+        self.add_argument("target", metavar="SCRIPT", help=what)
+        rest = self.add_argument(
+            "args", metavar="ARG", nargs=argparse.REMAINDER, help="arguments for it"
+        )
+        rest.required = False  # argparse would name it where SCRIPT is missing
+
+    def _are_of_script(self, words: Sequence[str], left: Sequence[str]) -> bool:
+        """Return whether the words that nothing takes are what the command line ends with."""
+        known = [*self.synonyms, *self._option_string_actions]
+        likely = left[0].startswith("-") and did_you_mean(left[0], known, cutoff=0.7)
+        ends = list(words[-len(left) :]) == list(left)
+        return self.takes_script and ends and not likely
 
     @property
     def _see(self) -> str:
@@ -86,6 +114,8 @@ class Parser(argparse.ArgumentParser):
 
     def _meant(self, word: str) -> str | None:
         flag = word.partition("=")[0].replace("_", "-")
+        if flag in self.synonyms:
+            return f"did you mean {self.synonyms[flag]}?"
         known = [one for one in self._option_string_actions if one.startswith("--")]
         return did_you_mean(flag, known, cutoff=0.7)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.cli import check, nodes, setting_flags, torchrun
-from lockstep.cli.parser import Parser
+from lockstep.cli.parser import RANKS, Parser, of_script
 from lockstep.settings import TABLE
 
 if TYPE_CHECKING:
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 _EPILOG = """\
 Everything after SCRIPT belongs to the script. Flags win over the LOCKSTEP_* variables of the
 environment, and these over torchrun's PET_* variables. Exit codes: 0 done, 1 the script failed,
-2 usage, 3 a check did not hold, 75 preempted: the same command with --run-dir DIR continues.
+2 usage, 3 a check did not hold, 75 preempted. A command that is started again begins a new run, and
+names one that it has left unfinished; with --resume, or with --run-dir DIR, it continues that one.
 The promise: a script that uses lockstep.Run gives the same weights, bit for bit, on 1 to R ranks,
 with R fixed by --replicas and the threads by --threads, on one kind of hardware, with one version
 of Python, PyTorch and Lockstep. Without --replicas, R is the number of ranks.
@@ -28,7 +29,7 @@ _EXAMPLES = {
     "lockstep run -n 4 train.py --lr 0.1": "4 ranks on this machine; --lr 0.1 is for the script",
     "lockstep run -n gpu --replicas 8 train.py": "one rank for each GPU, with the result of 8 ranks",
     "lockstep run --nnodes 2 --node-rank 0 --master-addr a train.py": "2 nodes; node 1 has --node-rank 1",
-    "lockstep run --run-dir runs/train/20261122-103512 train.py": "continue an interrupted run",
+    "lockstep run --resume train.py": "continue the newest unfinished run of train.py",
 }
 
 
@@ -41,6 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         epilog=_EPILOG,
         examples=_EXAMPLES,
     )
+    parser.synonyms = RANKS
     parser.advice = lambda *_: "arguments of the script come after its name"
     _add_layout(parser)
     nodes.add(parser, elastic=True)
@@ -50,8 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     setting_flags.add(tolerance, *setting_flags.of_group("fault tolerance"))
     _add_records(parser)
     torchrun.add_flags(parser)
-    parser.add_argument("target", metavar="SCRIPT", help="the script to run, or with -m a module")
-    parser.add_argument("args", metavar="ARG", nargs=argparse.REMAINDER, help="arguments for it")
+    parser.add_script("the script to run, or with -m a module")
     parser.set_defaults(handler=handle)
 
 
@@ -89,7 +90,7 @@ def read(options: argparse.Namespace, asked: Asked) -> tuple[LaunchSpec, tuple[s
     spec = LaunchSpec(
         target=options.target,
         kind=asked.kind(module=options.module),
-        args=tuple(options.args),
+        args=of_script(options.args),
         n=None if options.n is None else parse_ranks(options.n),
         start=asked.start(options.start),
         settings=Given(**_settings(options, asked)),
@@ -99,8 +100,22 @@ def read(options: argparse.Namespace, asked: Asked) -> tuple[LaunchSpec, tuple[s
         role=options.role,
         local_rank_option=options.local_rank_option,
         nodes=several,
+        command=_command(options),
     )
     return spec, notes
+
+
+def _command(options: argparse.Namespace) -> tuple[str, ...]:
+    """Return the command line without the flags that choose a run directory."""
+    script = [options.target, *options.args]
+    flags, kept = iter(options.words[1 : -len(script)]), []
+    for word in flags:
+        flag = word.replace("_", "-")
+        if flag == "--run-dir":
+            next(flags, None)
+        elif flag not in ("--resume", "--fresh") and not flag.startswith("--run-dir="):
+            kept.append(word)
+    return (*kept, *script)
 
 
 def _settings(options: argparse.Namespace, asked: Asked) -> dict[str, object]:
@@ -186,7 +201,7 @@ def _add_start(parser: argparse.ArgumentParser) -> None:
 
 def _add_records(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("records")
-    setting_flags.add(group, "run_dir", "fresh")
+    setting_flags.add(group, "run_dir", "resume", "fresh")
     group.add_argument(
         "-t",
         "--tee",

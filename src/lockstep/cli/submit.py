@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.cli import setting_flags
-from lockstep.cli.parser import Parser
+from lockstep.cli.parser import RANKS, Parser, of_script
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         epilog=_EPILOG,
         examples=_EXAMPLES,
     )
+    parser.synonyms = RANKS
     _add_job(parser)
     _add_run(parser)
     setting_flags.add_training(parser)
@@ -43,8 +44,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "--no-follow", action="store_true", help="print the job's number and return"
     )
-    parser.add_argument("target", metavar="SCRIPT", help="the script to run, or with -m a module")
-    parser.add_argument("args", metavar="ARG", nargs=argparse.REMAINDER, help="arguments for it")
+    parser.add_script("the script to run, or with -m a module")
     parser.set_defaults(handler=handle)
 
 
@@ -88,7 +88,7 @@ def _spec(options: argparse.Namespace) -> LaunchSpec:
     return LaunchSpec(
         target=options.target,
         kind="module" if options.module else "script",
-        args=tuple(options.args),
+        args=of_script(options.args),
         n=None if options.n is None else parse_ranks(options.n),
         settings=Given(**setting_flags.given(options, (*setting_flags.SHARED, "run_dir"))),
     )

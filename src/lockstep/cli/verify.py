@@ -7,11 +7,10 @@ import json
 import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.cli import setting_flags
-from lockstep.cli.directory import kept_directory
+from lockstep.cli.directory import add_keep, kept_directory
 from lockstep.cli.parser import Parser
 from lockstep.errors import UsageError
 from lockstep.settings import OF_SERVERS
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 _EPILOG = """\
 A layout is a number of ranks, or ranks that change on the way: "4>2@30>3@60" begins on 4, continues with
 2 after step 30 and with 3 after step 60. Faults follow after commas: "2,kill@30" kills a rank in step
-30, "2,term@25" preempts the run after step 25. Arguments for the script come after `--`. A script
+30, "2,term@25" preempts the run after step 25. Arguments for the script come last, or after `--`. A script
 that names no replicas gets as many as the largest layout has ranks. Exit codes: 0 the same on all
 layouts, 1 the script failed, 2 usage, 3 not the same. The promise that is
 checked: the same weights on 1 to R ranks, for R replicas (--replicas), T threads (--threads), one
@@ -39,7 +38,7 @@ _EXAMPLES = {
     "lockstep verify train.py --layouts 1,2 --strategies ddp,fsdp": "compare strategies as well",
 }
 #: What may follow after `--layouts` and one layout; a script does not look like that.
-_LAYOUT = re.compile(r"\d+([,>@].*)?|(kill|term)@\d+(,.*)?")
+_LAYOUT = re.compile(r"\d+([,>@].*)?|[a-z]+@\d+(,.*)?")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
@@ -47,10 +46,11 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser = subparsers.add_parser(
         "verify",
         help="prove that a script gives the same weights on every layout",
-        usage="lockstep verify [options] SCRIPT [-- ARG ...]",
+        usage="lockstep verify [options] SCRIPT [[--] ARG ...]",
         epilog=_EPILOG,
         examples=_EXAMPLES,
     )
+    parser.takes_script = True
     parser.advice = lambda options, left: (
         f"arguments of the script come after --: lockstep verify {options.target} -- {' '.join(left)}"
     )
@@ -81,9 +81,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     setting_flags.add(parser, "devices", **one)
     setting_flags.add_training(parser)
     parser.add_argument("--json", action="store_true", help="print the verdict as JSON")
-    parser.add_argument(
-        "--keep", type=Path, metavar="DIR", help="keep the run directories and traces in DIR"
-    )
+    add_keep(parser, "keep the run directories and traces in DIR")
     parser.add_argument("target", metavar="SCRIPT", help="the script to verify")
     parser.set_defaults(handler=handle)
 
@@ -118,7 +116,7 @@ def handle(options: argparse.Namespace) -> int:
     check_script(options.target)
     script = [options.target, *options.script_args]
     ranks = max(layout.ranks for layout in layouts)
-    with kept_directory(options.keep, "verify") as directory:
+    with kept_directory(options.keep_runs, "verify") as directory:
         done = []
         work = Work(RunCommand(script, _run_options(options), of_servers), replicas=ranks)
         for outcome in outcomes(layouts, work, directory):

@@ -246,7 +246,9 @@ class Agent:
         """Return what is said of a run whose ranks have saved it and left."""
         if all(left.code != PREEMPTED for left in self._processes.exits.values()):
             return None
-        return preempted(self._progress.step, Path(self._workers[0].env["LOCKSTEP_RUN_DIR"]))
+        assert self.plan is not None, "workers have exited"
+        run_dir = Path(self._workers[0].env["LOCKSTEP_RUN_DIR"])
+        return preempted(self._progress.step, run_dir, self.plan.spec.command)
 
     def _told(self, failures: list[Failure]) -> Told:
         """Return what the others are told of this launcher's failures."""

@@ -8,7 +8,16 @@ import tempfile
 from pathlib import Path
 
 from lockstep.errors import PREEMPTED
-from lockstep.launch import dry_run, finished, imports, machine, old_scripts, openmp, worker
+from lockstep.launch import (
+    dry_run,
+    finished,
+    imports,
+    machine,
+    old_scripts,
+    openmp,
+    unfinished,
+    worker,
+)
 from lockstep.launch.functions import launch
 from lockstep.launch.imports import Sources
 from lockstep.launch.interrupts import Interrupted, listening
@@ -38,6 +47,7 @@ def run(spec: LaunchSpec) -> int:
     if (line := finished.already(spec)) is not None:
         say(line)
         return 0
+    spec = unfinished.resumed(spec, spec.name)
     with listening(spec.fault_tolerance.polite(os.environ)) as interrupts:
         sources = imports.read(spec)
         spec = _prepare(spec, sources)
@@ -68,7 +78,7 @@ def run(spec: LaunchSpec) -> int:
 def show_plan(spec: LaunchSpec) -> int:
     """Print what `run` would start, and start nothing."""
     check(spec.kind, spec.target)
-    spec = _adapt(spec)
+    spec = unfinished.resumed(_adapt(spec), spec.name)
     launch = _resolve(spec, imports.read(spec))
     run_dir, log_dir = expected(launch)
     private = Path(tempfile.gettempdir()) / "lockstep-PRIVATE"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import signal
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from lockstep.launch.forkserver import Exit
 from lockstep.launch.plan import WorkerPlan
 from lockstep.launch.restarts import Kind, kind
 from lockstep.record import error_report
+from lockstep.record.directory import short
 from lockstep.record.error_report import Report
 from lockstep.world.cgroups import oom_kills
 
@@ -144,12 +146,19 @@ def wall(moment: float) -> float:
     return time.time() - (time.monotonic() - moment)
 
 
-def preempted(step: int, run_dir: Path) -> Verdict:
-    """Return what is said of a run that has saved its state and left."""
-    text = (
-        f"lockstep: preempted after step {step}; "
-        f"the same command with --run-dir {short(run_dir)} continues"
-    )
+def preempted(step: int, run_dir: Path, command: Sequence[str]) -> Verdict:
+    """Return what is said of a run that has saved its state and left: the command that continues it.
+
+    Args:
+        step: the step after which it left.
+        run_dir: its directory.
+        command: what started it, without its directory; empty for a function.
+    """
+    place = str(short(run_dir))
+    how = shlex.join(["lockstep", "run", "--run-dir", place, *command])
+    if not command:
+        how = f"the same call with run_dir={place!r}"
+    text = f"lockstep: preempted after step {step}; to continue: {how}"
     return Verdict(text=text, exit_code=PREEMPTED, name=None, traceback=None)
 
 
@@ -218,14 +227,6 @@ def _details(failure: Failure) -> list[str]:
     if told.hint:
         lines.append(f"  hint: {told.hint}")
     return lines
-
-
-def short(path: Path) -> Path:
-    """Return `path` from here, where it lies below."""
-    with contextlib.suppress(OSError):
-        here = Path.cwd()
-        return path.relative_to(here) if path.is_relative_to(here) else path
-    return path
 
 
 def last_lines(log: Path) -> list[str]:

@@ -12,7 +12,9 @@ from lockstep.errors import RunDirectoryError
 from lockstep.launch import source
 from lockstep.launch.nodes.config import rendezvous_config
 from lockstep.launch.spec import LaunchSpec
+from lockstep.launch.unfinished import meant
 from lockstep.record import run_file
+from lockstep.record.unfinished import is_same
 
 #: Set in `run.json` by the launcher, when the launch of a finished run has ended with exit code 0.
 _MARK = "complete"
@@ -36,7 +38,7 @@ def already(spec: LaunchSpec) -> str | None:
         return None
     if recorded.get("status") != "finished" or "next" in recorded:
         return None
-    if not _is_same(spec, recorded.get("identity", {})):
+    if not is_same(recorded.get("identity", {}), meant(spec)):
         return None
     if not recorded.get(_MARK) and not ends_with_its_run(source.parse(spec)):
         return None
@@ -60,12 +62,6 @@ def _is_only(spec: LaunchSpec) -> bool:
     """Return whether `spec` is a script's, and this launcher is the only one."""
     alone = rendezvous_config(spec.nodes, (spec.target,), os.environ) is None
     return alone and spec.kind == "script"
-
-
-def _is_same(spec: LaunchSpec, identity: dict[str, object]) -> bool:
-    meant = {name: spec.settings.get(name) for name in ("replicas", "threads", "precision")}
-    meant |= {"script": Path(spec.target).name, "arguments": list(spec.args)}
-    return all(value is None or identity.get(name) == value for name, value in meant.items())
 
 
 def ends_with_its_run(tree: ast.Module) -> bool:

@@ -22,8 +22,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from lockstep import variables
 from lockstep.errors import PREEMPTED, RunError, UsageError
-from lockstep.launch import machine, processes, seeding, worker
+from lockstep.launch import machine, processes, seeding, unfinished, worker
 from lockstep.launch.failure import Verdict
 from lockstep.launch.forkserver import Job, Request
 from lockstep.launch.given import Given
@@ -110,6 +111,9 @@ def run_spawned(payload: Path) -> int:
 
 def _run(spec: LaunchSpec, job: Job, private: Path, name: str, timeout: float | None) -> int:
     """Run `spec` to its end; return the number of ranks."""
+    for line in variables.warnings(os.environ):
+        say(line)
+    spec = unfinished.resumed(spec, name)
     here = machine.look(gpus=asked(spec, os.environ) != "cpu")
     resolved = resolve(spec, Sources(), here, os.environ)
     place = RunDirectory(resolved, name)

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.checkpoint.shared_memory import AFTER_RUN, COLLECTIVES, Slot
-from lockstep.launch.failure import Verdict, short
+from lockstep.launch.failure import Verdict
 from lockstep.launch.plan import WorkerPlan
 from lockstep.launch.restarts import Kind
 from lockstep.record import stacks
+from lockstep.record.directory import short
 from lockstep.record.stacks import Frame
 from lockstep.world import host
 

@@ -9,11 +9,11 @@ import tempfile
 from pathlib import Path
 from typing import Self
 
-from lockstep.launch.failure import short
 from lockstep.launch.output import say
 from lockstep.launch.plan import Launch
 from lockstep.launch.spec import LaunchSpec
 from lockstep.record import directory, lock
+from lockstep.record.directory import short
 
 #: In a launcher's private directory: a link to its temporary logs.
 LINK = "logs"
@@ -33,7 +33,7 @@ class RunDirectory:
     """
 
     def __init__(self, launch: Launch, name: str) -> None:
-        self._spec, self._name = launch.spec, name
+        self._spec, self.name = launch.spec, name
         self._has_none = _has_no_directory(launch)
         #: Whether the logs stay, if they are temporary.
         self.keeps = False
@@ -69,13 +69,13 @@ class RunDirectory:
             RunDirectoryError: if one cannot be made or written.
         """
         if self._has_none:
-            self.path = directory.name_new(self._name, stamp=stamp)
+            self.path = directory.name_new(self.name, stamp=stamp)
         else:
-            self.path = directory.create(self._spec.run_dir, self._name, stamp=stamp)
+            self.path = directory.create(self._spec.run_dir, self.name, stamp=stamp)
         if self._spec.log_dir is not None:
             self._logs = directory.make_logs(_in(self._spec.log_dir, self._spec, self.path))
         elif self._has_none:
-            self._temporary = self._logs = Path(tempfile.mkdtemp(prefix=f"{self._name}-logs-"))
+            self._temporary = self._logs = Path(tempfile.mkdtemp(prefix=f"{self.name}-logs-"))
             with contextlib.suppress(OSError):  # without links, a killed launcher leaves its logs
                 (private / LINK).symlink_to(self._logs)
         else:

@@ -41,6 +41,7 @@ class LaunchSpec:
         local_rank_option: option by which old scripts get their local rank: `auto` until the script's
             source was read for it, then one of two spellings or `none`.
         nodes: what the user says of several nodes.
+        command: the command line without the flags that choose a run directory; empty for a function.
 
     Raises:
         UsageError: if a value cannot work on any machine.
@@ -58,6 +59,7 @@ class LaunchSpec:
     role: str = "default"
     local_rank_option: LocalRankOption = "auto"
     nodes: Nodes = field(default_factory=Nodes)
+    command: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self._check_ranks()

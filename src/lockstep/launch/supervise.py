@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.checkpoint.shared_memory import Descriptors
-from lockstep.launch import stdin, worker
+from lockstep.launch import stdin, unfinished, worker
 from lockstep.launch.dry_run import placement
 from lockstep.launch.failure import Verdict
 from lockstep.launch.forkserver import ForkServer, Job, Preload
@@ -41,6 +41,7 @@ from lockstep.launch.preload import import_shared
 from lockstep.launch.rank_progress import RankProgress
 from lockstep.launch.restarts import Restarts
 from lockstep.launch.run_directory import RunDirectory, remove_left
+from lockstep.launch.spec import LaunchSpec
 from lockstep.world import host
 
 #: How long a launcher waits for others before it says that it does.
@@ -85,7 +86,7 @@ def supervise(
         closing(Descriptors.create()) as memory,  # before the server is forked: workers inherit it
         closing(_fork_server(launch, job, interrupts)) as server,
         closing(Output()) as output,
-        _joined(launch, interrupts) as rounds,
+        _joined(launch, place.name, interrupts) as rounds,
         kept_port(only_port) as port,  # after the fork, so that no worker inherits what keeps it
         # Closed before the output: what is left of the workers cannot write after it.
         closing(server),
@@ -94,14 +95,14 @@ def supervise(
         from lockstep.launch.rendezvous import Rendezvous
 
         restarts = Restarts(spec.fault_tolerance.restarts(environ))
-        common = Common.new(launch.ranks) if rounds is None else rounds.common
-        generation = Generation(run_id=common.run_id, token=common.token)
-        listens, limit = listens or rounds is not None, restarts.limit
-        generation = dataclasses.replace(generation, max_restarts=limit, listens=listens)
-        stamp = None if rounds is None else common.stamp
+        shared = None if rounds is None else rounds.common
+        common, listens = shared or Common.new(launch.ranks), listens or rounds is not None
+        generation = _generation(common, max_restarts=restarts.limit, listens=listens)
+        files = private if has_locks else None
+        planner = partial(_plan, launch, place, shared, private, port, files)
         progress = RankProgress(memory, launch.ranks)
         agent = Agent(
-            partial(_plan, launch, place, stamp, private, port, private if has_locks else None),
+            planner,
             Rendezvous(generation, launch.ranks, rounds, port=store_port),
             server=server,
             output=output,
@@ -114,6 +115,13 @@ def supervise(
         )
         agent.run()
     return agent.verdict
+
+
+def _generation(common: Common, *, max_restarts: int, listens: bool) -> Generation:
+    """Return what all generations of a launch have in common."""
+    return Generation(
+        run_id=common.run_id, token=common.token, max_restarts=max_restarts, listens=listens
+    )
 
 
 def _fork_server(launch: Launch, job: Job, interrupts: Interrupts) -> ForkServer:
@@ -143,7 +151,7 @@ def _ports(nodes: Nodes, *, is_only: bool) -> tuple[int, int]:
 def _plan(
     launch: Launch,
     place: RunDirectory,
-    stamp: str | None,
+    common: Common | None,
     private: Path,
     port: int,
     files: Path | None,
@@ -154,7 +162,7 @@ def _plan(
     Args:
         launch: the launch.
         place: makes the run's directories, for the first generation.
-        stamp: name of the run's directory, if all launchers know one.
+        common: what all launchers know, if there are several.
         private: a directory for the launch's own files.
         port: of a rank that is alone: it may host a store there, if the script wants one.
         files: stores of ranks that one launcher starts, a file for each generation, which torch locks;
@@ -172,7 +180,7 @@ def _plan(
     if run_dir is None:
         if generation.membership is not None:  # before anything is made
             check_replicas(launch, generation.membership.size)
-        run_dir = place.make(stamp, private)
+        run_dir = _directory(launch.spec, place, common, private, generation)
     plan = make_plan(launch, generation, run_dir=run_dir, log_dir=place.logs, error_dir=private)
     if generation.number == 0:
         for line in placement(plan):
@@ -180,8 +188,24 @@ def _plan(
     return plan
 
 
+def _directory(
+    spec: LaunchSpec,
+    place: RunDirectory,
+    common: Common | None,
+    private: Path,
+    generation: Generation,
+) -> Path:
+    """Make the run's directory; name an unfinished run where a new one begins."""
+    if common is not None:
+        unfinished.check(spec, place.name, common)
+    is_first = generation.membership is None or generation.membership.index == 0
+    if is_first and (line := unfinished.note(spec, place.name)) is not None:
+        say(line)
+    return place.make(None if common is None else common.stamp, private)
+
+
 @contextlib.contextmanager
-def _joined(launch: Launch, interrupts: Interrupts) -> Iterator[Rounds | None]:
+def _joined(launch: Launch, name: str, interrupts: Interrupts) -> Iterator[Rounds | None]:
     """Meet the launchers of the other nodes, if there are any."""
     nodes, config = launch.spec.nodes, launch.nodes
     if config is None:
@@ -206,6 +230,7 @@ def _joined(launch: Launch, interrupts: Interrupts) -> Iterator[Rounds | None]:
         interface=nodes.interface or chosen_interface(),
         check=_patience(config, interrupts),
         say=say,
+        stamp=unfinished.stamp(launch.spec, name),
     )
     with closing(rounds):
         yield rounds

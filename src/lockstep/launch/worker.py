@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from lockstep.checkpoint.shared_memory import Descriptors
+from lockstep.errors import LockstepError
 from lockstep.launch import processes, seeding, server_processes, target
 from lockstep.launch.forkserver import Job, Request
 from lockstep.launch.plan import Launch, arguments, command, interpreter
@@ -110,16 +111,17 @@ def _tell(error: BaseException, environ: Mapping[str, str], home: str | None) ->
     file = environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         error_report.write(told, Path(file))
-    if told.consequence and SERVER not in environ and _note(told, environ):
+    in_verdict = told.consequence or isinstance(error, LockstepError)
+    if in_verdict and SERVER not in environ and _note(told, environ):
         return told.exit_code
     sys.excepthook(type(error), error, error.__traceback__)
     return told.exit_code
 
 
 def _note(told: Report, environ: Mapping[str, str]) -> bool:
-    """Write another rank's failure, as this one has felt it, to the log alone; return whether it is there.
+    """Write a failure that the verdict tells in full to the log alone; return whether it is there.
 
-    The terminal shows the cause, which the launcher tells.
+    That is an error of Lockstep's own, or another rank's failure as this one has felt it.
     """
     log = Path(environ.get("LOCKSTEP_LOG_DIR", "")) / f"rank-{told.rank}.log"
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import tempfile
@@ -9,7 +10,7 @@ import time
 from pathlib import Path
 
 from lockstep.atomic_file import make_directory, sync_directory
-from lockstep.errors import RunDirectoryError
+from lockstep.errors import RunDirectoryError, UsageError
 
 _HINT = "--run-dir DIR names another place"
 
@@ -27,6 +28,7 @@ def create(
             chosen one; it may be there.
 
     Raises:
+        UsageError: if a file is in its place.
         RunDirectoryError: if it cannot be made or written.
     """
     try:
@@ -36,6 +38,12 @@ def create(
         logs = path / "logs"
         make_directory(logs)
         _check_writable(logs)
+    except (NotADirectoryError, FileExistsError):
+        raise UsageError(
+            f"the run directory {run_dir or base / name} is a file, or is below one; expected a directory, "
+            "or nothing there yet",
+            hint=_HINT,
+        ) from None
     except OSError as error:
         where = run_dir or base / name
         raise RunDirectoryError(
@@ -72,6 +80,14 @@ def make_logs(path: Path) -> Path:
 def _reason(error: OSError) -> str:
     """Return what the system says, and of which file, where it names one."""
     return f"{error.strerror} ({error.filename})" if error.filename else str(error.strerror)
+
+
+def short(path: Path) -> Path:
+    """Return `path` relative to the working directory, where it lies below it."""
+    with contextlib.suppress(OSError):
+        here = Path.cwd()
+        return path.relative_to(here) if path.is_relative_to(here) else path
+    return path
 
 
 def owner_only(path: str, flags: int) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from lockstep.atomic_file import atomic_write
-from lockstep.errors import LockstepError, PeerError, causes
+from lockstep.errors import LockstepError, PeerError, causes, shortened
 from lockstep.record.stacks import Frame
 
 #: What torch and Gloo say when the other end is the one that failed.
@@ -31,6 +31,8 @@ _PEER_PHRASES = (
 )
 #: How Python writes the number of a system's error.
 _ERRNO = re.compile(r"\[Errno (\d+)\]")
+#: The most characters of a traceback that the launcher gets; the log has all of them.
+_TRACEBACK = 1 << 14
 #: How torch begins the message of an exception from a DataLoader worker.
 _FROM_WORKER = re.compile(r"Caught \w+ in (DataLoader worker process \d+)\.\nOriginal ")
 
@@ -42,13 +44,13 @@ class Report:
     Attributes:
         rank: the worker's rank.
         exception: name of the exception's type.
-        message: its text, without the hint.
+        message: its text, without the hint; the middle of a long one is left out.
         hint: what to do about it, where it is known.
         exit_code: the code that the worker ends with.
         file: file of the user's frame where it was raised.
         line: line in that file.
         function: function around that line.
-        traceback: the whole traceback as text.
+        traceback: the traceback as text; the middle of a long one is left out.
         time: when it was, by this machine's `time.monotonic`.
         consequence: whether it tells of another rank's failure rather than of its own.
         errnos: the system's numbers of errors among it and its causes.
@@ -81,13 +83,13 @@ def describe(error: BaseException, rank: int, home: str | None) -> Report:
     return Report(
         rank=rank,
         exception=type(error).__qualname__,
-        message=_message(error),
-        hint=hint,
+        message=shortened(_message(error)),
+        hint=None if hint is None else shortened(hint),
         exit_code=error.exit_code if isinstance(error, LockstepError) else 1,
         file=file,
         line=line,
         function=function,
-        traceback="".join(traceback.format_exception(error)),
+        traceback=shortened("".join(traceback.format_exception(error)), _TRACEBACK),
         time=time.monotonic(),
         consequence=is_consequence(error),
         errnos=errnos(error),

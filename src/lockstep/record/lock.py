@@ -149,10 +149,14 @@ def leave(directory: Path) -> None:
             os.close(file)
 
 
-def in_use(directory: Path) -> bool | None:
+def in_use(directory: Path, own: Owner | None = None) -> bool | None:
     """Return whether a launch uses a directory; `None` where that cannot be known from here.
 
     The lock is only tried: a launch that takes it at that moment tries again.
+
+    Args:
+        directory: the run directory.
+        own: owner of this launch, whose use does not count.
     """
     try:
         file = os.open(directory / NAME, os.O_RDWR | os.O_CLOEXEC)
@@ -162,10 +166,11 @@ def in_use(directory: Path) -> bool | None:
         return None
     try:
         owner = _read(file)
-        if not _lock(file, fcntl.LOCK_SH):
+        is_own = owner is not None and own is not None and owner.is_launch_of(own)
+        if not is_own and not _lock(file, fcntl.LOCK_SH):
             return True
-        if owner is None or owner.lives:
-            return owner is not None
+        if owner is None or is_own or owner.lives:
+            return owner is not None and not is_own
         return False if owner.machine == host.identity() else None
     except OSError:
         return None

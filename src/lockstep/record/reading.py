@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import RunDirectoryError
+from lockstep.errors import RunDirectoryError, UsageError
 from lockstep.record import run_file
 
 Event = dict[str, Any]
@@ -37,11 +37,12 @@ class Recorded:
         """Read the records in a run directory.
 
         Raises:
-            RunDirectoryError: if there are none, or they are damaged or of a newer format.
+            UsageError: if there are none.
+            RunDirectoryError: if they are damaged, or of a newer format.
         """
         run = run_file.read(directory)
         if run is None:
-            raise RunDirectoryError(
+            raise UsageError(
                 f"{directory} has no {run_file.NAME}; expected the directory of a run",
                 hint="runs/NAME/TIME, or what --run-dir named",
             )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -18,7 +20,7 @@ from lockstep.data.build import LoaderSettings
 from lockstep.data.description import Description
 from lockstep.data.loader import Loader
 from lockstep.data.microbatch import Microbatch
-from lockstep.errors import RunDirectoryError
+from lockstep.errors import RunDirectoryError, shortened
 from lockstep.record import directory as directories
 from lockstep.record import run_file
 from lockstep.record.events import Events, copied
@@ -189,10 +191,7 @@ class Recorder:
     @property
     def shown_directory(self) -> str:
         """The run directory as a person would type it here."""
-        try:
-            return str(self.directory.relative_to(Path.cwd()))
-        except ValueError:
-            return str(self.directory)
+        return str(directories.short(self.directory))
 
     def bind(self, place: Place, digests: Callable[[], Mapping[str, str]]) -> None:
         """Learn where the run stands, and how to take the digests of what it holds, by name."""
@@ -363,10 +362,11 @@ class Recorder:
         if (
             self._world.is_main and self._world.environment != "lockstep"
         ):  # a launcher says it itself
-            self._progress.say(
-                f"lockstep: preempted after step {step}; the run continues with "
-                f"--run-dir {self.shown_directory}"
-            )
+            how = f"LOCKSTEP_RUN_DIR={shlex.quote(self.shown_directory)}"
+            # What started the ranks of torchrun, srun and mpiexec is not known here.
+            command = ["python", *sys.orig_argv[1:]] if self._world.environment == "single" else []
+            how = f"{how} {shlex.join(command)}" if command else f"the same command with {how}"
+            self._progress.say(f"lockstep: preempted after step {step}; to continue: {how}")
 
     def close(self, error: BaseException | None) -> None:
         """Close all files and loggers; record an error on the main rank."""
@@ -377,7 +377,7 @@ class Recorder:
         try:
             self._events.close()
             if error is not None and self._world.is_main:
-                self._write("failed", error=f"{type(error).__name__}: {error}")
+                self._write("failed", error=shortened(f"{type(error).__name__}: {error}"))
         except RunDirectoryError:
             if error is None:
                 raise  # otherwise the first error is the one to tell

@@ -190,7 +190,7 @@ def forget(directory: Path) -> None:
         raise cannot_write(directory, error) from error
 
 
-def _goes_on(directory: Path, recorded: dict[str, Any]) -> bool:
+def continues(directory: Path, recorded: dict[str, Any]) -> bool:
     """Return whether a script has begun a later run after this one, and not finished it."""
     seen: set[Path] = set()
     while later := recorded.get("next"):
@@ -220,7 +220,7 @@ def check(directory: Path, identity: Identity, *, fresh: bool, restarted: bool =
     if recorded is None or fresh:
         return
     finished = recorded.get("status") == "finished" and not restarted
-    if finished and not _goes_on(directory, recorded):
+    if finished and not continues(directory, recorded):
         raise RunDirectoryError(
             f"the run in {directory} is finished; expected a new or an unfinished one",
             hint="--fresh overwrites it, --run-dir names another directory",

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from lockstep.errors import RunDirectoryError, RunError
 from lockstep.record import run_file
+from lockstep.record.directory import short
 from lockstep.submit import slurm
 from lockstep.submit.slurm import JobState
-from lockstep.submit.terminal import say, short
+from lockstep.submit.terminal import say
 
 #: Seconds between two looks at the output, and between two questions to Slurm: at first, and at most.
 _LOOK = 0.1

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from lockstep.errors import RunDirectoryError, UsageError
 from lockstep.record import directory
+from lockstep.record.directory import short
 from lockstep.submit import slurm
 from lockstep.submit.request import JobRequest
 from lockstep.submit.script import job_script, output_file
-from lockstep.submit.terminal import say, short
+from lockstep.submit.terminal import say
 
 
 def submit(request: JobRequest, run_dir: Path | None, name: str) -> tuple[str, Path]:

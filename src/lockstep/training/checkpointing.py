@@ -116,7 +116,7 @@ class Checkpointing:
             if saves:
                 self._save(text, tensors)
         if request == "stop":
-            self._wait()
+            self._wait("a checkpoint")
             raise Preempted(loop.steps)
 
     def _due(self, schedule: Schedule, request: Request | None) -> int:
@@ -154,7 +154,7 @@ class Checkpointing:
         asked, self._asked = self._asked, None
         self._saved = time.monotonic()
         best = None if asked is None else asked.best
-        with self._context.heartbeat.collective("run.save"):
+        with self._context.heartbeat.collective("a checkpoint" if asked is None else "run.save"):
             self._checkpoints.save(self._loop.steps, tensors, text, best=best)
 
     def _capture(self) -> tuple[str, dict[str, torch.Tensor]]:
@@ -178,10 +178,10 @@ class Checkpointing:
         """The script is done: what it has asked for is on disk when this returns."""
         if self._asked is not None:
             self._save(*self._capture())
-        self._wait()
+        self._wait("the end of the run")
 
-    def _wait(self) -> None:
-        with self._context.heartbeat.collective("run.save"):
+    def _wait(self, kind: str) -> None:
+        with self._context.heartbeat.collective(kind):
             self._checkpoints.wait()
 
     def close(self, patience: float) -> None:

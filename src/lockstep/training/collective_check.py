@@ -192,7 +192,7 @@ def mismatch(own: WaitingRank, other: WaitingRank) -> MismatchError | None:
 
 def _tell(waiting: WaitingRank, call: Call) -> str:
     text = f"rank {waiting.rank} is in {_what(waiting.now)} at {waiting.place}"
-    return text if call == waiting.now else f"{text}, after {_what(call)}"
+    return text if call[1:] == waiting.now[1:] else f"{text}, after {_what(call)}"
 
 
 def _what(call: Call) -> str:

@@ -163,7 +163,7 @@ def join(settings: Settings, world: World, store: dist.Store | None = None) -> C
     heartbeat = Heartbeat.begin(find_slot(os.environ, world), os.environ)
     with rendezvous.telling(), heartbeat.collective("the start of the run"):
         run_dir, launch = _run_dir(settings, rendezvous.number), launch_of(world, os.environ)
-        resume_info = recall(rendezvous, run_dir, launch, fresh=settings.fresh)
+        resume_info = recall(rendezvous, run_dir, launch, settings)
         mesh = choose_mesh(settings, world)
         said = settings.replicas or resume_info.replicas or settings.default_replicas
         here = ParallelDims.of(mesh, world.rank, said or mesh.data)
@@ -242,7 +242,7 @@ def _open_record(
     pid, before = _before or (0, None)
     asked = RecordSettings(
         name=settings.name,
-        run_dir=_run_dir(settings, rendezvous.number),
+        run_dir=_run_dir(settings, rendezvous.number) or resume_info.found,
         fresh=settings.fresh and not resume_info.is_ours,
         progress=settings.progress,
         trace=settings.trace,

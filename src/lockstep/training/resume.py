@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,12 +20,17 @@ from lockstep.checkpoint.parts import Stored
 from lockstep.checkpoint.position import Position
 from lockstep.checkpoint.snapshot import Snapshots
 from lockstep.errors import CheckpointError
-from lockstep.record import run_file
+from lockstep.record import run_file, unfinished
+from lockstep.record.lock import Owner
+from lockstep.record.unfinished import BASE
+from lockstep.settings import Settings
 from lockstep.training.state import ANSWERS, State
 from lockstep.world.model import World
 from lockstep.world.rendezvous.rank_rendezvous import Rendezvous
 
 _NO_RANK = "-1"
+#: How a user asks for the newest unfinished run, and for one by its directory.
+_VARIABLES = {"resume": "LOCKSTEP_RESUME=1", "run_dir": "LOCKSTEP_RUN_DIR="}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +42,21 @@ class ResumeInfo:
         replicas: number of replicas that it began with; `None` for a new run.
         threads: intra-op threads that it began with.
         is_ours: whether this launch has recorded it, before its processes were restarted.
+        directory: of the unfinished run that continues, where none was named; `None` for none.
+        note: the line that names an unfinished run, where a new one begins.
     """
 
     generations: int = 0
     replicas: int | None = None
     threads: int | None = None
     is_ours: bool = False
+    directory: str | None = None
+    note: str | None = None
+
+    @property
+    def found(self) -> Path | None:
+        """The directory of the unfinished run that continues, where none was named."""
+        return None if self.directory is None else Path(self.directory)
 
     @property
     def is_new(self) -> bool:
@@ -55,34 +70,60 @@ def launch_of(world: World, environ: Mapping[str, str]) -> str | None:
 
 
 def recall(
-    rendezvous: Rendezvous, run_dir: Path | None, launch: str | None, *, fresh: bool
+    rendezvous: Rendezvous, run_dir: Path | None, launch: str | None, settings: Settings
 ) -> ResumeInfo:
-    """Return what the main rank finds in `run_dir`, the same on all ranks.
+    """Return what the main rank finds in the run's directory, the same on all ranks.
 
     Args:
         rendezvous: rendezvous of the ranks.
-        run_dir: the directory; `None` for a new one.
+        run_dir: the directory that is named; `None` for a new one, or an unfinished run's.
         launch: name of this launch.
-        fresh: whether a run of another launch is to be forgotten.
+        settings: whether an unfinished run is to continue, and one of another launch to be forgotten.
 
     Raises:
         RunDirectoryError: if the record there is damaged.
+        UsageError: if an unfinished run is to continue, and there is none.
         PeerError: if the main rank cannot continue.
     """
 
     def earlier() -> ResumeInfo:
-        recorded = (None if run_dir is None else run_file.read(run_dir)) or {}
+        chosen, line = _choose(rendezvous, run_dir, launch, settings)
+        found = None if chosen is None or chosen == run_dir else str(chosen)
+        recorded = (None if chosen is None else run_file.read(chosen)) or {}
         # A restart continues with what this launch has begun, fresh or not.
         is_of_launch = launch is not None or rendezvous.world.generation > 0
         is_ours = recorded.get("launch") == launch and is_of_launch
         generations, identity = recorded.get("generations", []), recorded.get("identity", {})
-        if not generations or (fresh and not is_ours):
-            return ResumeInfo()
+        if not generations or (settings.fresh and not is_ours):
+            return ResumeInfo(directory=found, note=line)
         replicas, threads = identity.get("replicas"), identity.get("threads")
-        return ResumeInfo(len(generations), replicas, threads, is_ours)
+        return ResumeInfo(len(generations), replicas, threads, is_ours, found, line)
 
     told = rendezvous.told("earlier", lambda: json.dumps(asdict(earlier())), "begin")
     return ResumeInfo(**json.loads(told))
+
+
+def _choose(
+    rendezvous: Rendezvous, run_dir: Path | None, launch: str | None, settings: Settings
+) -> tuple[Path | None, str | None]:
+    """Return the run's directory, `None` for a new one, and the line that names an unfinished run."""
+    world, is_first = rendezvous.world, rendezvous.number == 0
+    if world.environment == "lockstep" or not (settings.resume or (run_dir is None and is_first)):
+        return run_dir, None  # a launcher has chosen
+    if settings.resume and settings.fresh:
+        raise unfinished.contradicting("LOCKSTEP_RESUME", "LOCKSTEP_FRESH")
+    names = ("name", "seed", "replicas", "threads", "precision")
+    script, arguments = run_file.script_and_arguments()
+    meant = {name: getattr(settings, name) for name in names}
+    found = unfinished.find(
+        BASE.glob("*/*") if run_dir is None else [run_dir],
+        {**meant, "script": script, "arguments": arguments},
+        Owner.of(world.environment, os.environ, launch),
+    )
+    if settings.resume and (found or is_first):
+        what, where = " ".join([script, *arguments]), run_dir or BASE
+        return unfinished.require(found, what, where, **_VARIABLES), None
+    return run_dir, unfinished.note(found, **_VARIABLES) if found and is_first else None
 
 
 @dataclass(frozen=True, slots=True)

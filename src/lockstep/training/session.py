@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import prune
 
+from lockstep import variables
 from lockstep.data.randomness import set_key
 from lockstep.errors import LockstepError, ModelError, PeerError, RunError, StepError
 from lockstep.layout import keys
@@ -140,6 +141,10 @@ class Session:
             context.memory.opened()
         if self._stops:
             self._checkpointing.stop()
+        if context.world.environment != "lockstep":  # a launcher says it itself
+            lines = variables.warnings(os.environ)
+            for line in (*lines, *filter(None, [context.resume_info.note])):
+                record.warn(line)
         name, replicas = context.settings.name, context.replicas
         title = fingerprint.title(name, self.models.exactness, replicas, context.world.size)
         exchange = "" if context.group is None else f", exchange {context.exchange}"

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, did_you_mean
 
 _FAULT = re.compile(r"(kill|term)@(\d+)")
 _MOVE = re.compile(r"(\d+)@(\d+)")
@@ -121,6 +121,7 @@ def _parse_word(word: str) -> list[Layout]:
     items: list[list[str]] = []
     for item in map(str.strip, word.split(",")):
         if not _FAULT.fullmatch(item):
+            _check_no_fault(item, word)
             items.append([item])
         elif items:
             items[-1].append(item)
@@ -130,6 +131,17 @@ def _parse_word(word: str) -> list[Layout]:
                 hint=f'for example "2,{item}"',
             )
     return [_parse_layout(layout, faults) for layout, *faults in items]
+
+
+def _check_no_fault(item: str, word: str) -> None:
+    """Refuse what is meant as a fault, and is none."""
+    kind, at, _ = item.partition("@")
+    if at and kind.isalpha():
+        near = did_you_mean(kind, ("kill", "term"))
+        raise UsageError(
+            f"{item!r} in the layouts {word!r} is no fault; expected kill@STEP or term@STEP",
+            hint='for example "2,kill@30"' if near is None or kind in near.split() else near,
+        )
 
 
 def _parse_layout(text: str, faults: Sequence[str]) -> Layout:

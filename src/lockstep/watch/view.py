@@ -169,7 +169,10 @@ class View:
     def end(self) -> str | None:
         """What is to be said about how the run ended; `None` for nothing, or while it continues."""
         if self.status == "dead":
-            return "no process of this run is left; the same command with --run-dir resumes it"
+            return (
+                "no process of this run is left; "
+                f"the same command with --run-dir {self.directory} continues it"
+            )
         said = {"finished": self.content.get("digest"), "failed": self._cause}.get(self.status)
         return None if said is None else str(said).partition("\n")[0]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.cli import _parser, run, torchrun
+from lockstep.cli import _parser, parse, run, torchrun
 from lockstep.errors import UsageError
 from lockstep.launch.given import Given
 from lockstep.launch.nodes.config import Nodes
@@ -28,7 +28,7 @@ def theirs() -> list[argparse.Action]:
 
 def read(*words: str, env: dict[str, str] | None = None) -> tuple[LaunchSpec, tuple[str, ...]]:
     """What `lockstep run` would launch, and what it would say."""
-    options = _parser().parse_args(torchrun.with_environment(["run", *words, "x.py"], env or {}))
+    options = parse(torchrun.with_environment(["run", *words, "x.py"], env or {}))
     asked = asked_of(vars(options))
     spec, notes = run.read(options, asked)
     return spec, (*asked.notes, *notes)
@@ -238,7 +238,7 @@ def test_what_is_refused(line: str, said: str, hint: str | None) -> None:
         ("run --bind core x.py", "invalid choice: 'core'", "did you mean cores?"),
         ("rnu x.py", "invalid choice: 'rnu'", "did you mean run?"),
         (
-            "verify x.py --epochs 1",
+            "verify x.py --epochs 1 --threads 1",
             "lockstep verify takes no --epochs 1",
             "arguments of the script come after --: lockstep verify x.py -- --epochs 1",
         ),

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.errors import RunDirectoryError
+from lockstep.errors import RunDirectoryError, UsageError
 from lockstep.record.monitor import Monitor
 from lockstep.record.pace import Pace, Stopwatch
 from lockstep.record.reading import Recorded, read_events
@@ -104,7 +104,7 @@ def test_a_line_that_is_a_part_is_left_out(tmp_path: Path) -> None:
 
 
 def test_directories_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(RunDirectoryError, match=r"has no run\.json"):
+    with pytest.raises(UsageError, match=r"has no run\.json"):
         Recorded.of(tmp_path)
     (tmp_path / "run.json").write_text(json.dumps({"format": 2}))
     with pytest.raises(RunDirectoryError, match="format 2; expected 1 at most"):

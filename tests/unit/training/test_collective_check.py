@@ -39,6 +39,13 @@ def test_two_calls_are_named_with_their_lines() -> None:
     )
 
 
+def test_a_rank_that_waits_twice_at_the_end_of_its_run_is_told_once() -> None:
+    end = ("the end of the run", ())
+    error = mismatch(waiting(0, 5, MEAN), waiting(1, 5, end, end))
+    assert isinstance(error, MismatchError)
+    assert "rank 1 is in the end of the run at train.py:11 in main; expected" in error.message
+
+
 def test_a_backward_pass_is_told_with_its_batch() -> None:
     error = mismatch(waiting(0, 5, backward(3, 0)), waiting(1, 5, BARRIER))
     assert error is not None

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from lockstep.settings import Settings
 from lockstep.training.divergence import check_same
 from lockstep.training.resume import ResumeInfo, Search, launch_of, recall
 from lockstep.world.model import World
@@ -98,27 +99,27 @@ def directory(tmp_path: Path) -> Path:
 
 def test_the_launch_that_has_made_it_goes_on_with_it_fresh_or_not(directory):
     mine = ResumeInfo(generations=2, replicas=4, threads=2, is_ours=True)
-    assert recall(rendezvous(1), directory, "one", fresh=False) == mine
-    assert recall(rendezvous(1), directory, "one", fresh=True) == mine
+    assert recall(rendezvous(1), directory, "one", Settings(name="x")) == mine
+    assert recall(rendezvous(1), directory, "one", Settings(name="x", fresh=True)) == mine
 
 
 def test_a_restart_before_anything_was_recorded_does_not_go_on_with_an_older_run(directory):
     """Killed before it opened its run: what lies there is of another launch."""
-    assert recall(rendezvous(1), directory, "two", fresh=True) == ResumeInfo()
-    assert not recall(rendezvous(1), directory, "two", fresh=False).is_ours
+    assert recall(rendezvous(1), directory, "two", Settings(name="x", fresh=True)) == ResumeInfo()
+    assert not recall(rendezvous(1), directory, "two", Settings(name="x")).is_ours
 
 
 def test_an_empty_directory_and_none(tmp_path):
-    assert recall(rendezvous(), tmp_path, "one", fresh=False).is_new
-    assert recall(rendezvous(), None, "one", fresh=False).is_new
+    assert recall(rendezvous(), tmp_path, "one", Settings(name="x")).is_new
+    assert recall(rendezvous(), None, "one", Settings(name="x")).is_new
 
 
 def test_launchers_that_give_no_name(directory):
     world = World(environment="torchrun")
     assert launch_of(world, {"LOCKSTEP_LAUNCH": "none"}) is None
     assert launch_of(World(environment="lockstep"), {"LOCKSTEP_LAUNCH": "x"}) == "x"
-    assert not recall(rendezvous(1, "torchrun"), directory, None, fresh=False).is_ours
+    assert not recall(rendezvous(1, "torchrun"), directory, None, Settings(name="x")).is_ours
     recorded = json.loads((directory / "run.json").read_text())
     (directory / "run.json").write_text(json.dumps({**recorded, "launch": None}))
-    assert recall(rendezvous(1, "torchrun"), directory, None, fresh=False).is_ours
-    assert not recall(rendezvous(0, "torchrun"), directory, None, fresh=False).is_ours
+    assert recall(rendezvous(1, "torchrun"), directory, None, Settings(name="x")).is_ours
+    assert not recall(rendezvous(0, "torchrun"), directory, None, Settings(name="x")).is_ours

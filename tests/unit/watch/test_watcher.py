@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from lockstep.errors import RunDirectoryError, UsageError
+from lockstep.errors import UsageError
 from lockstep.record.lock import DirectoryLock, Owner
 from lockstep.watch.screen import Screen
 from lockstep.watch.view import size
@@ -94,7 +94,7 @@ def test_a_run_without_processes_is_dead(tmp_path: Path) -> None:
     view = Watcher(Run(tmp_path / "run", status="running").write(), 0).look()
     assert view.status == "dead"
     assert view.end is not None
-    assert "--run-dir" in view.end
+    assert f"--run-dir {tmp_path / 'run'} continues it" in view.end
 
 
 def test_a_run_on_another_host_may_live(going_on: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_failed_run_whose_launcher_lives_may_go_on(going_on: Path, *, lives: b
 def test_directories_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no directory"):
         Watcher(tmp_path / "none", 0)
-    with pytest.raises(RunDirectoryError, match=r"has no run\.json"):
+    with pytest.raises(UsageError, match=r"has no run\.json"):
         Watcher(tmp_path, 0)
 
 

@@ -19,11 +19,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from lockstep.errors import shortened
 from lockstep.launch.nodes import coordinator
 from lockstep.launch.nodes.coordinator import Coordinator, Policy
 from lockstep.launch.nodes.membership import Membership
-from lockstep.launch.nodes.messages import Answer, Decision, Said, Told, lost_verdict
-from lockstep.launch.nodes.server import LINE, CoordinatorServer, Place
+from lockstep.launch.nodes.messages import LINE, Answer, Decision, Said, Told, fitting, lost_verdict
+from lockstep.launch.nodes.server import CoordinatorServer, Place
 from lockstep.world.rendezvous.decode import decode
 from lockstep.world.waiting import Check
 
@@ -103,7 +104,7 @@ class CoordinatorClient:
 
     def fail(self, told: Told) -> None:
         """Tell the others that this launcher's workers failed."""
-        self._say(failure=told)
+        self._say(failure=fitting(told))
 
     def done(self) -> None:
         """Tell the others that this launcher's workers ended well."""
@@ -116,6 +117,7 @@ class CoordinatorClient:
             why: what they are told.
             saves: whether it can wait until all have saved the run's state, if too few would stay.
         """
+        why = shortened(why)
         if (self._said.leaves, self._said.saves) != (why, saves):
             self._say(leaves=why, saves=saves)
 

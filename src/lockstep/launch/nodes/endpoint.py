@@ -18,6 +18,7 @@ from lockstep.errors import UnreachableError, UsageError, WorldError
 from lockstep.launch.nodes.config import RendezvousConfig
 from lockstep.world import host, network
 from lockstep.world.rendezvous import port_discovery
+from lockstep.world.rendezvous.private_file import open_private
 from lockstep.world.rendezvous.store import connect_store, host_store
 from lockstep.world.waiting import Check
 
@@ -182,6 +183,7 @@ class RendezvousFile:
 
     Raises:
         UsageError: if the directory is not there, or cannot be used for this.
+        WorldError: if another user has put a file there.
     """
 
     def __init__(self, directory: Path, name: str) -> None:
@@ -194,7 +196,7 @@ class RendezvousFile:
         self._lock_path = self._path.with_name(f"{self._path.name}.lock")
         self._lock = self._take_lock()
         # torch would let all users read it, and with it the secret of the launch.
-        os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        os.close(open_private(self._path))
         self.store: dist.Store = dist.FileStore(str(self._path), -1)
 
     def close(self) -> None:
@@ -211,7 +213,7 @@ class RendezvousFile:
     def _take_lock(self) -> int:
         while True:
             try:
-                lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                lock = open_private(self._lock_path)
             except OSError as error:
                 raise UsageError(
                     f"{self._path.parent} cannot be written: {network.reason(error)}"
@@ -241,5 +243,14 @@ class RendezvousFile:
             ) from None
         else:
             if self._is_in_place(lock):
-                self._path.unlink(missing_ok=True)
+                self._remove_stale(lock)
         fcntl.flock(lock, fcntl.LOCK_SH)
+
+    def _remove_stale(self, lock: int) -> None:
+        try:
+            if os.path.lexists(self._path):
+                os.close(open_private(self._path))  # which refuses another user's
+            self._path.unlink(missing_ok=True)
+        except BaseException:
+            os.close(lock)
+            raise

@@ -36,20 +36,28 @@ class Common:
         run_id: what the launch is called.
         token: known to workers and servers of the launch alone.
         stamp: name of the run's directory, where the user names none.
+        resumes: whether that is an unfinished run, which the launch continues.
         replicas: replicas of a run that names no number, where nodes come and go.
     """
 
     run_id: str
     token: str = field(repr=False)
     stamp: str
+    resumes: bool
     replicas: int
 
     @staticmethod
-    def new(replicas: int) -> Common:
-        """Return that of another launch."""
+    def new(replicas: int, stamp: str | None = None) -> Common:
+        """Return that of another launch, which continues the run in directory `stamp`, or begins one."""
         run_id, now = uuid.uuid4().hex, time.strftime("%Y%m%d-%H%M%S")
         token = secrets.token_hex(16)
-        return Common(run_id=run_id, token=token, stamp=f"{now}-{run_id[:4]}", replicas=replicas)
+        return Common(
+            run_id=run_id,
+            token=token,
+            stamp=stamp or f"{now}-{run_id[:4]}",
+            resumes=stamp is not None,
+            replicas=replicas,
+        )
 
 
 class NotNeeded(Exception):  # noqa: N818 - an end, and no error

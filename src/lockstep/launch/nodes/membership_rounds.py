@@ -51,6 +51,7 @@ class Rounds:
         interface: network interface that the user chose.
         check: called again and again while others are waited for.
         say: shows the user the members of a round.
+        stamp: name of the directory of the run that the launch continues, if this launcher is the first.
 
     Raises:
         NotNeeded: if the launch ends before there was a place for this launcher.
@@ -66,6 +67,7 @@ class Rounds:
         interface: str | None,
         check: Callable[[], None],
         say: Callable[[str], None],
+        stamp: str | None = None,
     ) -> None:
         self._own, self._node = own, NodeInfo.here(os.getpid())
         self._interface, self._say = interface, say
@@ -79,7 +81,7 @@ class Rounds:
         self.keys = RendezvousKeys(self._endpoint.store, check)
         self._cards: tuple[Card, ...] = ()
         #: What holds for all launchers.
-        self.common = Common.new(config.count * own.ranks)
+        self.common = Common.new(config.count * own.ranks, stamp)
         here = tuple(one.address for one in offers(network.interfaces()))
         loopback = config.directory is None and network.listens_locally(config.address)
         #: Where this launcher listens to the others of rounds whose launcher 0 it is.

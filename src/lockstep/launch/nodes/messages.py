@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from lockstep.launch.failure import Verdict
 from lockstep.launch.restarts import Kind
+
+#: The longest message, in bytes.
+LINE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +93,20 @@ class Answer:
     decision: Decision | None = None
     port: int = 0
     saves: bool = False
+
+
+def fitting(told: Told) -> Told:
+    """Return `told`, with another verdict where a message could not hold this one."""
+    size = len(json.dumps(asdict(told)))
+    if size <= LINE // 2:  # an answer holds the verdict, and its brief twice
+        return told
+    verdict = told.verdict
+    text = (
+        f"lockstep: {verdict.name or 'a launcher'} failed, and its verdict of {size} bytes is too long for "
+        f"the other launchers; expected at most {LINE // 2}: its log says more"
+    )
+    own = replace(verdict, text=text, traceback=None, brief=text.removeprefix("lockstep: "))
+    return replace(told, verdict=own)
 
 
 def lost_verdict(name: str, why: str, *, hint: str | None = None) -> Verdict:

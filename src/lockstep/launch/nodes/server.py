@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from lockstep.launch.nodes.coordinator import Coordinator
-from lockstep.launch.nodes.messages import Answer, Said
+from lockstep.launch.nodes.messages import LINE, Answer, Said
 from lockstep.world import network
 from lockstep.world.rendezvous.decode import decode
 
@@ -30,8 +30,6 @@ _IDLE_SECONDS = 30.0
 _UNKNOWN, _GREETING_SECONDS = 128, 5.0
 #: How long a launcher may take to answer at one of its addresses.
 _PING_SECONDS = 2.0
-#: The longest message, in bytes.
-LINE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

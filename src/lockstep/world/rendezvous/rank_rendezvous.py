@@ -16,7 +16,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from lockstep.errors import LockstepError, PeerError, UnreachableError, UsageError, WorldError
+from lockstep.errors import (
+    LockstepError,
+    PeerError,
+    UnreachableError,
+    UsageError,
+    WorldError,
+    shortened,
+)
 from lockstep.world import mpi, network
 from lockstep.world.environments.lockstep import MARK
 from lockstep.world.model import World
@@ -61,7 +68,7 @@ class Rendezvous:
         """Tell the other ranks, outside of collectives, that this one cannot continue."""
         if self.world.size == 1:
             return
-        what = str(error).partition("\n")[0]
+        what = shortened(str(error).partition("\n")[0], 1000)
         # The store may be gone with its host; then there is no rank to tell.
         with contextlib.suppress(RuntimeError):
             if self.store.add("failures", 1) == 1:

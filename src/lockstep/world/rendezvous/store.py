@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from datetime import timedelta
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from lockstep.errors import WorldError
 from lockstep.world.network import LOOPBACK, listen, reason
+from lockstep.world.rendezvous.private_file import open_private
 
 #: How long collectives and notes of other ranks are waited for: torch.distributed's own default.
 TIMEOUT = timedelta(minutes=30)
@@ -22,10 +24,10 @@ _LONGEST_KEY = 1 << 16
 
 
 def open_file(path: Path) -> dist.Store:
-    """Return the store in a file, made if it is not there.
+    """Return the store in a file of this user, made if it is not there: the run's secrets are in it.
 
     Raises:
-        WorldError: if it cannot be opened, or is no store.
+        WorldError: if it cannot be opened, is another user's, or is no store.
     """
     if not path.parent.is_dir():
         raise WorldError(
@@ -34,8 +36,7 @@ def open_file(path: Path) -> dist.Store:
         )
     # torch would wait for minutes for a file that cannot be opened, and for ever in one that is no store.
     try:
-        path.touch()
-        with path.open("r+b") as file:
+        with os.fdopen(open_private(path), "r+b") as file:
             head = file.read(4)
     except OSError as error:
         raise WorldError(f"the rendezvous file {path} cannot be opened: {reason(error)}") from error
