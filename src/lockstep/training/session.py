@@ -21,6 +21,7 @@ from lockstep.strategies.wrapped_model import WrappedModel
 from lockstep.training import checkpointing, fingerprint
 from lockstep.training.averages import Averages
 from lockstep.training.backward import Backward
+from lockstep.training.call_sites import CallSites
 from lockstep.training.collective_check import RankOrder
 from lockstep.training.context import join
 from lockstep.training.digest import digest
@@ -58,6 +59,7 @@ class Session:
         backward: runs backward passes.
         metrics: sums over samples.
         rank_order: says which rank goes first.
+        call_sites: of what the script gives to the run.
     """
 
     #: whether a run was asked to end when it had, so that the next one is
@@ -84,6 +86,7 @@ class Session:
         seed, models = context.settings.seed, self.state.models
         self.loop = Loop(seed, context.replicas, models, self._listeners())
         self.loop.followed, self.loop.warn = averages.followed, record.warn
+        self.call_sites = CallSites(self.loop)
         self.models, self.loaders = Models(context, self.state), Loaders(context, self.loop)
         self.backward = Backward(context, self.state, self.loop, self._faults)
         block, data, collective = (
