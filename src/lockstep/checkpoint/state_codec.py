@@ -109,13 +109,12 @@ class _Flattener:
         return self._encode_leaf(value, path)
 
     def _encode_tensor(self, value: torch.Tensor, path: str) -> Any:
-        if value.layout is not torch.strided or value.is_quantized:
+        if value.layout is not torch.strided or value.is_quantized or value.is_nested:
+            kind = "nested" if value.is_nested else "sparse or quantized"
             raise CheckpointError(
-                f"the state {path} is a sparse or quantized tensor; expected a dense one",
+                f"the state {path} is a {kind} tensor; expected a dense one",
                 hint="keep it as dense tensors: its indices and its values",
             )
-        if value.is_nested or value.is_meta:
-            raise _refused(path, "a nested tensor" if value.is_nested else "a tensor without data")
         options: dict[str, Any] = {}
         if value.requires_grad:
             options["requires_grad"] = True

@@ -25,7 +25,7 @@ class CallSites:
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
-        self._first: dict[_Site, dict[Any, int]] = {}
+        self._iterations: dict[_Site, dict[Any, int]] = {}  # in which epoch or batch each was
         self._calls: Counter[str] = Counter()
 
     def count(self, call: str) -> int:
@@ -37,13 +37,14 @@ class CallSites:
         """
         frames = stacks.of(sys._getframe(1))
         now = self._loop.iterations
-        first = self._first.setdefault((call, tuple(frames)), now)
-        if any(first.get(level, number) != number for level, number in now.items()):
+        earlier = self._iterations.setdefault((call, tuple(frames)), {})
+        if any(earlier.get(level, number) != number for level, number in now.items()):
             raise StepError(
                 f"{call} was called again at {stacks.users(frames)}, in a later epoch or batch; expected "
                 "one call, since a run that resumes there passes over the earlier ones",
                 hint="make it before run.epochs; where each phase of the training needs a new one, call "
                 "run.epochs once for each phase",
             )
+        earlier.update(now)
         self._calls[call] += 1
         return self._calls[call]
