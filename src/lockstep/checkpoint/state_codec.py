@@ -118,7 +118,7 @@ class _Flattener:
         options: dict[str, Any] = {}
         if value.requires_grad:
             options["requires_grad"] = True
-        if isinstance(value, nn.Parameter):
+        if type(value) is nn.Parameter:
             options["parameter"] = True
         kept = value.detach()
         if not is_dtensor(value) and not value.is_contiguous():

@@ -90,6 +90,20 @@ def test_a_state_that_cannot_be_saved_is_refused_by_name(make_run) -> None:
             run.optimizer(optimizer)
 
 
+def test_a_state_that_holds_itself_is_refused(make_run) -> None:
+    class Endless:
+        load_state_dict = None
+
+        def state_dict(self) -> dict[str, Any]:
+            values: list[Any] = []
+            values.append(values)
+            return {"values": values}
+
+    Endless.load_state_dict = Endless.state_dict
+    with make_run() as run, pytest.raises(ModelError, match="endless has a container that holds"):
+        run.register("endless", Endless())
+
+
 class Alone(torch.optim.SGD):
     """Saves what it wants to."""
 
