@@ -62,6 +62,7 @@ CASES = [
     Case(
         "accumulation_by_hand", refused="SGD.step was called in some microbatches only", quick=True
     ),
+    Case("scheduler_of_each_epoch", refused="run.scheduler was called again at", quick=True),
     Case("learning_rate_by_hand", kill=9, term=12),
     Case("scheduler_first", kill=8, term=10),
     Case("adamax_cyclic", kill=9, term=12),
@@ -125,6 +126,7 @@ CASES = [
         kill=8,
         term=10,
     ),
+    Case("freezing_by_removed_group", kill=13, term=10, quick=True),
     Case("unfreezing_later", refused="trainable parameters; it had 2"),
     Case("lazy_layers", refused="a LazyLinear, has parameters without a shape yet"),
     Case("pruning_mid_run", kill=6, term=8),
@@ -154,6 +156,7 @@ CASES = [
     Case("drawn_on_one_rank", refused="on rank 1 are not those on rank 0", ranks=2),
     Case("pseudo_labels_in_a_variable", kill=8, term=10, fault=TWICE),
     # State
+    Case("loss_window", kill=9, term=12, quick=True),
     Case("swa_update_bn", kill=9, term=24),
     Case("ema_between_batches", kill=9, term=12),
     Case("observer_in_eval", refused="in evaluation mode changed"),

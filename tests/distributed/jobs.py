@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import random
 import tempfile
 from collections.abc import Iterator
@@ -513,3 +514,28 @@ def train_with_loads() -> str:
             optimizer.step()
             optimizer.zero_grad()
         return run.digest()
+
+
+#: Bytes of a sample's row, or of what one replica adds.
+METRIC_SIZES = (1 << 10, 100 << 10, 10 << 20)
+
+
+def measure_by_size(replicas: int) -> str:
+    """Every metric at several sizes, where ranks have unequal shares; return a hash of all values."""
+    samples, hashed = torch.arange(7), hashlib.sha256()
+    with quiet_run(replicas=replicas) as run:
+        data = run.loader(TensorDataset(samples), batch_size=7)
+        for size in METRIC_SIZES:
+            rows = torch.arange(size // 8, dtype=torch.float64)
+            gathered = run.gather(x[:, None] * rows for (x,) in data)
+            assert torch.equal(gathered, samples[:, None] * rows)
+            summed = run.sum((x.sum() * rows for (x,) in data), per_sample=False)
+            assert torch.equal(summed, samples.sum() * rows)
+            # Only the replica that has the first sample has the long name.
+            name, first = "n" * size, range(-(-7 // replicas))
+            for metric, divides in ((run.mean, True), (run.sum, False)):
+                found = metric({"all": x, **({name: x} if 0 in x else {})} for (x,) in data)
+                assert found["all"] == 21 / (7 if divides else 1)
+                assert found[name] == sum(first) / (len(first) if divides else 1)
+            hashed.update(gathered.numpy().tobytes() + summed.numpy().tobytes())
+    return hashed.hexdigest()

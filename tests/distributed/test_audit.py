@@ -232,11 +232,9 @@ def with_strategy(strategy: str, body: Body) -> str:
         return run.digest()
 
 
-@pytest.mark.parametrize("strategy", ["ps", "fsdp", "pipeline"])
+@pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
 def test_every_strategy(strategy: str) -> None:
     environ = {"LOCKSTEP_REPLICAS": "2"}
-    if strategy == "ps":
-        environ["LOCKSTEP_SERVERS"] = "1"
     audited = run_ranks(with_strategy, 2, strategy, plainly, environ=environ)
     off = {**environ, "LOCKSTEP_AUDIT": "off"}
     assert run_ranks(with_strategy, 2, strategy, plainly, environ=off) == audited

@@ -18,6 +18,11 @@ def test_the_main_rank_goes_first(tmp_path: Path) -> None:
     assert all(order[0] == "0" for order in seen)
 
 
+@pytest.mark.parametrize("replicas", [3, 5])
+def test_metrics_of_any_size_on_ranks_of_unequal_load(replicas: int) -> None:
+    assert_same(jobs.measure_by_size, [1, 2, 3], replicas, replicas=replicas)
+
+
 def test_two_runs_in_one_process() -> None:
     first, second = assert_same(jobs.train_twice, [1, 2], replicas=2)
     assert first != second

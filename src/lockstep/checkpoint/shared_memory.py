@@ -189,14 +189,15 @@ class StatusPage:
         self._memory[:] = bytes(_PAGE_BYTES)
 
 
-#: A buffer: header, marks of the parts, then a text and the elements.
+#: A buffer: header, marks of the parts, then the elements and a text.
 _MAGIC = 0x6C6F636B73746570
 _MARKS = 512  # word at which they begin
-_TEXT = _WORD * (_MARKS + SLOTS)
 _ALIGNMENT = 4096
-_TEXT_STEP = 1 << 16
 _MAGIC_WORD, _PARTS_WORD, _TEXT_WORD, _DATA_WORD = range(4)
 _TAG = slice(64, 96)
+#: Where the elements begin. Nothing of a rank's own may come before them, such as its text: ranks write at
+#: the same time, each where it computes that its part lies.
+DATA = -(-_WORD * (_MARKS + SLOTS) // _ALIGNMENT) * _ALIGNMENT
 
 
 class Buffer:
@@ -225,9 +226,10 @@ class Buffer:
 
     def reserve(self, text: int, data: int) -> None:
         """Make it large enough; it never shrinks, so that all ranks may do this at once."""
-        wanted = data_offset(text) + _aligned(data)
+        wanted = DATA + -(-(data + text) // _ALIGNMENT) * _ALIGNMENT
         if os.fstat(self._descriptor).st_size < wanted:
-            os.ftruncate(self._descriptor, wanted)
+            # Unlike ftruncate it cannot shrink what a rank with a longer text has just made larger.
+            os.posix_fallocate(self._descriptor, wanted - 1, 1)
         self.refresh()
 
     @property
@@ -258,15 +260,15 @@ class Buffer:
     @property
     def text(self) -> bytes:
         """The text in it."""
-        length = memoryview(self.memory).cast("Q")[_TEXT_WORD]
-        return bytes(self.memory[_TEXT : _TEXT + length])
+        words = memoryview(self.memory).cast("Q")
+        start = DATA + words[_DATA_WORD]
+        return bytes(self.memory[start : start + words[_TEXT_WORD]])
 
     @property
     def data(self) -> memoryview:
         """The elements in it."""
-        words = memoryview(self.memory).cast("Q")
-        start = data_offset(words[_TEXT_WORD])
-        return memoryview(self.memory)[start : start + words[_DATA_WORD]]
+        size = memoryview(self.memory).cast("Q")[_DATA_WORD]
+        return memoryview(self.memory)[DATA : DATA + size]
 
     def begin(self, part: int) -> None:
         """Rank `part` of this launcher is about to write: the buffer is not whole any more."""
@@ -281,7 +283,7 @@ class Buffer:
         self._words[_TEXT_WORD] = len(text)
         self._words[_DATA_WORD] = data
         self.memory[_TAG] = tag
-        self.memory[_TEXT : _TEXT + len(text)] = text
+        self.memory[DATA + data : DATA + data + len(text)] = text
         self._words[_MAGIC_WORD] = _MAGIC
 
     def commit(self, part: int, number: int) -> None:
@@ -298,16 +300,6 @@ def tag_of(told: bytes, run: int) -> bytes:
 def run_of(tag: bytes) -> int:
     """Return which run of its script a snapshot is of, by its tag."""
     return int.from_bytes(tag[:4], "big")
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def data_offset(text: int) -> int:
-    """Return where the elements begin in a buffer with so many bytes of text."""
-    # Rounded up, so that a text that grows by a few digits moves nothing.
-    return _aligned(_TEXT + -(-text // _TEXT_STEP) * _TEXT_STEP)
 
 
 def newest(buffers: Sequence[Buffer]) -> Buffer | None:

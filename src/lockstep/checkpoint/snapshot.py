@@ -19,9 +19,9 @@ import torch
 
 from lockstep.checkpoint.parts import Box, Cut, Stored, cut_of, local
 from lockstep.checkpoint.shared_memory import (
+    DATA,
     Buffer,
     Descriptors,
-    data_offset,
     newest,
     next_number,
     run_of,
@@ -176,7 +176,7 @@ class Snapshots:
         self._tag, self._part, self.parts = tag, part, parts
         self._ranks, self._size = range(first, first + parts), parts if size is None else size
         self.number = next_number(self._buffers)
-        self._layouts: list[tuple[Layout, int] | None] = [None, None]
+        self._layouts: list[Layout | None] = [None, None]
         self._copies: list[list[tuple[str, torch.Tensor, slice | None]]] = [[], []]
         self.found = self.newest()
         left = newest(self._buffers)
@@ -264,20 +264,19 @@ class Snapshots:
         buffer.begin(self._part)
         if self._part == 0:
             buffer.describe(self._tag, head, layout.size, self.parts)
-        self._copy(which, (layout, data_offset(len(head))), buffer, tensors)
+        self._copy(which, layout, buffer, tensors)
         buffer.commit(self._part, number)
 
     def _copy(
         self,
         which: int,
-        place: tuple[Layout, int],
+        layout: Layout,
         buffer: Buffer,
         tensors: Mapping[str, torch.Tensor],
     ) -> None:
-        if self._layouts[which] != place:
-            self._layouts[which] = place
-            layout, offset = place
-            data = memoryview(buffer.memory)[offset : offset + layout.size]
+        if self._layouts[which] != layout:
+            self._layouts[which] = layout
+            data = memoryview(buffer.memory)[DATA : DATA + layout.size]
             self._copies[which] = self._targets(layout, data, tensors)
         targets, sources = [], []
         for name, target, part in self._copies[which]:

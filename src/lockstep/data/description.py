@@ -12,7 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, Subset, SubsetRandomSampler, TensorDataset
+from torch.utils.data import (
+    ConcatDataset,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 #: Of long rows of indices and of large tensors so many entries count, at equal distances.
 _INDICES, _ITEMS, _ELEMENTS = 4096, 64, 16384
@@ -41,13 +47,15 @@ class Description:
         return {"kind": kinds, "length": length, **sums}
 
     def indices(self) -> str | None:
-        """Return a checksum of the indices that torch's own subsets and samplers hold; `None` without any.
+        """Return a checksum of the indices and weights that torch's own subsets and samplers hold, if any.
 
         Classes of the user's may draw theirs anew for each loop: in the middle of one, they are no longer
         what they were when it began.
         """
         names = {"indices"} | ({"sampler"} if type(self.sampler) is SubsetRandomSampler else set())
         found = [value for name, value in self._walk() if name in names]
+        if type(self.sampler) is WeightedRandomSampler:
+            found.append(self.sampler.weights)
         return checksum(found) if found else None
 
     def _walk(self) -> Iterator[tuple[str, Any]]:

@@ -75,8 +75,8 @@ class Batching:
         samples: how many a loop goes through; `None` for a stream, whose length is not known.
         order: `sequential`, `shuffled`, `stream`, or the class of the sampler that draws it.
         drop_last: whether a short last batch is left out.
-        indices: a checksum of those that torch's subsets and samplers hold when the loop begins; `None`
-            without any, or where a state of an earlier version does not say.
+        indices: a checksum of those that torch's subsets and samplers hold when the loop begins, and of
+            weights; `None` without any, or where a state of an earlier version does not say.
     """
 
     batch_size: int

@@ -64,7 +64,7 @@ class WrappedModel(abc.ABC):
     ) -> None:
         self.module = module
         self.parameters = [p for p in module.parameters() if p.requires_grad]
-        self._trainable = {id(p) for p in self.parameters}
+        self._trainable = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
         self.used = False
         self.optimized: set[int] = set()
         self.versions: Versions | None = None
@@ -220,13 +220,26 @@ class WrappedModel(abc.ABC):
     def _check_trainable(self) -> None:
         # In any order: pruning gives a parameter another name, behind those that were there.
         now = self._watched.trainable()
-        if now != self._trainable:
+        if now != self._trainable.keys():
             raise ModelError(
                 f"{type(self.module).__name__} has {len(now)} trainable parameters; it had "
-                f"{len(self.parameters)} when it was given to run.model",
-                hint="freeze and unfreeze before run.model; later, leave parameters out of the "
+                f"{len(self._trainable)} when it was given to run.model ({self._changes(now)})",
+                hint="freeze, unfreeze and replace before run.model; later, leave parameters out of the "
                 "optimizer, until add_param_group, or set their learning rate to 0",
             )
+
+    def _changes(self, now: Collection[int]) -> str:
+        """Return which parameters are trainable that were not, or the other way round."""
+        own = ((name, id(p)) for name, p in self.module.named_parameters())
+        new = [name for name, one in own if one in now and one not in self._trainable]
+        old = [name for one, name in self._trainable.items() if one not in now]
+        changes = {
+            "replaced": [name for name in new if name in old],
+            "new": [name for name in new if name not in old],
+            "frozen or removed": [name for name in old if name not in new],
+        }
+        few = {word: names[:4] + ["…"] * (len(names) > 4) for word, names in changes.items()}
+        return "; ".join(f"{word}: {', '.join(names)}" for word, names in few.items() if names)
 
     def _check_complete(self, *, expected: int) -> None:
         """Refuse a batch of which some replicas had a backward pass and others had not.

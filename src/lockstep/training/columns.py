@@ -107,4 +107,5 @@ def of_all(own: ValueT, group: dist.ProcessGroup | None) -> list[ValueT]:
     longest = max(int(length) for length in lengths)
     parts = [torch.empty(longest, dtype=torch.uint8) for _ in lengths]
     dist.all_gather(parts, nn.functional.pad(data, (0, longest - len(data))), group=group)
-    return [torch.load(io.BytesIO(part.numpy().tobytes()), weights_only=True) for part in parts]
+    texts = [part[:length].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
+    return [torch.load(io.BytesIO(one), weights_only=True) for one in texts]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -61,11 +62,10 @@ class Loop:
         self._passed: Microbatch | None = None
         self._has_approached = False
         self._trains = False  # whether the outermost loop has updated parameters
-        self._phases = 0
         self.audit: Audit | None = None
         self.closed = False
         self.warn: Callable[[str], None] = _nothing
-        self.epoch = self.epochs = 0
+        self.epoch = self.epochs = self._phases = 0
         self._key: int | None = None
         self.points = 0
         self.resumed = 0
@@ -76,8 +76,7 @@ class Loop:
 
     def run_epochs(self, count: int, epoch_ends: Callable[[int], None]) -> Iterator[int]:
         """Yield the epochs of the run that are still to be run."""
-        self.epochs = count
-        self._phases += 1
+        self.epochs, self._phases = count, self._phases + 1
         self.approach()
         for epoch in self.progress.phase_begins(count):
             self.epoch = epoch
@@ -204,6 +203,14 @@ class Loop:
                 f"the parameters of step {self.steps}; run.mean, run.sum and run.gather return what they "
                 "returned before"
             )
+
+    @property
+    def iterations(self) -> dict[Any, int]:
+        """Epoch and batches that the script is in: their numbers, by phase and loop."""
+        batches: dict[Any, int] = {loop.key: loop.last for loop in self._loops}
+        return batches | (
+            {("phase", self._phases): self.epoch} if self.progress.is_in_epoch else {}
+        )
 
     @property
     def is_in_loop(self) -> bool:

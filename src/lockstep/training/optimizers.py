@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from types import MethodType
@@ -18,6 +19,7 @@ from lockstep.strategies.gradient_norm import each_norm, total_norm
 from lockstep.strategies.wrapped_model import ACCUMULATE, WrappedModel
 from lockstep.training.loop import Loop
 from lockstep.training.loss_scale import Scaler
+from lockstep.training.state import check_savable
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 Scheduler = TypeVar("Scheduler")
@@ -43,26 +45,27 @@ class _Gate:
         self._optimizer, self._loop, self._models, self._index = optimizer, loop, models, index
         self.own: list[WrappedModel] = []
         self.ids: frozenset[int] = frozenset()
-        self._groups = 0
+        self._groups: list[dict[str, Any]] = []
         self._asked: Microbatch | None = None
         self._settings: list[Any] = []
         self.look()
 
     def look(self) -> None:
-        """Take note of the optimizer's parameters, where groups were added to it.
+        """Take note of the optimizer's parameters, where groups were added to it or removed.
 
         Raises:
             ModelError: if the run cannot let it step.
         """
         groups = self._optimizer.param_groups
-        if len(groups) == self._groups:
+        if len(groups) == len(self._groups) and all(map(operator.is_, groups, self._groups)):
             return
+        _check_removed(self._optimizer, self._index)
         own = _models_of(self._optimizer, self._models, self._index)
         _check_alone(self._optimizer, own, self._index)
         for model in own:
             if all(model is not known for known in self.own):
                 model.optimized_by(self._optimizer)
-        self.own, self._groups = own, len(groups)
+        self.own, self._groups = own, list(groups)
         self.ids = frozenset(id(p) for group in groups for p in group["params"])
         for model in own:
             model.optimized |= self.ids
@@ -165,8 +168,10 @@ def gate_optimizer(
     The optimizer stays the object it is, so that schedulers and scripts find what they expect.
 
     Raises:
-        ModelError: if it holds a parameter of no model that the run holds.
+        ModelError: if it holds a parameter of no model that the run holds, or has a state that cannot be
+            saved.
     """
+    _check_state(optimizer, index)
     gate = _Gate(optimizer, loop, models, index)
 
     def step(self: Optimizer, closure: Callable[[], float] | None = None) -> Any:
@@ -197,6 +202,24 @@ def gate_optimizer(
     return optimizer
 
 
+def _check_state(optimizer: Optimizer, index: int) -> None:
+    """Refuse an optimizer whose state cannot be saved, or not be given to its parameters.
+
+    Raises:
+        ModelError: naming what is missing, or the value.
+    """
+    state, name = optimizer.state_dict(), type(optimizer).__name__
+    missing = [key for key in ("state", "param_groups") if key not in state]
+    if missing:
+        raise ModelError(
+            f"the state_dict of optimizer {index} ({name}) has no {' and no '.join(missing)}; expected "
+            "those of torch.optim.Optimizer",
+            hint="let its state_dict() return {**super().state_dict(), …}, and its load_state_dict() take "
+            "that",
+        )
+    check_savable(name, state)
+
+
 def _check_alone(optimizer: Optimizer, own: Sequence[WrappedModel], index: int) -> None:
     """Refuse an optimizer of several models where one of them must have its own.
 
@@ -210,6 +233,23 @@ def _check_alone(optimizer: Optimizer, own: Sequence[WrappedModel], index: int) 
         raise ModelError(
             f"optimizer {index} ({type(optimizer).__name__}) holds parameters of {len(own)} models, and "
             f"{type(alone[0].module).__name__} {what}; expected an optimizer for each model",
+        )
+
+
+def _check_removed(optimizer: Optimizer, index: int) -> None:
+    """Refuse state of parameters whose group was removed: `state_dict` has no number for them.
+
+    Raises:
+        ModelError: if there is some.
+    """
+    own = {p for group in optimizer.param_groups for p in group["params"]}
+    removed = sum(isinstance(p, torch.Tensor) and p not in own for p in optimizer.state)
+    if removed:
+        raise ModelError(
+            f"optimizer {index} ({type(optimizer).__name__}) has state of {removed} parameters that are in "
+            "none of its groups; expected none, since it could not be saved",
+            hint="remove their state, too: optimizer.state.pop(parameter, None) for those of the group; or "
+            "keep the group, with a learning rate of 0",
         )
 
 
@@ -239,11 +279,13 @@ def gate_scheduler(scheduler: Scheduler, loop: Loop) -> Scheduler:
 
     Raises:
         StepError: if it has no `step`, or cannot save and load its state.
+        ModelError: if its state has values that cannot be saved.
     """
     own = type(scheduler)
     for method in ("step", "state_dict", "load_state_dict"):
         if not callable(getattr(own, method, None)):
             raise StepError(f"{own.__name__} has no {method}(); expected a scheduler")
+    check_savable(own.__name__, scheduler.state_dict())  # type: ignore[attr-defined]
     act = own.step  # type: ignore[attr-defined]
 
     @functools.wraps(act)

@@ -429,8 +429,8 @@ def _check_the_same(done: LoopEvent, batching: Batching, epoch: int | None) -> N
         raise RunDirectoryError(
             f"the run stopped after batch {done.batches} of a loop{where} over loader {done.loader}, "
             "which makes other batches now: " + "; ".join(differences),
-            hint="continue with the batch size and the data that it began with, and seed what draws them "
-            "before the run; --fresh begins anew, --run-dir names another directory",
+            hint="continue with the batch size and the data that it began with; seed what draws them "
+            "before the run, and draw by registered values that the loop leaves alone; --fresh begins anew",
         )
 
 

@@ -110,7 +110,6 @@ class Run(RunProperties):
         settings = Settings(name=name, **{one: asked[one] for one in OF_SCRIPTS})
         world = given(init_method, rank, world_size, has_store=store is not None)
         self._session = Session(from_environment(settings), world, store)
-        self._optimizers = 0
         self._end: str | None = None
 
     def __enter__(self) -> Self:
@@ -166,7 +165,7 @@ class Run(RunProperties):
             UsageError: if the model cannot be divided over the ranks of the mesh.
             ExactnessError: if a setting makes the result depend on the layout.
         """
-        self._require_open("run.model")
+        self._count("run.model")
         return self._session.models.add(module, settings)
 
     def sync_batchnorm(self, module: ModelT) -> ModelT:
@@ -186,13 +185,12 @@ class Run(RunProperties):
         """Make `optimizer.step()` update the parameters once per global batch; return `optimizer`.
 
         Raises:
-            ModelError: if a parameter of the optimizer belongs to no model of the run.
+            ModelError: if a parameter of the optimizer belongs to no model of the run, or its state cannot
+                be saved.
         """
         state = self._session.state
-        self._optimizers += 1
-        gated = optimizers.gate_optimizer(
-            optimizer, self._loop, state.models, self._optimizers, state.scaler
-        )
+        number = self._count("run.optimizer")
+        gated = optimizers.gate_optimizer(optimizer, self._loop, state.models, number, state.scaler)
         state.add_optimizer(gated)
         return gated
 
@@ -201,6 +199,7 @@ class Run(RunProperties):
 
         Outside of such a loop every call acts. The state of the scheduler is saved with the run.
         """
+        self._count("run.scheduler")
         gated = optimizers.gate_scheduler(scheduler, self._loop)
         self._session.state.schedulers.append(gated)
         return gated

@@ -36,6 +36,11 @@ class RunProperties:
                 hint="make another lockstep.Run(…) for another run",
             )
 
+    def _count(self, call: str) -> int:
+        """Return how many calls of this name there are, with this one."""
+        self._require_open(call)
+        return self._session.call_sites.count(call)
+
     @property
     def _name(self) -> str:
         return self._session.context.settings.name

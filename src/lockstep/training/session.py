@@ -25,6 +25,7 @@ from lockstep.training.audit import Audit
 from lockstep.training.audit_report import IN_AUDIT
 from lockstep.training.averages import Averages
 from lockstep.training.backward import Backward
+from lockstep.training.call_sites import CallSites
 from lockstep.training.collective_check import RankOrder
 from lockstep.training.context import join
 from lockstep.training.digest import digest
@@ -62,6 +63,7 @@ class Session:
         backward: runs backward passes.
         metrics: sums over samples.
         rank_order: says which rank goes first.
+        call_sites: of what the script gives to the run.
     """
 
     #: whether a run was asked to end when it had, so that the next one is
@@ -93,6 +95,7 @@ class Session:
             self.loop.audit = Audit(context, self.state, every)
         self.models = Models(context, self.state, self._damage)
         self.loaders = Loaders(context, self.loop)
+        self.call_sites = CallSites(self.loop)
         self.backward = Backward(context, self.state, self.loop, self._faults)
         block, data, collective = (
             context.dims.block,

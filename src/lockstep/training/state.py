@@ -49,7 +49,7 @@ class State:
         self.schedulers: list[Any] = []
         self.registered: dict[str, Any] = {}
         self._before: dict[str, Any] = {}  # of what is registered and small, when the epoch began
-        self._groups: list[int] = []  # of each optimizer, when the run was given it
+        self._groups: list[list[list[int]]] = []  # of each optimizer, when the run was given it
 
     def epoch_begins(self) -> None:
         """Remember the state of what is registered: during replay a script decides by it as it did."""
@@ -59,7 +59,7 @@ class State:
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Take an optimizer that was passed through `run.optimizer`."""
         self.optimizers.append(optimizer)
-        self._groups.append(len(optimizer.param_groups))
+        self._groups.append(_ids(optimizer))
 
     def parts(self) -> dict[str, Mapping[str, Any]]:
         """Return what the result of the run is made of, each part under a name for messages.
@@ -84,7 +84,7 @@ class State:
             "modes": _numbered([_modes(model) for model in self.models]),
             "extras": _numbered([model.extras() for model in self.models]),
             "optimizers": _numbered([self._saved(one) for one in self.optimizers]),
-            "groups": self._added_groups(),
+            "groups": self._changed_groups(),
             "schedulers": _numbered([one.state_dict() for one in self.schedulers]),
             "registered": {name: one.state_dict() for name, one in self.registered.items()},
             "before": self._before,
@@ -114,8 +114,8 @@ class State:
         optimizers = {
             str(number): self._loader(one, groups.get(str(number)))
             for number, one in enumerate(self.optimizers)
-            # A script adds a group on its way to where it was, or has passed over it there.
-            if whole or len(groups.get(str(number), ())) <= len(one.param_groups)
+            # A script adds or removes a group on its way to where it was, or has passed over that there.
+            if whole or len(groups.get(str(number), one.param_groups)) == len(one.param_groups)
         }
         _load("optimizer", optimizers, state["optimizers"], whole=whole)
         for optimizer in self.optimizers:
@@ -195,18 +195,18 @@ class State:
                 loaders[str(number)] = model.load
         return loaders
 
-    def _added_groups(self) -> dict[str, Any]:
-        """Return what the groups hold of those optimizers to which some were added."""
+    def _changed_groups(self) -> dict[str, Any]:
+        """Return what the groups hold of those optimizers whose groups the script has changed."""
         return {
             str(number): _names_of(optimizer, self.models)
             for number, optimizer in enumerate(self.optimizers)
-            if len(optimizer.param_groups) > self._groups[number]
+            if _ids(optimizer) != self._groups[number]
         }
 
     def _loader(self, optimizer: Optimizer, groups: Any) -> Callable[[Any], object]:
         def load(state: Any) -> None:
             if groups is not None:
-                _add_missing(optimizer, groups, self.models)
+                _match_groups(optimizer, groups, self.models)
             holder = self._holder(optimizer)
             take = optimizer_state.load if holder is None else holder.load_optimizer
             take(optimizer, state)
@@ -236,6 +236,11 @@ def check_savable(name: str, state: Mapping[str, Any]) -> None:
         state_codec.flatten({name: state})
     except CheckpointError as error:
         raise ModelError(error.message, hint=error.hint) from None
+    except RecursionError:
+        raise ModelError(
+            f"the state {name} has a container that holds itself; expected one of finite depth",
+            hint="let its state_dict() return values only",
+        ) from None
 
 
 def _fill(
@@ -283,7 +288,8 @@ def _load(
         raise CheckpointError(
             f"the state has {len(saved)} {what}(s) ({', '.join(saved) or 'none'}), the script has made "
             f"{len(there)} ({', '.join(there) or 'none'})",
-            hint="a run continues with the script that it began with; --fresh begins anew",
+            hint="a run continues with the script that it began with, and passes over epochs that are done"
+            f": make each {what} before run.epochs; --fresh begins anew",
         )
     for name, load in there.items():
         if name not in saved:
@@ -342,6 +348,10 @@ def _tensors(value: Any) -> Iterable[torch.Tensor]:
 # --- what a script changes while it trains: added groups, pruned parameters ------------------------
 
 
+def _ids(optimizer: Optimizer) -> list[list[int]]:
+    return [[id(p) for p in group["params"]] for group in optimizer.param_groups]
+
+
 def _names_of(optimizer: Optimizer, models: Sequence[WrappedModel]) -> _Names:
     """Return what the groups of `optimizer` hold."""
     named = {
@@ -352,12 +362,14 @@ def _names_of(optimizer: Optimizer, models: Sequence[WrappedModel]) -> _Names:
     return [[named[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
 
-def _add_missing(optimizer: Optimizer, names: _Names, models: Sequence[WrappedModel]) -> None:
-    """Add the groups that `optimizer` had when its state was saved, with the settings of new ones.
+def _match_groups(optimizer: Optimizer, names: _Names, models: Sequence[WrappedModel]) -> None:
+    """Give `optimizer` the groups that it had when its state was saved; new ones with the usual settings.
 
     Raises:
         KeyError: if a model has no such parameter.
     """
+    pairs = zip(optimizer.param_groups, _names_of(optimizer, models), strict=True)
+    optimizer.param_groups[:] = [group for group, own in pairs if own in names]
     parameters = [dict(model.module.named_parameters()) for model in models]
     for group in names[len(optimizer.param_groups) :]:
         own = [parameters[number][name] for number, name in group]

@@ -40,9 +40,9 @@ def _compare_steps(one: Traces, other: Traces, name: str, other_name: str) -> Di
         if a is None or b is None:
             short, long = (name, other_name) if a is None else (other_name, name)
             return Difference(number, "length", f"step {number} happens on {long}, not on {short}")
-        difference = _compare_seen(
-            number, a.microbatches, b.microbatches, name, other_name
-        ) or _compare_made(number, a.digests, b.digests, name, other_name)
+        difference = _compare_seen(number, a.passes, b.passes, name, other_name) or _compare_made(
+            number, a.digests, b.digests, name, other_name
+        )
         if difference is not None:
             return difference
     return None
@@ -70,12 +70,13 @@ def _compare_seen(
     step: int, one: dict[Key, Seen], other: dict[Key, Seen], name: str, other_name: str
 ) -> Difference | None:
     for key in sorted({*one, *other}):
-        _, _, epoch, _, batch, _, replica = key
+        _, _, epoch, _, batch, _, replica, nth = key
         place = f"step {step} (epoch {epoch}, batch {batch}), replica {replica}"
         a, b = one.get(key), other.get(key)
         if a is None or b is None:
             missing = name if a is None else other_name
-            return Difference(step, "samples", f"{place}: no backward pass on {missing}")
+            which = f"backward pass {nth + 1}" if nth else "backward pass"
+            return Difference(step, "samples", f"{place}: no {which} on {missing}")
         if a.samples != b.samples:
             text = f"{place}: samples {few(a.samples)} on {name}, {few(b.samples)} on {other_name}"
             return Difference(step, "samples", text)
@@ -152,7 +153,7 @@ def coverage(traces: Traces, complete: AbstractSet[LoopKey] = frozenset()) -> Co
     """
     samples = {key: samples for key, (_, samples) in traces.evaluated.items()}
     for step in traces.steps.values():
-        samples |= {key[1:]: microbatch.samples for key, microbatch in step.microbatches.items()}
+        samples |= {key[1:-1]: seen.samples for key, seen in step.passes.items()}
     seen: dict[LoopKey, Counter[int]] = {}
     for (loader, epoch, round_, _, turn, _), own in samples.items():
         if turn == 0:

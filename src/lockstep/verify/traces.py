@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -9,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-#: Which microbatch: step, loader, epoch, round, batch, turn, replica.
-Key = tuple[int, int, int, int, int, int, int]
+#: Which backward pass: step, loader, epoch, round, batch, turn, replica, and its number in the microbatch.
+Key = tuple[int, int, int, int, int, int, int, int]
 
 #: Which microbatch without a backward pass: loader, epoch, round, batch, turn, replica.
 EvaluationKey = tuple[int, int, int, int, int, int]
@@ -27,7 +28,7 @@ Digests = dict[int, dict[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one replica saw in a microbatch."""
+    """What one replica saw in a backward pass."""
 
     bits: str
     value: float
@@ -39,11 +40,11 @@ class Step:
     """What one step saw and made.
 
     Attributes:
-        microbatches: what each replica saw.
+        passes: what each replica saw.
         digests: the state after it: for each rank, of each model and registered object.
     """
 
-    microbatches: dict[Key, Seen] = field(default_factory=dict)
+    passes: dict[Key, Seen] = field(default_factory=dict)
     digests: Digests = field(default_factory=dict)
 
 
@@ -116,11 +117,14 @@ def _read_generation(files: dict[int, Path], traces: Traces) -> tuple[float, dic
     steps: dict[int, Step] = {}
     traces.ends = {}
     for rank in sorted(files):
+        own: dict[int, Step] = {}
         for entry in _entries(files[rank]):
             if entry["kind"] == "begin":
                 begin = min(begin, entry["step"])
             else:
-                _take(traces, steps, rank, entry)
+                _take(traces, own, rank, entry)
+        for number, step in own.items():
+            _merge(steps, number, step)
     return begin, steps
 
 
@@ -153,26 +157,27 @@ def _take_microbatch(traces: Traces, steps: dict[int, Step], entry: dict[str, An
     if entry["kind"] == "seen":
         traces.evaluated[key] = number, samples
     else:
-        seen = Seen(entry["loss"], entry["value"], samples)
-        steps.setdefault(number, Step()).microbatches[number, *key] = seen
+        passes = steps.setdefault(number, Step()).passes
+        nth = next(n for n in itertools.count() if (number, *key, n) not in passes)
+        passes[number, *key, nth] = Seen(entry["loss"], entry["value"], samples)
 
 
 def _merge(steps: dict[int, Step], number: int, new: Step) -> None:
     step = steps.setdefault(number, Step())
-    step.microbatches.update(new.microbatches)
+    step.passes.update(new.passes)
     step.digests.update(new.digests)
 
 
 def _differences(number: int, first: Step, again: Step) -> Iterator[Redone]:
     """Compare what two generations did in one step, as far as both came: either may have been killed."""
-    for key in sorted(first.microbatches.keys() & again.microbatches.keys()):
-        one, other = first.microbatches[key], again.microbatches[key]
+    for key in sorted(first.passes.keys() & again.passes.keys()):
+        one, other = first.passes[key], again.passes[key]
         if one.samples != other.samples:
             what = f"samples {few(one.samples)}, then {few(other.samples)}"
-            yield Redone(number, f"replica {key[-1]} saw {what}")
+            yield Redone(number, f"replica {key[-2]} saw {what}")
         elif one.bits != other.bits:
             what = f"{one.value!r} ({one.bits}), then {other.value!r} ({other.bits})"
-            yield Redone(number, f"the loss of replica {key[-1]} was {what}")
+            yield Redone(number, f"the loss of replica {key[-2]} was {what}")
     for name in names(first.digests):
         before, after = values(first.digests, name), values(again.digests, name)
         if before and after and before != after:

@@ -160,6 +160,22 @@ def test_a_state_may_grow(memory):
         assert found(memory) == number
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("length", [1 << 12, 1 << 16, 1 << 20])
+def test_each_rank_has_a_text_of_another_length(memory, order, length):
+    """Just below and just above any size at which the memory may be laid out in another way."""
+    head = 500  # the most that stands beside the text
+    for number, shorter in enumerate(range(length - head, length + 10, 51), 1):
+        team, tensors = ranks(memory, 2), state(number, 70_000)
+        for part in order:
+            # Only the first rank's text is kept.
+            team[part].write(number, "text " + "x" * (shorter + 51 * part), tensors)
+        snapshot = Snapshots(memory, tag=TAG, part=0, parts=1).found
+        assert snapshot is not None
+        assert len(snapshot.text) == len("text ") + shorter
+        assert found(memory) == number
+
+
 def test_memory_is_taken_beside_the_training(memory):
     (rank,) = ranks(memory, 1)
     large = state(1, 1_000_000)

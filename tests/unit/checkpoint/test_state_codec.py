@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import datetime as dt
+import enum
 import json
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -60,10 +64,64 @@ def test_a_float_keeps_its_bits():
     assert math.isnan(again({"x": math.nan})["x"])
 
 
-def test_a_defaultdict_comes_back_without_its_factory():
-    found = again({"state": defaultdict(list, a=[1])})["state"]
-    assert type(found) is dict
-    assert found == {"a": [1]}
+def options(value: Any) -> Any:
+    """Return what a type may say besides its elements, and equality leaves out."""
+    if isinstance(value, deque):
+        return value.maxlen
+    if isinstance(value, defaultdict):
+        return value.default_factory
+    if isinstance(value, torch.Tensor):
+        return type(value), value.dtype, value.requires_grad, value.stride(), value.tolist()
+    if isinstance(value, np.ndarray | np.generic):
+        kind = value.flags.fnc if isinstance(value, np.ndarray) else None
+        return type(value), value.dtype.str, kind, value.tobytes()
+    return getattr(value, "_metadata", None)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(deque([1, 2], maxlen=5), deque([(1, {})], maxlen=1), deque(maxlen=0)),
+        defaultdict(list, a=[1]),
+        defaultdict(None, {1: 2}),
+        *(defaultdict(kind) for kind in (int, float, dict, set, deque, Counter, OrderedDict)),
+        nn.Sequential(nn.BatchNorm1d(1)).state_dict(),
+        *(kind(1.5) for kind in (np.float16, np.float32, np.float64, np.complex64, np.complex128)),
+        *(np.complex64(complex(math.nan, -0.0)), np.uint64(2**64 - 1), np.int8(-128), np.bool_(0)),
+        *(np.datetime64("2020-02-29T12"), np.datetime64("NaT"), np.timedelta64(3, "ms")),
+        *(np.asfortranarray(np.eye(2, 3)), np.zeros((2, 0, 3), order="F"), np.float32([[1, 2]]).T),
+        torch.ones(2, requires_grad=True),
+        nn.Parameter(torch.ones(2)),
+        nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False),
+        torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        nn.Parameter(torch.rand(3, 4).t()),
+        10**4000,
+    ],
+    ids=lambda value: f"{type(value).__name__}-{options(value)}"[:60],
+)
+def test_options_of_types_come_back(value):
+    (found,) = again({"state": value}).values()
+    assert type(found) is type(value)
+    assert repr(options(found)) == repr(options(value))
+    if not isinstance(value, np.ndarray | np.generic | torch.Tensor):
+        assert repr(found) == repr(value)
+
+
+def test_sums_have_the_bits_that_they_had():
+    """They follow the order of elements in memory."""
+    generator = torch.Generator().manual_seed(0)
+    image = torch.randn(8, 16, 5, 5, generator=generator).to(memory_format=torch.channels_last)
+    matrix = torch.randn(64, 64, generator=generator).t()
+    array = np.asfortranarray(image[:, :, 0, 0].numpy())
+    found = again({"state": [image, matrix, array]})["state"]
+    assert [x.sum().item() for x in found] == [x.sum().item() for x in (image, matrix, array)]
+    assert image.sum() != image.contiguous().sum(), "this test could not fail"
+
+
+def test_what_a_rank_reads_in_parts_is_left_to_the_model():
+    text, _ = state_codec.flatten({"state": torch.ones(3, 4).t()})
+    part = object()
+    assert state_codec.rebuild(text, lambda _: part) == {"state": part}
 
 
 def test_tensors_and_arrays_keep_type_shape_and_bits():
@@ -122,6 +180,12 @@ def test_optimizers_take_their_state_back(make):
     assert str(second.state_dict()) == str(first.state_dict())
 
 
+def test_nested_tensors_are_named():
+    nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
+    with pytest.raises(CheckpointError, match=r"registered\.x is a nested tensor"):
+        state_codec.flatten({"registered": {"x": nested}})
+
+
 def test_sparse_tensors_are_named():
     sparse = torch.ones(2, 2).to_sparse()
     with pytest.raises(CheckpointError, match=r"registered\.x is a sparse or quantized tensor"):
@@ -132,8 +196,41 @@ class Odd:
     """Something that is no container, number, text or tensor."""
 
 
+class Kind(enum.Enum):
+    """Some kind."""
+
+    ONE = 1
+
+
+class Level(enum.IntEnum):
+    """A number with a name."""
+
+    ONE = 1
+
+
+class Pair(NamedTuple):
+    """A tuple with names."""
+
+    a: int
+    b: int
+
+
+class Own(dict):
+    """A mapping of the script's own."""
+
+
 @pytest.mark.parametrize(
-    "value", [Odd(), len, np.array(["a"]), object, np.ones(1, np.longdouble), np.ones(1, ">f8")]
+    "value",
+    [
+        *(Odd(), len, object, Kind.ONE, Level.ONE, Pair(1, 2), Own(a=1), 10**5000),
+        *(dt.date(2020, 1, 1), Path("a"), bytearray(b"a"), range(3), torch.Generator()),
+        *(defaultdict(lambda: 0), defaultdict(Own, a=1)),
+        *(np.longdouble(1) / 3, np.clongdouble(1j), np.str_("a"), np.bytes_(b"a"), np.dtype("f4")),
+        *(np.array(["a"]), np.ones(1, np.longdouble), np.ones(1, ">f8"), np.array([None])),
+        *(np.zeros(1, "i4,f8"), np.zeros(1, "i4,f8")[0], np.array(["2020"], "M8[D]")),
+        np.ma.masked_array([1, 2], [0, 1]),
+    ],
+    ids=lambda value: type(value).__name__,
 )
 def test_what_cannot_be_saved_is_named(value):
     with pytest.raises(CheckpointError, match=r"registered\.ema\.1") as caught:

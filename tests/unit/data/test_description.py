@@ -13,6 +13,7 @@ from torch.utils.data import (
     Subset,
     SubsetRandomSampler,
     TensorDataset,
+    WeightedRandomSampler,
 )
 
 from lockstep.data.description import Description, checksum
@@ -100,3 +101,8 @@ def test_indices_are_part_of_how_batches_are_made() -> None:
     assert batching([0, 1]).differences(batching([0, 1])) == []
     assert "indices" in batching([0, 1]).differences(batching([1, 0]))[0]
     assert batching(None).differences(batching([0, 1])) == [], "an older state does not say"
+
+
+def test_weights_of_torchs_sampler_are_too() -> None:
+    weights = [Description([1, 2], WeightedRandomSampler([1.0, w], 2)).indices() for w in (1, 1, 2)]
+    assert weights[0] == weights[1] != weights[2]

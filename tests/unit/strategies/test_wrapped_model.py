@@ -135,21 +135,24 @@ def test_backward_twice_with_one_replica_adds_as_plain_pytorch_does(net: nn.Modu
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "told"),
     [
-        lambda net: setattr(net, "more", nn.Linear(1, 1)),
-        lambda net: setattr(net, "0", nn.Linear(5, 4)),
-        lambda net: net[0].register_parameter("more", nn.Parameter(torch.zeros(1))),
-        lambda net: net[2].requires_grad_(requires_grad=False),
+        (lambda net: setattr(net, "more", nn.Linear(1, 1)), "new: more.weight, more.bias"),
+        (lambda net: setattr(net, "0", nn.Linear(5, 4)), "replaced: 0.weight, 0.bias"),
+        (lambda net: net[0].register_parameter("x", nn.Parameter(torch.zeros(1))), "new: 0.x"),
+        (lambda net: net[2].requires_grad_(False), "frozen or removed: 2.weight, 2.bias"),
     ],
     ids=["a part more", "another part", "a parameter more", "a part frozen"],
 )
-def test_parameters_that_changed_since_the_run_has_the_model(net: nn.Module, change: Any) -> None:
+def test_parameters_that_changed_since_the_run_has_the_model(
+    net: nn.Module, change: Any, told: str
+) -> None:
     model, m = SingleModel(net, model_context(2)), microbatch(0, 2)
     model.microbatch_begins(m)
     change(net)
-    with pytest.raises(ModelError, match="trainable parameters; it had 4"):
+    with pytest.raises(ModelError, match="trainable parameters; it had 4") as caught:
         model.microbatch_begins(m)
+    assert caught.value.message.endswith(f" ({told})")
 
 
 class Broken(torch.autograd.Function):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from typing import Any
 
 import pytest
 import torch
@@ -70,6 +71,120 @@ def test_a_scheduler_that_takes_a_metric(make_run) -> None:
 def test_what_is_no_scheduler(make_run) -> None:
     with make_run() as run, pytest.raises(StepError, match=r"object has no step\(\)"):
         run.scheduler(object())
+
+
+class Odd:
+    """Something that cannot be saved."""
+
+
+def test_a_state_that_cannot_be_saved_is_refused_by_name(make_run) -> None:
+    with make_run() as run:
+        model = run.model(nn.Linear(3, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        scheduler.owner = Odd()
+        with pytest.raises(ModelError, match=r"the state StepLR\.owner is a Odd; expected"):
+            run.scheduler(scheduler)
+        optimizer.param_groups[0]["owner"] = Odd()
+        with pytest.raises(ModelError, match=r"the state SGD\.param_groups\.0\.owner is a Odd"):
+            run.optimizer(optimizer)
+
+
+def test_a_state_that_holds_itself_is_refused(make_run) -> None:
+    class Endless:
+        load_state_dict = None
+
+        def state_dict(self) -> dict[str, Any]:
+            values: list[Any] = []
+            values.append(values)
+            return {"values": values}
+
+    Endless.load_state_dict = Endless.state_dict
+    with make_run() as run, pytest.raises(ModelError, match="endless has a container that holds"):
+        run.register("endless", Endless())
+
+
+class Alone(torch.optim.SGD):
+    """Saves what it wants to."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"moments": [1.0]}
+
+
+def test_an_optimizer_without_the_usual_state_is_refused(make_run) -> None:
+    with make_run() as run:
+        model = run.model(nn.Linear(3, 1))
+        no_groups = r"state_dict of optimizer 1 \(Alone\) has no state and no param_groups"
+        with pytest.raises(ModelError, match=no_groups) as caught:
+            run.optimizer(Alone(model.parameters(), lr=0.1))
+        assert "super().state_dict()" in caught.value.hint
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_state_of_a_group_that_was_removed(make_run, added: bool) -> None:
+    """Also where another group has come in its place before the next step."""
+    refused = r"optimizer 1 \(SGD\) has state of 1 parameters that are in none of its groups"
+    with make_run() as run:
+        model = run.model(nn.Linear(3, 1))
+        other = run.model(nn.Linear(1, 1))
+        groups = [{"params": model.weight}, {"params": model.bias}]
+        optimizer = run.optimizer(torch.optim.SGD(groups, lr=0.1, momentum=0.9))
+        for (x,) in run.loader(TensorDataset(torch.ones(2, 3)), batch_size=1):
+            optimizer.zero_grad()
+            run.backward(model(x).sum())
+            optimizer.step()
+        del optimizer.param_groups[1]
+        if added:
+            optimizer.add_param_group({"params": other.weight})
+        with pytest.raises(ModelError, match=refused) as caught:
+            optimizer.step()
+        assert "optimizer.state.pop" in caught.value.hint
+        optimizer.state.pop(model.bias)
+        optimizer.step()
+
+
+MAKE = {
+    "run.model": lambda run, _: run.model(nn.Linear(3, 1)),
+    "run.optimizer": lambda run, model: run.optimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    ),
+    "run.scheduler": lambda run, model: run.scheduler(
+        torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), lr=0.1), 1)
+    ),
+}
+
+
+@pytest.mark.parametrize("call", MAKE)
+def test_what_is_made_again_in_a_later_epoch_or_batch_is_refused(make_run, call: str) -> None:
+    make = MAKE[call]
+    with make_run() as run:
+        model = run.model(nn.Linear(3, 1))
+        train = run.loader(TensorDataset(torch.ones(2, 3)), batch_size=1)
+        again = rf"{call} was called again at .*test_optimizers\.py:\d+ in "
+        for iterate in (lambda: run.epochs(3), lambda: train):
+            made = []
+            with pytest.raises(StepError, match=again) as caught:
+                made.extend(make(run, model) for _ in iterate())
+            assert len(made) == 1
+            assert "before run.epochs" in caught.value.hint
+
+
+def test_what_a_resumed_run_makes_again_may_be_made(make_run) -> None:
+    """Several before a loop, in each phase, in one epoch, and when it is first needed."""
+    with make_run() as run:
+        models = [run.model(nn.Linear(3, 1)) for _ in range(3)]
+        late = None
+        for _phase in range(2):
+            for make in MAKE.values():
+                make(run, models[0])
+            for epoch in run.epochs(3):
+                if epoch >= 1 and late is None:
+                    late = [make(run, models[1]) for make in MAKE.values() for _ in range(2)]
+                if epoch == 2:
+                    MAKE["run.optimizer"](run, models[2])
+        for _own in range(2):
+            MAKE["run.optimizer"](run, models[2])
+        assert late is not None
 
 
 def test_a_closure_is_refused(make_run) -> None:

@@ -5,7 +5,7 @@ from lockstep.verify.traces import Seen, Step, Traces
 def traces(losses: dict[int, str], *, samples: tuple[int, ...] = (0, 1)) -> Traces:
     found = Traces(lengths={0: 2}, complete={(0, 0, 0)})
     for step, bits in losses.items():
-        key = (step, 0, 0, 0, step - 1, 0, 0)
+        key = (step, 0, 0, 0, step - 1, 0, 0, 0)
         found.steps[step] = Step(
             {key: Seen(bits, 1.0, samples)}, {0: {"parameters": f"digest {bits}"}}
         )

@@ -94,6 +94,25 @@ def test_a_step_that_comes_out_otherwise_when_done_again_is_found(tmp_path: Path
     )
 
 
+def test_a_kill_between_two_backward_passes_of_a_microbatch(tmp_path: Path) -> None:
+    both = [seen(3, "first"), seen(3, "second")]
+    write(tmp_path, "rank-0.0.jsonl", begin(0), LOADER, seen(1), seen(2), both[0])
+    write(tmp_path, "rank-0.1.jsonl", begin(2), *both, made(3))
+    traces = read(tmp_path)
+    assert redone(traces, "killed") is None
+    assert coverage(traces, {(0, 0, 0)}).twice == ()
+    # Each of the two counts.
+    for number, losses in enumerate([("first", "x"), ("x", "second"), ("first",)]):
+        other = [seen(1), seen(2), *(seen(3, loss) for loss in losses), made(3)]
+        write(tmp_path / str(number), "rank-0.0.jsonl", begin(0), LOADER, *other)
+        difference = compare(traces, read(tmp_path / str(number)), "killed", "other")
+        assert difference is not None
+        assert difference.step == 3
+        assert "loss is" in difference.text or "no backward pass 2 on other" in difference.text
+    write(tmp_path, "rank-0.1.jsonl", begin(2), seen(3, "x"), both[1], made(3))
+    assert redone(read(tmp_path), "killed") is not None
+
+
 def test_parameters_and_samples_count_too_and_over_several_generations(tmp_path: Path) -> None:
     write(tmp_path, "rank-0.0.jsonl", begin(0), made(1), made(2, "one"))
     write(tmp_path, "rank-0.1.jsonl", begin(0), made(1))
