@@ -68,7 +68,7 @@ ALLOWED: dict[str, set[str]] = {
         "checkpoint",
     },
     "testing": {"errors", "record", "training"},
-    "verify": {"errors", "layout", "record", "launch"},
+    "verify": {"errors", "settings", "layout", "record", "launch"},
     "submit": {"errors", "record"},
     "report": {"atomic_file", "errors", "record"},
     "bench": {"errors", "version", "registry", "layout", "world", "record", "launch", "report"},

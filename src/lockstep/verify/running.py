@@ -12,10 +12,12 @@ from pathlib import Path
 from lockstep.errors import PREEMPTED, UsageError
 from lockstep.launch.command import RunCommand, verdict_in
 from lockstep.record import run_file
+from lockstep.settings import TABLE
 from lockstep.verify.chaos import Chaos, draw
 from lockstep.verify.layouts import Layout, Stage
 from lockstep.verify.traces import Traces, read
 
+AUDIT = TABLE["audit"]
 #: Restarts that `lockstep run` allows without being told.
 _RESTARTS = 3
 
@@ -125,6 +127,8 @@ def _start(layout: Layout, stage: Stage, work: Work, place: _Place) -> subproces
         "LOCKSTEP_TRACE": str(place.trace),
         "LOCKSTEP_PROGRESS": "0",
         "LOCKSTEP_DEFAULT_REPLICAS": str(work.replicas),
+        # A script may have switched its audit off; only the user of the command decides here.
+        AUDIT.variable: os.environ.get(AUDIT.variable, str(AUDIT.default)),
     }
     if stage.faults:
         environ["LOCKSTEP_FAULTS"] = ",".join(stage.faults)
