@@ -21,7 +21,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lockstep.errors import PeerError
+from lockstep.errors import MismatchError, PeerError
 from lockstep.world import host
 
 _RANK = struct.Struct("<I")
@@ -172,11 +172,11 @@ class Peers:
         """Compare where all ranks stood when they wrote their `number`-th bucket.
 
         Raises:
-            PeerError: if a peer was elsewhere.
+            MismatchError: if a peer was elsewhere.
         """
         for peer in self._peers:
             if peer.places.pop(number) != place:
-                raise PeerError(
+                raise MismatchError(
                     f"rank {peer.rank} computes gradients of another batch than rank {self.rank}",
                     hint="every rank must call run.backward for every microbatch: a `continue` or a "
                     "`break` must not depend on the rank or on one rank's values",

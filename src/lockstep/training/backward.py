@@ -52,8 +52,14 @@ class Backward:
 
     def __call__(self, loss: torch.Tensor, weight: torch.Tensor | float | None = None) -> None:
         """Compute the gradients of `loss` and sum them; see `Run.backward`."""
+        microbatch = self._loop.require_microbatch("run.backward")
+        with self._loop.first_error:
+            self._run(microbatch, loss, weight)
+
+    def _run(
+        self, microbatch: Microbatch, loss: torch.Tensor, weight: torch.Tensor | float | None
+    ) -> None:
         loop, scaler, watchdog = self._loop, self._state.scaler, self._context.watchdog
-        microbatch = loop.require_microbatch("run.backward")
         _check_loss(loss)
         if self._context.settings.stop_on_nan and not loop.is_on_the_way:
             self._check_finite(loss, microbatch)

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from lockstep.checkpoint.position import LoopEvent, Position
+from lockstep.data.loader import observed
 from lockstep.data.microbatch import Batching, Microbatch, Start
 from lockstep.data.randomness import set_key, undisturbed
-from lockstep.errors import StepError
+from lockstep.errors import LockstepError, StepError
 from lockstep.layout import keys
 from lockstep.strategies.followed import FollowedModule
 from lockstep.strategies.wrapped_model import WrappedModel
+from lockstep.training.first_error import FirstError
 from lockstep.training.listeners import Listener, overriding
 from lockstep.training.progress import Progress
 
@@ -34,6 +36,7 @@ class Loop:
         epoch: number of the running epoch.
         epochs: how many epochs were asked for.
         resumed: after which step the run continues; 0 where it begins.
+        first_error: the error that ends the run, once there is one.
         followed: modules whose buffers are replica 0's, too; the run adds to them.
     """
 
@@ -43,6 +46,7 @@ class Loop:
         self._seed = seed
         self._replicas = replicas
         self._models = models
+        self.first_error = FirstError(replicas)
         self.followed: Sequence[FollowedModule] = ()
         self._listeners = listeners
         self._tells_microbatch = overriding(listeners, "microbatch_begins")
@@ -71,6 +75,10 @@ class Loop:
 
     def run_epochs(self, count: int, epoch_ends: Callable[[int], None]) -> Iterator[int]:
         """Yield the epochs of the run that are still to be run."""
+        return observed(self._epochs_left(count, epoch_ends), self)
+
+    def _epochs_left(self, count: int, epoch_ends: Callable[[int], None]) -> Iterator[int]:
+        self.first_error.check()
         self.epochs = count
         self.approach()
         for epoch in self.progress.phase_begins(count):
@@ -271,8 +279,7 @@ class Loop:
 
     def settle(self) -> None:
         """Let ranks agree on what a `break` has left open; all of them come here together."""
-        for model in self._models:
-            model.check_whole()
+        self.first_error.check()
         for one in self._buffered:
             one.finish_buffers()
 
@@ -339,6 +346,7 @@ class Loop:
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
         """The loop's body is about to see this microbatch."""
+        self.first_error.check()
         self._active.append(microbatch)
         if len(self._active) == 1:  # else it is an evaluation inside of a microbatch
             for model in self._buffered:
@@ -351,9 +359,15 @@ class Loop:
         """The loop's body is done with this microbatch, or has left it."""
         if self.closed:
             return  # an exception ended the run; its loops are only now collected
-        if len(self._active) == 1:
-            for model in self._buffered:
+        if not left:
+            self.first_error.check()
+        try:
+            for model in self._buffered if len(self._active) == 1 else ():
                 model.microbatch_ends(microbatch, left=left)
+        except LockstepError as error:
+            self.first_error.keep(error)  # an iterator that was left can raise nothing
+            if not left:
+                raise
         self._active.pop()
         if self._updated and microbatch.last:
             self._count_update(microbatch)
@@ -429,6 +443,10 @@ class Loop:
             self._loops[0].losses.append(loss.detach())
         elif self._losses:
             loss.detach().fill_(self._losses.pop(0))
+
+    def fails(self, error: BaseException) -> None:
+        """A loop, a pass or `run.epochs` has raised `error` to the script, which may catch it."""
+        self.first_error.keep(error)
 
     def close(self) -> None:
         """The run is over: what loops say from here on is ignored."""
