@@ -33,6 +33,7 @@ COLLECTIVES = (
     "run.barrier",
     "run.main_process_first",
     "run.save",
+    "the comparison of states",
     "the end of the run",
     "(after the run)",
 )

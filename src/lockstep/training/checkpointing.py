@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,8 +16,10 @@ from lockstep.checkpoint.catalog import DIRECTORY
 from lockstep.checkpoint.disk import Checkpoints
 from lockstep.checkpoint.schedule import Schedule
 from lockstep.registry import STRATEGIES
+from lockstep.training.checksums import Checksums
 from lockstep.training.context import Context
 from lockstep.training.coordination import Alone, Coordination, OnStatusPage, Request, ThroughStore
+from lockstep.training.divergence import check_states
 from lockstep.training.loop import Loop
 from lockstep.training.preemption import Preempted
 from lockstep.training.resume import Search
@@ -104,11 +108,16 @@ class Checkpointing:
         self._points += 1
         if self._points == _PREPARED_AT and not self._state.is_gathered:
             self._checkpoints.prepare(state_codec.flatten(self._state.capture())[1])
-        if saves or due or self._looks(schedule):
-            began = time.monotonic()
+        looks = self._looks(schedule)
+        captured = None
+        began = time.monotonic()
+        if self._compares(saves=saves, due=due, looks=looks):
+            captured = self._state.capture()
+            self._check_same(captured)
+        if saves or due or looks:
             if saves or due:
                 loop.note_partial()
-            text, tensors = self._capture()
+            text, tensors = self._capture(captured)
             if schedule is not None and due:
                 schedule.take(due, text, tensors, began)
             elif schedule is not None and schedule.needs_memory:
@@ -142,6 +151,22 @@ class Checkpointing:
             return is_time and not schedule.taken
         return schedule.needs_memory
 
+    def _compares(self, *, saves: bool, due: int, looks: bool) -> bool:
+        """Whether all ranks compare what they hold now: at the first point, and before it is kept."""
+        if self._state.is_gathered and not (saves or due or looks):
+            return False  # ranks would gather it for nothing else
+        kept = saves or (due > 0 and (self._aligned or self._apart))
+        return kept or self._points == 1
+
+    def _check_same(self, captured: Mapping[str, Any]) -> None:
+        context = self._context
+        if context.group is None or not context.settings.exact:
+            return
+        own = Checksums.of(captured)
+        models = [type(model.module).__name__ for model in self._state.models]
+        with context.collectives.collective("the comparison of states"):
+            check_states(context.rendezvous, context.group, own, self._loop.steps, models)
+
     def _prepare(self, schedule: Schedule, text: str, tensors: dict[str, torch.Tensor]) -> None:
         problem = schedule.prepare(text, tensors)
         if problem is not None:
@@ -157,10 +182,13 @@ class Checkpointing:
         with self._context.heartbeat.collective("run.save"):
             self._checkpoints.save(self._loop.steps, tensors, text, best=best)
 
-    def _capture(self) -> tuple[str, dict[str, torch.Tensor]]:
+    def _capture(
+        self, captured: Mapping[str, Any] | None = None
+    ) -> tuple[str, dict[str, torch.Tensor]]:
         self._context.record.flush()
         position, answers = self._loop.position.as_json()
-        state, tensors = state_codec.flatten({**self._state.capture(), ANSWERS: answers})
+        captured = self._state.capture() if captured is None else captured
+        state, tensors = state_codec.flatten({**captured, ANSWERS: answers})
         if not self._has_looked:
             self._has_looked = True
             self._check_schedulers()
@@ -177,7 +205,9 @@ class Checkpointing:
     def finish(self) -> None:
         """The script is done: what it has asked for is on disk when this returns."""
         if self._asked is not None:
-            self._save(*self._capture())
+            captured = self._state.capture()
+            self._check_same(captured)
+            self._save(*self._capture(captured))
         self._wait()
 
     def _wait(self) -> None:
