@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Generator, Iterator, MutableMapping
 from typing import Any, TypeVar
 
 import torch
@@ -55,7 +55,7 @@ class GlobalBatch:
             yield pair
 
 
-def show(pairs: Batch, observer: Observer, *, shown: bool) -> Iterator[Any]:
+def show(pairs: Batch, observer: Observer, *, shown: bool) -> Generator[Any]:
     """Yield the data of one pass over a global batch, which is `shown` to the script as a whole, or not."""
     microbatch = None
     for microbatch, data in pairs:
@@ -72,10 +72,17 @@ def show(pairs: Batch, observer: Observer, *, shown: bool) -> Iterator[Any]:
         observer.pass_ends(microbatch, shown=shown)
 
 
-def observed(items: Iterator[T], observer: Observer) -> Iterator[T]:
+def observed(items: Generator[T], observer: Observer) -> Iterator[T]:
     """Yield `items`, and let the observer know of an exception that they raise: a script may catch it."""
     try:
-        yield from items
+        for item in items:  # noqa: UP028 - to be left while `items` can still be closed
+            yield item
+    except GeneratorExit:
+        try:
+            items.close()
+        except (Exception, SystemExit) as error:  # which can be raised to nothing here
+            observer.fails(error)
+        raise
     except (Exception, SystemExit) as error:
         observer.fails(error)
         raise
@@ -130,7 +137,7 @@ class Loader:
     def __iter__(self) -> Iterator[Any]:
         return observed(self._microbatches(), self._observer)
 
-    def _microbatches(self) -> Iterator[Any]:
+    def _microbatches(self) -> Generator[Any]:
         for batch in self._loop(shown=False):
             yield from show(batch, self._observer, shown=False)
 
@@ -138,7 +145,7 @@ class Loader:
         """Yield each global batch, to be iterated over once or more."""
         return observed(self._whole_batches(), self._observer)
 
-    def _whole_batches(self) -> Iterator[GlobalBatch]:
+    def _whole_batches(self) -> Generator[GlobalBatch]:
         for batch in self._loop(shown=True):
             whole = GlobalBatch(batch, self._observer)
             yield whole

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -14,12 +14,14 @@ import torch.distributed as dist
 from lockstep.checkpoint import state_codec
 from lockstep.checkpoint.catalog import DIRECTORY
 from lockstep.checkpoint.disk import Checkpoints
+from lockstep.checkpoint.position import Counters, LoopEvent, Position
 from lockstep.checkpoint.schedule import Schedule
 from lockstep.registry import STRATEGIES
 from lockstep.training.checksums import Checksums
 from lockstep.training.context import Context
 from lockstep.training.coordination import Alone, Coordination, OnStatusPage, Request, ThroughStore
 from lockstep.training.divergence import check_states
+from lockstep.training.evaluations import Agreement, Evaluations
 from lockstep.training.loop import Loop
 from lockstep.training.preemption import Preempted
 from lockstep.training.resume import Search
@@ -128,6 +130,30 @@ class Checkpointing:
             self._wait()
             raise Preempted(loop.steps)
 
+    def leave_evaluation(self, loop: LoopEvent, counters: Counters) -> None:
+        """End the run in a loop that only evaluates, its state before that saved.
+
+        Args:
+            loop: the loop.
+            counters: as they were when it had begun.
+
+        Raises:
+            Preempted: unless the loop belongs to a metric that trains, too.
+        """
+        metrics = self._loop.progress.open_metrics
+        if not metrics:
+            self._loop.progress.trained(replace(loop, batches=0, last=0, losses=[], events=[]))
+        elif len(metrics) > 1 or metrics[0].events or metrics[0].value is not None:
+            return  # what trains in a metric goes on to its next point
+        else:
+            counters = metrics[0].after
+        position = replace(self._loop.position, counters=counters)
+        captured = self._state.capture()
+        self._check_same(captured)
+        self._save(*self._capture(captured, position))
+        self._wait()
+        raise Preempted(self._loop.steps)
+
     def _due(self, schedule: Schedule, request: Request | None) -> int:
         """Return the number of the snapshot that is due now; 0 for none."""
         due = schedule.due(self._loop.steps)
@@ -183,10 +209,10 @@ class Checkpointing:
             self._checkpoints.save(self._loop.steps, tensors, text, best=best)
 
     def _capture(
-        self, captured: Mapping[str, Any] | None = None
+        self, captured: Mapping[str, Any] | None = None, at: Position | None = None
     ) -> tuple[str, dict[str, torch.Tensor]]:
         self._context.record.flush()
-        position, answers = self._loop.position.as_json()
+        position, answers = (at or self._loop.position).as_json()
         captured = self._state.capture() if captured is None else captured
         state, tensors = state_codec.flatten({**captured, ANSWERS: answers})
         if not self._has_looked:
@@ -246,16 +272,22 @@ def begin(context: Context, state: State, loop: Loop) -> Checkpointing:
     # Launchers choose their moments by themselves, where no rank gathers another's part of the state.
     takes_snapshots = aligned or apart or context.groups.mesh is None
     has_room = memory is not None and not memory.snapshots.is_spoken_for and takes_snapshots
-    return Checkpointing(
+    coordination = _coordination(context, aligned=aligned)
+    checkpointing = Checkpointing(
         context,
         state,
         loop,
-        _coordination(context, aligned=aligned),
+        coordination,
         memory.schedule if memory is not None and has_room else None,
         checkpoints,
         aligned=aligned,
         apart=apart,
     )
+    store = dist.PrefixStore("evaluations", context.rendezvous.store)
+    agreement = None if world.size == 1 else Agreement(store, world.rank, world.size)
+    leave = checkpointing.leave_evaluation
+    loop.evaluations = Evaluations(state, coordination, agreement, leave)
+    return checkpointing
 
 
 def _go_on(context: Context, state: State, loop: Loop, checkpoints: Checkpoints) -> None:

@@ -145,6 +145,7 @@ class Metrics:
         self._loop.approach()
         event = self._loop.progress.metric_begins(call)
         if not event.done:
+            self._loop.arrive()  # where the run has ended in its evaluation
             event.key = self._loop.key
             return event
         if event.key is not None:

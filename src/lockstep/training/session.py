@@ -190,7 +190,8 @@ class Session:
         """
         context, record, watchdog = self.context, self.context.record, self.context.watchdog
         self.loop.first_error.check()
-        self.loop.check_arrived()
+        self.loop.approach()
+        self.loop.progress.check_arrived()
         self.loop.come_together()
         self._checkpointing.finish()
         for number, model in enumerate(self.state.models):
