@@ -80,6 +80,8 @@ class Checkpointing:
         self._asked: _Asked | None = None
         self._has_looked = False
         self._points = 0
+        # No other rank has to hold the same.
+        self._is_alone = context.group is None or not context.settings.exact
 
     def ask(self, best: float | None) -> None:
         """Save the state at the next point: when the script is done with this batch, or this epoch."""
@@ -149,7 +151,8 @@ class Checkpointing:
             counters = metrics[0].after
         position = replace(self._loop.position, counters=counters)
         captured = self._state.capture()
-        self._check_same(captured)
+        if not self._is_alone:
+            self._check_same(captured)
         self._save(*self._capture(captured, position))
         self._wait()
         raise Preempted(self._loop.steps)
@@ -179,16 +182,14 @@ class Checkpointing:
 
     def _compares(self, *, saves: bool, due: int, looks: bool) -> bool:
         """Whether all ranks compare what they hold now: at the first point, and before it is kept."""
-        if self._state.is_gathered and not (saves or due or looks):
+        if self._is_alone or (self._state.is_gathered and not (saves or due or looks)):
             return False  # ranks would gather it for nothing else
         kept = saves or (due > 0 and (self._aligned or self._apart))
         return kept or self._points == 1
 
     def _check_same(self, captured: Mapping[str, Any]) -> None:
-        context = self._context
-        if context.group is None or not context.settings.exact:
-            return
-        own = Checksums.of(captured)
+        context, own = self._context, Checksums.of(captured)
+        assert context.group is not None, "there are several ranks"
         models = [type(model.module).__name__ for model in self._state.models]
         with context.collectives.collective("the comparison of states"):
             check_states(context.rendezvous, context.group, own, self._loop.steps, models)
@@ -232,7 +233,8 @@ class Checkpointing:
         """The script is done: what it has asked for is on disk when this returns."""
         if self._asked is not None:
             captured = self._state.capture()
-            self._check_same(captured)
+            if not self._is_alone:
+                self._check_same(captured)
             self._save(*self._capture(captured))
         self._wait()
 

@@ -110,13 +110,14 @@ class Evaluations:
         Raises:
             Preempted: if the run ends here; its state is on disk then.
         """
-        if self._loop is None or not self._coordination.stop_is_asked:
+        loop, agreement = self._loop, self._agreement
+        if loop is None or not self._coordination.stop_is_asked:
             return
-        agreement = self._agreement
         if (agreement is None or not agreement.is_here) and not self._is_unchanged():
             return
         if agreement is None or agreement.after(batch):
-            self._leave(self._loop, self._counters)
+            self._loop = None
+            self._leave(loop, self._counters)
 
     def loop_ends(self, *, trained: bool) -> None:
         """The loop is over, which has trained models or not.
