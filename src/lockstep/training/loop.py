@@ -252,7 +252,8 @@ class Loop:
             raise StepError(
                 f"{call} was called outside of a loop over a loader; "
                 "expected to be inside, since the loader says what the batch weighs",
-                hint="make the loader with run.loader(…) and iterate over it",
+                hint="make the loader with run.loader(…) and iterate over it; itertools.cycle does so "
+                "once, and then gives what it has kept: loop over the loader inside `while …:`",
             )
         return self._active[-1]
 

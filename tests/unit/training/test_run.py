@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -313,6 +316,54 @@ def test_a_loss_of_one_element(make_run) -> None:
         for x, _ in run.loader(Noisy(), batch_size=BATCH):
             run.backward(model(x).mean().reshape(1))
             break
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_loss_that_had_its_backward_pass(make_run, replicas: int) -> None:
+    again = pytest.raises(StepError, match="a forward pass of Linear that had its backward pass")
+    with again, make_run(replicas=replicas) as run:
+        model = run.model(nn.Linear(6, 1))
+        for x, _ in run.loader(Noisy(), batch_size=BATCH):
+            loss = model(x).mean()
+            run.backward(loss)
+            run.backward(loss)
+
+
+def test_a_loader_that_is_cycled(make_run) -> None:
+    kept = pytest.raises(StepError, match=r"outside of a loop[^$]*itertools\.cycle does so once")
+    with kept, make_run() as run:
+        model = run.model(nn.Linear(6, 1))
+        for x, _ in itertools.cycle(run.loader(Noisy(), batch_size=BATCH)):
+            run.backward(model(x).mean())
+
+
+@pytest.mark.parametrize(
+    ("code", "finishes"), [(0, True), (None, True), (3, False), ("why", False)]
+)
+def test_a_script_that_exits_inside_of_the_run(make_run, capsys, code, finishes: bool) -> None:
+    """Without a failure it is the script's end; with one the run is not finished, and the code stays."""
+    with pytest.raises(SystemExit) as left, make_run(replicas=2) as run:  # noqa: PT012
+        model = run.model(nn.Linear(6, 1))
+        for x, _ in run.loader(Noisy(), batch_size=BATCH):
+            model(x)
+        sys.exit(code)
+    assert left.value.code == code
+    assert ("lockstep: finished steps=0" in capsys.readouterr().out) == finishes
+
+
+def test_an_error_that_was_caught_comes_again_at_the_end(make_run) -> None:
+    refused = pytest.raises(ModelError, match="the loss needs no gradient")
+    with refused, make_run() as run:
+        model = run.model(nn.Linear(6, 1))
+        for x, _ in run.loader(Noisy(), batch_size=BATCH):
+            with contextlib.suppress(ModelError):
+                run.backward(model(x).mean().detach())
+            break
+
+
+def test_a_wrong_argument_that_was_caught_ends_nothing(make_run) -> None:
+    with make_run() as run, pytest.raises(UsageError):
+        run.epochs(-1)
 
 
 def test_two_backward_passes_of_one_model(make_run) -> None:
