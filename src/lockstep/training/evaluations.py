@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch.distributed as dist
+from torch.nn.parameter import is_lazy
 
 from lockstep.checkpoint.position import Counters, LoopEvent
 from lockstep.training.checksums import Checksums, checksum
@@ -141,7 +142,9 @@ class Evaluations:
 
     def _sums_of_models(self) -> list[str]:
         modules = [model.module for model in self._state.models]
-        return [checksum(t) for m in modules for t in (*m.parameters(), *m.buffers())]
+        tensors = [t for m in modules for t in (*m.parameters(), *m.buffers())]
+        # Some have no values on this rank, or none until their first forward pass.
+        return [checksum(t) for t in tensors if not (is_lazy(t) or t.is_meta)]
 
     def _sum_of_registered(self) -> str:
         states = {name: one.state_dict() for name, one in self._state.registered.items()}
