@@ -47,7 +47,7 @@ def test_a_run_goes_on_as_if_nothing_had_been(exchange: str, tmp_path: Path) -> 
 
 def test_a_rank_that_leaves_a_loop_by_itself_is_told() -> None:
     with pytest.raises(
-        RankError, match=r"PeerError: since the last average, .* done \[4, 2\] steps of Linear"
+        RankError, match=r"MismatchError: since the last average, .* done \[4, 2\] steps of Linear"
     ):
         run_ranks(jobs.leave_alone, 2, "local-sgd", timeout=30)
 

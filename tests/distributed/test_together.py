@@ -73,7 +73,7 @@ def test_buffers_that_a_method_changes_before_forward() -> None:
 @pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("exchange", ["shared-memory", "tree", "native"])
 def test_a_loader_that_one_rank_iterates_over_alone_is_named(exchange: str) -> None:
-    with pytest.raises(RankError, match=r"PeerError: rank.* comput.* gradients of .* batch"):
+    with pytest.raises(RankError, match=r"MismatchError: rank.* comput.* gradients of .* batch"):
         run_ranks(jobs.main_iterates_alone, 2, exchange, timeout=30)
 
 

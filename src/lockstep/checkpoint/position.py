@@ -90,7 +90,7 @@ class MetricEvent:
         done: whether it has returned.
         value: what it returned, or has seen until now: numbers, tensors, and containers of them.
         key: where generators stood when it returned.
-        after: the counters when it returned.
+        after: the counters when it returned; while it is open, when it began.
         events: those that its items reach, while it is open.
     """
 

@@ -34,6 +34,7 @@ COLLECTIVES = (
     "run.main_process_first",
     "run.save",
     "a checkpoint",
+    "the comparison of states",
     "the end of the run",
     "(after the run)",
 )

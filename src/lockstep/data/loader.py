@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, MutableMapping
-from typing import Any
+from collections.abc import Callable, Generator, Iterator, MutableMapping
+from typing import Any, TypeVar
 
 import torch
 
@@ -12,6 +12,7 @@ from lockstep.data.microbatch import Microbatch, Observer, Start
 from lockstep.data.sources import Batch, MapSource, Source, Tell
 from lockstep.errors import LoaderError
 
+T = TypeVar("T")
 #: Measures how long the items of an iterator take to come.
 Measure = Callable[[Iterator[Any]], Iterator[Any]]
 
@@ -38,7 +39,7 @@ class GlobalBatch:
             )
         turn, self._turn = self._turn, self._turn + 1
         pairs = ((m._replace(turn=turn), data) for m, data in self._replayed())
-        return show(pairs, self._observer, shown=True)
+        return observed(show(pairs, self._observer, shown=True), self._observer)
 
     def pass_over(self) -> None:
         """Fetch the microbatches that no pass has taken, so that the next batch begins in its place."""
@@ -54,7 +55,7 @@ class GlobalBatch:
             yield pair
 
 
-def show(pairs: Batch, observer: Observer, *, shown: bool) -> Iterator[Any]:
+def show(pairs: Batch, observer: Observer, *, shown: bool) -> Generator[Any]:
     """Yield the data of one pass over a global batch, which is `shown` to the script as a whole, or not."""
     microbatch = None
     for microbatch, data in pairs:
@@ -69,6 +70,22 @@ def show(pairs: Batch, observer: Observer, *, shown: bool) -> Iterator[Any]:
             observer.microbatch_ends(microbatch, left=left)
     if microbatch is not None:
         observer.pass_ends(microbatch, shown=shown)
+
+
+def observed(items: Generator[T], observer: Observer) -> Iterator[T]:
+    """Yield `items`, and let the observer know of an exception that they raise: a script may catch it."""
+    try:
+        for item in items:  # noqa: UP028 - to be left while `items` can still be closed
+            yield item
+    except GeneratorExit:
+        try:
+            items.close()
+        except (Exception, SystemExit) as error:  # which can be raised to nothing here
+            observer.fails(error)
+        raise
+    except (Exception, SystemExit) as error:
+        observer.fails(error)
+        raise
 
 
 class Loader:
@@ -118,11 +135,17 @@ class Loader:
         self._source.close()
 
     def __iter__(self) -> Iterator[Any]:
+        return observed(self._microbatches(), self._observer)
+
+    def _microbatches(self) -> Generator[Any]:
         for batch in self._loop(shown=False):
             yield from show(batch, self._observer, shown=False)
 
     def batches(self) -> Iterator[GlobalBatch]:
         """Yield each global batch, to be iterated over once or more."""
+        return observed(self._whole_batches(), self._observer)
+
+    def _whole_batches(self) -> Generator[GlobalBatch]:
         for batch in self._loop(shown=True):
             whole = GlobalBatch(batch, self._observer)
             yield whole

@@ -166,3 +166,6 @@ class Observer(Protocol):
 
     def loop_ends(self, start: Start, step: int, *, early: bool) -> None:
         """The loop is over in global batch `step`: early by `break`, or after the last one."""
+
+    def fails(self, error: BaseException) -> None:
+        """A loop or a pass has raised `error` to the script, which may catch it."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from lockstep.errors import PeerError, RunError
+from lockstep.errors import MismatchError, PeerError, RunError
 from lockstep.world import host
 from lockstep.world.waiting import await_any
 
@@ -174,11 +174,11 @@ class Peers:
         """Compare where all ranks stood when they wrote their `number`-th bucket.
 
         Raises:
-            PeerError: if a peer was elsewhere.
+            MismatchError: if a peer was elsewhere.
         """
         for peer in self._peers:
             if peer.places.pop(number) != place:
-                raise PeerError(
+                raise MismatchError(
                     f"rank {peer.rank} computes gradients of another batch than rank {self.rank}",
                     hint="every rank must call run.backward for every microbatch: a `continue` or a "
                     "`break` must not depend on the rank or on one rank's values",

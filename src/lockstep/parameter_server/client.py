@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lockstep.errors import ModelError, PeerError, RunError
+from lockstep.errors import MismatchError, ModelError, PeerError, RunError
 from lockstep.parameter_server.discovery import proof
 from lockstep.parameter_server.messages import (
     HEADER,
@@ -26,6 +26,8 @@ from lockstep.parameter_server.messages import (
     view,
 )
 
+#: What a worker raises for each kind of failure that a server tells of, besides that of another worker.
+FAILURES: dict[str, type[RunError]] = {"mismatch": MismatchError, "model": ModelError}
 #: How long a server may take to read that a worker leaves.
 _BYE_SECONDS = 1.0
 
@@ -246,5 +248,5 @@ class Clients:
 
 def _failure(meta: Mapping[str, Any]) -> RunError:
     """Return why a server cannot continue: another worker, or what it was asked to do."""
-    kind = ModelError if meta.get("kind") == "model" else PeerError
+    kind = FAILURES.get(str(meta.get("kind")), PeerError)
     return kind(str(meta.get("message")), hint=meta.get("hint"))

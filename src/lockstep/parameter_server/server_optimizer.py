@@ -14,16 +14,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lockstep.errors import ModelError
+from lockstep.errors import MismatchError, ModelError
 from lockstep.exchange.base import Forest
 from lockstep.parameter_server import optimizer_codec
 from lockstep.parameter_server.connection import Connection, Pool
 from lockstep.parameter_server.messages import Header, Kind, Message
 from lockstep.parameter_server.rows import Rows, Spec
-
-
-class MismatchError(Exception):
-    """Workers that do not send parts of the same bucket or update."""
 
 
 @dataclass(frozen=True, slots=True)

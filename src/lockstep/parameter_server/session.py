@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from lockstep.errors import ModelError
+from lockstep.errors import MismatchError, ModelError
 from lockstep.exchange.base import Forest
 from lockstep.parameter_server.connection import BrokenError, Connection, Pool
 from lockstep.parameter_server.messages import DTYPES, Kind, Message
-from lockstep.parameter_server.server_optimizer import MismatchError, Request, ServerOptimizer
+from lockstep.parameter_server.server_optimizer import Request, ServerOptimizer
 
 _BATCH_HINT = (
     "every rank must call run.backward for every microbatch: a `continue` or a `break` must not depend "
@@ -76,7 +76,7 @@ class Session:
             self._serve(Request(connection, message))
             self._check_left()
         except MismatchError as error:
-            self._fail(str(error), _BATCH_HINT)
+            self._fail(error.message, _BATCH_HINT, kind="mismatch")
         except ModelError as error:
             self._fail(error.message, error.hint, kind="model")
         except BrokenError:
@@ -107,7 +107,7 @@ class Session:
             self._fail(self._left, self._left_hint)
 
     def _fail(self, message: str, hint: str | None, *, kind: str = "peer") -> None:
-        """Tell the workers why they cannot continue: a worker (`peer`), or what they ask for (`model`)."""
+        """Tell the workers why they cannot continue; `kind` is one of `FAILURES` in client.py."""
         if self._error is None:
             self._error = {"message": message, "hint": hint, "kind": kind}
             for worker in self._workers.values():

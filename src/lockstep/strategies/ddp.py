@@ -18,7 +18,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.data.microbatch import Microbatch
-from lockstep.errors import ModelError, PeerError
+from lockstep.errors import MismatchError, ModelError
 from lockstep.exchange.base import Exchange, Remembering, Sum, done
 from lockstep.exchange.choose import POWERSGD_KEYWORDS, make
 from lockstep.exchange.flat import Parts, as_typed, form, lies_alike
@@ -233,7 +233,7 @@ class ReplicatedModel(WrappedModel):
             return  # reading would wait for the device, or sums of bytes would be rounded
         expected = [byte * self._size for byte in self._place.to_bytes(size, "big")]
         if tail[:size].tolist() != expected:
-            raise PeerError(
+            raise MismatchError(
                 f"ranks compute gradients of {type(self.module).__name__} for different batches",
                 hint="a loader was made, iterated over or left on some ranks only, or a batch was "
                 "skipped; all ranks must do the same",

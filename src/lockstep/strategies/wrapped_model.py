@@ -72,12 +72,12 @@ class WrappedModel(abc.ABC):
             self.versions = Versions(module, context.staleness)
         self.accumulation = GradientAccumulation(context.block, context.replicas)
         self.several_replicas = context.replicas > 1
-        self._block_size = len(context.block)
+        self._block = context.block
         group = context.group if shares_buffers else None
         self._buffers = Buffers(module, context.block, group, waiting=context.sharing)
         self._watched = Parameters(module)
         self._met = self._was_added_to = False
-        self._interrupted = self._torn = self._is_lost = False
+        self._interrupted = False
         self._is_last = self._stepped = False
         self._mixed: set[int] = set()
         self._watching = False
@@ -156,8 +156,6 @@ class WrappedModel(abc.ABC):
         self.used = self._met = self._was_added_to = False
         self._is_last = microbatch.last
         if microbatch.first:
-            if self._torn or self._is_lost:
-                self.check_whole()
             self._buffers.finish()
             self.accumulation.take()
             if self.several_replicas:
@@ -176,46 +174,52 @@ class WrappedModel(abc.ABC):
 
         Where it was left by `break` or by an exception (which cannot be told apart here), buffers
         wait for the next call that needs them: after an exception the other ranks would not answer.
+
+        Raises:
+            StepError: if replicas of this rank before had a backward pass, and this one had none; if a loop
+                was left between them, where a rank that hosts a single replica would have finished.
         """
         self._watching = False
         self._stepped = False
         if microbatch.audit:
-            self._is_lost |= left and self._buffers.dirty
-            self._buffers.discard()
-            self.accumulation.take()
-            for parameter in self.parameters:
-                parameter.grad = None
-        elif not microbatch.last:
+            self._throw_away(left=left)
+            return
+        if not left:
+            self._check_complete(len(self._block), self._behind(microbatch))
+        if not microbatch.last:
             self._buffers.next_replica()
         elif not left:
-            if self.several_replicas:
-                self._check_complete(expected=self._block_size)
             self._buffers.finish()
         if self.several_replicas and (microbatch.last or left):
             self._buffers.look_away()
-        if left and 0 < self.accumulation.missing < self._block_size:
-            self._torn = True
+        if left and 0 < self.accumulation.missing < len(self._block):
+            raise StepError(
+                f"a loop was left between the replicas of a batch, with gradients of "
+                f"{type(self.module).__name__} for some replicas",
+                hint="count steps with run.step, not microbatches; let an exception in a loop end the run",
+            )
 
-    def check_whole(self) -> None:
-        """Refuse to continue after a `break` between the replicas of one batch.
+    def _throw_away(self, *, left: bool) -> None:
+        """An extra pass of the audit is over: buffers and gradients are as they were before.
 
         Raises:
-            StepError: if there was one; a rank that hosts a single replica would have finished.
+            StepError: if it was left after a forward pass that changes buffers, which would count.
         """
-        if self._is_lost:
-            self._is_lost = False
+        changed = self._buffers.dirty
+        self._buffers.discard()
+        self.accumulation.take()
+        for parameter in self.parameters:
+            parameter.grad = None
+        if left and changed:
             raise StepError(
                 f"a loop was left in an extra pass of the audit, after a forward pass of "
                 f"{type(self.module).__name__} in training mode, whose buffers are thrown away",
                 hint="leave the loop before the forward pass, or switch the audit off: --audit off",
             )
-        if self._torn:
-            self._torn = False
-            raise StepError(
-                f"a loop was left between the replicas of a batch, with gradients of "
-                f"{type(self.module).__name__} for some replicas",
-                hint="count steps with run.step, not microbatches",
-            )
+
+    def _behind(self, microbatch: Microbatch) -> int:
+        """Return how many replicas of this rank come after that of `microbatch`."""
+        return self._block.stop - 1 - microbatch.replica
 
     def _check_trainable(self) -> None:
         # In any order: pruning gives a parameter another name, behind those that were there.
@@ -241,16 +245,20 @@ class WrappedModel(abc.ABC):
         few = {word: names[:4] + ["…"] * (len(names) > 4) for word, names in changes.items()}
         return "; ".join(f"{word}: {', '.join(names)}" for word, names in few.items() if names)
 
-    def _check_complete(self, *, expected: int) -> None:
+    def _check_complete(self, *expected: int) -> None:
         """Refuse a batch of which some replicas had a backward pass and others had not.
 
         On as many ranks as replicas the others would wait for the missing one for ever.
+
+        Args:
+            expected: how many replicas of this rank may be missing now.
         """
-        if self.accumulation.missing != expected:
+        if self.several_replicas and self.accumulation.missing not in expected:
             raise StepError(
                 f"{type(self.module).__name__} had no backward pass for a replica of this batch, "
                 "but had one for others",
-                hint="call run.backward for every microbatch; a `continue` must not skip it",
+                hint="call run.backward for every microbatch; neither a `continue` nor an exception that "
+                "the script catches may skip it",
             )
 
     def before_backward(self, microbatch: Microbatch, *, alone: bool = True) -> None:
@@ -286,8 +294,8 @@ class WrappedModel(abc.ABC):
             )
         if microbatch.first:
             self._drop_old_gradients()
-        if microbatch.last:
-            self._check_complete(expected=1)
+        if not microbatch.audit:
+            self._check_complete(1 + self._behind(microbatch))
 
     def _drop_old_gradients(self) -> None:
         """Gradients from before this pass belong to no replica; whether that matters shows at the step.
@@ -343,7 +351,7 @@ class WrappedModel(abc.ABC):
                 hint="call run.backward(loss) in the place of loss.backward()",
             )
         if self._is_last:
-            self._check_complete(expected=self._block_size)
+            self._check_complete(len(self._block))
         if self._mixed and not self._mixed.isdisjoint(among):
             raise StepError(
                 f"{type(self.module).__name__} had gradients of an earlier batch when its backward "

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.data.microbatch import Microbatch
-from lockstep.errors import ModelError, NonFiniteLossError, StepError, UsageError
+from lockstep.errors import ModelError, NonFiniteLossError, RunError, StepError, UsageError
 from lockstep.layout.classes import updates_in_servers
 from lockstep.layout.tree import total
 from lockstep.registry import EXCHANGES
@@ -53,8 +53,14 @@ class Backward:
 
     def __call__(self, loss: torch.Tensor, weight: torch.Tensor | float | None = None) -> None:
         """Compute the gradients of `loss` and sum them; see `Run.backward`."""
+        microbatch = self._loop.require_microbatch("run.backward")
+        with self._loop.first_error:
+            self._run(microbatch, loss, weight)
+
+    def _run(
+        self, microbatch: Microbatch, loss: torch.Tensor, weight: torch.Tensor | float | None
+    ) -> None:
         loop, scaler, watchdog = self._loop, self._state.scaler, self._context.watchdog
-        microbatch = loop.require_microbatch("run.backward")
         _check_loss(loss)
         if self._context.settings.stop_on_nan and not loop.is_on_the_way:
             self._check_finite(loss, microbatch)
@@ -103,11 +109,23 @@ class Backward:
             reached = _owners_behind(loss, owners, len(used))
             used = [model for model in used if id(model) in reached]
         if not used:
-            raise ModelError(
-                "the loss comes from no model of the run",
-                hint="call what run.model(…) returned, inside the loop over the loader",
-            )
+            raise self._unreached(loss)
         return used
+
+    def _unreached(self, loss: torch.Tensor) -> RunError:
+        """Return why a loss belongs to no forward pass that waits for its backward pass."""
+        for model in self._state.models:
+            if _owners_behind(loss, {id(p): model for p in model.leaves}, 1):
+                return StepError(
+                    f"the loss comes from a forward pass of {type(model.module).__name__} that had its "
+                    "backward pass, or that came before this microbatch; expected one run.backward for "
+                    "each forward pass, in its microbatch",
+                    hint="add the losses of a forward pass: run.backward(loss_a + loss_b)",
+                )
+        return ModelError(
+            "the loss comes from no model of the run",
+            hint="call what run.model(…) returned, inside the loop over the loader",
+        )
 
     def _check_finite(self, loss: torch.Tensor, microbatch: Microbatch) -> None:
         if torch.isfinite(loss).item():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,10 +14,14 @@ import torch.distributed as dist
 from lockstep.checkpoint import state_codec
 from lockstep.checkpoint.catalog import DIRECTORY
 from lockstep.checkpoint.disk import Checkpoints
+from lockstep.checkpoint.position import Counters, LoopEvent, Position
 from lockstep.checkpoint.schedule import Schedule
 from lockstep.registry import STRATEGIES
+from lockstep.training.checksums import Checksums
 from lockstep.training.context import Context
 from lockstep.training.coordination import Alone, Coordination, OnStatusPage, Request, ThroughStore
+from lockstep.training.divergence import check_states
+from lockstep.training.evaluations import Agreement, Evaluations
 from lockstep.training.loop import Loop
 from lockstep.training.preemption import Preempted
 from lockstep.training.resume import Search
@@ -74,6 +80,8 @@ class Checkpointing:
         self._asked: _Asked | None = None
         self._has_looked = False
         self._points = 0
+        # No other rank has to hold the same.
+        self._is_alone = context.group is None or not context.settings.exact
 
     def ask(self, best: float | None) -> None:
         """Save the state at the next point: when the script is done with this batch, or this epoch."""
@@ -104,11 +112,16 @@ class Checkpointing:
         self._points += 1
         if self._points == _PREPARED_AT and not self._state.is_gathered:
             self._checkpoints.prepare(state_codec.flatten(self._state.capture())[1])
-        if saves or due or self._looks(schedule):
-            began = time.monotonic()
+        looks = self._looks(schedule)
+        captured = None
+        began = time.monotonic()
+        if self._compares(saves=saves, due=due, looks=looks):
+            captured = self._state.capture()
+            self._check_same(captured)
+        if saves or due or looks:
             if saves or due:
                 loop.note_partial()
-            text, tensors = self._capture()
+            text, tensors = self._capture(captured)
             if schedule is not None and due:
                 schedule.take(due, text, tensors, began)
             elif schedule is not None and schedule.needs_memory:
@@ -118,6 +131,31 @@ class Checkpointing:
         if request == "stop":
             self._wait("a checkpoint")
             raise Preempted(loop.steps)
+
+    def leave_evaluation(self, loop: LoopEvent, counters: Counters) -> None:
+        """End the run in a loop that only evaluates, its state before that saved.
+
+        Args:
+            loop: the loop.
+            counters: as they were when it had begun.
+
+        Raises:
+            Preempted: unless the loop belongs to a metric that trains, too.
+        """
+        metrics = self._loop.progress.open_metrics
+        if not metrics:
+            self._loop.progress.trained(replace(loop, batches=0, last=0, losses=[], events=[]))
+        elif len(metrics) > 1 or metrics[0].events or metrics[0].value is not None:
+            return  # what trains in a metric goes on to its next point
+        else:
+            counters = metrics[0].after
+        position = replace(self._loop.position, counters=counters)
+        captured = self._state.capture()
+        if not self._is_alone:
+            self._check_same(captured)
+        self._save(*self._capture(captured, position))
+        self._wait("a checkpoint")
+        raise Preempted(self._loop.steps)
 
     def _due(self, schedule: Schedule, request: Request | None) -> int:
         """Return the number of the snapshot that is due now; 0 for none."""
@@ -142,6 +180,20 @@ class Checkpointing:
             return is_time and not schedule.taken
         return schedule.needs_memory
 
+    def _compares(self, *, saves: bool, due: int, looks: bool) -> bool:
+        """Whether all ranks compare what they hold now: at the first point, and before it is kept."""
+        if self._is_alone or (self._state.is_gathered and not (saves or due or looks)):
+            return False  # ranks would gather it for nothing else
+        kept = saves or (due > 0 and (self._aligned or self._apart))
+        return kept or self._points == 1
+
+    def _check_same(self, captured: Mapping[str, Any]) -> None:
+        context, own = self._context, Checksums.of(captured)
+        assert context.group is not None, "there are several ranks"
+        models = [type(model.module).__name__ for model in self._state.models]
+        with context.collectives.collective("the comparison of states"):
+            check_states(context.rendezvous, context.group, own, self._loop.steps, models)
+
     def _prepare(self, schedule: Schedule, text: str, tensors: dict[str, torch.Tensor]) -> None:
         problem = schedule.prepare(text, tensors)
         if problem is not None:
@@ -157,10 +209,13 @@ class Checkpointing:
         with self._context.heartbeat.collective("a checkpoint" if asked is None else "run.save"):
             self._checkpoints.save(self._loop.steps, tensors, text, best=best)
 
-    def _capture(self) -> tuple[str, dict[str, torch.Tensor]]:
+    def _capture(
+        self, captured: Mapping[str, Any] | None = None, at: Position | None = None
+    ) -> tuple[str, dict[str, torch.Tensor]]:
         self._context.record.flush()
-        position, answers = self._loop.position.as_json()
-        state, tensors = state_codec.flatten({**self._state.capture(), ANSWERS: answers})
+        position, answers = (at or self._loop.position).as_json()
+        captured = self._state.capture() if captured is None else captured
+        state, tensors = state_codec.flatten({**captured, ANSWERS: answers})
         if not self._has_looked:
             self._has_looked = True
             self._check_schedulers()
@@ -177,7 +232,10 @@ class Checkpointing:
     def finish(self) -> None:
         """The script is done: what it has asked for is on disk when this returns."""
         if self._asked is not None:
-            self._save(*self._capture())
+            captured = self._state.capture()
+            if not self._is_alone:
+                self._check_same(captured)
+            self._save(*self._capture(captured))
         self._wait("the end of the run")
 
     def _wait(self, kind: str) -> None:
@@ -216,16 +274,22 @@ def begin(context: Context, state: State, loop: Loop) -> Checkpointing:
     # Launchers choose their moments by themselves, where no rank gathers another's part of the state.
     takes_snapshots = aligned or apart or context.groups.mesh is None
     has_room = memory is not None and not memory.snapshots.is_spoken_for and takes_snapshots
-    return Checkpointing(
+    coordination = _coordination(context, aligned=aligned)
+    checkpointing = Checkpointing(
         context,
         state,
         loop,
-        _coordination(context, aligned=aligned),
+        coordination,
         memory.schedule if memory is not None and has_room else None,
         checkpoints,
         aligned=aligned,
         apart=apart,
     )
+    store = dist.PrefixStore("evaluations", context.rendezvous.store)
+    agreement = None if world.size == 1 else Agreement(store, world.rank, world.size)
+    leave = checkpointing.leave_evaluation
+    loop.evaluations = Evaluations(state, coordination, agreement, leave)
+    return checkpointing
 
 
 def _go_on(context: Context, state: State, loop: Loop, checkpoints: Checkpoints) -> None:

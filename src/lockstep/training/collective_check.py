@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from lockstep.errors import MismatchError, PeerError
+from lockstep.errors import LockstepError, MismatchError, PeerError
 from lockstep.exchange.scatter import told_by_all
 from lockstep.record import stacks
 from lockstep.training.heartbeat import Call, Heartbeat
@@ -45,12 +45,16 @@ class CollectiveCheck:
         heartbeat: where this rank stands.
         group: the process group, or `None` for a single rank.
         rendezvous: rendezvous of the ranks, with the errors of those that have ended.
+
+    Attributes:
+        fails: called with the error where ranks do not make the same call.
     """
 
     def __init__(
         self, heartbeat: Heartbeat, group: dist.ProcessGroup | None, rendezvous: Rendezvous
     ) -> None:
         self._heartbeat, self._group, self._rendezvous = heartbeat, group, rendezvous
+        self.fails: Callable[[BaseException], None] = _ignore
 
     @contextlib.contextmanager
     def collective(self, kind: str) -> Iterator[None]:
@@ -63,7 +67,11 @@ class CollectiveCheck:
             yield
             return
         with self._heartbeat.collective(kind):
-            self._compare(kind, self._group)
+            try:
+                self._compare(kind, self._group)
+            except LockstepError as error:
+                self.fails(error)
+                raise
             yield
 
     def _compare(self, kind: str, group: dist.ProcessGroup) -> None:
@@ -76,6 +84,10 @@ class CollectiveCheck:
                 raise
             raise PeerError(why) from error
         check([one.decode(errors="ignore") for one in told], dist.get_rank(group))
+
+
+def _ignore(_error: BaseException) -> None:
+    """What is done with an error before the run's loop is there."""
 
 
 class RankOrder:

@@ -36,6 +36,11 @@ class Coordination(abc.ABC):
         """Ask for the next step that all can agree on; from a signal handler, too."""
         self._request = _stronger(self._request, request)
 
+    @property
+    @abc.abstractmethod
+    def stop_is_asked(self) -> bool:
+        """Whether a rank is asked to end the run, as far as this one sees now."""
+
     @abc.abstractmethod
     def at_point(self, steps: int) -> Request | None:
         """Return what all ranks do now, after `steps` updates; every rank calls it at every point."""
@@ -47,6 +52,11 @@ def _stronger(one: Request | None, other: Request) -> Request:
 
 class Alone(Coordination):
     """A single rank agrees with itself."""
+
+    @property
+    def stop_is_asked(self) -> bool:
+        """Whether it is asked to end the run."""
+        return self._request == "stop"
 
     def at_point(self, steps: int) -> Request | None:
         """Return what was asked for."""
@@ -68,6 +78,19 @@ class OnStatusPage(Coordination):
         self._page, self._leads, self._next = page, leads, ahead + 1
         self._done = self._named = 0
 
+    @property
+    def stop_is_asked(self) -> bool:
+        """Whether a rank is asked to end the run; lets the others see that this one is."""
+        self._pass_on()
+        at, what = self._page.agreed
+        agreed = what if at > self._done else 0
+        return _REQUESTS.index("stop") in (self._page.asked, agreed)
+
+    def _pass_on(self) -> None:
+        if self._request is not None:
+            # At every point until it is so: the first rank may be clearing what another one asks.
+            self._page.asked = max(self._page.asked, _REQUESTS.index(self._request))
+
     def at_point(self, steps: int) -> Request | None:
         """Return what all ranks do now, after `steps` updates; every rank calls it at every point."""
         at, what = self._page.agreed
@@ -76,9 +99,7 @@ class OnStatusPage(Coordination):
             if self._request != "stop":
                 self._request = None
             return _REQUESTS[what]
-        if self._request is not None:
-            # At every point until it is so: the first rank may be clearing what another one asks.
-            self._page.asked = max(self._page.asked, _REQUESTS.index(self._request))
+        self._pass_on()
         # Not while others may still look what was agreed on before.
         is_past = steps >= max(self._named, self._done + self._next)
         if self._leads and self._page.asked and is_past:
@@ -105,6 +126,12 @@ class ThroughStore(Coordination):
         # The turn that the thread has found, and has told the others that the main thread will heed.
         self._ready: int | None = None
         self._store = store
+
+    @property
+    def stop_is_asked(self) -> bool:
+        """Whether a rank is asked to end the run; the thread lets the others see that this one is."""
+        turn = self._ready
+        return turn is not None and self._store.check([f"{turn}/stop"])
 
     def at_point(self, steps: int) -> Request | None:
         """Return what all ranks do now, after `steps` updates; every rank calls it at every point."""

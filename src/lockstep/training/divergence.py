@@ -1,4 +1,4 @@
-"""Divergence checks over ranks: data of each loader in its first loop, all bits at the end.
+"""Divergence checks over ranks: data of each loader in its first loop, states that are kept, the end.
 
 A script that draws a split or an order before its run, without a seed, gives each rank another one. Each
 rank compares itself with rank 0, which does not wait.
@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
+
+import torch.distributed as dist
 
 from lockstep.data.sources import Tell
 from lockstep.errors import DivergenceError, PeerError
+from lockstep.exchange.scatter import told_by_all
+from lockstep.training.checksums import Checksums
 from lockstep.world.rendezvous.rank_rendezvous import Rendezvous
 from lockstep.world.waiting import await_any
 
@@ -31,6 +36,8 @@ _HINT = (
     "draw what makes the data (random_split, shuffle, permutation) inside `with lockstep.Run(…)`, or seed "
     "before: torch.manual_seed, numpy.random.seed, random.seed"
 )
+#: Bytes in which a rank says what it holds, and how many names a message has.
+_ROOM, _SHOWN = 256, 3
 #: How long a rank waits for rank 0 to come to the loop, too.
 _SECONDS = 20.0
 _OWN_GENERATOR = (
@@ -145,8 +152,59 @@ def _first_other(digests: list[str]) -> str:
 
 def _differing(rendezvous: Rendezvous, own: dict[str, str], other: int) -> str:
     """Return the names of what rank 0 and another rank hold that is not the same."""
-    keys = [f"parts/{rank}" for rank in (0, other)]
-    rendezvous.store.set(f"parts/{rendezvous.world.rank}", json.dumps(own))
-    rendezvous.wait(keys, "the end")
-    one, two = (json.loads(rendezvous.store.get(key)) for key in keys)
+    one, two = _exchanged(rendezvous, own, (0, other), "the end")
     return ", ".join(n for n in {**one, **two} if one.get(n) != two.get(n)) or "the objects"
+
+
+def _exchanged(rendezvous: Rendezvous, own: Any, ranks: tuple[int, int], what: str) -> list[Any]:
+    """Return what two ranks have to say; all ranks call this together, before they end."""
+    keys = [f"parts/{rank}" for rank in ranks]
+    rendezvous.store.set(f"parts/{rendezvous.world.rank}", json.dumps(own))
+    rendezvous.wait(keys, what)
+    return [json.loads(rendezvous.store.get(key)) for key in keys]
+
+
+def check_states(
+    rendezvous: Rendezvous, group: dist.ProcessGroup, own: Checksums, steps: int, models: list[str]
+) -> None:
+    """Compare what ranks hold, before it is kept; all of them call this together.
+
+    Args:
+        rendezvous: rendezvous of the ranks.
+        group: their process group.
+        own: of this rank.
+        steps: updates until here.
+        models: the classes of the run's models, for the message.
+
+    Raises:
+        DivergenceError: if a rank holds other bits than another one that should hold the same.
+    """
+    texts = [told.decode() for told in told_by_all(own.brief().encode(), _ROOM, group)]
+    whole, cut = [t.split(" ", 1)[0] for t in texts], [t.split(" ", 1)[1] for t in texts]
+    first = [cut.index(next(c for c in cut if c.split()[1:] == one.split()[1:])) for one in cut]
+    odd = [r for r in range(len(texts)) if whole[r] != whole[0] or cut[r] != cut[first[r]]]
+    if not odd:
+        return
+    base = 0 if whole[odd[0]] != whole[0] else first[odd[0]]
+    told = _exchanged(rendezvous, asdict(own), (base, odd[0]), "the comparison of states")
+    names = Checksums(**told[0]).differing(Checksums(**told[1]))
+    shown = ", ".join(_shown(name, models) for name in names[:_SHOWN])
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    ranks = f"rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))}"
+    raise DivergenceError(
+        f"after step {steps} {ranks} and rank {base} hold other bits of {shown}{more}; expected the same, "
+        "since a restart would give all ranks those of one",
+        hint="what a script computes from data to change weights must be the same on every rank: from a "
+        "fixed batch of the dataset, or by run.mean; `lockstep verify` names the first step that differs",
+    )
+
+
+def _shown(name: str, models: list[str]) -> str:
+    """Return the name of a part of the state as the script knows it."""
+    kind, _, rest = name.partition(".")
+    number, _, inner = rest.partition(".")
+    if kind == "models":
+        return f"{inner} ({models[int(number)]})"
+    return (
+        f"{inner} of optimizer {number}" if kind == "optimizers" else rest or "registered objects"
+    )

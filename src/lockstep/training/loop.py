@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from lockstep.checkpoint.position import LoopEvent, Position
+from lockstep.data.loader import observed
 from lockstep.data.microbatch import Batching, Microbatch, Start
 from lockstep.data.randomness import set_key, undisturbed
 from lockstep.data.sources import Audited, no_audit
@@ -17,8 +18,13 @@ from lockstep.strategies.followed import FollowedModule
 from lockstep.strategies.wrapped_model import WrappedModel
 from lockstep.training.audit import Audit
 from lockstep.training.audit_record import Record
+from lockstep.training.coordination import Alone
+from lockstep.training.evaluations import Evaluations
+from lockstep.training.first_error import FirstError
 from lockstep.training.listeners import Listener, overriding
+from lockstep.training.losses import Losses
 from lockstep.training.progress import Progress
+from lockstep.training.state import State
 
 #: Gives everything its saved state; told whether everything is expected to be there.
 Restore = Callable[[bool], None]
@@ -38,6 +44,8 @@ class Loop:
         epoch: number of the running epoch.
         epochs: how many epochs were asked for.
         resumed: after which step the run continues; 0 where it begins.
+        first_error: the error that ends the run, once there is one.
+        evaluations: ends the run in loops that only evaluate, where it is asked to.
         followed: modules whose buffers are replica 0's, too; the run adds to them.
     """
 
@@ -47,6 +55,10 @@ class Loop:
         self._seed = seed
         self._replicas = replicas
         self._models = models
+        self.first_error = FirstError(replicas)
+        #: A loop, a pass or `run.epochs` has raised an error to the script, which may catch it.
+        self.fails = self.first_error.keep
+        self.evaluations = Evaluations(State(), Alone(), None, _nothing)
         self.followed: Sequence[FollowedModule] = ()
         self._listeners = listeners
         self._tells_microbatch = overriding(listeners, "microbatch_begins")
@@ -54,7 +66,7 @@ class Loop:
         self._active: list[Microbatch] = []
         self.progress = Progress()
         self._loops: list[LoopEvent] = []  # those that we are in
-        self._losses: list[float] = []  # of the batch that is computed again, those to come
+        self._losses = Losses()
         self._fresh = False  # whether there was an update since the last point
         self._restore: Restore | None = None
         self._updated = False
@@ -76,6 +88,10 @@ class Loop:
 
     def run_epochs(self, count: int, epoch_ends: Callable[[int], None]) -> Iterator[int]:
         """Yield the epochs of the run that are still to be run."""
+        return observed(self._epochs_left(count, epoch_ends), self)
+
+    def _epochs_left(self, count: int, epoch_ends: Callable[[int], None]) -> Generator[int]:
+        self.first_error.check()
         self.epochs, self._phases = count, self._phases + 1
         self.approach()
         for epoch in self.progress.phase_begins(count):
@@ -158,15 +174,6 @@ class Loop:
         self.points, self.resumed = position.points, position.steps
         self._restore = restore
 
-    def check_arrived(self) -> None:
-        """The script is at its end.
-
-        Raises:
-            CheckpointError: if it has not come to where its state was saved.
-        """
-        self.approach()
-        self.progress.check_arrived()
-
     @property
     def is_on_the_way(self) -> bool:
         """Whether the script has not come to where its state was saved."""
@@ -194,6 +201,7 @@ class Loop:
         with undisturbed():
             self._restore(True)
         position, self._restore = self.progress.arrive(), None
+        self.evaluations.trained()
         self._fresh = self._updated = False
         self.points = position.points
         if self.progress.evaluated_again:
@@ -257,7 +265,8 @@ class Loop:
             raise StepError(
                 f"{call} was called outside of a loop over a loader; "
                 "expected to be inside, since the loader says what the batch weighs",
-                hint="make the loader with run.loader(…) and iterate over it",
+                hint="make the loader with run.loader(…) and iterate over it; itertools.cycle does so "
+                "once, and then gives what it has kept: loop over the loader inside `while …:`",
             )
         return self._active[-1]
 
@@ -271,6 +280,7 @@ class Loop:
         Raises:
             StepError: inside a microbatch, when there are several replicas.
         """
+        self.first_error.check()
         if self._active and self._replicas > 1:
             raise StepError(
                 f"{call} was called inside a microbatch; with {self._replicas} replicas, a rank that "
@@ -284,8 +294,7 @@ class Loop:
 
     def settle(self) -> None:
         """Let ranks agree on what a `break` has left open; all of them come here together."""
-        for model in self._models:
-            model.check_whole()
+        self.first_error.check()
         for one in self._buffered:
             one.finish_buffers()
 
@@ -328,7 +337,9 @@ class Loop:
         self.arrive()
         if not self._loops:
             self._trains = start.is_over or start.again is not None or start.batch > 0
-            self._losses = [] if start.again is None else [float(loss) for loss in loop.losses]
+            self._losses.begins(loop, again=start.again is not None)
+            if not (self._trains or self.is_on_the_way):
+                self.evaluations.begins(loop, self.progress.counters())
         self._loops.append(loop)
         for listener in self._listeners:
             listener.loop_begins(loader, start.epoch, start.round)
@@ -380,6 +391,7 @@ class Loop:
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
         """The loop's body is about to see this microbatch."""
+        self.first_error.check()
         self._active.append(microbatch)
         if len(self._active) == 1:  # else it is an evaluation inside of a microbatch
             for model in self._buffered:
@@ -394,6 +406,8 @@ class Loop:
         """The loop's body is done with this microbatch, or has left it."""
         if self.closed:
             return  # an exception ended the run; its loops are only now collected
+        if not left:
+            self.first_error.check()
         if len(self._active) == 1:
             for model in self._buffered:
                 model.microbatch_ends(microbatch, left=left)
@@ -425,6 +439,8 @@ class Loop:
             self.progress.trained(loop)
             self._trains = True
             self.point()
+        elif not (self._trains or self.is_on_the_way):
+            self.evaluations.batch_ends(loop.batches)
         return False
 
     def _count_update(self, microbatch: Microbatch) -> None:
@@ -453,27 +469,21 @@ class Loop:
             listener.loop_ends(*ended.key, step, early=early)
 
     def _end_outermost(self, ended: LoopEvent, *, early: bool) -> None:
-        if not self.is_on_the_way and (self._fresh or self._trains):
+        trained = self._fresh or self._trains
+        self._fresh = self._trains = False
+        if trained and not self.is_on_the_way:
             ended.complete, ended.steps = True, self.steps
             self.progress.trained(ended)
-        self._fresh = self._trains = False
         if not early:
             self.come_together()
-
-    # --- what a script that is started again finds as it was ---------------------------------------
+        if not self.is_on_the_way:
+            self.evaluations.loop_ends(trained=trained)
 
     def saw_loss(self, loss: torch.Tensor) -> None:
-        """Keep a loss whose gradients have been computed, or give it the value that it had.
-
-        With one replica a script may decide by it after the loop, the same on every layout. With several,
-        ranks have losses of their own.
-        """
-        if self._replicas > 1 or len(self._loops) != 1:
-            return
-        if not self.progress.is_on_the_way:
-            self._loops[0].losses.append(loss.detach())
-        elif self._losses:
-            loss.detach().fill_(self._losses.pop(0))
+        """Gradients of a loss have been computed in the innermost loop: it does not only evaluate."""
+        self.evaluations.learns()
+        if self._replicas == len(self._loops) == 1:
+            self._losses.saw(loss, self._loops[0], is_on_the_way=self.is_on_the_way)
 
     def close(self) -> None:
         """The run is over: what loops say from here on is ignored."""

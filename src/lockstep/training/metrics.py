@@ -119,10 +119,8 @@ class Metrics:
         if event.value is not None:
             seen.resume(event.value)
         self._under_way.append((event, seen))
-        again = self._loop.progress.is_entered_again
         try:
-            for item, microbatch in self._with_microbatches(call, items, again=again):
-                seen.add(item, microbatch)
+            self._see(call, items, seen)
             with self._collective(call):
                 value = seen.result()
         except BaseException:
@@ -133,11 +131,21 @@ class Metrics:
         self._end(event, value)
         return _copy(value)
 
+    def _see(self, call: str, items: Iterable[Any], seen: _Seen) -> None:
+        again = self._loop.progress.is_entered_again
+        try:
+            for item, microbatch in self._with_microbatches(call, items, again=again):
+                seen.add(item, microbatch)
+        except BaseException as error:
+            self._loop.fails(error)  # other ranks may have seen all of theirs
+            raise
+
     def _begin(self, call: str) -> MetricEvent:
         """Return a call that begins now; done, if it was before the position that the run resumes from."""
         self._loop.approach()
         event = self._loop.progress.metric_begins(call)
         if not event.done:
+            self._loop.arrive()  # where the run has ended in its evaluation
             event.key = self._loop.key
             return event
         if event.key is not None:

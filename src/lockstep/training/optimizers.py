@@ -181,19 +181,20 @@ def gate_optimizer(
                 "gradients that no other replica takes part in",
                 hint="use an optimizer that needs no closure",
             )
-        gate.look()
-        gate.check()
-        if not loop.acts_now():
-            return None
-        for model in models:
-            model.finish_buffers()
-        loop.updated()
-        if loop.is_on_the_way or (scaler is not None and scaler.skips(gate.own)):
-            # torch's schedulers warn where they find that no step came before theirs.
-            self._opt_called = True  # type: ignore[attr-defined]
-            return None
-        with nullcontext() if loop.audit is None else loop.audit.step():
-            return gate.update(act)
+        with loop.first_error:
+            gate.look()
+            gate.check()
+            if not loop.acts_now():
+                return None
+            for model in models:
+                model.finish_buffers()
+            loop.updated()
+            if loop.is_on_the_way or (scaler is not None and scaler.skips(gate.own)):
+                # torch's schedulers warn where they find that no step came before theirs.
+                self._opt_called = True  # type: ignore[attr-defined]
+                return None
+            with nullcontext() if loop.audit is None else loop.audit.step():
+                return gate.update(act)
 
     act = optimizer.step
     optimizer.step = MethodType(functools.wraps(act)(step), optimizer)  # type: ignore[method-assign]

@@ -223,6 +223,8 @@ class Progress:
         if again is None:
             self.steps = done.steps
             self._enter(done)
+            if not done.batches and not over:  # it only evaluates
+                self._around.events.remove(done)
         else:
             ahead, done.events = done.events, []
             self.steps = done.before
@@ -279,7 +281,7 @@ class Progress:
         """Return a call of a metric that begins now; during replay with the value that it had."""
         event = self._expect(MetricEvent, call)
         if event is None:
-            event = MetricEvent(call=call)
+            event = MetricEvent(call=call, after=self.counters())
             ahead: list[Event] | None = None if self._target else []
             if ahead is not None:
                 self._levels[-1].events.append(event)
@@ -356,10 +358,7 @@ class Progress:
     @property
     def _around(self) -> _Level:
         """The innermost level that is no loop's: iterators of loops that were left may be alive."""
-        for level in reversed(self._levels):
-            if not isinstance(level.of, LoopEvent):
-                return level
-        raise AssertionError("the outermost level is no loop's")
+        return next(level for level in self._levels[::-1] if not isinstance(level.of, LoopEvent))
 
     def _leave(self, event: Event) -> None:
         """Leave the inside of `event`: not always the innermost, where loops are zipped."""

@@ -123,7 +123,8 @@ class Run(RunProperties):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is not None:
+        # sys.exit(0) is the script's own end, as that of the block is.
+        if error is not None and not (isinstance(error, SystemExit) and not error.code):
             told = explained(error, self._session.state.models)
             self._session.close(told or error)
             if told is not None:

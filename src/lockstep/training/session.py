@@ -104,6 +104,7 @@ class Session:
         )
         self.metrics = Metrics(self.loop, context.replicas, block, data, collective)
         self.rank_order = RankOrder(context.world, context.store, context.heartbeat)
+        context.collectives.fails = self.loop.fails
         record.bind(self.loop, self.digests)
         with context.rendezvous.telling():
             self._checkpointing = checkpointing.begin(context, self.state, self.loop)
@@ -207,7 +208,9 @@ class Session:
             PeerError: if a rank does not come to its end.
         """
         context, record, watchdog = self.context, self.context.record, self.context.watchdog
-        self.loop.check_arrived()
+        self.loop.first_error.check()
+        self.loop.approach()
+        self.loop.progress.check_arrived()
         self.loop.come_together()
         self._checkpointing.finish()
         for number, model in enumerate(self.state.models):

@@ -68,6 +68,9 @@ class Journal:
     def loop_ends(self, start: Start, step: int, *, early: bool) -> None:
         self.lines.append(("over", start.loop, start.epoch, start.round, step, early))
 
+    def fails(self, error: BaseException) -> None:
+        self.lines.append(("fails", type(error)))
+
 
 def loader(
     journal: Journal,

@@ -89,6 +89,8 @@ class Quiet:
 
     def loop_ends(self, *_args: Any, early: bool) -> None: ...
 
+    def fails(self, error: BaseException) -> None: ...
+
 
 def test_a_loader_moves_to_its_device() -> None:
     data = [(torch.zeros(2), 1) for _ in range(4)]

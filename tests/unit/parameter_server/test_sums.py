@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lockstep.errors import PeerError
+from lockstep.errors import MismatchError, PeerError
 from lockstep.exchange.base import Forest
 from lockstep.layout.replicas import block
 from lockstep.layout.tree import fold, merges
@@ -169,7 +169,7 @@ def test_workers_in_different_batches(serve: Callable[[int], Service]) -> None:
     def worker(rank: int) -> None:
         exchange = ServerExchange(service.join(rank, 2, 2), Forest.of(2, 2, rank))
         with pytest.raises(
-            PeerError, match="rank 1 computes gradients of another batch than rank 0"
+            MismatchError, match="rank 1 computes gradients of another batch than rank 0"
         ):
             exchange.start([torch.ones(4)], last=True, place=rank)
 
@@ -181,7 +181,7 @@ def test_workers_with_different_buckets(serve: Callable[[int], Service]) -> None
 
     def worker(rank: int) -> None:
         exchange = ServerExchange(service.join(rank, 2, 2), Forest.of(2, 2, rank))
-        with pytest.raises(PeerError, match="rank 1 sends 20 bytes of a bucket; expected 16"):
+        with pytest.raises(MismatchError, match="rank 1 sends 20 bytes of a bucket; expected 16"):
             exchange.start([torch.ones(4 + rank)], last=True)
 
     workers(2, worker)

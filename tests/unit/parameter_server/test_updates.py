@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.errors import ModelError, PeerError, StepError
+from lockstep.errors import MismatchError, ModelError, PeerError, StepError
 from lockstep.exchange.base import Forest
 from lockstep.parameter_server.client import Clients
 from lockstep.parameter_server.messages import Kind
@@ -444,7 +444,7 @@ def test_workers_that_differ(
         worker = Worker(service.join(rank, 2, 2), Forest.of(2, 2, rank), sgd)
         if rank and "lr" in difference:
             worker.optimizer.param_groups[0]["lr"] = difference["lr"]
-        with pytest.raises(PeerError, match=message):
+        with pytest.raises(MismatchError, match=message):
             worker.step(1, place=difference.get("place", 1) if rank else 1)
 
     workers(2, train)

@@ -39,7 +39,8 @@ def gathered_at(
     loop = SimpleNamespace(steps=0, position=position, open_metrics=[])
     coordination = SimpleNamespace(at_point=lambda _: None)
     context = SimpleNamespace(
-        settings=SimpleNamespace(checkpoint_every=0.0),
+        group=None,
+        settings=SimpleNamespace(exact=True, checkpoint_every=0.0),
         world=SimpleNamespace(is_main=leads),
         record=SimpleNamespace(warn=lambda _: None, flush=list),
     )

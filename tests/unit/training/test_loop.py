@@ -160,7 +160,7 @@ class Counting:
 
     def nothing(self, *_: Any, **__: Any) -> None: ...
 
-    finish_buffers = check_whole = catch_up = microbatch_begins = microbatch_ends = nothing
+    finish_buffers = catch_up = microbatch_begins = microbatch_ends = nothing
 
 
 def count_points(every: tuple[int, ...], late: tuple[int, ...]) -> list[int]:

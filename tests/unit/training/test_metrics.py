@@ -177,6 +177,7 @@ def test_shapes_that_do_not_fit(call: str) -> None:
     ) as caught:
         getattr(metrics, call)(torch.zeros(3) for _ in loader)
     assert caught.value.hint
+    metrics, loader = make(1)
     with pytest.raises(StepError, match=r"shape \(\)"):
         metrics.gather(torch.zeros(()) for _ in loader)
 
@@ -185,6 +186,7 @@ def test_values_that_come_from_no_loop() -> None:
     metrics, loader = make(1)
     with pytest.raises(StepError, match="outside of a loop over a loader"):
         metrics.mean([x.sum() for (x,) in loader])
+    metrics, loader = make(1)
     with pytest.raises(StepError, match="saw no samples"):
         metrics.mean([])
     with pytest.raises(StepError, match="saw no samples"):
@@ -214,6 +216,7 @@ def test_a_weight_goes_with_one_number() -> None:
     metrics, loader = make(1)
     with pytest.raises(StepError, match=r"shape \(4,\) with a weight"):
         metrics.mean((x, 4) for (x,) in loader)
+    metrics, loader = make(1)
     with pytest.raises(StepError, match="a tuple of 3"):
         metrics.mean((x, 4, 5) for (x,) in loader)
 

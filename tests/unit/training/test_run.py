@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -290,22 +293,77 @@ def test_backward_needs_a_loop(make_run) -> None:
             run.backward(model(torch.randn(2, 6)).mean())
 
 
-def test_losses_that_are_none(make_run) -> None:
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda model, x: model(x), r"the loss is \(8, 1\); expected a scalar"),
+        (lambda _model, _x: 1.0, "the loss is float"),
+        (lambda model, x: model(x).mean().detach(), "the loss needs no gradient"),
+        (lambda _model, x: nn.Linear(6, 1)(x).mean(), "comes from no model of the run"),
+    ],
+)
+def test_losses_that_are_none(make_run, loss, message: str) -> None:
+    refused = pytest.raises(ModelError, match=message)
+    with refused, make_run() as run:
+        model = run.model(nn.Linear(6, 1))
+        for x, _ in run.loader(Noisy(), batch_size=BATCH):
+            run.backward(loss(model, x))
+
+
+def test_a_loss_of_one_element(make_run) -> None:
     with make_run() as run:
-        model, other = run.model(nn.Linear(6, 1)), nn.Linear(6, 1)
+        model = run.model(nn.Linear(6, 1))
         for x, _ in run.loader(Noisy(), batch_size=BATCH):
-            with pytest.raises(ModelError, match=r"the loss is \(8, 1\); expected a scalar"):
-                run.backward(model(x))
-            with pytest.raises(ModelError, match="the loss is float"):
-                run.backward(1.0)
-            with pytest.raises(ModelError, match="the loss needs no gradient"):
-                run.backward(model(x).mean().detach())
-            break
-        for x, _ in run.loader(Noisy(), batch_size=BATCH):
-            with pytest.raises(ModelError, match="comes from no model of the run"):
-                run.backward(other(x).mean())
             run.backward(model(x).mean().reshape(1))
             break
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_loss_that_had_its_backward_pass(make_run, replicas: int) -> None:
+    again = pytest.raises(StepError, match="a forward pass of Linear that had its backward pass")
+    with again, make_run(replicas=replicas) as run:
+        model = run.model(nn.Linear(6, 1))
+        for x, _ in run.loader(Noisy(), batch_size=BATCH):
+            loss = model(x).mean()
+            run.backward(loss)
+            run.backward(loss)
+
+
+def test_a_loader_that_is_cycled(make_run) -> None:
+    kept = pytest.raises(StepError, match=r"outside of a loop[^$]*itertools\.cycle does so once")
+    with kept, make_run() as run:
+        model = run.model(nn.Linear(6, 1))
+        for x, _ in itertools.cycle(run.loader(Noisy(), batch_size=BATCH)):
+            run.backward(model(x).mean())
+
+
+@pytest.mark.parametrize(
+    ("code", "finishes"), [(0, True), (None, True), (3, False), ("why", False)]
+)
+def test_a_script_that_exits_inside_of_the_run(make_run, capsys, code, finishes: bool) -> None:
+    """Without a failure it is the script's end; with one the run is not finished, and the code stays."""
+    with pytest.raises(SystemExit) as left, make_run(replicas=2) as run:  # noqa: PT012
+        model = run.model(nn.Linear(6, 1))
+        for x, _ in run.loader(Noisy(), batch_size=BATCH):
+            model(x)
+        sys.exit(code)
+    assert left.value.code == code
+    assert ("lockstep: finished steps=0" in capsys.readouterr().out) == finishes
+
+
+def test_an_error_that_was_caught_comes_again_at_the_end(make_run) -> None:
+    refused = pytest.raises(ModelError, match="the loss needs no gradient")
+    with refused, make_run() as run:
+        model = run.model(nn.Linear(6, 1))
+        for x, _ in run.loader(Noisy(), batch_size=BATCH):
+            with contextlib.suppress(ModelError):
+                run.backward(model(x).mean().detach())
+            break
+
+
+def test_a_wrong_argument_that_was_caught_ends_nothing(make_run) -> None:
+    with make_run() as run, pytest.raises(UsageError):
+        run.epochs(-1)
 
 
 def test_two_backward_passes_of_one_model(make_run) -> None:
@@ -319,13 +377,13 @@ def test_two_backward_passes_of_one_model(make_run) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite(make_run, value: float) -> None:
-    with make_run(stop_on_nan=True, replicas=2) as run:
+    stops = pytest.raises(
+        NonFiniteLossError, match=f"the loss is {value} in epoch 0, batch 0, replica 0"
+    )
+    with stops, make_run(stop_on_nan=True, replicas=2) as run:
         model = run.model(nn.Linear(6, 1))
-        with pytest.raises(  # noqa: PT012
-            NonFiniteLossError, match=f"the loss is {value} in epoch 0, batch 0, replica 0"
-        ):
-            for x, _ in run.loader(Noisy(), batch_size=BATCH):
-                run.backward(model(x).mean() * value)
+        for x, _ in run.loader(Noisy(), batch_size=BATCH):
+            run.backward(model(x).mean() * value)
     with make_run() as run:
         model = run.model(nn.Linear(6, 1))
         for x, _ in run.loader(Noisy(), batch_size=BATCH):
@@ -704,7 +762,8 @@ def test_indices_that_each_epoch_draws_anew(make_run, tmp_path, kind) -> None:
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_mean_over_nothing_is_refused(make_run, replicas) -> None:
-    with make_run(replicas=replicas) as run:
+    refused = pytest.raises(StepError, match="the weight 0: a mean over nothing")
+    with refused as caught, make_run(replicas=replicas) as run:
         model = run.model(nn.Linear(1, 1))
         loader = run.loader(TensorDataset(torch.tensor([[0.0], [1.0]])), batch_size=2)
         for finite in (True, False):
@@ -714,15 +773,14 @@ def test_a_mean_over_nothing_is_refused(make_run, replicas) -> None:
                 if finite or tokens:
                     run.backward(summed / tokens.clamp(min=1), weight=tokens)
                     continue
-                with pytest.raises(StepError, match="the weight 0: a mean over nothing") as caught:
-                    run.backward(0 * summed / tokens, weight=tokens)
-                assert "tokens.clamp(min=1)" in str(caught.value.hint)
-                return
+                run.backward(0 * summed / tokens, weight=tokens)
+    assert "tokens.clamp(min=1)" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("settings", [{}, {"multi_avg_fn": get_ema_multi_avg_fn()}])
 def test_an_average_is_updated_between_batches(make_run, settings) -> None:
-    with make_run(replicas=2) as run:
+    refused = pytest.raises(StepError, match=r"AveragedModel .* changed in a loop's body")
+    with refused as caught, make_run(replicas=2) as run:
         model = run.model(nn.Linear(1, 1))
         average = AveragedModel(copy.deepcopy(model), **settings)
         run.register("average", average)
@@ -732,10 +790,9 @@ def test_an_average_is_updated_between_batches(make_run, settings) -> None:
                 pass
             average.update_parameters(model)
         assert average.n_averaged == 2
-        with pytest.raises(StepError, match=r"AveragedModel .* changed in a loop's body") as caught:
-            any(average.update_parameters(model) for _ in loader)
-        assert "between the batches of run.batches(…)" in str(caught.value.hint)
-        assert average.n_averaged == 3
+        any(average.update_parameters(model) for _ in loader)
+    assert "between the batches of run.batches(…)" in str(caught.value.hint)
+    assert average.n_averaged == 3
 
 
 def test_a_model_that_is_registered_before_it_is_the_runs(make_run) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.data.microbatch import Microbatch
-from lockstep.errors import ModelError, PeerError
+from lockstep.errors import MismatchError, ModelError
 from lockstep.exchange.choose import POWERSGD_KEYWORDS
 from lockstep.strategies.buffers import Buffers, broadcast, start_alike
 from lockstep.strategies.checks import shares_buffers
@@ -128,7 +128,7 @@ class LocalModel(WrappedModel):
         """Become one model again, where ranks have gone ways of their own; all of them call this.
 
         Raises:
-            PeerError: if they have not gone as many steps.
+            MismatchError: if they have not gone as many steps.
             ModelError: if what an optimizer remembers has no mean.
         """
         if self.is_whole:
@@ -149,7 +149,7 @@ class LocalModel(WrappedModel):
         steps = [theirs for (theirs, _), _ in told]
         weights = [samples for (_, samples), _ in told]
         if len(set(steps)) > 1:
-            raise PeerError(
+            raise MismatchError(
                 f"since the last average, ranks have done {steps} steps of "
                 f"{type(self.module).__name__}; expected as many on each",
                 hint="a `break` or `continue` must not depend on the rank or on one rank's values; "

@@ -1,0 +1,88 @@
+"""Checksums of a state, at the speed of memory: ranks compare them before it is kept.
+
+A restart gives all ranks one state. If they differed before, that would be forgotten, with a result that
+no layout has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lockstep.checkpoint import state_codec
+from lockstep.checkpoint.parts import cut_of, is_dtensor, local
+
+#: What is compared of a state; the rest follows from it, or is of a rank's own.
+_COMPARED = ("models", "optimizers", "registered")
+#: Words of eight bytes in a row: rows of a tensor are added, in integers, and the sum is hashed.
+_ROW = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Checksums:
+    """What a rank holds, in numbers.
+
+    Attributes:
+        whole: by name, of what all ranks hold.
+        cut: by name, of what is cut over ranks.
+        part: which part of that this rank holds.
+    """
+
+    whole: dict[str, str]
+    cut: dict[str, str]
+    part: str
+
+    @staticmethod
+    def of(state: Mapping[str, Any]) -> Checksums:
+        """Return those of what `State.capture` has returned; no rank needs another one for it."""
+        _, tensors = state_codec.flatten({name: state[name] for name in _COMPARED})
+        numbers, _ = state_codec.flatten({"registered": state["registered"]})
+        cuts = {name for name, tensor in tensors.items() if cut_of(tensor) is not None}
+        sums = {name: checksum(tensor) for name, tensor in tensors.items()}
+        whole = {name: value for name, value in sums.items() if name not in cuts}
+        whole["numbers"] = hashlib.sha256(numbers.encode()).hexdigest()
+        part = sorted({_part(tensors[name]) for name in cuts})
+        return Checksums(whole, {name: sums[name] for name in cuts}, ",".join(part))
+
+    def brief(self) -> str:
+        """Return one text, which two ranks have alike if they hold the same."""
+        return f"{_short(self.whole)} {_short(self.cut)} {self.part}"
+
+    def differing(self, other: Checksums) -> list[str]:
+        """Return the names of what another rank holds otherwise; of parts only of the same one."""
+        names = {**self.whole, **other.whole}
+        found = [name for name in names if self.whole.get(name) != other.whole.get(name)]
+        if self.part == other.part:
+            found += [name for name, value in self.cut.items() if other.cut.get(name) != value]
+        return found
+
+
+def checksum(tensor: torch.Tensor) -> str:
+    """Return a number for the bits of what this rank holds of a tensor, and their order."""
+    own = local(tensor.detach()).resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if own.storage_offset() * own.element_size() % 8:
+        own = own.clone()  # as eight bytes can be read
+    data = own.view(torch.uint8)
+    rows = len(data) // (8 * _ROW)
+    hasher = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    if rows > 1:
+        words = data[: rows * 8 * _ROW].view(torch.int64)
+        hasher.update(words.view(rows, _ROW).sum(0).cpu().numpy().data)
+        data = data[rows * 8 * _ROW :]
+    hasher.update(data.cpu().numpy().data)
+    return hasher.hexdigest()[:16]
+
+
+def _part(tensor: torch.Tensor) -> str:
+    assert is_dtensor(tensor), "it is cut"
+    mesh = tensor.device_mesh
+    return f"{mesh.get_local_rank()}/{mesh.size()}"
+
+
+def _short(sums: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()[:32]

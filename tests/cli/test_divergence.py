@@ -1,0 +1,57 @@
+"""Ranks that hold other bits are named before a restart would give all of them those of one."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = [pytest.mark.forked, pytest.mark.ranks(2)]
+
+SCRIPT = """
+import os
+import torch, torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+import lockstep
+
+X = torch.randn(96, 8, generator=torch.Generator().manual_seed(0))
+with lockstep.Run("t", replicas=4, progress=False) as run:
+    train = run.loader(TensorDataset(X, X[:, :4].argmax(1)), batch_size=16, shuffle=True)
+    model = run.model(nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 4)))
+    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    BEFORE
+    for epoch in run.epochs(3):
+        for x, y in train:
+            optimizer.zero_grad()
+            run.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+            AFTER
+"""
+#: Weights that follow from the first microbatch, as those of ActNorm do: each rank has another one.
+INITIALIZES = "model[1].weight.data /= model(next(iter(train))[0]).std()"
+CHANGES = """if run.step == 6 and run.world.rank == 1: model[0].bias.data += 1"""
+REFUSED = "DivergenceError: after step {} rank 1 and rank 0 hold other bits of {}"
+
+
+def refused(lockstep, before: str, after: str, kill: int) -> str:
+    script = lockstep.script(SCRIPT.replace("BEFORE", before).replace("AFTER", after))
+    faults = {"LOCKSTEP_FAULTS": f"kill@{kill}"}
+    done = lockstep("run", "-n", "2", "--run-dir", "r", script, env=faults, timeout=60)
+    assert done.code == 1, done.out + done.err
+    assert "finished" not in done.out + done.err
+    return done.err
+
+
+def test_ranks_that_begin_with_other_weights(lockstep):
+    told = refused(lockstep, INITIALIZES, "", kill=9)
+    assert REFUSED.format(1, "1.weight (Sequential)") in told
+
+
+def test_a_rank_that_changes_its_weights_later(lockstep):
+    told = refused(lockstep, "", CHANGES, kill=9)
+    assert "and rank 0 hold other bits of 0.bias (Sequential)" in told
+
+
+def test_a_checkpoint_of_ranks_that_differ_does_not_count(lockstep):
+    told = refused(lockstep, "", f"{CHANGES}\n            if run.step == 8: run.save()", kill=99)
+    assert "and rank 0 hold other bits of 0.bias (Sequential)" in told
+    assert not list((lockstep.directory / "r").glob("checkpoints/step-*")), "nothing to resume from"
