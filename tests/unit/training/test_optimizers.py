@@ -124,7 +124,7 @@ def test_an_optimizer_without_the_usual_state_is_refused(make_run) -> None:
 def test_state_of_a_group_that_was_removed(make_run, added: bool) -> None:
     """Also where another group has come in its place before the next step."""
     refused = r"optimizer 1 \(SGD\) has state of 1 parameters that are in none of its groups"
-    with make_run() as run:
+    with pytest.raises(ModelError, match=refused) as caught, make_run() as run:
         model = run.model(nn.Linear(3, 1))
         other = run.model(nn.Linear(1, 1))
         groups = [{"params": model.weight}, {"params": model.bias}]
@@ -136,9 +136,20 @@ def test_state_of_a_group_that_was_removed(make_run, added: bool) -> None:
         del optimizer.param_groups[1]
         if added:
             optimizer.add_param_group({"params": other.weight})
-        with pytest.raises(ModelError, match=refused) as caught:
+        optimizer.step()
+    assert "optimizer.state.pop" in caught.value.hint
+
+
+def test_a_group_that_was_removed_with_its_state(make_run) -> None:
+    with make_run() as run:
+        model = run.model(nn.Linear(3, 1))
+        groups = [{"params": model.weight}, {"params": model.bias}]
+        optimizer = run.optimizer(torch.optim.SGD(groups, lr=0.1, momentum=0.9))
+        for (x,) in run.loader(TensorDataset(torch.ones(2, 3)), batch_size=1):
+            optimizer.zero_grad()
+            run.backward(model(x).sum())
             optimizer.step()
-        assert "optimizer.state.pop" in caught.value.hint
+        del optimizer.param_groups[1]
         optimizer.state.pop(model.bias)
         optimizer.step()
 
