@@ -136,6 +136,10 @@ class Loop:
         """How many times the parameters have been updated, with the step that is under way."""
         return self.progress.steps + self._updated
 
+    def key_of_step(self, purpose: str, *numbers: int) -> int:
+        """Return the key of something that is drawn once for the step under way, on all ranks alike."""
+        return keys.derive(self._seed, purpose, self.updates, *numbers)
+
     @property
     def position(self) -> Position:
         """Where the run stands at this point."""
@@ -216,8 +220,7 @@ class Loop:
         if self.progress.is_on_the_way:
             return
         # A loop that was left in the middle of a batch has not synchronized the ranks' buffers.
-        for model in self._buffered:
-            model.finish_buffers()
+        self.finish_buffers()
         # Models count their own steps until an average: where one has, all do, or there might never be a
         # batch after which all are whole.
         if self._has_met or not self._loops:
@@ -273,6 +276,10 @@ class Loop:
         """Let ranks agree on what a `break` has left open; all of them come here together."""
         for model in self._models:
             model.check_whole()
+        self.finish_buffers()
+
+    def finish_buffers(self) -> None:
+        """Let all ranks take replica 0's buffers now; all of them come here together."""
         for one in self._buffered:
             one.finish_buffers()
 

@@ -198,8 +198,9 @@ class Run(RunProperties):
 
         Outside of such a loop every call acts. The state of the scheduler is saved with the run.
         """
-        gated = optimizers.gate_scheduler(scheduler, self._loop)
-        self._session.state.schedulers.append(gated)
+        schedulers = self._session.state.schedulers
+        gated = optimizers.gate_scheduler(scheduler, self._loop, len(schedulers) + 1)
+        schedulers.append(gated)
         return gated
 
     def register(self, name: str, value: Any) -> Any:

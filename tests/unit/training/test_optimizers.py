@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import traceback
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -32,6 +34,50 @@ def test_a_step_per_global_batch(make_run, replicas: int) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         assert len(acted) == run.step == 8
+
+
+class Noisy(torch.optim.SGD):
+    """Draws from all three generators."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.drawn = [torch.rand(()).item(), np.random.rand(), random.random()]
+        return super().step(closure)
+
+
+def hooked(parameters, lr: float) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(parameters, lr)
+
+    def draw(own, *_) -> None:
+        own.drawn = [torch.rand(()).item(), np.random.rand(), random.random()]
+
+    optimizer.register_step_pre_hook(draw)
+    return optimizer
+
+
+@pytest.mark.parametrize("make", [Noisy, hooked])
+def test_what_a_step_draws_is_of_the_step(make_run, make) -> None:
+    """The same whatever the script draws, which draws on as if the step had drawn nothing."""
+
+    def train(kind, *, draws: bool) -> tuple[list, list]:
+        with make_run(replicas=2) as run:
+            model = run.model(nn.Linear(3, 1))
+            optimizer = run.optimizer(kind(model.parameters(), lr=0.1))
+            around, inside = [], []
+            for (x,) in run.loader(data(), batch_size=4):
+                if draws:
+                    torch.rand(1), np.random.rand(), random.random()
+                run.backward(model(x).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                around.append([torch.rand(()).item(), np.random.rand(), random.random()])
+                inside.append(getattr(optimizer, "drawn", None))
+            return around, inside[1::2]
+
+    around, inside = train(make, draws=True)
+    assert around == train(torch.optim.SGD, draws=True)[0]
+    assert len({tuple(drawn) for drawn in inside}) == 4
+    assert inside == train(make, draws=False)[1]
 
 
 @pytest.mark.parametrize("scheduler_first", [True, False])
