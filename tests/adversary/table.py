@@ -66,6 +66,7 @@ CASES = [
     Case("scheduler_first", kill=8, term=10),
     Case("adamax_cyclic", kill=9, term=12),
     Case("warm_restarts", kill=8, term=10),
+    Case("schedules_by_iteration", kill=9, term=17, quick=True),
     Case("langevin_noise", kill=9, term=14, quick=True),
     # Losses and data
     Case("bce_imbalanced", kill=8, term=10),

@@ -21,9 +21,13 @@ class GlobalBatch:
 
     Each iteration is one *pass*. A second pass sees the same data again, for scripts that update
     twice per batch, such as a generator and a discriminator.
+
+    Attributes:
+        index: number of the batch in its loop, from 0, the same on every layout and after a resume.
     """
 
-    def __init__(self, batch: Batch, observer: Observer) -> None:
+    def __init__(self, batch: Batch, observer: Observer, index: int) -> None:
+        self.index = index
         self._batch = batch
         self._observer = observer
         self._seen: list[tuple[Microbatch, Any]] = []
@@ -118,18 +122,21 @@ class Loader:
         self._source.close()
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self._loop(shown=False):
+        for _, batch in self._loop(shown=False):
             yield from show(batch, self._observer, shown=False)
 
     def batches(self) -> Iterator[GlobalBatch]:
         """Yield each global batch, to be iterated over once or more."""
-        for batch in self._loop(shown=True):
-            whole = GlobalBatch(batch, self._observer)
+        for index, batch in self._loop(shown=True):
+            whole = GlobalBatch(batch, self._observer, index)
             yield whole
             whole.pass_over()
 
-    def _loop(self, *, shown: bool) -> Iterator[Batch]:
-        """Yield each global batch; where it is shown to the script, that may draw before its passes."""
+    def _loop(self, *, shown: bool) -> Iterator[tuple[int, Batch]]:
+        """Yield each global batch and its number.
+
+        Where it is shown to the script as a whole, that may draw before its passes.
+        """
         start = self._observer.loop_begins(self.number, self._source.batching)
         step = start.first
         early = True
@@ -137,7 +144,7 @@ class Loader:
             for batch in self._measure(self._batches(start)):
                 self._observer.batch_begins(start, step, shown=shown)
                 pairs = self._measure(batch)
-                yield pairs if self._device is None else _moved(pairs, self._device)
+                yield step, pairs if self._device is None else _moved(pairs, self._device)
                 step += 1
                 if self._observer.batch_ends(start):
                     break

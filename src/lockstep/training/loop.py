@@ -53,10 +53,8 @@ class Loop:
         self._losses: list[float] = []  # of the batch that is computed again, those to come
         self._fresh = False  # whether there was an update since the last point
         self._restore: Restore | None = None
-        self._updated = False
-        self._has_met = False
+        self._updated = self._has_met = self._has_approached = False
         self._passed: Microbatch | None = None
-        self._has_approached = False
         self._trains = False  # whether the outermost loop has updated parameters
         self.closed = False
         self.warn: Callable[[str], None] = _nothing
@@ -225,12 +223,18 @@ class Loop:
         # batch after which all are whole.
         if self._has_met or not self._loops:
             self.come_together(waits=not self._loops)
-        for model in self._models:
-            if not model.is_whole:
-                return  # ranks that go ways of their own for some steps will be one again
+        if not all(model.is_whole for model in self._models):
+            return  # ranks that go ways of their own for some steps will be one again
         self._fresh = False
         self.points += 1
         self.at_point()
+
+    @property
+    def batch_index(self) -> int:
+        """Number of the innermost loop's current global batch."""
+        return (
+            self._loops[-1].last if self._loops else self.require_microbatch("run.batch_index").step
+        )
 
     @property
     def microbatch(self) -> Microbatch | None:
@@ -246,7 +250,7 @@ class Loop:
         if not self._active:
             raise StepError(
                 f"{call} was called outside of a loop over a loader; "
-                "expected to be inside, since the loader says what the batch weighs",
+                "expected to be inside, since the loader says which batch it is, and what it weighs",
                 hint="make the loader with run.loader(…) and iterate over it",
             )
         return self._active[-1]

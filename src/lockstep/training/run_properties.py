@@ -76,6 +76,17 @@ class RunProperties:
         return self._loop.updates
 
     @property
+    def batch_index(self) -> int:
+        """Number of the current global batch in this loop, from 0: the same on every layout.
+
+        In place of `enumerate(loader)`, which counts microbatches. A loop that resumes continues to count.
+
+        Raises:
+            StepError: outside of a loop over a loader.
+        """
+        return self._loop.batch_index
+
+    @property
     def exchange(self) -> str:
         """Name of the exchange; `none` on one rank."""
         return self._session.context.exchange

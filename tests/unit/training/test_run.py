@@ -734,6 +734,27 @@ def test_an_average_is_updated_between_batches(make_run, settings) -> None:
         assert average.n_averaged == 2
 
 
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_the_number_of_the_global_batch(make_run, replicas) -> None:
+    with make_run(replicas=replicas) as run:
+        loader = run.loader(TensorDataset(torch.ones(11, 1)), batch_size=4)
+        inner = run.loader(TensorDataset(torch.ones(6, 1)), batch_size=3)
+        with pytest.raises(StepError, match=r"run\.batch_index was called outside of a loop"):
+            run.batch_index  # noqa: B018 - asking is what is refused
+        for _ in run.epochs(2):
+            assert [run.batch_index for _ in loader] == sorted([0, 1, 2] * replicas)
+        for count, batch in enumerate(run.batches(loader)):
+            assert batch.index == run.batch_index == count
+            for _ in range(2):
+                assert {run.batch_index for _ in batch} == {count}
+            run.sum(torch.ones(len(x)) for (x,) in inner if run.batch_index < 2)
+            assert run.batch_index == count
+        for _ in loader:
+            break
+        with pytest.raises(StepError, match="expected to be inside"):
+            run.batch_index  # noqa: B018 - asking is what is refused
+
+
 def test_a_model_that_is_registered_before_it_is_the_runs(make_run) -> None:
     with make_run(replicas=2) as run:
         net = nn.Linear(1, 1)
