@@ -56,7 +56,7 @@ CASES = [
     Case("tensor_learning_rate", kill=8, term=10),
     Case(
         "scheduler_not_given",
-        refused="the learning rates of Adam changed within one global batch",
+        refused="lr of group 0 of Adam changed within one global batch",
         quick=True,
     ),
     Case(

@@ -18,6 +18,7 @@ from lockstep.errors import ModelError, StepError
 from lockstep.layout import keys
 from lockstep.strategies.gradient_norm import each_norm, total_norm
 from lockstep.strategies.wrapped_model import ACCUMULATE, WrappedModel
+from lockstep.training import parameter_groups
 from lockstep.training.loop import Loop
 from lockstep.training.loss_scale import Scaler
 
@@ -149,17 +150,16 @@ class _Gate:
             )
 
     def _check_settings(self, microbatch: Microbatch) -> None:
-        """Refuse learning rates that change between the replicas of one batch."""
-        now = [group.get("lr") for group in self._optimizer.param_groups]
+        """Refuse settings of parameter groups that change between the replicas of one batch."""
+        groups = self._optimizer.param_groups
         if microbatch.first:
-            # Schedulers fill a tensor in place.
-            self._settings = [rate.clone() if torch.is_tensor(rate) else rate for rate in now]
-        elif len(now) != len(self._settings) or any(
-            bool(rate != before) for rate, before in zip(now, self._settings, strict=True)
-        ):
+            self._settings = parameter_groups.settings_of(groups)
+        elif changed := parameter_groups.changed(self._settings, groups):
             raise StepError(
-                f"the learning rates of {type(self._optimizer).__name__} changed within one global batch",
-                hint="pass the scheduler through run.scheduler(…), so that it acts once per batch",
+                f"{changed[0]} of {type(self._optimizer).__name__} changed within one global batch, from "
+                f"{changed[1]} to {changed[2]}; expected one value for all replicas",
+                hint="pass the scheduler through run.scheduler(…), so that it acts once per batch; compute "
+                "values from run.batch_index or run.step, which are the same for all replicas",
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import traceback
 
@@ -233,7 +234,7 @@ def test_torchs_own_clipping_of_values_is_explained(make_run) -> None:
 
 def test_a_tensor_as_learning_rate_that_changes_within_a_batch(make_run) -> None:
     """A scheduler that the run does not know fills it in place."""
-    changed = pytest.raises(StepError, match="learning rates of Adam changed")
+    changed = pytest.raises(StepError, match=r"lr of group 0 of Adam changed .*, from 0\.1")
     with changed, make_run(replicas=2) as run:
         model = run.model(nn.Linear(3, 1))
         rate = torch.tensor(0.1)
@@ -244,6 +245,45 @@ def test_a_tensor_as_learning_rate_that_changes_within_a_batch(make_run) -> None
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("weight_decay", [0.1, 0.2]),
+        ("weight_decay", [0.1, np.float32(0.2)]),
+        ("betas", [(0.9, 0.99), (0.9, 0.98)]),
+        ("betas", [[0.9, torch.tensor(0.99)], [0.9, torch.tensor(0.98)]]),
+        ("betas", [(0.9, 0.99), 0.9]),
+        ("lr", [0.1, torch.tensor(0.2)]),
+        ("lr", [torch.tensor([0.1, 0.2]), torch.tensor([0.1, 0.3])]),
+        ("capturable", [None, "never"]),
+    ],
+)
+def test_settings_of_groups_that_change_within_a_batch(make_run, name, values) -> None:
+    """As a counter of microbatches sets them; the same ones in other objects are no change."""
+
+    def train(second: int) -> int:
+        with make_run(replicas=3) as run:
+            model = run.model(nn.Sequential(nn.Linear(3, 1), nn.Linear(1, 1)))
+            adam = torch.optim.Adam([{"params": part.parameters()} for part in model])
+            adam.param_groups[0]["rule"] = object()
+            adam.step = lambda: None  # which values it would take is not what is tested
+            optimizer = run.optimizer(adam)
+            # The second epoch ends in a batch with fewer samples than there are replicas.
+            for _ in run.epochs(2):
+                for number, (x,) in enumerate(run.loader(data(11), batch_size=3)):
+                    value = copy.deepcopy(values[second if number % 3 else 0])
+                    optimizer.param_groups[1][name] = value
+                    run.backward(model(x).mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+            return run.step
+
+    assert train(0) == 8
+    with pytest.raises(StepError, match=f"{name} of group 1 of Adam changed") as caught:
+        train(1)
+    assert "run.batch_index" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(
