@@ -72,7 +72,7 @@ class WrappedModel(abc.ABC):
             self.versions = Versions(module, context.staleness)
         self.accumulation = GradientAccumulation(context.block, context.replicas)
         self.several_replicas = context.replicas > 1
-        self._block_size = len(context.block)
+        self._block = context.block
         group = context.group if shares_buffers else None
         self._buffers = Buffers(module, context.block, group, waiting=context.sharing)
         self._watched = Parameters(module)
@@ -184,11 +184,11 @@ class WrappedModel(abc.ABC):
             self._buffers.next_replica()
         elif not left:
             if self.several_replicas:
-                self._check_complete(expected=self._block_size)
+                self._check_complete(expected=len(self._block))
             self._buffers.finish()
         if self.several_replicas and (microbatch.last or left):
             self._buffers.look_away()
-        if left and 0 < self.accumulation.missing < self._block_size:
+        if left and 0 < self.accumulation.missing < len(self._block):
             self._torn = True
 
     def check_whole(self) -> None:
@@ -225,8 +225,15 @@ class WrappedModel(abc.ABC):
             raise StepError(
                 f"{type(self.module).__name__} had no backward pass for a replica of this batch, "
                 "but had one for others",
-                hint="call run.backward for every microbatch; a `continue` must not skip it",
+                hint="call run.backward for every microbatch; in place of `continue`, to leave out a bad "
+                "one: run.backward(loss, weight=len(x) if torch.isfinite(loss) else 0)",
             )
+
+    def check_missed(self, microbatch: Microbatch) -> None:
+        """Refuse that some backward passes of a batch are missing, up to that of `microbatch`."""
+        coming = self._block.stop - 1 - microbatch.replica
+        if coming and self.accumulation.missing < len(self._block):
+            self._check_complete(expected=coming)
 
     def before_backward(self, microbatch: Microbatch, *, alone: bool = True) -> None:
         """Check that a backward pass would mean the same on every layout.
@@ -316,7 +323,7 @@ class WrappedModel(abc.ABC):
                 hint="call run.backward(loss) in the place of loss.backward()",
             )
         if self._is_last:
-            self._check_complete(expected=self._block_size)
+            self._check_complete(expected=len(self._block))
         if self._mixed and not self._mixed.isdisjoint(among):
             raise StepError(
                 f"{type(self.module).__name__} had gradients of an earlier batch when its backward "

@@ -139,6 +139,8 @@ class _Gate:
             replica = microbatch.replica - 1
             is_missed = asked is None or asked.place != microbatch.place or asked.replica < replica
         if is_missed:
+            for model in self.own:
+                model.check_missed(microbatch)  # a `continue` leaves out both
             where = (
                 f"replica {replica} of" if replica >= 0 else "the last replica of the batch before"
             )

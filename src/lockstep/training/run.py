@@ -287,7 +287,7 @@ class Run(RunProperties):
         Args:
             loss: a tensor of one element.
             weight: number of elements that the loss is the mean of, such as tokens; by default the
-                number of samples.
+                number of samples; with 0 the microbatch is left out, also where its loss is not finite.
 
         Raises:
             StepError: outside of a loop over a loader, or twice for a model in one microbatch.
