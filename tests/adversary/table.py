@@ -81,6 +81,7 @@ CASES = [
     Case("subset_split", kill=8, term=12),
     Case("split_before_the_run", kill=8, term=10),
     Case("variable_lengths", kill=8, term=10),
+    Case("length_buckets", kill=18, term=29, quick=True),
     Case("dataset_with_an_epoch", kill=8, term=10, quick=True),
     Case("hf_datasets_memory", kill=8, term=10, needs=("datasets",)),
     Case("image_folder", kill=8, term=12, needs=("torchvision",)),

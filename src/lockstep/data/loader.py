@@ -82,7 +82,7 @@ class Loader:
 
     Attributes:
         number: index of the loader, in the order of `run.loader` calls.
-        batch_size: samples per global batch.
+        batch_size: samples per global batch; `None` with a batch sampler.
         dataset: the dataset, as of a DataLoader.
     """
 
@@ -92,7 +92,7 @@ class Loader:
         observer: Observer,
         *,
         number: int,
-        batch_size: int,
+        batch_size: int | None,
         device: torch.device | None,
         compare: Tell | None = None,
         measure: Measure = iter,
