@@ -35,12 +35,19 @@ class GlobalBatch:
         self._is_over = False
 
     def __iter__(self) -> Iterator[Any]:
+        turn, self._turn = self._turn, self._turn + 1
+        return self._pass(turn)
+
+    def ahead(self) -> Iterator[Any]:
+        """Iterate as the next pass will, which draws the same random numbers."""
+        return self._pass(self._turn)
+
+    def _pass(self, turn: int) -> Iterator[Any]:
         if self._is_over:
             raise LoaderError(
                 "a global batch was iterated over after the next one had been asked for",
                 hint="use each batch inside `for batch in run.batches(loader): …`",
             )
-        turn, self._turn = self._turn, self._turn + 1
         pairs = ((m._replace(turn=turn), data) for m, data in self._replayed())
         return show(pairs, self._observer, shown=True)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
+from lockstep.data.loader import GlobalBatch
 from lockstep.training.metrics import Item, Value
 from lockstep.training.run_properties import RunProperties
 
@@ -48,3 +49,21 @@ class RunMetrics(RunProperties):
             items: one tensor of shape `(samples, …)` per microbatch, computed while this call iterates.
         """
         return self._session.metrics.gather(items)
+
+    def all_gather(
+        self, function: Callable[[Any], torch.Tensor], batch: GlobalBatch
+    ) -> torch.Tensor:
+        """Return one row per sample of a global batch, in the order of its replicas, on every rank.
+
+        For losses over the whole batch, such as those with in-batch negatives: a pass over the batch that
+        follows draws the same random numbers, and has its own rows at `run.batch_rows`.
+
+        Args:
+            function: given what an iteration over `batch` yields, returns a tensor of shape
+                `(samples, …)`; it is called without gradients.
+            batch: one of `run.batches`, outside of its passes.
+
+        Raises:
+            StepError: inside a microbatch, with several replicas; or for a result of another shape.
+        """
+        return self._session.metrics.all_gather(function, batch).to(self.device)
