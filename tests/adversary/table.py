@@ -56,7 +56,7 @@ CASES = [
     Case("tensor_learning_rate", kill=8, term=10),
     Case(
         "scheduler_not_given",
-        refused="the learning rates of Adam changed within one global batch",
+        refused="lr of group 0 of Adam changed within one global batch",
         quick=True,
     ),
     Case(
@@ -67,6 +67,8 @@ CASES = [
     Case("scheduler_first", kill=8, term=10),
     Case("adamax_cyclic", kill=9, term=12),
     Case("warm_restarts", kill=8, term=10),
+    Case("schedules_by_iteration", kill=9, term=17, quick=True),
+    Case("langevin_noise", kill=9, term=14, quick=True),
     # Losses and data
     Case("bce_imbalanced", kill=8, term=10),
     Case("ctc_speech", kill=6, term=8),
@@ -80,6 +82,7 @@ CASES = [
     Case("subset_split", kill=8, term=12),
     Case("split_before_the_run", kill=8, term=10),
     Case("variable_lengths", kill=8, term=10),
+    Case("length_buckets", kill=18, term=29, quick=True),
     Case("dataset_with_an_epoch", kill=8, term=10, quick=True),
     Case("hf_datasets_memory", kill=8, term=10, needs=("datasets",)),
     Case("image_folder", kill=8, term=12, needs=("torchvision",)),

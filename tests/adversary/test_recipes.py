@@ -17,6 +17,9 @@ KILL, TERM = 8, 12
 #: What is true of a recipe besides, at its end.
 CLAIMS = {
     "ema": "assert int(ema.n_averaged) == run.step == 24",
+    "wgan": "assert all(w.abs().max() <= 0.05 for w in critic.parameters()) and run.step == 48",
+    "mean_teacher": "assert not torch.equal(teacher.head.weight, model.head.weight)",
+    "bad": "assert run.step == 24 and all(p.isfinite().all() for p in model.parameters())",
     "swa": "assert int(averaged.n_averaged) == 3 and bool(averaged.module.body[1].running_var.ne(1).all())",
     "confusion": "assert int(matrix.sum()) == 96 and int(matrix.sum(1)[0]) == int((labels == 0).sum())",
     "stopping": "assert 12 < run.step < 300",

@@ -43,7 +43,7 @@ API = [
     ROOT / "src/lockstep" / name
     for name in (
         *("errors.py", "data/loader.py", "launch/api.py", "testing/ranks.py"),
-        *("training/run.py", "training/run_properties.py"),
+        *("training/run.py", "training/run_metrics.py", "training/run_properties.py"),
         *("world/detect.py", "world/model.py"),
     )
 ]

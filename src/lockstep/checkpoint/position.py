@@ -141,8 +141,9 @@ def _count_or_none(told: Any) -> int | None:
 
 
 def _batching(told: dict[str, Any]) -> Batching:
-    numbers = {"batch_size": _count(told["batch_size"]), "samples": _count_or_none(told["samples"])}
-    if not numbers["batch_size"]:
+    names = ("batch_size", "samples", "count")  # earlier versions have no count
+    numbers = {name: _count_or_none(told.get(name)) for name in names}
+    if not (numbers["batch_size"] if numbers["count"] is None else numbers["count"]):
         raise ValueError("a batch of 0 samples")
     return Batching(**{**told, **numbers})
 

@@ -7,7 +7,7 @@ LOADER = (
     "the batches of this loop come from {0}, not from a DataLoader that was found; every rank would train on "
     "all of them: go over run.loader(dataset, batch_size=...)"
 )
-BATCH_SAMPLER = "run.loader takes no batch_sampler: give batch_size and, if it must be, sampler"
+BATCH_SAMPLER = "batches of a batch_sampler are the global ones now: it must yield those of all ranks, not of one"
 SHARE = "a rank sees its share of this loader: run.mean and run.sum go over all of it"
 BATCH_SIZE = "batch_size is that of all ranks together now: is it here?"
 PARAMETERS = (

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     DistributedSampler,
     IterableDataset,
@@ -18,7 +17,15 @@ from torch.utils.data import (
 
 from lockstep.data.description import Description
 from lockstep.data.fetch import Collate, choose
-from lockstep.data.orders import DatasetOrder, OrderSource, SamplerOrder, check_sampler
+from lockstep.data.orders import (
+    Batches,
+    DatasetOrder,
+    FixedSize,
+    OrderSource,
+    SampledBatches,
+    SamplerOrder,
+    check_sampler,
+)
 from lockstep.data.sources import MapSource, Source, Split, StreamSource, Workers
 from lockstep.errors import LoaderError
 
@@ -31,15 +38,18 @@ class LoaderSettings:
         LoaderError: if a setting makes no sense by itself.
     """
 
-    batch_size: int
+    batch_size: int | None = None
     shuffle: bool = False
     sampler: Any = None
+    batch_sampler: Any = None
     drop_last: bool = False
     collate: Collate | None = None
     workers: Workers = field(default_factory=Workers)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.batch_size, int) or self.batch_size < 1:
+        if self.batch_sampler is not None:
+            self._check_alone()
+        elif not isinstance(self.batch_size, int) or self.batch_size < 1:
             raise LoaderError(
                 f"batch_size is {self.batch_size!r}; expected the number of samples in a global "
                 "batch, at least 1"
@@ -54,6 +64,21 @@ class LoaderSettings:
             raise LoaderError(
                 "shuffle=True and a sampler; expected at most one of them to say the order",
                 hint="drop shuffle=True: the sampler decides",
+            )
+
+    @property
+    def any_sampler(self) -> Any:
+        """What the script has given to draw an order, or batches; `None` for the loader's own."""
+        return self.batch_sampler if self.sampler is None else self.sampler
+
+    def _check_alone(self) -> None:
+        names = ("batch_size", "shuffle", "sampler", "drop_last")
+        given = [name for name in names if getattr(self, name) not in (None, False)]
+        if given:
+            raise LoaderError(
+                f"batch_sampler and {', '.join(given)}; expected one of the two: a batch sampler says "
+                "which samples make a global batch, and in which order",
+                hint=f"leave out {', '.join(given)}",
             )
 
 
@@ -92,13 +117,13 @@ def build(dataset: Any, settings: LoaderSettings, replicas: int, block: range, s
     Raises:
         LoaderError: if the dataset can't be split over the replicas.
     """
-    if settings.batch_size < replicas:
+    if settings.batch_size is not None and settings.batch_size < replicas:
         raise LoaderError(
             f"a global batch of {settings.batch_size} for {replicas} replicas; "
             "expected at least one sample per replica",
             hint=f"raise batch_size to {replicas} or more, or lower replicas",
         )
-    split = Split(settings.batch_size, replicas, block)
+    split = Split(replicas, block)
     if isinstance(dataset, IterableDataset):
         return _build_stream(dataset, settings, split, seed)
     return _build_map(dataset, settings, split, seed)
@@ -113,19 +138,28 @@ def _build_map(dataset: Any, settings: LoaderSettings, split: Split, seed: int) 
         )
     source = MapSource(
         choose(dataset, settings.collate, seed),
-        _order_source(dataset, settings, seed),
+        _batches(dataset, settings, seed),
         split,
         settings.workers,
-        Description(dataset, settings.sampler),
-        drop_last=settings.drop_last,
+        Description(dataset, settings.any_sampler),
     )
     if len(source) == 0:
+        size = settings.batch_size or type(settings.batch_sampler).__name__
         raise LoaderError(
             f"{type(dataset).__name__} has {len(dataset)} samples, which makes no batch of "
-            f"{split.batch_size}{' with drop_last=True' if settings.drop_last else ''}",
+            f"{size}{' with drop_last=True' if settings.drop_last else ''}",
             hint="check the path and the split of the data",
         )
     return source
+
+
+def _batches(dataset: Sized, settings: LoaderSettings, seed: int) -> Batches:
+    if settings.batch_size is not None:
+        orders = _order_source(dataset, settings, seed)
+        return FixedSize(orders, settings.batch_size, settings.drop_last)
+    check_sampler(settings.batch_sampler, "batch sampler")
+    _check_whole(getattr(settings.batch_sampler, "sampler", None))
+    return SampledBatches(settings.batch_sampler, seed)
 
 
 def _order_source(dataset: Sized, settings: LoaderSettings, seed: int) -> OrderSource:
@@ -138,10 +172,10 @@ def _order_source(dataset: Sized, settings: LoaderSettings, seed: int) -> OrderS
 def _build_stream(
     dataset: IterableDataset[Any], settings: LoaderSettings, split: Split, seed: int
 ) -> StreamSource:
-    if settings.shuffle or settings.sampler is not None:
+    if settings.shuffle or settings.sampler is not None or settings.batch_size is None:
         raise LoaderError(
             f"{type(dataset).__name__} is a stream, which has no order to choose",
-            hint="shuffle inside the dataset, and drop shuffle and sampler",
+            hint="shuffle inside the dataset, and pass batch_size, without shuffle and a sampler",
         )
     if settings.workers.count > 1:
         raise LoaderError(
@@ -154,31 +188,33 @@ def _build_stream(
         settings.collate or default_collate,
         split,
         settings.workers,
+        batch_size=settings.batch_size,
         seed=seed,
         drop_last=settings.drop_last,
     )
 
 
 def adopt(loader: DataLoader[Any]) -> tuple[Any, LoaderSettings]:
-    """Return the dataset and the settings of a DataLoader; its batch size becomes the global one.
+    """Return the dataset and the settings of a DataLoader; its batches become the global ones.
 
     Raises:
         LoaderError: if it makes its batches in a way that can't be split over replicas.
     """
     is_stream = isinstance(loader.dataset, IterableDataset)
-    if not loader.batch_size or not (is_stream or type(loader.batch_sampler) is BatchSampler):
+    if not loader.batch_size and (is_stream or loader.batch_sampler is None):
         raise LoaderError(
-            f"the DataLoader over {type(loader.dataset).__name__} makes its batches by "
-            f"{type(loader.batch_sampler).__name__}; expected batch_size and, if any, a sampler",
-            hint="pass the dataset itself with batch_size= and sampler=",
+            f"the DataLoader over {type(loader.dataset).__name__} has batch_size=None; expected batch_size "
+            "or a batch sampler, which say what a global batch is",
+            hint="pass the dataset itself with batch_size= or batch_sampler=",
         )
     settings = LoaderSettings(
         batch_size=loader.batch_size,
+        batch_sampler=None if loader.batch_size else loader.batch_sampler,
         drop_last=loader.drop_last,
         collate=loader.collate_fn,
         workers=_workers_of(loader),
     )
-    if is_stream:
+    if is_stream or settings.batch_sampler is not None:
         return loader.dataset, settings
     return loader.dataset, replace(settings, **_order_of(loader.sampler, loader.dataset))
 
@@ -191,13 +227,22 @@ def _order_of(sampler: Any, dataset: Any) -> dict[str, Any]:
         return {"shuffle": True}
     if kind is DistributedSampler and sampler.dataset is dataset:
         return {"shuffle": sampler.shuffle}  # the split over ranks is this loader's own work
+    _check_whole(sampler)
+    return {"sampler": sampler}
+
+
+def _check_whole(sampler: Any) -> None:
+    """Refuse a sampler that splits the data over ranks.
+
+    Raises:
+        LoaderError: naming it.
+    """
     if isinstance(sampler, DistributedSampler):
         raise LoaderError(
-            f"the sampler {kind.__name__} yields one rank's part of the data; "
+            f"the sampler {type(sampler).__name__} yields one rank's part of the data; "
             "expected an order of the whole data",
             hint="leave the split over ranks to run.loader, and pass the order alone",
         )
-    return {"sampler": sampler}
 
 
 def _shuffles(sampler: RandomSampler) -> bool:

@@ -22,9 +22,13 @@ class GlobalBatch:
 
     Each iteration is one *pass*. A second pass sees the same data again, for scripts that update
     twice per batch, such as a generator and a discriminator.
+
+    Attributes:
+        index: number of the batch in its loop, from 0, the same on every layout and after a resume.
     """
 
-    def __init__(self, batch: Batch, observer: Observer) -> None:
+    def __init__(self, batch: Batch, observer: Observer, index: int) -> None:
+        self.index = index
         self._batch = batch
         self._observer = observer
         self._seen: list[tuple[Microbatch, Any]] = []
@@ -32,12 +36,19 @@ class GlobalBatch:
         self._is_over = False
 
     def __iter__(self) -> Iterator[Any]:
+        turn, self._turn = self._turn, self._turn + 1
+        return self._pass(turn)
+
+    def ahead(self) -> Iterator[Any]:
+        """Iterate as the next pass will, which draws the same random numbers."""
+        return self._pass(self._turn)
+
+    def _pass(self, turn: int) -> Iterator[Any]:
         if self._is_over:
             raise LoaderError(
                 "a global batch was iterated over after the next one had been asked for",
                 hint="use each batch inside `for batch in run.batches(loader): …`",
             )
-        turn, self._turn = self._turn, self._turn + 1
         pairs = ((m._replace(turn=turn), data) for m, data in self._replayed())
         return observed(show(pairs, self._observer, shown=True), self._observer)
 
@@ -95,7 +106,7 @@ class Loader:
 
     Attributes:
         number: index of the loader, in the order of `run.loader` calls.
-        batch_size: samples per global batch.
+        batch_size: samples per global batch; `None` with a batch sampler.
         dataset: the dataset, as of a DataLoader.
     """
 
@@ -105,7 +116,7 @@ class Loader:
         observer: Observer,
         *,
         number: int,
-        batch_size: int,
+        batch_size: int | None,
         device: torch.device | None,
         compare: Tell | None = None,
         measure: Measure = iter,
@@ -138,7 +149,7 @@ class Loader:
         return observed(self._microbatches(), self._observer)
 
     def _microbatches(self) -> Generator[Any]:
-        for batch in self._loop(shown=False):
+        for _, batch in self._loop(shown=False):
             yield from show(batch, self._observer, shown=False)
 
     def batches(self) -> Iterator[GlobalBatch]:
@@ -146,13 +157,16 @@ class Loader:
         return observed(self._whole_batches(), self._observer)
 
     def _whole_batches(self) -> Generator[GlobalBatch]:
-        for batch in self._loop(shown=True):
-            whole = GlobalBatch(batch, self._observer)
+        for index, batch in self._loop(shown=True):
+            whole = GlobalBatch(batch, self._observer, index)
             yield whole
             whole.pass_over()
 
-    def _loop(self, *, shown: bool) -> Iterator[Batch]:
-        """Yield each global batch; where it is shown to the script, that may draw before its passes."""
+    def _loop(self, *, shown: bool) -> Iterator[tuple[int, Batch]]:
+        """Yield each global batch and its number.
+
+        Where it is shown to the script as a whole, that may draw before its passes.
+        """
         start = self._observer.loop_begins(self.number, self._source.batching)
         step = start.first
         early = True
@@ -160,7 +174,7 @@ class Loader:
             for batch in self._measure(self._batches(start)):
                 self._observer.batch_begins(start, step, shown=shown)
                 pairs = self._measure(batch)
-                yield pairs if self._device is None else _moved(pairs, self._device)
+                yield step, pairs if self._device is None else _moved(pairs, self._device)
                 step += 1
                 if self._observer.batch_ends(start):
                     break

@@ -71,25 +71,27 @@ class Batching:
     """What decides which samples a batch of a given number holds, besides the run's seed.
 
     Attributes:
-        batch_size: samples per global batch.
+        batch_size: samples per global batch; `None` where a batch sampler makes the batches.
         samples: how many a loop goes through; `None` for a stream, whose length is not known.
         order: `sequential`, `shuffled`, `stream`, or the class of the sampler that draws it.
         drop_last: whether a short last batch is left out.
         indices: a checksum of those that torch's subsets and samplers hold when the loop begins, and of
             weights; `None` without any, or where a state of an earlier version does not say.
+        count: length of the batch sampler that makes the batches; `None` without one.
     """
 
-    batch_size: int
+    batch_size: int | None
     samples: int | None
     order: str
     drop_last: bool
     indices: str | None = None
+    count: int | None = None
 
     @property
     def batches(self) -> int | None:
         """How many global batches a loop has; `None` for a stream."""
-        if self.samples is None:
-            return None
+        if self.samples is None or self.batch_size is None:
+            return self.count
         return (
             self.samples // self.batch_size
             if self.drop_last

@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lockstep.data.description import Description, checksum
 from lockstep.data.fetch import Collate, Fetch, Look, Request
 from lockstep.data.microbatch import Batching, Microbatch
-from lockstep.data.orders import OrderSource
+from lockstep.data.orders import Batches, Drawn
 from lockstep.data.randomness import Stream, set_key, undisturbed
 from lockstep.layout import keys
-from lockstep.layout.permutation import Indices, Order
+from lockstep.layout.permutation import Indices
 from lockstep.layout.replicas import share
 
 #: Is given what a rank holds of its data: names and short values.
@@ -40,7 +40,6 @@ _CHUNK = 16384  # positions whose indices are computed at once: cheap in memory,
 class Split:
     """How global batches are split: `replicas` in all, of which this rank hosts `block`."""
 
-    batch_size: int
     replicas: int
     block: range
 
@@ -138,15 +137,13 @@ class MapSource:
     def __init__(
         self,
         fetch: Fetch,
-        orders: OrderSource,
+        batches: Batches,
         split: Split,
         workers: Workers,
         description: Description,
-        *,
-        drop_last: bool,
     ) -> None:
-        self._fetched, self._orders, self._split = _Fetched(fetch), orders, split
-        self._description, self._drop_last = description, drop_last
+        self._fetched, self._batches, self._split = _Fetched(fetch), batches, split
+        self._description = description
         self._requests = _Requests()
         self._loader = self._make_loader(workers) if workers.count else None
         self._is_read = False
@@ -165,19 +162,11 @@ class MapSource:
         )
 
     def __len__(self) -> int:
-        length = len(self._orders)
-        batch_size = self._split.batch_size
-        return length // batch_size if self._drop_last else -(-length // batch_size)
+        return len(self._batches)
 
     def batching(self) -> Batching:
         """Return how a loop that begins now makes its batches."""
-        return Batching(
-            batch_size=self._split.batch_size,
-            samples=len(self._orders),
-            order=self._orders.name,
-            drop_last=self._drop_last,
-            indices=self._description.indices(),
-        )
+        return self._batches.batching(self._description.indices())
 
     def batches(
         self,
@@ -192,14 +181,14 @@ class MapSource:
 
         `tell` is first given what can be compared with other ranks: a description and some samples.
         """
-        order = self._orders.order(loader, epoch, round_)
-        plan = self._plan(order, (loader, epoch, round_), first, audited)
+        drawn = self._batches.draw(loader, epoch, round_)
+        plan = self._plan(drawn, (loader, epoch, round_), first, audited)
         planned, to_fetch = itertools.tee(itertools.chain.from_iterable(plan))
         requests = (Request(m.indices, m.numbers) for m in to_fetch)
         if tell is None or first == len(self):
             data = self._fetch_all(requests)
         else:
-            data = self._look(order, (loader, epoch, round_, first, -1), requests, tell)
+            data = self._look(drawn, (loader, epoch, round_, first, -1), requests, tell)
         pairs = zip(planned, data, strict=True)
         outermost, self._is_read = not self._is_read, True
         try:
@@ -211,7 +200,7 @@ class MapSource:
 
     def _look(
         self,
-        order: Order,
+        drawn: Drawn,
         numbers: tuple[int, int, int, int, int],
         requests: Iterable[Request],
         tell: Tell,
@@ -221,15 +210,14 @@ class MapSource:
         Some rank fetches those anyway, and they go the way of all others: a dataset with workers is not
         touched in this process.
         """
-        start, batch_size = numbers[3] * self._split.batch_size, self._split.batch_size
-        batch = order(start, min(len(order), start + batch_size))
+        batch = drawn.order(*map(drawn.start, (numbers[3], numbers[3] + 1)))
         some = np.unique(batch[[0, len(batch) // 2, -1]])
         data = self._fetch_all(itertools.chain([Look(some, numbers)], requests))
         with undisturbed():
             samples, again = next(data)
         shown = ", ".join(map(str, some.tolist()))
-        drawn = {"order": checksum(batch), "shown": shown, "samples": samples, "again": again}
-        tell({**self._description.parts(), **drawn})
+        seen = {"order": checksum(batch), "shown": shown, "samples": samples, "again": again}
+        tell({**self._description.parts(), **seen})
         return data
 
     def _fetch_all(self, requests: Iterable[Request]) -> Iterator[Any]:
@@ -245,15 +233,15 @@ class MapSource:
         self._loader = None
 
     def _plan(
-        self, order: Order, loop: tuple[int, int, int], first: int, audited: Audited
+        self, drawn: Drawn, loop: tuple[int, int, int], first: int, audited: Audited
     ) -> Iterator[list[Microbatch]]:
-        length, batch_size = len(order), self._split.batch_size
-        chunk = max(1, _CHUNK // batch_size) * batch_size
+        offset = known = 0
         for step in range(first, len(self)):
-            start = step * batch_size
-            if step == first or start % chunk == 0:
-                indices, offset = order(start, min(length, start + chunk)), start
-            batch = indices[start - offset : start - offset + batch_size]
+            start, stop = map(drawn.start, (step, step + 1))
+            if stop > known:
+                offset, known = start, min(max(stop, start + _CHUNK), len(drawn.order))
+                indices = drawn.order(offset, known)
+            batch = indices[start - offset : stop - offset]
             yield split_batch(batch, self._split, (*loop, step), audited(step))
 
 
@@ -301,11 +289,12 @@ class StreamSource:
         split: Split,
         workers: Workers,
         *,
+        batch_size: int,
         seed: int,
         drop_last: bool,
     ) -> None:
         self._collate, self._split, self._seed = collate, split, seed
-        self._drop_last = drop_last
+        self._batch_size, self._drop_last = batch_size, drop_last
         self._stream, self._kind = _KeyedStream(dataset), type(dataset).__name__
         self._items: Iterable[Any] = self._stream
         if workers.count:
@@ -322,7 +311,7 @@ class StreamSource:
     def batching(self) -> Batching:
         """Return how a loop that begins now makes its batches."""
         return Batching(
-            batch_size=self._split.batch_size,
+            batch_size=self._batch_size,
             samples=None,
             order="stream",
             drop_last=self._drop_last,
@@ -351,8 +340,8 @@ class StreamSource:
         position = 0
         for step in itertools.count():
             with stream.active():
-                batch = list(itertools.islice(items, self._split.batch_size))
-            if not batch or (self._drop_last and len(batch) < self._split.batch_size):
+                batch = list(itertools.islice(items, self._batch_size))
+            if not batch or (self._drop_last and len(batch) < self._batch_size):
                 return
             indices = np.arange(position, position + len(batch), dtype=np.int64)
             position += len(batch)

@@ -181,7 +181,8 @@ class Peers:
                 raise MismatchError(
                     f"rank {peer.rank} computes gradients of another batch than rank {self.rank}",
                     hint="every rank must call run.backward for every microbatch: a `continue` or a "
-                    "`break` must not depend on the rank or on one rank's values",
+                    "`break` must not depend on the rank or on one rank's values; to leave out a bad one: "
+                    "run.backward(loss, weight=len(x) if torch.isfinite(loss) else 0)",
                 )
 
     def _gone(self, peer: _Peer, number: int) -> PeerError:

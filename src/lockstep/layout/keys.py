@@ -23,6 +23,8 @@ FORWARD = (
 BETWEEN = "between"  # loader, epoch, step: what the script draws after a loop over batches
 EPOCH = "epoch"  # epoch: what the script draws between the beginning of an epoch and its first loop
 STREAM = "stream"  # loader, epoch: what an iterable dataset draws
+OPTIMIZER = "optimizer"  # step, optimizer, call: what `optimizer.step` and its hooks draw
+SCHEDULER = "scheduler"  # step, scheduler, call: what `scheduler.step` draws
 
 
 def derive(seed: int, purpose: str, *numbers: int) -> int:

@@ -204,10 +204,13 @@ class Recorder:
         self._lengths[loader.number] = _length(loader)
         if self._trace is not None:
             length = len(dataset) if hasattr(dataset, "__len__") else None
-            exhaustive = settings.sampler is None and not settings.drop_last
+            exhaustive = settings.any_sampler is None and not settings.drop_last
             self._trace.loader(loader.number, length, exhaustive=exhaustive)
         if self._world.is_main and loader.number < _LOADERS:
-            self._data_made(str(loader.number), Description(dataset, settings.sampler).parts())
+            self._data_made(
+                str(loader.number),
+                Description(dataset, settings.any_sampler).parts(),
+            )
 
     def _data_made(self, loader: str, data: dict[str, str]) -> None:
         """Record the data of a loader; say so if the run has recorded others."""

@@ -235,8 +235,8 @@ class ReplicatedModel(WrappedModel):
         if tail[:size].tolist() != expected:
             raise MismatchError(
                 f"ranks compute gradients of {type(self.module).__name__} for different batches",
-                hint="a loader was made, iterated over or left on some ranks only, or a batch was "
-                "skipped; all ranks must do the same",
+                hint="a loader was made, iterated over or left on some ranks only, or a `continue` skipped "
+                "a microbatch, which run.backward(loss, weight=0) leaves out; all ranks must do the same",
             )
 
     def _fill(

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from lockstep.data.microbatch import Microbatch
-from lockstep.errors import StepError
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.model_context import ModelContext
 from lockstep.strategies.passes import watch_forward
@@ -26,7 +25,6 @@ class FollowedModule:
         self.module = module
         self._buffers = Buffers(module, context.block, context.group, waiting=context.sharing)
         self._watching = False
-        self._versions = 0
         self.leave = watch_forward(module, self._before_forward, self._buffers.after_evaluation)
 
     @property
@@ -43,26 +41,14 @@ class FollowedModule:
     def microbatch_begins(self, microbatch: Microbatch) -> None:
         """The loop's body is about to see `microbatch`."""
         self._watching = True
-        self._versions = self._version()
         if microbatch.first:
             self._buffers.finish()
             self._buffers.look()
             self._buffers.restores = microbatch.audit
 
     def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
-        """The loop's body is done with `microbatch`; where it was left, buffers wait for the next call.
-
-        Raises:
-            StepError: if the body has changed parameters, on each rank as often as it has replicas.
-        """
+        """The loop's body is done with `microbatch`; where it was left, buffers wait for the next call."""
         self._watching = False
-        if not left and self._version() != self._versions:
-            raise StepError(
-                f"parameters of a {type(self.module).__name__} that the run does not train changed in a "
-                "loop's body, which each rank runs once per replica; expected one update per global batch",
-                hint="update it between the batches of run.batches(…): for batch in run.batches(loader): "
-                "for x, y in batch: …; then the update",
-            )
         if microbatch.audit:
             self._buffers.discard()
         elif not microbatch.last:
@@ -71,9 +57,6 @@ class FollowedModule:
             self._buffers.finish()
         if microbatch.last or left:
             self._buffers.look_away()
-
-    def _version(self) -> int:
-        return sum(parameter._version for parameter in self.module.parameters())
 
     def finish_buffers(self) -> None:
         """Let all ranks take replica 0's buffers now."""

@@ -9,7 +9,7 @@ and are divided by the sum of the weights then.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,6 +21,7 @@ from lockstep.errors import ModelError, NonFiniteLossError, RunError, StepError,
 from lockstep.layout.classes import updates_in_servers
 from lockstep.layout.tree import total
 from lockstep.registry import EXCHANGES
+from lockstep.strategies.gradient_accumulation import nothing_like
 from lockstep.strategies.wrapped_model import WrappedModel
 from lockstep.training.context import Context
 from lockstep.training.faults import Faults
@@ -60,20 +61,23 @@ class Backward:
     def _run(
         self, microbatch: Microbatch, loss: torch.Tensor, weight: torch.Tensor | float | None
     ) -> None:
-        loop, scaler, watchdog = self._loop, self._state.scaler, self._context.watchdog
+        loop, scaler = self._loop, self._state.scaler
         _check_loss(loss)
-        if self._context.settings.stop_on_nan and not loop.is_on_the_way:
+        counts = weight is None or bool(weight)
+        if counts and self._context.settings.stop_on_nan and not loop.is_on_the_way:
             self._check_finite(loss, microbatch)
         models = self._reached(loss)
         part = self._weighting.part(microbatch, models, loss, weight)
+        is_left_out = weight is not None and not part and not math.isfinite(loss.item())
+        if is_left_out:
+            _check_whole(microbatch, models, loss)
         for model in models:
             model.before_backward(microbatch, alone=len(models) == 1)
         self._begin(microbatch, loss, models)
         if scaler is not None:
             scaler.before_backward(models)
             part *= scaler.scale
-        with nullcontext() if loop.record is None else loop.record.backward(loss, models):
-            loss.backward(gradient=self._weight(loss, part))  # type: ignore[no-untyped-call]
+        self._compute(loss, models, None if is_left_out else part)
         for model in models:
             model.after_backward(microbatch)
         if weight is not None:
@@ -81,11 +85,27 @@ class Backward:
         if scaler is not None and microbatch.last:
             # Ranks that hold parts agree here, while they are still seen to wait.
             scaler.after_backward(models)
-        loop.saw_loss(loss)
-        if loop.audit is not None:
-            loop.audit.trains()
-        if watchdog is not None:
-            watchdog.backward_ends()
+        self._end(loss)
+
+    def _compute(
+        self, loss: torch.Tensor, models: Sequence[WrappedModel], weight: float | None
+    ) -> None:
+        """Let autograd compute gradients; without a weight there are none."""
+        record = self._loop.record
+        with nullcontext() if record is None else record.backward(loss, models):
+            if weight is None:  # 0 times NaN is NaN, and so would the gradients be
+                leaves = list(_leaves_behind(loss))
+                torch.autograd.backward(leaves, [nothing_like(leaf) for leaf in leaves])
+            else:
+                loss.backward(gradient=self._weight(loss, weight))  # type: ignore[no-untyped-call]
+
+    def _end(self, loss: torch.Tensor) -> None:
+        """The gradients are there."""
+        self._loop.saw_loss(loss)
+        if self._loop.audit is not None:
+            self._loop.audit.trains()
+        if self._context.watchdog is not None:
+            self._context.watchdog.backward_ends()
 
     def _begin(
         self, microbatch: Microbatch, loss: torch.Tensor, models: Sequence[WrappedModel]
@@ -168,7 +188,7 @@ class Weighting:
 
         Raises:
             StepError: for a weight that is none, or for some microbatches of a batch only; for a loss that
-                is not finite, with the weight 0.
+                is not finite, with the weight 0, of the only replica.
             UsageError: where ranks update by themselves before all weights are known.
         """
         if weight is None:
@@ -176,13 +196,9 @@ class Weighting:
                 self._check_all(microbatch, models, 0)
             return microbatch.weight
         value = self._read(weight)
-        if not value and not math.isfinite(loss.item()):
-            raise StepError(
-                f"the loss of replica {microbatch.replica} is {loss.item()} with the weight 0: a mean over "
-                "nothing; expected a finite one, since 0 times it is no number either",
-                hint="divide a sum by tokens.clamp(min=1)",
-            )
         if self._context.replicas == 1:
+            if not value and not math.isfinite(loss.item()):
+                raise _weightless()
             return 1.0
         weights = self._weights.setdefault(_key(models), {})
         if microbatch.first:
@@ -233,10 +249,7 @@ class Weighting:
             return
         everything = self._total(self._weights.pop(_key(models)))
         if not everything:
-            raise StepError(
-                "the weights of a global batch are all 0; expected one that is not",
-                hint="leave such a batch out before it gets to the loader",
-            )
+            raise _weightless()
         for model in models:
             gradients = gradients_of(model)
             if gradients:
@@ -268,6 +281,31 @@ def _check_loss(loss: torch.Tensor) -> None:
         )
 
 
+def _check_whole(
+    microbatch: Microbatch, models: Sequence[WrappedModel], loss: torch.Tensor
+) -> None:
+    """Refuse to leave a microbatch out where other ranks wait for the backward pass of this one's part.
+
+    Raises:
+        StepError: if a model is split over ranks.
+    """
+    for model in models:
+        if model.is_split:
+            raise StepError(
+                f"the loss of replica {microbatch.replica} is {loss.item()} with the weight 0, and "
+                f"{type(model.module).__name__} is split over ranks, which go through its backward pass "
+                "together; expected a finite loss",
+                hint="divide a sum by tokens.clamp(min=1); with strategy='ddp' the microbatch is left out",
+            )
+
+
+def _weightless() -> StepError:
+    return StepError(
+        "the weights of a global batch are all 0; expected one that is not",
+        hint="leave such a batch out before it gets to the loader",
+    )
+
+
 def _key(models: Sequence[WrappedModel]) -> tuple[int, ...]:
     return tuple(id(model) for model in models)
 
@@ -280,15 +318,23 @@ def _unit(microbatch: Microbatch) -> float:
 def _owners_behind(loss: torch.Tensor, owners: dict[int, WrappedModel], enough: int) -> set[int]:
     """Return the ids of the models whose parameters the graph of `loss` reaches."""
     found: set[int] = set()
+    for leaf in _leaves_behind(loss):
+        if (owner := owners.get(id(leaf))) is not None:
+            found.add(id(owner))
+        if len(found) == enough:
+            break
+    return found
+
+
+def _leaves_behind(loss: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors that a backward pass of `loss` computes gradients of."""
     seen = set()
     pending: list[Any] = [loss.grad_fn]
-    while pending and len(found) < enough:
+    while pending:
         node = pending.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        owner = owners.get(id(getattr(node, "variable", None)))
-        if owner is not None:
-            found.add(id(owner))
+        if (leaf := getattr(node, "variable", None)) is not None:
+            yield leaf
         pending += [parent for parent, _ in node.next_functions]
-    return found

@@ -48,16 +48,17 @@ class Loaders:
         if isinstance(data, DataLoader):
             check_nothing_beside(asked)
             return self._add(*adopt(data))
-        if asked["batch_size"] is None:
+        if asked["batch_size"] is None and asked["batch_sampler"] is None:
             raise LoaderError("batch_size is missing; expected the samples of a global batch")
         return self._add(data, self._read(**asked))
 
     def _read(
         self,
         *,
-        batch_size: int,
+        batch_size: int | None,
         shuffle: bool,
         sampler: Any,
+        batch_sampler: Any,
         drop_last: bool,
         collate_fn: Collate | None,
         num_workers: int,
@@ -68,6 +69,7 @@ class Loaders:
             batch_size=batch_size,
             shuffle=shuffle,
             sampler=sampler,
+            batch_sampler=batch_sampler,
             drop_last=drop_last,
             collate=collate_fn,
             workers=Workers(num_workers, pinned, workers),

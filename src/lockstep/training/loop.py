@@ -69,10 +69,8 @@ class Loop:
         self._losses = Losses()
         self._fresh = False  # whether there was an update since the last point
         self._restore: Restore | None = None
-        self._updated = False
-        self._has_met = False
+        self._updated = self._has_met = self._has_approached = False
         self._passed: Microbatch | None = None
-        self._has_approached = False
         self._trains = False  # whether the outermost loop has updated parameters
         self.audit: Audit | None = None
         self.closed = False
@@ -157,6 +155,10 @@ class Loop:
         """How many times the parameters have been updated, with the step that is under way."""
         return self.progress.steps + self._updated
 
+    def key_of_step(self, purpose: str, *numbers: int) -> int:
+        """Return the key of something that is drawn once for the step under way, on all ranks alike."""
+        return keys.derive(self._seed, purpose, self.updates, *numbers)
+
     @property
     def position(self) -> Position:
         """Where the run stands at this point."""
@@ -237,18 +239,23 @@ class Loop:
         if self.progress.is_on_the_way:
             return
         # A loop that was left in the middle of a batch has not synchronized the ranks' buffers.
-        for model in self._buffered:
-            model.finish_buffers()
+        self.finish_buffers()
         # Models count their own steps until an average: where one has, all do, or there might never be a
         # batch after which all are whole.
         if self._has_met or not self._loops:
             self.come_together(waits=not self._loops)
-        for model in self._models:
-            if not model.is_whole:
-                return  # ranks that go ways of their own for some steps will be one again
+        if not all(model.is_whole for model in self._models):
+            return  # ranks that go ways of their own for some steps will be one again
         self._fresh = False
         self.points += 1
         self.at_point()
+
+    @property
+    def batch_index(self) -> int:
+        """Number of the innermost loop's current global batch."""
+        return (
+            self._loops[-1].last if self._loops else self.require_microbatch("run.batch_index").step
+        )
 
     @property
     def microbatch(self) -> Microbatch | None:
@@ -264,7 +271,7 @@ class Loop:
         if not self._active:
             raise StepError(
                 f"{call} was called outside of a loop over a loader; "
-                "expected to be inside, since the loader says what the batch weighs",
+                "expected to be inside, since the loader says which batch it is, and what it weighs",
                 hint="make the loader with run.loader(…) and iterate over it; itertools.cycle does so "
                 "once, and then gives what it has kept: loop over the loader inside `while …:`",
             )
@@ -295,6 +302,10 @@ class Loop:
     def settle(self) -> None:
         """Let ranks agree on what a `break` has left open; all of them come here together."""
         self.first_error.check()
+        self.finish_buffers()
+
+    def finish_buffers(self) -> None:
+        """Let all ranks take replica 0's buffers now; all of them come here together."""
         for one in self._buffered:
             one.finish_buffers()
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.checkpoint.position import MetricEvent
+from lockstep.data.loader import GlobalBatch
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import StepError
 from lockstep.training.columns import Columns, of_all
@@ -82,9 +83,37 @@ class Metrics:
 
     def gather(self, items: Iterable[torch.Tensor]) -> torch.Tensor:
         """Return one row per sample, in dataset order, from tensors of shape `(samples, …)`."""
-        seen = _Rows(self._group, self._replicas, holds_first=self._block.start == 0)
-        gathered: torch.Tensor = self._compute("run.gather", items, seen)
+        gathered: torch.Tensor = self._compute("run.gather", items, self._rows())
         return gathered
+
+    def all_gather(
+        self, function: Callable[[Any], torch.Tensor], batch: GlobalBatch
+    ) -> torch.Tensor:
+        """Return one row per sample of a global batch, in its order, without gradients, on the CPU."""
+        call = "run.all_gather"
+        if not isinstance(batch, GlobalBatch):
+            raise StepError(
+                f"{call} was given a {type(batch).__name__}; expected a global batch",
+                hint="for batch in run.batches(loader): run.all_gather(function, batch)",
+            )
+        self._loop.require_common_point(call)
+        seen = self._rows()
+        with torch.no_grad():
+            for data in batch.ahead():
+                item = function(data)
+                if not isinstance(item, torch.Tensor):
+                    raise StepError(
+                        f"the function of {call} was given a microbatch and returned a "
+                        f"{type(item).__name__}; expected a tensor with one row per sample",
+                        hint="torch.stack several of one shape along dimension 1",
+                    )
+                seen.add(item, self._loop.require_microbatch(call))
+        # Nothing is noted for a resume: a batch that is computed again updates nothing.
+        with self._collective(call):
+            everything = seen.partial()
+        assert everything is not None, "a global batch has samples"
+        rows: torch.Tensor = everything[-1]
+        return rows
 
     def once(self, call: str, compute: Callable[[], str]) -> str:
         """Return what `compute` does; during replay, what it returned when the script was here first.
@@ -107,6 +136,9 @@ class Metrics:
             raise
         loop.progress.metric_ends(event, value, None)
         return value
+
+    def _rows(self) -> _Rows:
+        return _Rows(self._group, self._replicas, holds_first=self._block.start == 0)
 
     def _columns(self) -> Columns:
         return Columns(self._replicas, self._block, self._group)

@@ -11,18 +11,46 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim import optimizer as torch_optimizer
 
 from lockstep.data.microbatch import Microbatch
+from lockstep.data.randomness import set_key, undisturbed
 from lockstep.errors import ModelError, StepError
+from lockstep.layout import keys
 from lockstep.strategies.gradient_norm import each_norm, total_norm
 from lockstep.strategies.wrapped_model import ACCUMULATE, WrappedModel
+from lockstep.training import parameter_groups
 from lockstep.training.loop import Loop
 from lockstep.training.loss_scale import Scaler
 from lockstep.training.state import check_savable
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 Scheduler = TypeVar("Scheduler")
+
+
+class _Draws:
+    """Random numbers of what acts once per step: the same on all ranks, whose last replicas differ.
+
+    What surrounds the step draws on as if nothing had been drawn.
+
+    Args:
+        loop: where the run stands.
+        purpose: of the keys.
+        index: which of the run's optimizers or schedulers acts.
+    """
+
+    def __init__(self, loop: Loop, purpose: str, index: int) -> None:
+        self._loop, self._purpose, self._index = loop, purpose, index
+        self._step, self._calls = -1, 0
+
+    def during(self, act: Callable[[], Any]) -> Any:
+        """Return what `act` does, which draws under a key of the step."""
+        self._calls = self._calls + 1 if self._step == self._loop.updates else 0
+        self._step = self._loop.updates
+        with undisturbed():
+            set_key(self._loop.key_of_step(self._purpose, self._index, self._calls))
+            return act()
 
 
 class _Gate:
@@ -48,6 +76,8 @@ class _Gate:
         self._groups: list[dict[str, Any]] = []
         self._asked: Microbatch | None = None
         self._settings: list[Any] = []
+        self._draws = _Draws(loop, keys.OPTIMIZER, index)
+        self._is_torchs = _is_torchs(optimizer) and _steps_as_its_class(optimizer)
         self.look()
 
     def look(self) -> None:
@@ -98,6 +128,8 @@ class _Gate:
 
     def update(self, act: Callable[[], Any]) -> Any:
         """Let the optimizer act; `act` is its own step."""
+        if not self._is_torchs or _has_hooks(self._optimizer):
+            act = functools.partial(self._draws.during, act)
         update = functools.partial(self.own[0].update, act) if len(self.own) == 1 else act
         for model in self.own:
             if model.versions is not None:
@@ -128,18 +160,36 @@ class _Gate:
             )
 
     def _check_settings(self, microbatch: Microbatch) -> None:
-        """Refuse learning rates that change between the replicas of one batch."""
-        now = [group.get("lr") for group in self._optimizer.param_groups]
+        """Refuse settings of parameter groups that change between the replicas of one batch."""
+        groups = self._optimizer.param_groups
         if microbatch.first:
-            # Schedulers fill a tensor in place.
-            self._settings = [rate.clone() if torch.is_tensor(rate) else rate for rate in now]
-        elif len(now) != len(self._settings) or any(
-            bool(rate != before) for rate, before in zip(now, self._settings, strict=True)
-        ):
+            self._settings = parameter_groups.settings_of(groups)
+        elif changed := parameter_groups.changed(self._settings, groups):
             raise StepError(
-                f"the learning rates of {type(self._optimizer).__name__} changed within one global batch",
-                hint="pass the scheduler through run.scheduler(…), so that it acts once per batch",
+                f"{changed[0]} of {type(self._optimizer).__name__} changed within one global batch, from "
+                f"{changed[1]} to {changed[2]}; expected one value for all replicas",
+                hint="pass the scheduler through run.scheduler(…), so that it acts once per batch; compute "
+                "values from run.batch_index or run.step, which are the same for all replicas",
             )
+
+
+def _is_torchs(value: object) -> bool:
+    """Whether the class of an optimizer or scheduler is torch's own: those draw nothing."""
+    return type(value).__module__.startswith("torch.optim.")
+
+
+def _steps_as_its_class(optimizer: Optimizer) -> bool:
+    """Whether the script has put nothing in the place of the `step` of its class; schedulers wrap it."""
+    return "step" not in vars(optimizer) or hasattr(optimizer.step, "_wrapped_by_lr_sched")
+
+
+def _has_hooks(optimizer: Optimizer) -> bool:
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or torch_optimizer._global_optimizer_pre_hooks
+        or torch_optimizer._global_optimizer_post_hooks
+    )
 
 
 class _NoScaler:
@@ -186,8 +236,7 @@ def gate_optimizer(
             gate.check()
             if not loop.acts_now():
                 return None
-            for model in models:
-                model.finish_buffers()
+            loop.finish_buffers()  # those of averages, too, which a hook may update
             loop.updated()
             if loop.is_on_the_way or (scaler is not None and scaler.skips(gate.own)):
                 # torch's schedulers warn where they find that no step came before theirs.
@@ -272,8 +321,10 @@ def _models_of(
     return list({id(owner[id(p)]): owner[id(p)] for p in parameters}.values())
 
 
-def gate_scheduler(scheduler: Scheduler, loop: Loop) -> Scheduler:
-    """Let `scheduler.step()` act once per global batch inside a loop, and always outside.
+def gate_scheduler(scheduler: Scheduler, loop: Loop, index: int) -> Scheduler:
+    """Let `scheduler.step()`, of the run's scheduler `index`, act once per global batch in a loop.
+
+    Outside of loops every call acts.
 
     The object gets a class of its own, below the one it had: an attribute would be part of what its
     `state_dict()` returns.
@@ -288,12 +339,17 @@ def gate_scheduler(scheduler: Scheduler, loop: Loop) -> Scheduler:
             raise StepError(f"{own.__name__} has no {method}(); expected a scheduler")
     check_savable(own.__name__, scheduler.state_dict())  # type: ignore[attr-defined]
     act = own.step  # type: ignore[attr-defined]
+    draws = _Draws(loop, keys.SCHEDULER, index)
+    calls_script = isinstance(scheduler, lr_scheduler.LambdaLR | lr_scheduler.MultiplicativeLR)
+    may_draw = calls_script or not _is_torchs(scheduler)
 
     @functools.wraps(act)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         # During replay it has been done: what it led to is loaded.
-        acts = loop.acts_now() and not loop.is_on_the_way
-        return act(self, *args, **kwargs) if acts else None
+        if not loop.acts_now() or loop.is_on_the_way:
+            return None
+        own_step = functools.partial(act, self, *args, **kwargs)
+        return draws.during(own_step) if may_draw else own_step()
 
     named = {"step": step, "__module__": own.__module__, "__qualname__": own.__qualname__}
     named["__slots__"] = ()  # as large as its class, or Python would not let it change

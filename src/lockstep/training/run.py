@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -20,8 +20,7 @@ from lockstep.errors import UsageError
 from lockstep.settings import OF_SCRIPTS, Settings, from_environment
 from lockstep.training import optimizers
 from lockstep.training.batchnorm import synchronise
-from lockstep.training.metrics import Item, Value
-from lockstep.training.run_properties import RunProperties
+from lockstep.training.run_metrics import RunMetrics
 from lockstep.training.session import Session, explained, show_plainly
 from lockstep.world.detect import given
 
@@ -30,7 +29,7 @@ SchedulerT = TypeVar("SchedulerT")
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
-class Run(RunProperties):
+class Run(RunMetrics):
     """A training run whose result does not depend on its layout.
 
     Use it as a context manager, and make models, optimizers and loaders through it.
@@ -201,8 +200,9 @@ class Run(RunProperties):
         Outside of such a loop every call acts. The state of the scheduler is saved with the run.
         """
         self._count("run.scheduler")
-        gated = optimizers.gate_scheduler(scheduler, self._loop)
-        self._session.state.schedulers.append(gated)
+        schedulers = self._session.state.schedulers
+        gated = optimizers.gate_scheduler(scheduler, self._loop, len(schedulers) + 1)
+        schedulers.append(gated)
         return gated
 
     def register(self, name: str, value: Any) -> Any:
@@ -238,6 +238,7 @@ class Run(RunProperties):
         batch_size: int | None = None,
         shuffle: bool = False,
         sampler: Any = None,
+        batch_sampler: Any = None,
         drop_last: bool = False,
         collate_fn: Collate | None = None,
         num_workers: int = 0,
@@ -250,6 +251,7 @@ class Run(RunProperties):
             batch_size: samples per *global* batch.
             shuffle: a new keyed order in every epoch.
             sampler: a sampler of the script, with a length: the order of each epoch.
+            batch_sampler: one that yields the indices of each *global* batch, in place of the others.
             drop_last: drop a last batch that is short; otherwise its samples weigh as all others do.
             collate_fn: makes a microbatch of a list of samples, as for a DataLoader.
             num_workers: DataLoader worker processes per rank.
@@ -258,8 +260,9 @@ class Run(RunProperties):
         Raises:
             LoaderError: if the data cannot be split over the replicas.
         """
-        asked = {"batch_size": batch_size, "sampler": sampler, "collate_fn": collate_fn, **workers}
+        asked = {"batch_size": batch_size, "sampler": sampler, "collate_fn": collate_fn}
         asked |= {"shuffle": shuffle, "drop_last": drop_last, "num_workers": num_workers}
+        asked |= {"batch_sampler": batch_sampler, **workers}
         self._require_open("run.loader")
         return self._session.loaders.make(data, asked)
 
@@ -289,7 +292,7 @@ class Run(RunProperties):
         Args:
             loss: a tensor of one element.
             weight: number of elements that the loss is the mean of, such as tokens; by default the
-                number of samples.
+                number of samples; with 0 the microbatch is left out, also where its loss is not finite.
 
         Raises:
             StepError: outside of a loop over a loader, or twice for a model in one microbatch.
@@ -341,43 +344,6 @@ class Run(RunProperties):
         """
         if not (self._loop.is_on_the_way or self._loop.is_audited):
             self._session.context.record.log(values)
-
-    # --- metrics ---------------------------------------------------------------------------------
-
-    def mean(self, items: Iterable[Item | Mapping[str, Item]]) -> Any:
-        """Return the mean over all samples of all ranks.
-
-        Args:
-            items: one per microbatch, computed while this call iterates over a loader: the mean over the
-                microbatch (shape `()`), or one value per sample (shape `(samples, …)`), or a pair of a
-                mean and the number of its elements, as `(loss, tokens)`; or a mapping of these.
-
-        Returns:
-            A float, the same on every rank and layout; a dictionary of floats for mappings.
-
-        Raises:
-            StepError: inside a microbatch, with several replicas; or if there are no samples.
-        """
-        return self._session.metrics.mean(items)
-
-    def sum(self, items: Iterable[Value | Mapping[str, Value]], *, per_sample: bool = True) -> Any:
-        """Return the sum over all samples of all ranks, exact for integers.
-
-        Args:
-            items: as in `mean`, without weights.
-            per_sample: whether items have shape `(samples, …)`; the sum is over all dimensions. If not,
-                an item is the microbatch's sum, of any shape, such as a confusion matrix; the result has
-                that shape.
-        """
-        return self._session.metrics.sum(items, per_sample=per_sample)
-
-    def gather(self, items: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Return one row per sample of the data, in dataset order, on every rank.
-
-        Args:
-            items: one tensor of shape `(samples, …)` per microbatch, computed while this call iterates.
-        """
-        return self._session.metrics.gather(items)
 
     # --- together --------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.errors import StepError
+from lockstep.layout.replicas import share
 from lockstep.training.loop import Loop
 from lockstep.training.session import Session
 from lockstep.world import World
@@ -79,6 +80,28 @@ class RunProperties:
     def step(self) -> int:
         """Number of updates of the parameters so far."""
         return self._loop.updates
+
+    @property
+    def batch_index(self) -> int:
+        """Number of the current global batch in this loop, from 0: the same on every layout.
+
+        In place of `enumerate(loader)`, which counts microbatches. A loop that resumes continues to count.
+
+        Raises:
+            StepError: outside of a loop over a loader.
+        """
+        return self._loop.batch_index
+
+    @property
+    def batch_rows(self) -> slice:
+        """Rows of this microbatch in what `run.all_gather` returns; none for a replica without samples.
+
+        Raises:
+            StepError: outside of a loop over a loader.
+        """
+        microbatch = self._loop.require_microbatch("run.batch_rows")
+        rows = share(microbatch.total, self.replicas, microbatch.replica)
+        return slice(rows.start, rows.stop)
 
     @property
     def exchange(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -69,3 +70,21 @@ def test_a_batch_of_no_samples_is_refused() -> None:
     told["events"][0]["batching"]["batch_size"] = 0
     with pytest.raises(CheckpointError, match="does not say where the run was"):
         Position.parse(told)
+
+
+def test_batches_of_a_batch_sampler_are_counted() -> None:
+    """A state of an earlier version has no count."""
+    sampled = Batching(batch_size=None, samples=None, order="Buckets", drop_last=False, count=7)
+    for batching, expected in ((sampled, 7), (BATCHING, None)):
+        loop = LoopEvent(loader=0, stretch=0, round=0, batching=batching)
+        told, _ = Position(events=[loop]).as_json()
+        if expected is None:
+            del told["events"][0]["batching"]["count"]
+        (parsed,) = Position.parse(json.loads(json.dumps(told))).events
+        assert parsed == loop
+        assert parsed.batching.batches == expected
+    told["events"][0]["batching"] |= {"batch_size": None}
+    with pytest.raises(CheckpointError):
+        Position.parse(told)
+    other = replace(sampled, count=8)
+    assert sampled.differences(other) == ["count: 7 recorded, 8 now"]

@@ -203,20 +203,114 @@ class OtherBatches(BatchSampler):
     pass
 
 
+class Buckets:
+    """Batches of several sizes, in another order each time."""
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = [[0, 1, 2, 3, 4], [7], torch.tensor([9, 8]), (5, 6, 23, 22)]
+        return (batches[place] for place in torch.randperm(4).tolist())
+
+    def __len__(self) -> int:
+        return 4
+
+
+def batches_of(source: Any, epoch: int = 0, first: int = 0) -> list[list[int]]:
+    """Return the samples of each batch of one loop on one rank."""
+    found = source.batches(0, epoch, 0, first)
+    return [[i for m, _ in batch for i in m.indices[: m.size].tolist()] for batch in found]
+
+
+def test_batches_of_a_batch_sampler_are_the_global_ones(dataset: TensorDataset) -> None:
+    settings = LoaderSettings(batch_sampler=Buckets())
+    source = build(dataset, settings, 3, range(3), 0)
+    assert len(source) == 4
+    epochs = [batches_of(source, epoch) for epoch in range(3)]
+    assert [sorted(map(len, batches)) for batches in epochs] == [[1, 2, 4, 5]] * 3
+    assert len({str(batches) for batches in epochs}) > 1
+    # Ranks of unequal load draw the same, also where they begin in the middle.
+    for epoch, whole in enumerate(epochs):
+        parts = [build(dataset, settings, 3, block(3, 2, rank), 0) for rank in range(2)]
+        for first in (0, 2):
+            both = zip(*(batches_of(part, epoch, first) for part in parts), strict=True)
+            assert [a + b for a, b in both] == whole[first:]
+    stand_ins = [m.size for batch in source.batches(0, 0, 0) for m, _ in batch if m.total == 1]
+    assert stand_ins == [1, 0, 0]
+    assert source.batching().batches == 4
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda data: BatchSampler(SequentialSampler(data), 5, drop_last=False),
+        lambda data: OtherBatches(SequentialSampler(data), 5, drop_last=False),
+        lambda _: [[0, 1, 2, 3, 4], *([i] for i in range(5, 24))],
+    ],
+)
+def test_a_batch_sampler_is_adopted(dataset: TensorDataset, make) -> None:
+    loader = DataLoader(dataset, batch_sampler=make(dataset))
+    source = build(*adopt(loader), 2, range(2), 0)
+    assert batches_of(source) == [list(batch) for batch in loader.batch_sampler]
+    assert len(source) == len(loader)
+
+
+def test_a_generator_inside_a_batch_sampler_is_set(dataset: TensorDataset) -> None:
+    def draw(number: int) -> list[list[int]]:
+        own = RandomSampler(dataset, generator=torch.Generator().manual_seed(number))
+        settings = LoaderSettings(batch_sampler=BatchSampler(own, 5, drop_last=True))
+        return batches_of(build(dataset, settings, 2, range(2), 0))
+
+    assert draw(1) == draw(2)
+    assert len(draw(1)) == 4
+
+
+class Lying(Buckets):
+    def __len__(self) -> int:
+        return 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batch_size": 4}, "batch_sampler and batch_size; expected one of the two"),
+        ({"sampler": [0], "drop_last": True}, "batch_sampler and sampler, drop_last"),
+        ({"shuffle": True}, "batch_sampler and shuffle"),
+        ({"batch_sampler": iter([[0]])}, "the batch sampler list_iterator has no length"),
+        ({"batch_sampler": []}, "which makes no batch of list"),
+        ({"batch_sampler": Lying()}, "Lying yielded 4 batches; expected 5, its length"),
+        ({"batch_sampler": range(3)}, "range yielded a value of type int; expected the indices"),
+        ({"batch_sampler": [[0], []]}, "list yielded a batch without samples"),
+        (
+            {"batch_sampler": BatchSampler(DistributedSampler([0] * 8, 2, 0), 2, False)},
+            "one rank's",
+        ),
+    ],
+)
+def test_a_batch_sampler_that_is_refused(dataset: TensorDataset, settings, message) -> None:
+    with pytest.raises(LoaderError, match=message) as caught:
+        batches_of(
+            build(
+                dataset, LoaderSettings(**{"batch_sampler": Buckets(), **settings}), 2, range(2), 0
+            )
+        )
+    assert caught.value.hint
+
+
+def test_a_batch_sampler_over_a_stream() -> None:
+    with pytest.raises(LoaderError, match="Stream is a stream"):
+        build(Stream(), LoaderSettings(batch_sampler=Buckets()), 1, range(1), 0)
+
+
 @pytest.mark.parametrize(
     "make",
     [
         lambda data: DataLoader(data, batch_size=None),
-        lambda data: DataLoader(data, batch_sampler=[[0, 1], [2]]),
-        lambda data: DataLoader(
-            data, batch_sampler=OtherBatches(SequentialSampler(data), 4, False)
-        ),
+        lambda data: DataLoader(data, sampler=OtherBatches(range(4), 2, False), batch_size=None),
         lambda _: DataLoader(Stream(), batch_size=None),
     ],
-    ids=["no batches", "list of batches", "subclass", "stream without batches"],
+    ids=["no batches", "batches as samples", "stream without batches"],
 )
 def test_batches_that_cannot_be_split_are_refused(dataset: TensorDataset, make) -> None:
-    with pytest.raises(LoaderError, match="makes its batches by") as caught:
+    with pytest.raises(LoaderError, match="has batch_size=None") as caught:
         adopt(make(dataset))
     assert "batch_size" in caught.value.hint
 

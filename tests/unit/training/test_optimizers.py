@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import random
 import traceback
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -33,6 +36,50 @@ def test_a_step_per_global_batch(make_run, replicas: int) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         assert len(acted) == run.step == 8
+
+
+class Noisy(torch.optim.SGD):
+    """Draws from all three generators."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.drawn = [torch.rand(()).item(), np.random.rand(), random.random()]
+        return super().step(closure)
+
+
+def hooked(parameters, lr: float) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(parameters, lr)
+
+    def draw(own, *_) -> None:
+        own.drawn = [torch.rand(()).item(), np.random.rand(), random.random()]
+
+    optimizer.register_step_pre_hook(draw)
+    return optimizer
+
+
+@pytest.mark.parametrize("make", [Noisy, hooked])
+def test_what_a_step_draws_is_of_the_step(make_run, make) -> None:
+    """The same whatever the script draws, which draws on as if the step had drawn nothing."""
+
+    def train(kind, *, draws: bool) -> tuple[list, list]:
+        with make_run(replicas=2) as run:
+            model = run.model(nn.Linear(3, 1))
+            optimizer = run.optimizer(kind(model.parameters(), lr=0.1))
+            around, inside = [], []
+            for (x,) in run.loader(data(), batch_size=4):
+                if draws:
+                    torch.rand(1), np.random.rand(), random.random()
+                run.backward(model(x).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                around.append([torch.rand(()).item(), np.random.rand(), random.random()])
+                inside.append(getattr(optimizer, "drawn", None))
+            return around, inside[1::2]
+
+    around, inside = train(make, draws=True)
+    assert around == train(torch.optim.SGD, draws=True)[0]
+    assert len({tuple(drawn) for drawn in inside}) == 4
+    assert inside == train(make, draws=False)[1]
 
 
 @pytest.mark.parametrize("scheduler_first", [True, False])
@@ -124,7 +171,7 @@ def test_an_optimizer_without_the_usual_state_is_refused(make_run) -> None:
 def test_state_of_a_group_that_was_removed(make_run, added: bool) -> None:
     """Also where another group has come in its place before the next step."""
     refused = r"optimizer 1 \(SGD\) has state of 1 parameters that are in none of its groups"
-    with pytest.raises(ModelError, match=refused) as caught, make_run() as run:
+    with pytest.raises(ModelError, match=refused) as caught, make_run() as run:  # noqa: PT012 - and at its end
         model = run.model(nn.Linear(3, 1))
         other = run.model(nn.Linear(1, 1))
         groups = [{"params": model.weight}, {"params": model.bias}]
@@ -313,7 +360,7 @@ def test_torchs_own_clipping_of_values_is_explained(make_run) -> None:
 
 def test_a_tensor_as_learning_rate_that_changes_within_a_batch(make_run) -> None:
     """A scheduler that the run does not know fills it in place."""
-    changed = pytest.raises(StepError, match="learning rates of Adam changed")
+    changed = pytest.raises(StepError, match=r"lr of group 0 of Adam changed .*, from 0\.1")
     with changed, make_run(replicas=2) as run:
         model = run.model(nn.Linear(3, 1))
         rate = torch.tensor(0.1)
@@ -324,6 +371,45 @@ def test_a_tensor_as_learning_rate_that_changes_within_a_batch(make_run) -> None
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("weight_decay", [0.1, 0.2]),
+        ("weight_decay", [0.1, np.float32(0.2)]),
+        ("betas", [(0.9, 0.99), (0.9, 0.98)]),
+        ("betas", [[0.9, torch.tensor(0.99)], [0.9, torch.tensor(0.98)]]),
+        ("betas", [(0.9, 0.99), 0.9]),
+        ("lr", [0.1, torch.tensor(0.2)]),
+        ("lr", [torch.tensor([0.1, 0.2]), torch.tensor([0.1, 0.3])]),
+        ("capturable", [None, "never"]),
+    ],
+)
+def test_settings_of_groups_that_change_within_a_batch(make_run, name, values) -> None:
+    """As a counter of microbatches sets them; the same ones in other objects are no change."""
+
+    def train(second: int) -> int:
+        with make_run(replicas=3) as run:
+            model = run.model(nn.Sequential(nn.Linear(3, 1), nn.Linear(1, 1)))
+            adam = torch.optim.Adam([{"params": part.parameters()} for part in model])
+            adam.param_groups[0]["rule"] = object()
+            adam.step = lambda: None  # which values it would take is not what is tested
+            optimizer = run.optimizer(adam)
+            # The second epoch ends in a batch with fewer samples than there are replicas.
+            for _ in run.epochs(2):
+                for number, (x,) in enumerate(run.loader(data(11), batch_size=3)):
+                    value = copy.deepcopy(values[second if number % 3 else 0])
+                    optimizer.param_groups[1][name] = value
+                    run.backward(model(x).mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+            return run.step
+
+    assert train(0) == 8
+    with pytest.raises(StepError, match=f"{name} of group 1 of Adam changed") as caught:
+        train(1)
+    assert "run.batch_index" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(
