@@ -40,16 +40,18 @@ class GlobalBatch:
         return self._pass(turn)
 
     def ahead(self) -> Iterator[Any]:
-        """Iterate as the next pass will, which draws the same random numbers."""
-        return self._pass(self._turn)
+        """Iterate as the next pass will, which draws the same random numbers, without an extra pass."""
+        return self._pass(self._turn, audits=False)
 
-    def _pass(self, turn: int) -> Iterator[Any]:
+    def _pass(self, turn: int, *, audits: bool = True) -> Iterator[Any]:
         if self._is_over:
             raise LoaderError(
                 "a global batch was iterated over after the next one had been asked for",
                 hint="use each batch inside `for batch in run.batches(loader): …`",
             )
-        pairs = ((m._replace(turn=turn), data) for m, data in self._replayed())
+        pairs = (
+            (m._replace(turn=turn), data) for m, data in self._replayed() if audits or not m.audit
+        )
         return observed(show(pairs, self._observer, shown=True), self._observer)
 
     def pass_over(self) -> None:

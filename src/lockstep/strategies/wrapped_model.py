@@ -258,7 +258,8 @@ class WrappedModel(abc.ABC):
                 f"{type(self.module).__name__} had no backward pass for a replica of this batch, "
                 "but had one for others",
                 hint="call run.backward for every microbatch; in place of `continue`, or of catching an "
-                "exception, to leave out a bad one: run.backward(loss, weight=len(x) if torch.isfinite(loss) else 0)",
+                "exception, to leave out a bad one: "
+                "run.backward(loss, weight=len(x) if torch.isfinite(loss) else 0)",
             )
 
     def before_backward(self, microbatch: Microbatch, *, alone: bool = True) -> None:

@@ -73,8 +73,8 @@ class Record:
         return tuple(_number(part) for part in (hashes[:count], gradients, self._settings))
 
     def loss(self) -> float:
-        """Return the sum of all losses, for messages."""
-        return float(sum(float(loss) for loss in self.losses))
+        """Return the sum of all losses, for messages; NaN where there is none."""
+        return float(sum(float(loss) for loss in self.losses)) if self.losses else float("nan")
 
 
 def _text(value: Any) -> str:

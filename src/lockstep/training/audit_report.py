@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,10 +47,11 @@ class Finding:
     @property
     def what(self) -> str:
         """What differs, with both losses."""
-        losses = f"the loss was {self.extra!r} in an extra pass and {self.own!r} in its own"
+        extra, own = (value if math.isfinite(value) else "none" for value in (self.extra, self.own))
+        losses = f"the loss was {extra} in an extra pass and {own} in its own"
         others = [kind for kind in self.kinds if kind != "losses"]
         if "losses" not in self.kinds:
-            return f"the {' and the '.join(others)} differ (loss {self.own!r})"
+            return f"the {' and the '.join(others)} differ (loss {self.own})"
         return losses + (f", and the {' and the '.join(others)} differ" if others else "")
 
 

@@ -7,7 +7,7 @@ import copy
 import itertools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset
 
+import lockstep
 from lockstep.data.randomness import set_key
 from lockstep.errors import (
     AuditError,
@@ -764,7 +765,7 @@ def test_indices_that_each_epoch_draws_anew(make_run, tmp_path, kind) -> None:
 @pytest.mark.parametrize("replica", [0, 1, 2])
 def test_a_continue_is_refused_with_what_leaves_a_microbatch_out(make_run, replica) -> None:
     skipped = pytest.raises(StepError, match="Linear had no backward pass for a replica")
-    with skipped as caught, make_run(replicas=3) as run:
+    with skipped as caught, make_run(replicas=3, audit="off") as run:
         model = run.model(nn.Linear(1, 1))
         optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         for batch in run.batches(run.loader(TensorDataset(torch.ones(9, 1)), batch_size=6)):
@@ -777,24 +778,31 @@ def test_a_continue_is_refused_with_what_leaves_a_microbatch_out(make_run, repli
     assert "weight=len(x) if torch.isfinite(loss) else 0" in str(caught.value.hint)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_a_mean_over_nothing_counts_nothing(make_run, replicas) -> None:
-    with make_run(replicas=replicas) as run:
-        model = run.model(nn.Linear(1, 1))
-        loader = run.loader(TensorDataset(torch.tensor([[0.0], [1.0]])), batch_size=2)
-        for finite in (True, False):
-            for (x,) in loader:
-                tokens = (x[:, 0] if replicas == 2 else 0 * x[:, 0]).sum()
-                summed = (model(x)[:, 0] * x[:, 0]).sum()
-                if finite or tokens:
-                    run.backward(summed / tokens.clamp(min=1), weight=tokens)
-                    continue
-                if replicas == 1:
-                    with pytest.raises(StepError, match="weights of a global batch are all 0"):
-                        run.backward(0 * summed / tokens, weight=tokens)
-                    return
+def over_tokens(run: lockstep.Run, rows: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Train twice on the tokens that `rows` says; of the second batch the loss is no number."""
+    model = run.model(nn.Linear(1, 1))
+    loader = run.loader(TensorDataset(torch.tensor([[0.0], [1.0]])), batch_size=2)
+    for finite in (True, False):
+        for (x,) in loader:
+            tokens = rows(x[:, 0]).sum()
+            summed = (model(x)[:, 0] * x[:, 0]).sum()
+            if finite or tokens:
+                run.backward(summed / tokens.clamp(min=1), weight=tokens)
+            else:
                 run.backward(0 * summed / tokens, weight=tokens)
+        if finite or run.replicas > 1:
             assert [p.grad.item() for p in model.parameters()] == [1.0, 1.0]
+
+
+def test_a_mean_over_nothing_counts_nothing(make_run) -> None:
+    with make_run(replicas=2) as run:
+        over_tokens(run, lambda x: x)
+
+
+def test_a_batch_of_nothing_is_refused(make_run) -> None:
+    refused = pytest.raises(StepError, match="weights of a global batch are all 0")
+    with refused, make_run(replicas=1) as run:
+        over_tokens(run, torch.zeros_like)
 
 
 @pytest.mark.parametrize("settings", [{}, {"multi_avg_fn": get_ema_multi_avg_fn()}])
@@ -812,6 +820,7 @@ def test_an_average_is_updated_between_batches(make_run, settings) -> None:
                 pass
             average.update_parameters(model)
         assert average.n_averaged == 2
+        model.weight.data.add_(1)
         any(average.update_parameters(model) for _ in loader)
 
 
