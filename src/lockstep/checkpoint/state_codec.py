@@ -44,6 +44,7 @@ _MAPPINGS: dict[type, str] = {
 _MAKERS: dict[str, Callable[[Any], Any]] = {
     "tuple": tuple,
     "deque": deque,
+    "bounded": lambda parts: deque(parts[1], parts[0]),
     "size": torch.Size,
     "set": set,
     "frozenset": frozenset,
@@ -103,7 +104,9 @@ class _Flattener:
             value = sorted(value, key=repr)
             return {_SETS[kind]: [self.encode(item, path) for item in value]}
         if kind in _LISTS:
-            return {_LISTS[kind]: [self.encode(x, f"{path}.{i}") for i, x in enumerate(value)]}
+            items = [self.encode(item, f"{path}.{i}") for i, item in enumerate(value)]
+            bound = value.maxlen if kind is deque else None
+            return {_LISTS[kind]: items} if bound is None else {"bounded": [bound, items]}
         return self._encode_leaf(value, path)
 
     def _encode_mapping(self, value: Mapping[Any, Any], path: str, kind: str) -> Any:

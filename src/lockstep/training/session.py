@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import time
@@ -21,6 +20,7 @@ from lockstep.strategies.wrapped_model import WrappedModel
 from lockstep.training import checkpointing, fingerprint
 from lockstep.training.averages import Averages
 from lockstep.training.backward import Backward
+from lockstep.training.carried_variables import CarriedVariables
 from lockstep.training.collective_check import RankOrder
 from lockstep.training.context import join
 from lockstep.training.digest import digest
@@ -82,7 +82,11 @@ class Session:
         averages = Averages(context.of_model(-1), self.state.models)
         self._averages, self._faults = averages, Faults.of(os.environ, context.world)
         seed, models = context.settings.seed, self.state.models
-        self.loop = Loop(seed, context.replicas, models, self._listeners())
+        listeners = self._listeners()
+        self.loop = Loop(seed, context.replicas, models, listeners)
+        self._variables = CarriedVariables(self.loop, self.state, context.world, record.warn)
+        listeners.append(self._variables)
+        self.loop.at_arrival = self._variables.arrived
         self.loop.followed, self.loop.warn = averages.followed, record.warn
         self.models, self.loaders = Models(context, self.state), Loaders(context, self.loop)
         self.backward = Backward(context, self.state, self.loop, self._faults)
@@ -95,15 +99,12 @@ class Session:
         self.rank_order = RankOrder(context.world, context.store, context.heartbeat)
         record.bind(self.loop, self.digests)
         with context.rendezvous.telling():
-            self._checkpointing = checkpointing.begin(context, self.state, self.loop)
-        self.loop.at_point, self.loop.at_epoch = (
-            self._checkpointing.at_point,
-            self.state.epoch_begins,
-        )
-        if self._faults is not None:
-            self.loop.at_point = functools.partial(self._after_step, self._faults)
-            if self.loop.is_on_the_way:
-                self._faults.go_on(self.loop.resumed)
+            self._checkpointing = checkpointing.begin(
+                context, self.state, self.loop, self._variables
+            )
+        self.loop.at_point, self.loop.at_epoch = self._at_point, self._at_epoch
+        if self._faults is not None and self.loop.is_on_the_way:
+            self._faults.go_on(self.loop.resumed)
 
     def _listeners(self) -> list[Listener]:
         """Return what is told of steps and loops."""
@@ -117,14 +118,21 @@ class Session:
             listeners.append(self.state.scaler)
         return listeners
 
-    def _after_step(self, faults: Faults) -> None:
-        faults.after_step(self.loop.steps)
+    def _at_point(self) -> None:
+        if self._faults is not None:
+            self._faults.after_step(self.loop.steps)
+        self._variables.at_point()
         self._checkpointing.at_point()
+
+    def _at_epoch(self) -> None:
+        self.state.epoch_begins()
+        self._variables.epoch_begins()
 
     def open(self) -> None:
         """Say what runs, on the main rank, and listen to signals from here on."""
         context, record = self.context, self.context.record
         self._signals.listen()
+        self._variables.opens()
         if context.memory is not None:
             context.memory.opened()
         if self._stops:

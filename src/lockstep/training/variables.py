@@ -13,6 +13,7 @@ import inspect
 import itertools
 import random
 import sys
+import time
 import weakref
 import zlib
 from collections import deque
@@ -50,6 +51,9 @@ _CONTAINERS: tuple[
     (deque, "[]", deque.__iter__, deque.__reversed__),
     (dict, "{}", lambda own: iter(dict.items(own)), lambda own: reversed(dict.items(own))),
 )
+_RANDOM = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+#: When this module was loaded, and how many seconds before a script may have begun.
+_LOADED, _BEFORE = time.monotonic(), 30.0
 #: Attributes that each module has.
 _OF_MODULES = frozenset(vars(nn.Module()))
 
@@ -72,7 +76,7 @@ class Place(NamedTuple):
     @property
     def key(self) -> str:
         """The same in another process."""
-        return f"{Path(self.file).name}:{self.function}:{self.name}"
+        return f"{self.file.rpartition('/')[2]}:{self.function}:{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +87,14 @@ class Value:
         text: fingerprint of the value.
         line: where the loop writes it, or reads it.
         version: what changes with the value in this process, where the text may not.
+        kind: `module`, `random` for a generator of random numbers, `value` for all else; a user of this
+            class may have others.
     """
 
     text: str
     line: int
     version: int = 0
+    kind: str = "value"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +106,13 @@ class Change:
     line: int
     before: str
     after: str
+    kind: str = "value"
 
     @property
     def shown(self) -> str:
-        """The variable and its line, for messages."""
-        return f"`{self.name}` ({Path(self.file).name}:{self.line})"
+        """The variable, and its line where it has one, for messages."""
+        place = f" ({Path(self.file).name}:{self.line})" if self.line else ""
+        return f"`{self.name}`{place}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +124,7 @@ class Observation:
     def changes_since(self, earlier: Observation) -> list[Change]:
         """Return the variables that both have seen, with different values."""
         return [
-            Change(place.name, place.file, now.line, before.text, now.text)
+            Change(place.name, place.file, now.line, before.text, now.text, now.kind)
             for place, now in self.values.items()
             if (before := earlier.values.get(place)) is not None
             and (before.text, before.version) != (now.text, now.version)
@@ -124,7 +133,7 @@ class Observation:
     def changes_since_saved(self, saved: Mapping[str, str]) -> list[Change]:
         """Return the variables that have other fingerprints than in `saved`, which `texts` has returned."""
         return [
-            Change(place.name, place.file, now.line, before, now.text)
+            Change(place.name, place.file, now.line, before, now.text, now.kind)
             for place, now in self.values.items()
             if (before := saved.get(place.key)) is not None and before != now.text
         ]
@@ -172,6 +181,19 @@ def observe(
         if liveness.is_module(own):
             break
     return Observation(reader.values)
+
+
+def of_attributes(name: str, value: Any, skip: Collection[int]) -> dict[Place, Value]:
+    """Return what the attributes of an object of the script hold, under `name`."""
+    reader = _Reader(skip, BUDGET)
+    for attribute, one in _attributes(value):
+        reader.add(Place(0, "", "", f"{name}.{attribute}"), one, 0, 1)
+    return reader.values
+
+
+def text_of(value: Any) -> str | None:
+    """Return the fingerprint of a value; `None` where it has none."""
+    return _Reader((), BUDGET).text_of(value)
 
 
 def script_frames(frame: FrameType | None) -> Iterator[FrameType]:
@@ -222,14 +244,20 @@ class _Reader:
         """Take the fingerprint of a variable; of an object of the script, those of its attributes."""
         if place in self.values or id(value) in self._inside or id(value) in self._skip:
             return
-        text, self._version = self._safe_text(value), 0
+        self._version = 0
+        text = self.text_of(value)
         if text is not None and self._left >= 0:
-            self.values[place] = Value(_cut(text), line, self._version)
+            self.values[place] = Value(text, line, self._version, _kind(value))
         elif text is None and depth and is_of_script(type(value)):
             self._inside.add(id(value))
             for name, one in _attributes(value):
                 self.add(place._replace(name=f"{place.name}.{name}"), one, line, depth - 1)
             self._inside.discard(id(value))
+
+    def text_of(self, value: Any) -> str | None:
+        """Return the fingerprint of a value, as it is kept."""
+        text = self._safe_text(value)
+        return None if text is None else _cut(text)
 
     def _safe_text(self, value: Any, depth: int = _DEPTH) -> str | None:
         with contextlib.suppress(Exception):  # of a class that is not what it is taken for
@@ -242,7 +270,7 @@ class _Reader:
         if self._left < 0 or depth < 0 or id(value) in self._skip:
             return None
         if value is None or issubclass(type(value), (*_NUMBERS, str, bytes)):
-            return _plain(value)
+            return None if type(value) is float and _is_time(value) else _plain(value)
         for kind, read in self._readers:
             if issubclass(type(value), kind):
                 return read(value)
@@ -336,10 +364,22 @@ def _plain(value: Any) -> str:
     return str(kind.__repr__(value))
 
 
+def _is_time(value: float) -> bool:
+    """Whether a number is a reading of a clock in this process, which no restart could bring back."""
+    age = time.monotonic() - _LOADED + _BEFORE
+    return any(now() - age <= value <= now() for now in (time.time, time.monotonic))
+
+
 def _cut(text: str) -> str:
     if len(text) <= _LENGTH:
         return text
     return f"{text[: _LENGTH - 10]}… {zlib.crc32(text.encode(errors='replace')):08x}"
+
+
+def _kind(value: Any) -> str:
+    if issubclass(type(value), nn.Module):
+        return "module"
+    return "random" if type(value) in _RANDOM else "value"
 
 
 def _random_state(value: Any) -> str | None:
