@@ -168,16 +168,23 @@ class Checkpointing:
         state, tensors = state_codec.flatten({**self._state.capture(), ANSWERS: answers})
         if not self._has_looked:
             self._has_looked = True
-            self._check_schedulers()
+            self._check_forgotten()
         told = {"position": position, "state": state, "variables": self._variables()}
         return json.dumps(told), tensors
 
-    def _check_schedulers(self) -> None:
+    def _check_forgotten(self) -> None:
         name = self._state.forgotten_scheduler()
         if name is not None:
             self._context.record.warn(
                 f"lockstep: warning: a learning rate scheduler of {name} is not part of what is saved; "
                 "pass it through run.scheduler(…)"
+            )
+        attributes = self._state.forgotten_attributes()
+        if attributes is not None:
+            self._context.record.warn(
+                f"lockstep: warning: attributes of an optimizer are not saved, since its model is split "
+                f"over ranks ({attributes}); hint: keep them in its state or its param_groups, or use "
+                "strategy='ddp'"
             )
 
     def finish(self) -> None:
