@@ -44,6 +44,11 @@ class Frame:
         return is_users(self.file)
 
 
+def is_own(file: str) -> bool:
+    """Whether a file of code is Lockstep's."""
+    return file.startswith(_PACKAGE)
+
+
 @functools.cache
 def is_users(file: str) -> bool:
     """Whether a file of code is the user's: neither ours nor a library's."""

@@ -51,13 +51,14 @@ class CarriedVariables(Listener):
         warn: shows a line.
 
     Attributes:
+        own: the objects of the run.
         resumed: what `saved` has returned when the state was saved that the run resumes from.
     """
 
     def __init__(self, loop: Loop, state: State, world: World, warn: Callable[[str], None]) -> None:
         self._loop, self._rank, self._warn = loop, world.rank, warn
         self._is_restarted = world.generation > 0  # changes were told in the first generation
-        self._own = _OwnObjects(state)
+        self.own = _OwnObjects(state)
         self._frames = _Frames()
         self._last = Observation()
         self._told: set[str] = set()
@@ -98,7 +99,7 @@ class CarriedVariables(Listener):
         if is_first or (self._is_new and self._looks < _LOOPS):
             self._looks += 1
             seen = self.observe(sys._getframe(1)).values
-            self._compare(Observation({**seen, **self._own.attributes()}))
+            self._compare(Observation({**seen, **self.own.attributes()}))
         self._is_new = False
 
     def observe(self, frame: FrameType, budget: int = variables.BUDGET) -> Observation:
@@ -108,7 +109,7 @@ class CarriedVariables(Listener):
         if self._failed:
             return Observation()
         try:
-            own, number = self._own.ids(), self._frames.number
+            own, number = self.own.ids(), self._frames.number
             return variables.observe(frame, own, number=number, budget=budget)
         except Exception as error:  # a fault of ours must not end the run
             self._failed = True

@@ -33,6 +33,7 @@ from lockstep.training.loss_scale import Scaler
 from lockstep.training.metrics import Metrics
 from lockstep.training.models import Models
 from lockstep.training.preemption import Preempted, Signals
+from lockstep.training.rank_statistics import RankStatistics
 from lockstep.training.state import State, footprint
 from lockstep.world import World, mpi
 from lockstep.world.rendezvous.rank_rendezvous import leave
@@ -90,6 +91,11 @@ class Session:
         self.loop.followed, self.loop.warn = averages.followed, record.warn
         self.models, self.loaders = Models(context, self.state), Loaders(context, self.loop)
         self.backward = Backward(context, self.state, self.loop, self._faults)
+        if context.replicas > 1:
+            own, backward = self._variables.own.ids, self.backward
+            listeners.append(
+                RankStatistics(self.loop, context.world, own, lambda: backward.passes, record.warn)
+            )
         block, data, collective = (
             context.dims.block,
             context.groups.data,
@@ -211,7 +217,7 @@ class Session:
                 check_same(context.rendezvous, own, self.digests, exact=context.settings.exact)
         if watchdog is not None:
             watchdog.close()  # from here on no rank waits for another one
-        if self.backward.has_run and not self.loop.steps:
+        if self.backward.passes and not self.loop.steps:
             record.warn(
                 "lockstep: warning: gradients were computed, but no optimizer of the run has stepped; "
                 "pass it through run.optimizer(…)"
