@@ -61,6 +61,7 @@ class CarriedVariables(Listener):
         self.own = _OwnObjects(state)
         self._frames = _Frames()
         self._last = Observation()
+        self._initial: dict[str, str] = {}  # what variables held before the first loop
         self._told: set[str] = set()
         self._points = self._ends = self._looks = 0
         self._is_new = False  # whether a loop, or an epoch, has begun since the last point
@@ -81,6 +82,8 @@ class CarriedVariables(Listener):
         """A loop over a loader begins."""
         self._frames.hold((loader, epoch, round_), sys._getframe(1))
         self._is_new = True
+        if not (self._rank or self._points or self._initial or self._loop.is_on_the_way):
+            self._initial = self.observe(sys._getframe(1)).texts(1 << 20)
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
         """A loop over a loader is over."""
@@ -119,6 +122,10 @@ class CarriedVariables(Listener):
             )
             return Observation()
 
+    def _first(self, change: Change) -> Change:
+        """Return a change with the value that the variable had before the first loop."""
+        return replace(change, before=self._initial.get(change.key, change.before))
+
     def _compare(self, now: Observation) -> None:
         changes = [one for one in now.changes_since(self._last) if one.name not in self._told]
         self._last = Observation({**self._last.values, **now.values})
@@ -128,7 +135,7 @@ class CarriedVariables(Listener):
             verb = ("changes", "is") if len(changes) == 1 else ("change", "are")
             self._warn(
                 f"lockstep: warning: {named(changes)} {verb[0]} in the loop and {verb[1]} not kept over a "
-                f"crash; hint: {_hint(changes)}"
+                f"crash; hint: {_hint([self._first(one) for one in changes])}"
             )
 
     # --- over a crash -----------------------------------------------------------------------------

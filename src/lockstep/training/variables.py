@@ -99,7 +99,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A variable that has another value than before."""
+    """A variable that has another value than before; `key` is the same in another process."""
 
     name: str
     file: str
@@ -107,6 +107,7 @@ class Change:
     before: str
     after: str
     kind: str = "value"
+    key: str = ""
 
     @property
     def shown(self) -> str:
@@ -124,7 +125,7 @@ class Observation:
     def changes_since(self, earlier: Observation) -> list[Change]:
         """Return the variables that both have seen, with different values."""
         return [
-            Change(place.name, place.file, now.line, before.text, now.text, now.kind)
+            Change(place.name, place.file, now.line, before.text, now.text, now.kind, place.key)
             for place, now in self.values.items()
             if (before := earlier.values.get(place)) is not None
             and (before.text, before.version) != (now.text, now.version)
@@ -133,7 +134,7 @@ class Observation:
     def changes_since_saved(self, saved: Mapping[str, str]) -> list[Change]:
         """Return the variables that have other fingerprints than in `saved`, which `texts` has returned."""
         return [
-            Change(place.name, place.file, now.line, before, now.text, now.kind)
+            Change(place.name, place.file, now.line, before, now.text, now.kind, place.key)
             for place, now in self.values.items()
             if (before := saved.get(place.key)) is not None and before != now.text
         ]

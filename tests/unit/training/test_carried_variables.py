@@ -100,7 +100,7 @@ def test_what_each_step_changes_is_named_at_the_second_point(make_run: Make, cap
     assert names(told) == ["scale", "mean"]
     assert re.search(r"`scale` \(test_carried_variables\.py:\d+\), `mean` \(", told)
     assert told.endswith(
-        "change in the loop and are not kept over a crash; hint: state = run.state(scale=0.5, mean=…)"
+        "change in the loop and are not kept over a crash; hint: state = run.state(scale=1.0, mean=0.0)"
     )
     assert lines(capsys.readouterr()) == []
 
