@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lockstep.training import variables
+from lockstep.training import liveness, variables
 from lockstep.training.listeners import Listener
 from lockstep.training.loop import Loop
 from lockstep.training.script_state import ScriptState
@@ -60,7 +60,11 @@ class CarriedVariables(Listener):
         self._is_restarted = world.generation > 0  # changes were told in the first generation
         self.own = _OwnObjects(state)
         self._frames = _Frames()
-        self._last = Observation()
+        # What was seen last in the loop, or between the epochs, of now; and of the loops around them.
+        self._last: tuple[Any, Observation] = (None, Observation())
+        self._around = Observation()
+        self._place: Any = None
+        self._phase = 0
         self._initial: dict[str, str] = {}  # what variables held before the first loop
         self._told: set[str] = set()
         self._points = self._ends = self._looks = 0
@@ -76,12 +80,15 @@ class CarriedVariables(Listener):
         """An epoch begins: the frame that iterates over them stays until they are over."""
         self._frames.release("epochs")
         self._frames.hold("epochs", sys._getframe(1))
+        self._phase += self._loop.epoch == 0
         self._is_new = True
 
     def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
         """A loop over a loader begins."""
         self._frames.hold((loader, epoch, round_), sys._getframe(1))
         self._is_new = True
+        if self._loop.microbatch is None:
+            self._place = (loader, epoch, round_)
         if not (self._rank or self._points or self._initial or self._loop.is_on_the_way):
             self._initial = self.observe(sys._getframe(1)).texts(1 << 20)
 
@@ -102,10 +109,18 @@ class CarriedVariables(Listener):
         if is_first or (self._is_new and self._looks < _LOOPS):
             self._looks += 1
             seen = self.observe(sys._getframe(1)).values
-            self._compare(Observation({**seen, **self.own.attributes()}))
+            changes = self._changes(Observation({**seen, **self.own.attributes()}))
+            around = self.observe(sys._getframe(1), look=liveness.carried_around)
+            self._tell([*changes, *around.changes_since(self._around)])
+            self._around = Observation({**self._around.values, **around.values})
         self._is_new = False
 
-    def observe(self, frame: FrameType, budget: int = variables.BUDGET) -> Observation:
+    def observe(
+        self,
+        frame: FrameType,
+        budget: int = variables.BUDGET,
+        look: Callable[[FrameType], liveness.Lines] = liveness.carried,
+    ) -> Observation:
         """Return what the variables hold, without the objects of the run."""
         if not self._loop.epochs:
             self._frames.release("epochs")
@@ -113,7 +128,7 @@ class CarriedVariables(Listener):
             return Observation()
         try:
             own, number = self.own.ids(), self._frames.number
-            return variables.observe(frame, own, number=number, budget=budget)
+            return variables.observe(frame, own, number=number, look=look, budget=budget)
         except Exception as error:  # a fault of ours must not end the run
             self._failed = True
             self._warn(
@@ -126,9 +141,16 @@ class CarriedVariables(Listener):
         """Return a change with the value that the variable had before the first loop."""
         return replace(change, before=self._initial.get(change.key, change.before))
 
-    def _compare(self, now: Observation) -> None:
-        changes = [one for one in now.changes_since(self._last) if one.name not in self._told]
-        self._last = Observation({**self._last.values, **now.values})
+    def _changes(self, now: Observation) -> list[Change]:
+        """Return what has changed since the last look in this loop, or between these epochs."""
+        place = self._place if self._loop.is_in_loop else self._phase
+        before, last = self._last
+        self._last = (place, now)
+        return now.changes_since(last) if place == before else []
+
+    def _tell(self, changes: list[Change]) -> None:
+        new = {one.name: one for one in changes if one.name not in self._told}
+        changes = [one for one in new.values() if not self._is_epoch(one)]
         if changes and not self._is_restarted:
             changes.sort(key=lambda one: one.line)
             self._told.update(one.name for one in changes)
@@ -138,6 +160,10 @@ class CarriedVariables(Listener):
                 f"crash; hint: {_hint([self._first(one) for one in changes])}"
             )
 
+    def _is_epoch(self, change: Change) -> bool:
+        """Whether an attribute is the number of the epoch, as `sampler.set_epoch(epoch)` sets it."""
+        return "." in change.name and change.after == str(self._loop.epoch)
+
     # --- over a crash -----------------------------------------------------------------------------
 
     def saved(self) -> str:
@@ -145,7 +171,7 @@ class CarriedVariables(Listener):
         if self._rank or self._loop.closed:
             return " " * SAVED
         now = self.observe(sys._getframe(1), _BUDGET_SAVED)
-        self._compare(now)
+        self._tell(self._changes(now))
         return packed(now.texts(SAVED // 2))
 
     def arrived(self) -> None:

@@ -56,6 +56,11 @@ def carried(frame: FrameType) -> Lines:
     return _answer(frame, _Graph.carried)
 
 
+def carried_around(frame: FrameType) -> Lines:
+    """Return the variables that the next loop around the one of `frame` carries; none without one."""
+    return _answer(frame, _Graph.carried_around)
+
+
 def read_after(frame: FrameType) -> Lines:
     """Return the variables that are read behind the loop that `frame` stands at before they are written."""
     return _answer(frame, _Graph.read_after)
@@ -203,6 +208,18 @@ class _Graph:
         live = self._live(here, outside)
         counter = self._counter(here, live)
         return (self._named(live, self._nexts[2 * here]) - self._given_by_loops()) | counter
+
+    def carried_around(self, here: int, outside: Names) -> Names:
+        """Return what is live where the loop around `here`, which is not its own, goes on."""
+        targets = [
+            target
+            for i, op in enumerate(self.ops)
+            if op.opcode in _HAS_TARGET and (target := self._index[op.argval]) <= here <= i
+        ]
+        around = max((one for one in targets if one != here), default=None)
+        if around is None:
+            return frozenset()
+        return self._named(self._live(here, outside), [2 * around]) - self._given_by_loops()
 
     def read_after(self, here: int, outside: Names) -> Names:
         """Return what is live behind the loop at instruction `here`, or behind that instruction."""

@@ -141,6 +141,25 @@ def test_what_is_made_anew_is_not_named(make_run: Make, capsys: Any) -> None:
     assert lines(capsys.readouterr()) == []
 
 
+class Sampled:
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+def test_what_an_epoch_makes_before_its_loop_is_not_named(make_run: Make, capsys: Any) -> None:
+    """A run that resumes goes through that code again."""
+    with make_run() as run:
+        start, sampled = Start(run), Sampled()
+        for epoch in run.epochs(4):
+            sampled.set_epoch(epoch)
+            rows, rate = torch.randn(3).softmax(0), 0.9**epoch
+            for x, y in start.train:
+                start.step(x, y, float(rows[0]) * rate + sampled.epoch)
+    assert lines(capsys.readouterr()) == []
+
+
 def test_what_the_run_keeps_is_not_named(make_run: Make, capsys: Any) -> None:
     with make_run() as run:
         start = Start(run, Net())

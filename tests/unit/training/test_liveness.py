@@ -250,6 +250,39 @@ def test_what_is_read_behind_a_loop(name: str, in_function: bool) -> None:
     assert set(found) == set(expected.split())
 
 
+AROUND = {
+    "changed by the epoch": (
+        "r = 1\nfor epoch in range(2):\n    for x in train:\n        y = r\n    r *= 2",
+        "r y epoch",
+        "r",
+    ),
+    "made by the epoch": (
+        "for epoch in range(2):\n    r = epoch\n    for x in train:\n        y = r\nprint(y)",
+        "r y epoch",
+        "",
+    ),
+    "sometimes": (
+        "b = 0\nfor epoch in range(2):\n    for x in train:\n        y = x\n    if y: b = y\nprint(b)",
+        "b y",
+        "b",
+    ),
+    "while": (
+        "r = n = 0\nwhile n < 2:\n    for x in train:\n        y = r\n    n += 1\n    r += y",
+        "r y n",
+        "r n",
+    ),
+    "none around": ("r = 1\nfor x in train:\n    r *= 2", "r", ""),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+@pytest.mark.parametrize("in_function", [True, False])
+def test_what_the_loop_around_carries(name: str, in_function: bool) -> None:
+    body, looked_for, expected = AROUND[name]
+    found = run(body, looked_for, liveness.carried_around, in_function=in_function)
+    assert set(found) == set(expected.split())
+
+
 def test_behind_a_loop_of_a_function_whose_variable_a_function_closes_over() -> None:
     body = "n = 0\ndef f():\n    return n\nfor x in train:\n    n += 1"
     assert set(run(body, "n", liveness.read_after)) == {"n"}
