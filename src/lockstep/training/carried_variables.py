@@ -139,6 +139,9 @@ class CarriedVariables(Listener):
 
     def _first(self, change: Change) -> Change:
         """Return a change with the value that the variable had before the first loop."""
+        is_count = change.kind == "value" and change.before.isdecimal()
+        if is_count and change.key not in self._initial:  # as the index of `enumerate`
+            return replace(change, kind="count")
         return replace(change, before=self._initial.get(change.key, change.before))
 
     def _changes(self, now: Observation) -> list[Change]:
@@ -237,7 +240,7 @@ def _hint(changes: Sequence[Change]) -> str:
         )
     if any(one.kind == "attribute" for one in changes):
         hints.append("let state_dict() return it, or keep it in run.state(…)")
-    if any(one.before.isdecimal() and one.after.isdecimal() for one in plain):
+    if any(one.before.isdecimal() and one.after.isdecimal() for one in changes):
         hints.append("run.step counts updates")
     return "; ".join(hints)
 
