@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.checkpoint import state_codec
+from lockstep.checkpoint.parts import local
 from lockstep.errors import CheckpointError
 from lockstep.strategies import optimizer_state
 
@@ -95,7 +96,7 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def _storages(optimizer: Optimizer) -> set[int]:
-    return {p.untyped_storage().data_ptr() for p in _parameters(optimizer)}
+    return {local(p).untyped_storage().data_ptr() for p in _parameters(optimizer)}
 
 
 def _plain(values: dict[str, Any], aliases: set[int]) -> dict[str, Any]:
@@ -108,7 +109,7 @@ def _is_plain(name: str, value: Any, aliases: set[int]) -> bool:
         _, tensors = state_codec.flatten({name: value})
     except (CheckpointError, RecursionError):
         return False
-    own = (one.untyped_storage().data_ptr() for one in tensors.values() if one.numel())
+    own = (local(one).untyped_storage().data_ptr() for one in tensors.values() if one.numel())
     return aliases.isdisjoint(own)
 
 
