@@ -10,6 +10,7 @@ LockstepError
 ├── CheckFailedError           exit 3   a check failed
 └── RunError                   exit 1   a run failed
     ├── ModelError                      a model is not one of the run's, or differs between ranks
+    ├── VariableError                   a variable that `run.state` was not given
     ├── LoaderError                     data that cannot be split over the replicas
     ├── StepError                       the order of calls would make the result depend on the layout
     ├── AuditError                      a microbatch that is computed twice has other bits
@@ -91,6 +92,10 @@ class RunError(LockstepError):
 
 class ModelError(RunError):
     """A model or an optimizer is not one of the run's, or differs between ranks."""
+
+
+class VariableError(RunError, AttributeError):
+    """A name is none of the variables that `run.state` was given."""
 
 
 class LoaderError(RunError):

@@ -22,6 +22,7 @@ CLAIMS = {
     "bad": "assert run.step == 24 and all(p.isfinite().all() for p in model.parameters())",
     "swa": "assert int(averaged.n_averaged) == 3 and bool(averaged.module.body[1].running_var.ne(1).all())",
     "confusion": "assert int(matrix.sum()) == 96 and int(matrix.sum(1)[0]) == int((labels == 0).sum())",
+    "annealing": "assert len(state.norms) == 8 and state.ratio < 0.41 and run.step == 24",
     "stopping": "assert 12 < run.step < 300",
     "unfreezing": "assert len(optimizer.param_groups) == 2",
     "streams": "assert bool((carried.rows != 0).any(1).all())",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import re
 import signal
 import sysconfig
@@ -39,11 +40,20 @@ class Frame:
 
     @property
     def is_users(self) -> bool:
-        """Whether the user has written it: it is neither ours nor a library's."""
-        foreign = (_PACKAGE, *_LIBRARIES, "<frozen ")
-        return not self.file.startswith(foreign) and not any(
-            part in self.file for part in _INSTALLED
-        )
+        """Whether the user has written it."""
+        return is_users(self.file)
+
+
+def is_own(file: str) -> bool:
+    """Whether a file of code is Lockstep's."""
+    return file.startswith(_PACKAGE)
+
+
+@functools.cache
+def is_users(file: str) -> bool:
+    """Whether a file of code is the user's: neither ours nor a library's."""
+    foreign = (_PACKAGE, *_LIBRARIES, "<frozen ")
+    return not file.startswith(foreign) and not any(part in file for part in _INSTALLED)
 
 
 def beside(error_file: Path) -> Path:

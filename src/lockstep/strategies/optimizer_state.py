@@ -17,7 +17,11 @@ def numbered(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[int, torch.
 
 
 def load(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Give an optimizer its state as it was: torch 2.13 casts all of it to the parameters' type."""
+    """Give an optimizer its state as it was: torch 2.13 casts all of it to the parameters' type.
+
+    Its groups and its state stay the objects that they are: an optimizer may share them with another one.
+    """
+    groups, before = optimizer.param_groups, optimizer.state
     optimizer.load_state_dict(state)
     for number, parameter in numbered(optimizer, state).items():
         own = optimizer.state.get(parameter, {})
@@ -25,3 +29,24 @@ def load(optimizer: Optimizer, state: dict[str, Any]) -> None:
             now = own.get(name)
             if torch.is_tensor(now) and torch.is_tensor(value) and now.dtype != value.dtype:
                 own[name] = value.to(now.device)
+    if optimizer.state is not before:
+        before.clear()
+        before.update(optimizer.state)
+        optimizer.state = before
+    _keep(optimizer, groups)
+
+
+def _keep(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+    """Let an optimizer have the groups that it had, with what they are now."""
+    loaded = optimizer.param_groups
+    if loaded is groups:
+        return
+    for old, new in zip(groups, loaded, strict=True):
+        if old is not new:
+            old.clear()
+            old.update(new)
+    loaded[:] = groups
+    # Its own `load_state_dict` may have given the new list to an optimizer inside of it.
+    inner = (one for one in vars(optimizer).values() if isinstance(one, Optimizer))
+    if not any(one.param_groups is loaded for one in inner):
+        optimizer.param_groups = groups

@@ -43,14 +43,14 @@ class Backward:
         faults: those that this rank injects into itself, if any.
 
     Attributes:
-        has_run: whether there was a backward pass.
+        passes: how many backward passes there were.
     """
 
     def __init__(self, context: Context, state: State, loop: Loop, faults: Faults | None) -> None:
         self._context, self._state, self._loop, self._faults = context, state, loop, faults
         self._weights: dict[tuple[float, torch.dtype, torch.Size], torch.Tensor] = {}
         self._weighting = Weighting(context)
-        self.has_run = False
+        self.passes = 0
 
     def __call__(self, loss: torch.Tensor, weight: torch.Tensor | float | None = None) -> None:
         """Compute the gradients of `loss` and sum them; see `Run.backward`."""
@@ -114,7 +114,7 @@ class Backward:
         if (watchdog := self._context.watchdog) is not None:
             places = [self._state.models.index(model) for model in models]
             watchdog.backward_begins(microbatch, places)
-        self.has_run = True
+        self.passes += 1
         if self._loop.is_on_the_way or microbatch.audit:
             return
         self._context.record.before_backward(microbatch, loss)

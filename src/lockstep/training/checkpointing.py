@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from lockstep.checkpoint.disk import Checkpoints
 from lockstep.checkpoint.position import Counters, LoopEvent, Position
 from lockstep.checkpoint.schedule import Schedule
 from lockstep.registry import STRATEGIES
+from lockstep.training.carried_variables import CarriedVariables
 from lockstep.training.checksums import Checksums
 from lockstep.training.context import Context
 from lockstep.training.coordination import Alone, Coordination, OnStatusPage, Request, ThroughStore
@@ -53,6 +54,7 @@ class Checkpointing:
         checkpoints: on disk.
         aligned: whether all ranks are of one launcher, and take snapshots at the same points.
         apart: whether each launcher has a part of the state only, so that all ranks agree on snapshots.
+        variables: returns fingerprints of the script's variables, of the same length on all ranks.
 
     Attributes:
         stop_asked: whether the run was asked to end.
@@ -69,8 +71,10 @@ class Checkpointing:
         *,
         aligned: bool,
         apart: bool,
+        variables: Callable[[], str] = str,
     ) -> None:
         self._context, self._state, self._loop = context, state, loop
+        self._variables = variables
         self._coordination, self._schedule, self._checkpoints = coordination, schedule, checkpoints
         self._aligned, self._apart = aligned, apart
         # Those that no script asks for; the main rank's clock counts.
@@ -218,15 +222,23 @@ class Checkpointing:
         state, tensors = state_codec.flatten({**captured, ANSWERS: answers})
         if not self._has_looked:
             self._has_looked = True
-            self._check_schedulers()
-        return json.dumps({"position": position, "state": state}), tensors
+            self._check_forgotten()
+        told = {"position": position, "state": state, "variables": self._variables()}
+        return json.dumps(told), tensors
 
-    def _check_schedulers(self) -> None:
+    def _check_forgotten(self) -> None:
         name = self._state.forgotten_scheduler()
         if name is not None:
             self._context.record.warn(
                 f"lockstep: warning: a learning rate scheduler of {name} is not part of what is saved; "
                 "pass it through run.scheduler(…)"
+            )
+        attributes = self._state.forgotten_attributes()
+        if attributes is not None:
+            self._context.record.warn(
+                f"lockstep: warning: attributes of an optimizer are not saved, since its model is split "
+                f"over ranks ({attributes}); hint: keep them in its state or its param_groups, or use "
+                "strategy='ddp'"
             )
 
     def finish(self) -> None:
@@ -247,7 +259,7 @@ class Checkpointing:
         self._checkpoints.close(patience)
 
 
-def begin(context: Context, state: State, loop: Loop) -> Checkpointing:
+def begin(context: Context, state: State, loop: Loop, variables: CarriedVariables) -> Checkpointing:
     """Let the run begin, or resume from its newest state; return what saves it from there on.
 
     Raises:
@@ -270,7 +282,7 @@ def begin(context: Context, state: State, loop: Loop) -> Checkpointing:
     aligned = memory is not None and memory.snapshots.parts == world.size
     # Of a model whose tensors are cut over all ranks each launcher has parts.
     apart = STRATEGIES.find(settings.strategy).shards and not aligned
-    _go_on(context, state, loop, checkpoints)
+    variables.resumed = _go_on(context, state, loop, checkpoints)
     # Launchers choose their moments by themselves, where no rank gathers another's part of the state.
     takes_snapshots = aligned or apart or context.groups.mesh is None
     has_room = memory is not None and not memory.snapshots.is_spoken_for and takes_snapshots
@@ -284,6 +296,7 @@ def begin(context: Context, state: State, loop: Loop) -> Checkpointing:
         checkpoints,
         aligned=aligned,
         apart=apart,
+        variables=variables.saved,
     )
     store = dist.PrefixStore("evaluations", context.rendezvous.store)
     agreement = None if world.size == 1 else Agreement(store, world.rank, world.size)
@@ -292,8 +305,12 @@ def begin(context: Context, state: State, loop: Loop) -> Checkpointing:
     return checkpointing
 
 
-def _go_on(context: Context, state: State, loop: Loop, checkpoints: Checkpoints) -> None:
-    """Let the loop begin, or resume from the newest state that any rank finds."""
+def _go_on(context: Context, state: State, loop: Loop, checkpoints: Checkpoints) -> str:
+    """Let the loop begin, or resume from the newest state that any rank finds.
+
+    Returns:
+        The fingerprints of the script's variables that are part of it.
+    """
     memory = context.memory
     snapshots = None if memory is None else memory.snapshots
     is_new = context.resume_info.is_new and context.world.generation == 0
@@ -305,12 +322,13 @@ def _go_on(context: Context, state: State, loop: Loop, checkpoints: Checkpoints)
         snapshots.found = None
     if saved is None:
         context.record.begin(0, None)
-        return
+        return ""
     position = saved.position
     context.record.begin(position.steps, saved.source)
     if memory is not None and has_memory:
         memory.schedule.go_on(position.steps)
     loop.resume(position, lambda whole: saved.restore(state, whole=whole))
+    return saved.variables
 
 
 def _coordination(context: Context, *, aligned: bool) -> Coordination:

@@ -81,6 +81,7 @@ class Loop:
         self.resumed = 0
         self.at_point: Callable[[], None] = _nothing
         self.at_epoch: Callable[[], None] = _nothing
+        self.at_arrival: Callable[[], None] = _nothing
         #: Notes what metrics under way have seen; all ranks call it together.
         self.note_partial: Callable[[], None] = _nothing
 
@@ -206,6 +207,7 @@ class Loop:
         self.evaluations.trained()
         self._fresh = self._updated = False
         self.points = position.points
+        self.at_arrival()
         if self.progress.evaluated_again:
             loaders = ", ".join(map(str, sorted(set(self.progress.evaluated_again))))
             self.warn(

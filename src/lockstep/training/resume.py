@@ -150,6 +150,12 @@ class Saved:
         answers = {name[names:]: self.tensors[name].read() for name in own}
         return Position.parse(_content(self.text, "position"), answers)
 
+    @property
+    def variables(self) -> str:
+        """Fingerprints of the script's variables; empty in a state of an earlier version."""
+        told = json.loads(self.text).get("variables", "")
+        return told if isinstance(told, str) else ""
+
     def restore(self, state: State, *, whole: bool) -> None:
         """Give everything in `state` what was saved of it."""
         needed = state.needed_whole(self.tensors)

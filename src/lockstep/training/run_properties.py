@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lockstep.errors import StepError
 from lockstep.layout.replicas import share
 from lockstep.training.loop import Loop
+from lockstep.training.script_state import ScriptState
 from lockstep.training.session import Session
 from lockstep.world import World
 
@@ -45,6 +47,28 @@ class RunProperties:
     @property
     def _name(self) -> str:
         return self._session.context.settings.name
+
+    def state(self, name: str | None = None, /, **values: Any) -> ScriptState:
+        """Return a namespace of variables that are saved and restored with the run, and part of its digest.
+
+        Change them where all ranks do alike: between the batches of `run.batches`, or between epochs.
+
+        Args:
+            name: what it is called where it is saved; by default `state`, and `state-2` for the second.
+            values: the variables with their first values: numbers, text, None, tensors, arrays, and
+                containers of them. After a resume tensors are on the device of the run.
+
+        Raises:
+            ModelError: if a value cannot be saved, or the name is taken.
+            VariableError: later, if a name is used that was not given.
+        """
+        self._require_open("run.state")
+        registered = self._session.state.registered
+        count = 1 + sum(isinstance(one, ScriptState) for one in registered.values())
+        own = name or ("state" if count == 1 else f"state-{count}")
+        state = ScriptState(own, values, self.device)
+        self._session.register(own, state)
+        return state
 
     @property
     def world(self) -> World:

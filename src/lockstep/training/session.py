@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import time
@@ -26,6 +25,7 @@ from lockstep.training.audit_report import IN_AUDIT
 from lockstep.training.averages import Averages
 from lockstep.training.backward import Backward
 from lockstep.training.call_sites import CallSites
+from lockstep.training.carried_variables import CarriedVariables
 from lockstep.training.collective_check import RankOrder
 from lockstep.training.context import join
 from lockstep.training.digest import digest
@@ -38,6 +38,7 @@ from lockstep.training.loss_scale import Scaler
 from lockstep.training.metrics import Metrics
 from lockstep.training.models import Models
 from lockstep.training.preemption import Preempted, Signals
+from lockstep.training.rank_statistics import RankStatistics
 from lockstep.training.state import State, footprint
 from lockstep.world import World, mpi
 from lockstep.world.rendezvous.rank_rendezvous import leave
@@ -88,7 +89,11 @@ class Session:
         averages = Averages(context.of_model(-1), self.state.models)
         self._averages, self._faults = averages, Faults.of(os.environ, context.world)
         seed, models = context.settings.seed, self.state.models
-        self.loop = Loop(seed, context.replicas, models, self._listeners())
+        listeners = self._listeners()
+        self.loop = Loop(seed, context.replicas, models, listeners)
+        self._variables = CarriedVariables(self.loop, self.state, context.world, record.warn)
+        listeners.append(self._variables)
+        self.loop.at_arrival = self._variables.arrived
         self.loop.followed, self.loop.warn = averages.followed, record.warn
         every = audit_steps(context.settings.audit)
         if every is not None and context.settings.exact and context.replicas > 1:
@@ -97,6 +102,11 @@ class Session:
         self.loaders = Loaders(context, self.loop)
         self.call_sites = CallSites(self.loop)
         self.backward = Backward(context, self.state, self.loop, self._faults)
+        if context.replicas > 1:
+            own, backward = self._variables.own.ids, self.backward
+            listeners.append(
+                RankStatistics(self.loop, context.world, own, lambda: backward.passes, record.warn)
+            )
         block, data, collective = (
             context.dims.block,
             context.groups.data,
@@ -107,15 +117,12 @@ class Session:
         context.collectives.fails = self.loop.fails
         record.bind(self.loop, self.digests)
         with context.rendezvous.telling():
-            self._checkpointing = checkpointing.begin(context, self.state, self.loop)
-        self.loop.at_point, self.loop.at_epoch = (
-            self._checkpointing.at_point,
-            self.state.epoch_begins,
-        )
-        if self._faults is not None:
-            self.loop.at_point = functools.partial(self._after_step, self._faults)
-            if self.loop.is_on_the_way:
-                self._faults.go_on(self.loop.resumed)
+            self._checkpointing = checkpointing.begin(
+                context, self.state, self.loop, self._variables
+            )
+        self.loop.at_point, self.loop.at_epoch = self._at_point, self._at_epoch
+        if self._faults is not None and self.loop.is_on_the_way:
+            self._faults.go_on(self.loop.resumed)
 
     def _listeners(self) -> list[Listener]:
         """Return what is told of steps and loops."""
@@ -133,14 +140,21 @@ class Session:
         if self._faults is not None:
             self._faults.damage(module, lambda: self.loop.steps)
 
-    def _after_step(self, faults: Faults) -> None:
-        faults.after_step(self.loop.steps)
+    def _at_point(self) -> None:
+        if self._faults is not None:
+            self._faults.after_step(self.loop.steps)
+        self._variables.at_point()
         self._checkpointing.at_point()
+
+    def _at_epoch(self) -> None:
+        self.state.epoch_begins()
+        self._variables.epoch_begins()
 
     def open(self) -> None:
         """Say what runs, on the main rank, and listen to signals from here on."""
         context, record = self.context, self.context.record
         self._signals.listen()
+        self._variables.opens()
         if context.memory is not None:
             context.memory.opened()
         if self._stops:
@@ -225,7 +239,7 @@ class Session:
                 check_same(context.rendezvous, own, self.digests, exact=context.settings.exact)
         if watchdog is not None:
             watchdog.close()  # from here on no rank waits for another one
-        if self.backward.has_run and not self.loop.steps:
+        if self.backward.passes and not self.loop.steps:
             record.warn(
                 "lockstep: warning: gradients were computed, but no optimizer of the run has stepped; "
                 "pass it through run.optimizer(…)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import resource
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 
 from lockstep.checkpoint import state_codec
 from lockstep.errors import CheckpointError, ModelError
-from lockstep.strategies import optimizer_state
+from lockstep.strategies import optimizer_extras, optimizer_state
 from lockstep.strategies.dtensor import bytes_here
 from lockstep.strategies.wrapped_model import WrappedModel
 from lockstep.training.loss_scale import Scaler
@@ -84,6 +85,7 @@ class State:
             "modes": _numbered([_modes(model) for model in self.models]),
             "extras": _numbered([model.extras() for model in self.models]),
             "optimizers": _numbered([self._saved(one) for one in self.optimizers]),
+            "optimizer_extras": self._extras(),
             "groups": self._changed_groups(),
             "schedulers": _numbered([one.state_dict() for one in self.schedulers]),
             "registered": {name: one.state_dict() for name, one in self.registered.items()},
@@ -118,6 +120,12 @@ class State:
             if whole or len(groups.get(str(number), one.param_groups)) == len(one.param_groups)
         }
         _load("optimizer", optimizers, state["optimizers"], whole=whole)
+        more = {
+            str(number): functools.partial(optimizer_extras.load, one)
+            for number, one in enumerate(self.optimizers)
+            if str(number) in optimizers
+        }
+        _load("attributes of optimizer", more, state.get("optimizer_extras", {}), whole=False)
         for optimizer in self.optimizers:
             # It has stepped, in an earlier process; torch's schedulers warn where it has not.
             optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -181,6 +189,24 @@ class State:
     def _saved(self, optimizer: Optimizer) -> dict[str, Any]:
         holder = self._holder(optimizer)
         return optimizer.state_dict() if holder is None else holder.optimizer_state(optimizer)
+
+    def _extras(self) -> dict[str, Any]:
+        """Return what optimizers hold beside their `state_dict`, of whole models."""
+        known = {id(one) for one in self.optimizers}
+        return {
+            str(number): extras
+            for number, one in enumerate(self.optimizers)
+            if self._holder(one) is None and (extras := optimizer_extras.capture(one, known))
+        }
+
+    def forgotten_attributes(self) -> str | None:
+        """Return the optimizer of a split model whose attributes are not saved, and their names."""
+        for one in self.optimizers:
+            extras = optimizer_extras.capture(one) if self._holder(one) is not None else {}
+            names = ", ".join(name for own in extras.values() for name in own)
+            if names:
+                return f"{type(one).__name__}: {names}"
+        return None
 
     def _model_loaders(
         self, saved: Mapping[str, Any], *, whole: bool

@@ -26,6 +26,9 @@ class Counted:
     def forgotten_scheduler(self) -> None:
         return None
 
+    def forgotten_attributes(self) -> None:
+        return None
+
 
 def gathered_at(
     points: int, begins: int | None, *, leads: bool, launched: bool = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -364,6 +365,31 @@ def by_digests(run: lockstep.Run) -> None:
         seen.value += int(text[7:15], 16) / 2**20
 
 
+def by_variables(run: lockstep.Run) -> None:
+    """Annealing, counts, a queue, snapshots and an early stop, by variables of `run.state`."""
+    model = run.model(net())
+    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    train = run.loader(data(20), batch_size=8, shuffle=True)
+    state = run.state(best=float("inf"), ratio=1.0, snaps=[], recent=deque([0.0], maxlen=3))
+    counts = run.state("counts", batches=0)
+    for _ in run.epochs(4):
+        for batch in run.batches(train):
+            for x, y in batch:
+                loss = (state.ratio + max(state.recent)) * F.cross_entropy(model(x), y)
+                run.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            counts.batches += 1
+            state.recent.append(1 / counts.batches)
+        with torch.no_grad():
+            loss = run.mean(F.cross_entropy(model(x), y) for x, y in train)
+        state.ratio *= 0.8
+        state.snaps.append(model[0].weight.detach().clone())
+        if loss > state.best:
+            break
+        state.best = loss - 0.01
+
+
 def train(script: Callable[[lockstep.Run], None], directory: Path, number: int) -> tuple[str, int]:
     replicas = 1 if script in (by_steps, by_names) else 2
     # A pass that counts statistics and is then left cannot be made twice.
@@ -388,6 +414,7 @@ def train(script: Callable[[lockstep.Run], None], directory: Path, number: int) 
         by_names,
         by_decisions,
         by_digests,
+        by_variables,
     ],
 )
 def test_from_every_point(script, tmp_path, monkeypatch, capsys):

@@ -20,8 +20,8 @@ def runs(script: Script) -> bool:
 
 @rule(
     "LS601",
-    "value that decides later and is not registered",
-    "this decides in a later epoch, and a run that resumes after a crash starts with its first value: run.register it",
+    "value that decides later and is not kept",
+    "this decides in a later epoch, and a run that resumes after a crash starts with its first value: keep it in run.state(…)",
     "corrupts",
     why="""A resumed run passes over the epochs that are done, so a variable of the script has its first value. A value
     that decides something later, such as the best accuracy so far, is part of the state.""",
@@ -40,10 +40,11 @@ def runs(script: Script) -> bool:
     import lockstep
 
     with lockstep.Run("toy", seed=0, replicas=2) as run:
-        best = run.register("best", Best())
+        state = run.state(best=0.0)
         for epoch in run.epochs(10):
             accuracy = run.mean(measure())
-            if best.improves(accuracy):
+            if accuracy > state.best:
+                state.best = accuracy
                 run.save(best=accuracy)
     """,
 )
@@ -65,7 +66,7 @@ def not_registered(script: Script) -> Iterator[Hit]:
             name = _changed(node)
             before = _starts_before(script, loop, name) if name in tested else False
             if before and script.module.scope(node) is scope and isinstance(node, ast.stmt):
-                message = f"{name} decides in a later epoch, and a run that resumes after a crash starts with its first value: run.register it"
+                message = f"{name} decides in a later epoch, and a run that resumes after a crash starts with its first value: keep it in run.state(…)"
                 yield Hit(node, message)
 
 

@@ -1,0 +1,85 @@
+"""What a script carries from step to step stays over a crash, or is named before and after one."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+pytestmark = pytest.mark.forked
+
+HEAD = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+from collections import deque
+import lockstep
+
+torch.manual_seed(0)
+X, Y = torch.randn(48, 4), torch.randint(0, 3, (48,))
+DATA = torch.utils.data.TensorDataset(X, Y)
+
+class Sam(torch.optim.Optimizer):
+    def __init__(self, params, **settings):
+        super().__init__(params, settings)
+        self.base_optimizer = torch.optim.SGD(self.param_groups, momentum=0.9, **settings)
+        self.param_groups = self.base_optimizer.param_groups
+        self.t = 0
+    def step(self, closure=None):
+        self.t += 1
+        for group in self.param_groups:
+            group["lr"] = 0.3 * min(1, self.t / 8)
+        self.base_optimizer.step()
+
+def main():
+    with lockstep.Run("carried", replicas=2, progress=False) as run:
+        model = run.model(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)))
+        optimizer = run.optimizer(Sam(model.parameters(), lr=0.3))
+        train = run.loader(DATA, batch_size=12, shuffle=True)
+        STATE
+        for epoch in run.epochs(3):
+            for batch in run.batches(train):
+                for x, y in batch:
+                    loss = RATIO * F.cross_entropy(model(x), y)
+                    run.backward(loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                RECENT.append(run.step)
+                RATIO *= 0.9 + 0.01 * len(RECENT)
+
+if __name__ == "__main__":
+    main()
+"""
+KEPT = HEAD.replace("STATE", "state = run.state(ratio=1.0, recent=deque(maxlen=3))")
+KEPT = KEPT.replace("RATIO", "state.ratio").replace("RECENT", "state.recent")
+LOST = HEAD.replace("STATE", "ratio, recent = 1.0, deque(maxlen=3)")
+LOST = LOST.replace("RATIO", "ratio").replace("RECENT", "recent")
+
+
+@pytest.mark.ranks(2)
+def test_what_the_run_keeps_is_the_same_after_a_crash(lockstep):
+    """The optimizer inside, its count, and variables of `run.state`; no warning comes."""
+    words = ("1", "2", "2,kill@7", "1,term@3,term@9")
+    done = lockstep("verify", lockstep.script(KEPT), "--layouts", *words, "--json", timeout=150)
+    assert done.code == 0, done.out + done.err
+    assert {row["steps"] for row in json.loads(done.out)["layouts"]} == {12}
+    assert "is not kept over a crash" not in done.err
+
+
+@pytest.mark.ranks(2)
+def test_variables_that_a_crash_loses_are_named_before_and_after(lockstep):
+    place = lockstep.script(LOST)
+    whole = lockstep("run", "-n", "2", place)
+    killed = lockstep("run", "-n", "2", place, env={"LOCKSTEP_FAULTS": "kill@7"})
+    assert (whole.code, killed.code) == (0, 0), whole.err + killed.err
+    warned = (
+        r"`recent` \(train\.py:\d+\), `ratio` \(train\.py:\d+\) change in the loop and are not kept"
+    )
+    for done in (whole, killed):
+        assert len(re.findall(warned, done.err)) == 1, done.err
+        assert "hint: state = run.state(recent=[], ratio=1.0)" in done.err
+    lost = r"`ratio` \(train\.py:\d+\) was 0\.[0-9]+, and is [0-9.]+ now; the result may differ"
+    assert re.search(lost, killed.err), killed.err
+    digests = [re.findall(r"digest=\S+", done.err + done.out) for done in (whole, killed)]
+    assert digests[0] != digests[1]
