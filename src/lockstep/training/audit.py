@@ -34,6 +34,7 @@ from lockstep.training.audit_report import Finding, carried, collectives, wrong_
 from lockstep.training.context import Context
 from lockstep.training.state import State
 from lockstep.training.state_watch import StateWatch, texts
+from lockstep.training.variables import Change, Observation
 
 #: How many loops of a generation are audited when they begin to train, besides the steps that are due.
 _MOST_LOOPS = 8
@@ -48,13 +49,20 @@ class Audit:
         context: of the run.
         state: models, optimizers and registered objects of the run.
         every: steps between two audits; 0 for the beginning of loops alone.
+        observe: returns what the script's variables hold that its loop carries.
 
     Attributes:
         record: of the pass that is being made, where that is compared.
         was_left: whether the latest pass was an extra one, which the script has left.
     """
 
-    def __init__(self, context: Context, state: State, every: int) -> None:
+    def __init__(
+        self,
+        context: Context,
+        state: State,
+        every: int,
+        observe: Callable[[FrameType], Observation],
+    ) -> None:
         self._context, self._state, self._every = context, state, every
         self._place: _Place = ("", 0)
         self._begun: set[tuple[_Place, int]] = set()  # loops, with the phase that they were in
@@ -70,9 +78,9 @@ class Audit:
         self._agreed = 0
         self._has_failed = self._is_off = False
         self._warned: set[str] = set()
-        self.observe: Callable[[], Any] = lambda: None
-        self._observed: Any = None
-        self._found: list[Any] = []
+        self._observe = observe
+        self._observed = Observation()
+        self._found: list[Change] = []
 
     # --- which microbatches ----------------------------------------------------------------------
 
@@ -192,14 +200,14 @@ class Audit:
         self._calls = _collective_calls()
         self._watch.begins(with_buffers=True)
         self._texts = texts(self._state)
-        self._observed = self.observe()
+        self._observed = self._observe(sys._getframe(1))
 
     def _look_after(self) -> None:
         """Look for what an extra pass, in which no optimizer steps, has changed."""
         calls = _collective_calls() - self._calls
         if calls and not self._is_alone:
             raise collectives(calls)
-        self._found = [] if self._observed is None else self.observe().changes_since(self._observed)
+        self._found = self._observe(sys._getframe(1)).changes_since(self._observed)
         self._watch.ends()
         for name, text in texts(self._state).items():
             if text != self._texts.get(name, text) and name not in self._warned:

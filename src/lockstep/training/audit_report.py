@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import AuditError
+from lockstep.training.variables import Change
 
 _OFF = "--audit off switches the audit off"
 #: A note on an exception of the script's.
@@ -36,7 +36,7 @@ class Finding:
     kinds: Sequence[str]
     extra: float
     own: float
-    changes: Sequence[Any]
+    changes: Sequence[Change]
 
     @property
     def where(self) -> str:
@@ -57,9 +57,9 @@ class Finding:
 
 def carried(finding: Finding, by: str) -> AuditError:
     """Return that a pass depends on the passes before it."""
-    named = _listed([str(change) for change in finding.changes])
+    named = _listed([f"{one.shown} from {one.before} to {one.after}" for one in finding.changes])
     cause = (
-        f"between the passes changed {named}"
+        f"the pass changed {named}"
         if named
         else "no variable that the audit looks at changed: the state is elsewhere, or a processor or "
         "memory computes wrongly"

@@ -97,7 +97,7 @@ class Session:
         self.loop.followed, self.loop.warn = averages.followed, record.warn
         every = audit_steps(context.settings.audit)
         if every is not None and context.settings.exact and context.replicas > 1:
-            self.loop.audit = Audit(context, self.state, every)
+            self.loop.audit = Audit(context, self.state, every, self._variables.observe)
         self.models = Models(context, self.state, self._damage)
         self.loaders = Loaders(context, self.loop)
         self.call_sites = CallSites(self.loop)
