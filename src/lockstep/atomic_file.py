@@ -42,9 +42,9 @@ def replacing(path: Path, mode: int = 0o666, *, sync: bool = True) -> Iterator[B
     Raises:
         OSError: if it cannot be written.
     """
-    # A name that nobody can know, and a file that is new: in a directory that others may write to, it
-    # cannot be a link to a file of this user's.
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    # A random name, and a file that is new: in a directory that other users may write to, it cannot be a
+    # link to a file of this user's.
+    draft = path.parent / f".{path.name}.{secrets.token_hex(8)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
         with os.fdopen(os.open(draft, flags, mode), "wb") as file:

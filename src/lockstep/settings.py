@@ -7,9 +7,7 @@ each setting that a script may give. A flag wins over a variable, which wins ove
 
 from __future__ import annotations
 
-import math
 import os
-import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -19,11 +17,10 @@ from lockstep.errors import UsageError, did_you_mean
 from lockstep.layout.classes import PRECISIONS
 from lockstep.layout.mesh import parse as parse_mesh
 from lockstep.registry import EXCHANGES, STRATEGIES, WITH_SERVERS, resolve
+from lockstep.setting_checks import Check, at_least, check_audit, check_seed, signal_of
 
 #: Reads the text of a variable or a flag; raises `ValueError`.
 Parse = Callable[[str], Any]
-#: Refuses a value; the second argument is what the value was given as.
-Check = Callable[[Any, str], object]
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off", ""})
@@ -143,53 +140,6 @@ def write(value: Any) -> str:
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
-def _at_least(least: int, kind: type = int) -> Check:
-    def check(value: Any, said: str) -> None:
-        number = isinstance(value, int) or (kind is float and isinstance(value, float))
-        if not number:
-            wanted = "an integer of" if kind is int else "a number of"
-            raise UsageError(f"{said} is {value!r}; expected {wanted} at least {least}")
-        if not (math.isfinite(value) and value >= least):
-            raise UsageError(f"{said} is {value}; expected at least {least}")
-
-    return check
-
-
-def _check_seed(value: Any, said: str) -> None:
-    if not isinstance(value, int) or not -(2**63) <= value < 2**63:
-        raise UsageError(f"{said} is {value!r}; expected an integer of 64 bits")
-
-
-def audit_steps(value: str) -> int | None:
-    """Return the steps between two audits: 0 for the first batch of loops alone, `None` for no audit."""
-    return {"off": None, "first": 0}[value] if value in ("off", "first") else int(value)
-
-
-def _check_audit(value: Any, said: str) -> None:
-    if str(value) not in ("off", "first") and not (str(value).isdecimal() and int(value) > 0):
-        raise UsageError(f"{said} is {value!r}; expected off, first or a number of steps")
-
-
-#: Signals by which no process can be asked for anything.
-_UNFIT = {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGSEGV, signal.SIGBUS}
-
-
-def signal_of(name: str, said: str) -> signal.Signals:
-    """Return the signal of a name, with or without `SIG`.
-
-    Raises:
-        UsageError: if there is none, or no process can handle it.
-    """
-    known = {one.name: one for one in signal.Signals}
-    found = known.get("SIG" + name.upper().removeprefix("SIG"))
-    if found is None or found in _UNFIT:
-        raise UsageError(
-            f"{said} is {name!r}; expected the name of a signal that a process can handle",
-            hint="for example USR1",
-        )
-    return found
-
-
 # --- settings of runs ----------------------------------------------------------------------------
 
 
@@ -208,13 +158,13 @@ class Settings:
     """
 
     name: str
-    seed: int = _setting(0, "everything random follows from it", int, check=_check_seed)
+    seed: int = _setting(0, "everything random follows from it", int, check=check_seed)
     replicas: int | None = _setting(
         None,
         "number of logical data-parallel workers, at least as many as ranks",
         int,
         unsaid="the number of ranks",
-        check=_at_least(1),
+        check=at_least(1),
         flag=("layout", "--replicas R"),
     )
     exact: bool = _setting(
@@ -247,7 +197,7 @@ class Settings:
         "steps between two averages of the parameters with `local-sgd` or `diloco`",
         int,
         unsaid="16 for `local-sgd`, 50 for `diloco`",
-        check=_at_least(1),
+        check=at_least(1),
         flag=("training", "--sync-every H"),
         changes_result=True,
     )
@@ -264,7 +214,7 @@ class Settings:
         "number of parameter servers beside the ranks, for strategy `ps`",
         int,
         of_script=False,
-        check=_at_least(0),
+        check=at_least(0),
         flag=("training", "--servers S"),
         strategy=WITH_SERVERS,
     )
@@ -274,7 +224,7 @@ class Settings:
         "servers then run the optimizer",
         int,
         unsaid="none; with `ps`, the workers run the optimizer",
-        check=_at_least(0),
+        check=at_least(0),
         flag=("training", "--staleness K"),
         changes_result=True,
     )
@@ -298,7 +248,7 @@ class Settings:
         "intra-op threads per process",
         int,
         unsaid="the cores divided by the replicas",
-        check=_at_least(1),
+        check=at_least(1),
         flag=("layout", "--threads T"),
     )
     run_dir: Path | None = _setting(  # noqa: RUF009 - a field
@@ -337,21 +287,21 @@ class Settings:
         "compute a microbatch twice and compare the bits: `K` for powers of two and every K steps, `first` "
         "for the first batch of loops alone, `off`",
         str,
-        check=_check_audit,
+        check=check_audit,
         flag=("training", "--audit off|first|K"),
     )
     checkpoint_every: float = _setting(
         600.0,
         "seconds between periodic checkpoints, beside those of `run.save`; 0 for none",
         float,
-        check=_at_least(0, float),
+        check=at_least(0, float),
         flag=("fault tolerance", "--checkpoint-every SECONDS"),
     )
     keep: int = _setting(
         3,
         "number of latest checkpoints to keep, beside the best",
         int,
-        check=_at_least(1),
+        check=at_least(1),
         flag=("fault tolerance", "--keep N"),
     )
     loggers: tuple[Any, ...] = _setting(
@@ -375,14 +325,14 @@ class Settings:
         "`replicas` of a script that sets none",
         int,
         of_script=False,
-        check=_at_least(1),
+        check=at_least(1),
     )
     default_threads: int | None = _setting(
         None,
         "`threads` of a script that sets none",
         int,
         of_script=False,
-        check=_at_least(1),
+        check=at_least(1),
     )
 
     def __post_init__(self) -> None:
@@ -418,7 +368,7 @@ _OF_LAUNCHERS = (
         help="maximum number of restarts in a row without progress",
         parse=int,
         unsaid="3; 0 for exceptions that the script raises, and for scripts without `lockstep.Run`",
-        check=_at_least(0),
+        check=at_least(0),
         flag=("fault tolerance", "--max-restarts K"),
         forwarded=False,
         blank_is_unset=True,
@@ -438,7 +388,7 @@ _OF_LAUNCHERS = (
         help="seconds without progress on any rank after which a launch counts as hung; 0 for no limit",
         parse=float,
         default=1800.0,
-        check=_at_least(0, float),
+        check=at_least(0, float),
         flag=("fault tolerance", "--hang-timeout SECONDS"),
         forwarded=False,
         blank_is_unset=True,
@@ -448,7 +398,7 @@ _OF_LAUNCHERS = (
         help="seconds between SIGTERM and SIGKILL when ranks are ended",
         parse=float,
         default=5.0,
-        check=_at_least(0, float),
+        check=at_least(0, float),
         flag=("torchrun", "--shutdown-timeout SECONDS"),
         other_variable="TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
         forwarded=False,

@@ -108,7 +108,6 @@ def test_an_audit_changes_no_bit(body: Body) -> None:
     ("body", "after", "words"),
     [
         (counting, None, r"replica \d of batch 1 in epoch 0.*the loss was .* and .* in its own"),
-        (warming, None, r"the settings of optimizers differ"),
         (clamping, None, r"changed 0.weight of Sequential.*besides by optimizer.step"),
         (plainly, clamping, r"changed 0.weight of Sequential"),
         (plainly, following, r"changed 0.weight of Sequential \(registered object 0\), "),
@@ -120,6 +119,14 @@ def test_what_a_pass_leaves_behind_is_refused(
 ) -> None:
     with pytest.raises(RankError, match=f"(?s)AuditError: .*{words}.*--audit off"):
         run_ranks(train, ranks, body, after, environ={"LOCKSTEP_REPLICAS": "4"})
+
+
+def test_settings_that_each_pass_changes_are_refused_where_a_rank_hosts_one_replica() -> None:
+    """With several, they are compared within a global batch."""
+    with pytest.raises(RankError, match=r"AuditError: .*the settings of optimizers differ"):
+        run_ranks(train, 2, warming, environ={"LOCKSTEP_REPLICAS": "2"})
+    with pytest.raises(RankError, match="StepError: weight_decay of group 0 of SGD changed"):
+        run_ranks(train, 1, warming, environ={"LOCKSTEP_REPLICAS": "2"})
 
 
 def test_collective_calls_in_the_body_are_refused_and_do_not_hang() -> None:

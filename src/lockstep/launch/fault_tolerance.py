@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lockstep.launch.given import Given
-from lockstep.settings import TABLE, signal_of
+from lockstep.setting_checks import signal_of
+from lockstep.settings import TABLE
 
 
 @dataclass(frozen=True, slots=True)

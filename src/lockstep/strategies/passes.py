@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TypeVar
 
 from torch import nn
+
+from lockstep.errors import ModelError
 
 T = TypeVar("T")
 
@@ -60,8 +62,8 @@ def watch_forward(
     return end
 
 
-class Parameters:
-    """The parameters of a model, also of parts that come later.
+class TrainableParameters:
+    """The trainable parameters of a model, which stay the same ones while it is trained.
 
     Args:
         module: the model.
@@ -70,6 +72,7 @@ class Parameters:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._find_parts()
+        self._first = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
 
     def _find_parts(self) -> None:
         # Kept, since walking through a model takes longer than a small one's forward pass.
@@ -78,11 +81,36 @@ class Parameters:
         self._owners = [part._parameters for part in parts]
         self._children = _values(self._inside)
 
-    def trainable(self) -> set[int]:
-        """Return the ids of those that are to be trained, also in parts that have come since."""
+    def check(self) -> None:
+        """Refuse others than there were at first.
+
+        Raises:
+            ModelError: naming them.
+        """
         if _values(self._inside) != self._children:
             self._find_parts()
-        return {id(p) for p in _values(self._owners) if p is not None and p.requires_grad}
+        # In any order: pruning gives a parameter another name, behind those that were there.
+        now = {id(p) for p in _values(self._owners) if p is not None and p.requires_grad}
+        if now != self._first.keys():
+            raise ModelError(
+                f"{type(self._module).__name__} has {len(now)} trainable parameters; it had "
+                f"{len(self._first)} when it was given to run.model ({self._changes(now)})",
+                hint="freeze, unfreeze and replace before run.model; later, leave parameters out of the "
+                "optimizer, until add_param_group, or set their learning rate to 0",
+            )
+
+    def _changes(self, now: Collection[int]) -> str:
+        """Return which parameters are trainable that were not, or the other way round."""
+        own = ((name, id(p)) for name, p in self._module.named_parameters())
+        new = [name for name, one in own if one in now and one not in self._first]
+        old = [name for one, name in self._first.items() if one not in now]
+        changes = {
+            "replaced": [name for name in new if name in old],
+            "new": [name for name in new if name not in old],
+            "frozen or removed": [name for name in old if name not in new],
+        }
+        few = {word: names[:4] + ["…"] * (len(names) > 4) for word, names in changes.items()}
+        return "; ".join(f"{word}: {', '.join(names)}" for word, names in few.items() if names)
 
 
 def _values(owners: Iterable[Mapping[str, T]]) -> list[T]:

@@ -12,14 +12,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.data.microbatch import Microbatch
-from lockstep.errors import ModelError, StepError
+from lockstep.errors import StepError
 from lockstep.strategies import optimizer_state
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.dtensor import bytes_here
 from lockstep.strategies.gradient_accumulation import GradientAccumulation
 from lockstep.strategies.gradient_norm import each_norm, total_norm
 from lockstep.strategies.model_context import ModelContext
-from lockstep.strategies.passes import Parameters, watch_forward
+from lockstep.strategies.passes import TrainableParameters, watch_forward
 from lockstep.strategies.staleness import Versions
 
 #: What to do in the place of stepping in some microbatches only.
@@ -64,7 +64,6 @@ class WrappedModel(abc.ABC):
     ) -> None:
         self.module = module
         self.parameters = [p for p in module.parameters() if p.requires_grad]
-        self._trainable = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
         self.used = False
         self.optimized: set[int] = set()
         self.versions: Versions | None = None
@@ -75,10 +74,9 @@ class WrappedModel(abc.ABC):
         self._block = context.block
         group = context.group if shares_buffers else None
         self._buffers = Buffers(module, context.block, group, waiting=context.sharing)
-        self._watched = Parameters(module)
+        self._watched = TrainableParameters(module)
         self._met = self._was_added_to = False
-        self._interrupted = False
-        self._is_last = self._stepped = False
+        self._interrupted = self._is_last = self._stepped = False
         self._mixed: set[int] = set()
         self._watching = False
         self.gradient_bytes = 0
@@ -159,7 +157,7 @@ class WrappedModel(abc.ABC):
             self._buffers.finish()
             self.accumulation.take()
             if self.several_replicas:
-                self._check_trainable()
+                self._watched.check()
                 self._mixed.clear()
                 self._buffers.look()
                 self._buffers.restores = microbatch.audit
@@ -220,30 +218,6 @@ class WrappedModel(abc.ABC):
     def _behind(self, microbatch: Microbatch) -> int:
         """Return how many replicas of this rank come after that of `microbatch`."""
         return self._block.stop - 1 - microbatch.replica
-
-    def _check_trainable(self) -> None:
-        # In any order: pruning gives a parameter another name, behind those that were there.
-        now = self._watched.trainable()
-        if now != self._trainable.keys():
-            raise ModelError(
-                f"{type(self.module).__name__} has {len(now)} trainable parameters; it had "
-                f"{len(self._trainable)} when it was given to run.model ({self._changes(now)})",
-                hint="freeze, unfreeze and replace before run.model; later, leave parameters out of the "
-                "optimizer, until add_param_group, or set their learning rate to 0",
-            )
-
-    def _changes(self, now: Collection[int]) -> str:
-        """Return which parameters are trainable that were not, or the other way round."""
-        own = ((name, id(p)) for name, p in self.module.named_parameters())
-        new = [name for name, one in own if one in now and one not in self._trainable]
-        old = [name for one, name in self._trainable.items() if one not in now]
-        changes = {
-            "replaced": [name for name in new if name in old],
-            "new": [name for name in new if name not in old],
-            "frozen or removed": [name for name in old if name not in new],
-        }
-        few = {word: names[:4] + ["…"] * (len(names) > 4) for word, names in changes.items()}
-        return "; ".join(f"{word}: {', '.join(names)}" for word, names in few.items() if names)
 
     def _check_complete(self, *expected: int) -> None:
         """Refuse a batch of which some replicas had a backward pass and others had not.

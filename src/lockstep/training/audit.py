@@ -81,6 +81,7 @@ class Audit:
         self._observe = observe
         self._observed = Observation()
         self._found: list[Change] = []
+        self._counted: list[Change] = []  # in the loop that was left early
 
     # --- which microbatches ----------------------------------------------------------------------
 
@@ -95,6 +96,7 @@ class Audit:
             phase: number of the phase; a loop is audited when it begins in a new one.
             steps: updates that the run has done before batch `start.batch`.
         """
+        self.warn_of_counts()
         place = self._place = _place(sys._getframe())
         self._watched = -1
         if self._is_off or start.is_over or not torch.is_grad_enabled():
@@ -173,6 +175,7 @@ class Audit:
         if left:
             self._extra = None
             self._watch.drop()
+            self._counted = [one for one in self._found if one.is_count]
         elif microbatch.audit:
             self._extra = record
             self._guarded(self._look_after)
@@ -182,6 +185,17 @@ class Audit:
                 extra, self._extra = self._extra, None
                 self._compare(microbatch, extra, record)
                 self._agreed = step
+
+    def warn_of_counts(self) -> None:
+        """Warn of a loop that was left early, and whose body counts its passes: perhaps by that count."""
+        counted, self._counted, self._found = self._counted, [], []
+        if counted and "left" not in self._warned:
+            self._warned.add("left")
+            self._context.record.warn(
+                f"lockstep: warning: a loop was left early, and {counted[0].shown} counts microbatches, of "
+                "which a rank has more the more replicas it hosts; hint: leave it by run.batch_index or "
+                "run.step"
+            )
 
     def _guarded(self, look: Callable[[], None]) -> None:
         """Let no error of the audit's own end the run: ranks switch the audit off together."""

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 
 from lockstep.checkpoint import state_codec
-from lockstep.checkpoint.parts import cut_of, is_dtensor, local
+from lockstep.checkpoint.parts import cut_of, is_dtensor
+from lockstep.training.tensor_bits import bits, read
 
 #: What is compared of a state; the rest follows from it, or is of a rank's own.
 _COMPARED = ("models", "optimizers", "registered")
-#: Words of eight bytes in a row: rows of a tensor are added, in integers, and the sum is hashed.
-_ROW = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class Checksums:
         _, tensors = state_codec.flatten({name: state[name] for name in _COMPARED})
         numbers, _ = state_codec.flatten({"registered": state["registered"]})
         cuts = {name for name, tensor in tensors.items() if cut_of(tensor) is not None}
-        sums = {name: checksum(tensor) for name, tensor in tensors.items()}
+        sums = checksums(tensors)
         whole = {name: value for name, value in sums.items() if name not in cuts}
         whole["numbers"] = hashlib.sha256(numbers.encode()).hexdigest()
         part = sorted({_part(tensors[name]) for name in cuts})
@@ -62,20 +61,13 @@ class Checksums:
         return found
 
 
-def checksum(tensor: torch.Tensor) -> str:
-    """Return a number for the bits of what this rank holds of a tensor, and their order."""
-    own = local(tensor.detach()).resolve_conj().resolve_neg().contiguous().reshape(-1)
-    if own.storage_offset() * own.element_size() % 8:
-        own = own.clone()  # as eight bytes can be read
-    data = own.view(torch.uint8)
-    rows = len(data) // (8 * _ROW)
-    hasher = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    if rows > 1:
-        words = data[: rows * 8 * _ROW].view(torch.int64)
-        hasher.update(words.view(rows, _ROW).sum(0).cpu().numpy().data)
-        data = data[rows * 8 * _ROW :]
-    hasher.update(data.cpu().numpy().data)
-    return hasher.hexdigest()[:16]
+def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return by name a hash of what this rank holds of each tensor, with its type and shape."""
+    hashes = read([bits(tensor) for tensor in tensors.values()])
+    return {
+        name: f"{tensor.dtype} {tuple(tensor.shape)} {first:x} {second:x}"
+        for (name, tensor), (first, second) in zip(tensors.items(), hashes, strict=True)
+    }
 
 
 def _part(tensor: torch.Tensor) -> str:

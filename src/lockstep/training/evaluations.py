@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch.nn.parameter import is_lazy
 
 from lockstep.checkpoint.position import Counters, LoopEvent
-from lockstep.training.checksums import Checksums, checksum
+from lockstep.training.checksums import Checksums
 from lockstep.training.coordination import Coordination
 from lockstep.training.state import State
+from lockstep.training.tensor_bits import bits, read
 
 _GO_ON = "go on"
 
@@ -83,7 +84,7 @@ class Evaluations:
     ) -> None:
         self._state, self._coordination = state, coordination
         self._agreement, self._leave = agreement, leave
-        self._models: list[str] | None = None
+        self._models: list[tuple[int, int]] | None = None
         self._registered = ""
         self._counters = Counters()
         self._loop: LoopEvent | None = None
@@ -140,11 +141,11 @@ class Evaluations:
             and self._models == self._sums_of_models()
         )
 
-    def _sums_of_models(self) -> list[str]:
+    def _sums_of_models(self) -> list[tuple[int, int]]:
         modules = [model.module for model in self._state.models]
         tensors = [t for m in modules for t in (*m.parameters(), *m.buffers())]
         # Some have no values on this rank, or none until their first forward pass.
-        return [checksum(t) for t in tensors if not (is_lazy(t) or t.is_meta)]
+        return read([bits(t) for t in tensors if not (is_lazy(t) or t.is_meta)])
 
     def _sum_of_registered(self) -> str:
         states = {name: one.state_dict() for name, one in self._state.registered.items()}

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from lockstep.checkpoint.position import LoopEvent, Position
-from lockstep.data.loader import observed
 from lockstep.data.microbatch import Batching, Microbatch, Start
-from lockstep.data.randomness import set_key, undisturbed
+from lockstep.data.randomness import undisturbed
 from lockstep.data.sources import Audited, no_audit
 from lockstep.errors import StepError
 from lockstep.layout import keys
@@ -21,6 +20,7 @@ from lockstep.training.audit_record import Record
 from lockstep.training.coordination import Alone
 from lockstep.training.evaluations import Evaluations
 from lockstep.training.first_error import FirstError
+from lockstep.training.generator_keys import GeneratorKeys
 from lockstep.training.listeners import Listener, overriding
 from lockstep.training.losses import Losses
 from lockstep.training.progress import Progress
@@ -43,7 +43,9 @@ class Loop:
         progress: the way through the script.
         epoch: number of the running epoch.
         epochs: how many epochs were asked for.
+        phases: how many times epochs were asked for.
         resumed: after which step the run continues; 0 where it begins.
+        generators: start the random generators at keys.
         first_error: the error that ends the run, once there is one.
         evaluations: ends the run in loops that only evaluate, where it is asked to.
         followed: modules whose buffers are replica 0's, too; the run adds to them.
@@ -52,7 +54,7 @@ class Loop:
     def __init__(
         self, seed: int, replicas: int, models: Sequence[WrappedModel], listeners: list[Listener]
     ) -> None:
-        self._seed = seed
+        self.generators = GeneratorKeys(seed)
         self._replicas = replicas
         self._models = models
         self.first_error = FirstError(replicas)
@@ -70,13 +72,11 @@ class Loop:
         self._fresh = False  # whether there was an update since the last point
         self._restore: Restore | None = None
         self._updated = self._has_met = self._has_approached = False
-        self._passed: Microbatch | None = None
         self._trains = False  # whether the outermost loop has updated parameters
         self.audit: Audit | None = None
         self.closed = False
         self.warn: Callable[[str], None] = _nothing
-        self.epoch = self.epochs = self._phases = 0
-        self._key: int | None = None
+        self.epoch = self.epochs = self.phases = 0
         self.points = 0
         self.resumed = 0
         self.at_point: Callable[[], None] = _nothing
@@ -84,65 +84,6 @@ class Loop:
         self.at_arrival: Callable[[], None] = _nothing
         #: Notes what metrics under way have seen; all ranks call it together.
         self.note_partial: Callable[[], None] = _nothing
-
-    def run_epochs(self, count: int, epoch_ends: Callable[[int], None]) -> Iterator[int]:
-        """Yield the epochs of the run that are still to be run."""
-        return observed(self._epochs_left(count, epoch_ends), self)
-
-    def _epochs_left(self, count: int, epoch_ends: Callable[[int], None]) -> Generator[int]:
-        self.first_error.check()
-        self.epochs, self._phases = count, self._phases + 1
-        self.approach()
-        for epoch in self.progress.phase_begins(count):
-            self.epoch = epoch
-            self.progress.epoch_begins(epoch)
-            self.arrive()
-            if not self.is_on_the_way:
-                self.at_epoch()
-            self._set_key(keys.EPOCH, self.progress.stretch)
-            try:
-                yield epoch
-            except GeneratorExit:  # a `break`, or an exception in the script
-                if not self.closed:
-                    self.progress.phase_left()
-                    self._begin_between()
-                raise
-            self._end_epoch(epoch, epoch_ends)
-        self.progress.phase_ends()
-        self._begin_between()
-
-    def _end_epoch(self, epoch: int, epoch_ends: Callable[[int], None]) -> None:
-        if self.is_on_the_way:
-            self.progress.epoch_ends()
-            self.arrive()
-        else:
-            epoch_ends(epoch)
-            self.progress.epoch_ends()
-            self.point()
-
-    def _begin_between(self) -> None:
-        self.epochs = 0  # the next loop is in another phase, or in none
-        self.arrive()
-        self._set_key(keys.EPOCH, self.progress.stretch)
-
-    def _set_key(self, purpose: str, *numbers: int) -> None:
-        self.set_key(keys.derive(self._seed, purpose, *numbers))
-
-    def set_key(self, key: int) -> None:
-        """Start all generators at `key`."""
-        self._key = key
-        set_key(key)
-
-    @property
-    def key(self) -> int | None:
-        """Where generators are to be started outside of microbatches, after all that was passed."""
-        if self._key is None and self._passed is not None:
-            self._key = self._behind(self._passed)
-        return self._key
-
-    def _behind(self, microbatch: Microbatch) -> int:
-        """Return the key behind a pass, of which `microbatch` was the last."""
-        return keys.derive(self._seed, keys.BETWEEN, *microbatch.numbers[:-1], microbatch.turn)
 
     # --- points: places between batches and between epochs, where the state is whole -------------
 
@@ -155,10 +96,6 @@ class Loop:
     def updates(self) -> int:
         """How many times the parameters have been updated, with the step that is under way."""
         return self.progress.steps + self._updated
-
-    def key_of_step(self, purpose: str, *numbers: int) -> int:
-        """Return the key of something that is drawn once for the step under way, on all ranks alike."""
-        return keys.derive(self._seed, purpose, self.updates, *numbers)
 
     @property
     def position(self) -> Position:
@@ -220,9 +157,7 @@ class Loop:
     def iterations(self) -> dict[Any, int]:
         """Epoch and batches that the script is in: their numbers, by phase and loop."""
         batches: dict[Any, int] = {loop.key: loop.last for loop in self._loops}
-        return batches | (
-            {("phase", self._phases): self.epoch} if self.progress.is_in_epoch else {}
-        )
+        return batches | ({("phase", self.phases): self.epoch} if self.progress.is_in_epoch else {})
 
     @property
     def is_in_loop(self) -> bool:
@@ -362,7 +297,7 @@ class Loop:
         """The script is about to see a global batch; where it is shown, what it draws is its own."""
         loop: LoopEvent = start.loop
         if shown:
-            self._set_key(keys.BETWEEN, *loop.key, step, -1)
+            self.generators.start(keys.BETWEEN, *loop.key, step, -1)
         if start.again is None or not self.progress.is_on_the_way:  # else it is computed again
             loop.last, loop.before = step, self.progress.steps
             loop.losses.clear()
@@ -374,7 +309,7 @@ class Loop:
             return no_audit
         loop: LoopEvent = start.loop
         steps = self.progress.steps if start.again is None else loop.steps
-        return self.audit.plan(start, self._phases, steps)
+        return self.audit.plan(start, self.phases, steps)
 
     def takes(self, microbatch: Microbatch) -> bool:
         """Whether the loop's body sees a microbatch now.
@@ -413,7 +348,7 @@ class Loop:
                 self.audit.begins(microbatch)
         for tell in () if microbatch.audit else self._tells_microbatch:
             tell(microbatch)
-        set_key(keys.derive(self._seed, keys.FORWARD, *microbatch.numbers, microbatch.turn))
+        self.generators.microbatch_begins(microbatch)
 
     def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
         """The loop's body is done with this microbatch, or has left it."""
@@ -432,15 +367,14 @@ class Loop:
 
     def pass_ends(self, microbatch: Microbatch, *, shown: bool) -> None:
         """A pass over a global batch is over; `microbatch` was the last, seen or not."""
-        self._passed, self._key = microbatch, None
-        if shown:  # else nothing draws until the next microbatch, or the end of the loop
-            self.set_key(self._behind(microbatch))
+        self.generators.pass_ends(microbatch, shown=shown)
 
     def batch_ends(self, start: Start) -> bool:
         """The script is done with a global batch of a loop; return whether that was the last."""
         loop: LoopEvent = start.loop
-        if self._updated and self._passed is not None and not self._active:
-            self._count_update(self._passed)
+        passed = self.generators.passed
+        if self._updated and passed is not None and not self._active:
+            self._count_update(passed)
         if start.again is not None and self.progress.is_on_the_way:
             self.progress.repeated(loop)
             self.arrive()
@@ -470,7 +404,7 @@ class Loop:
         if self.closed:
             return
         ended: LoopEvent = start.loop
-        self._set_key(keys.BETWEEN, *ended.key, -1, 0)
+        self.generators.start(keys.BETWEEN, *ended.key, -1, 0)
         self._loops = [loop for loop in self._loops if loop is not ended]
         if not self._loops:
             self._end_outermost(ended, early=early)

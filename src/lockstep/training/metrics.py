@@ -178,17 +178,17 @@ class Metrics:
         event = self._loop.progress.metric_begins(call)
         if not event.done:
             self._loop.arrive()  # where the run has ended in its evaluation
-            event.key = self._loop.key
+            event.key = self._loop.generators.key
             return event
         if event.key is not None:
-            self._loop.set_key(event.key)
+            self._loop.generators.set(event.key)
         self._loop.arrive()
         return event
 
     def _end(self, event: MetricEvent, value: Any) -> None:
-        key = None if self._loop.key == event.key else self._loop.key
+        key = None if self._loop.generators.key == event.key else self._loop.generators.key
         if key is not None:
-            self._loop.set_key(
+            self._loop.generators.set(
                 key
             )  # what its items have drawn behind their loops is not drawn again
         self._loop.progress.metric_ends(event, value, key)

@@ -46,10 +46,12 @@ class _Draws:
 
     def during(self, act: Callable[[], Any]) -> Any:
         """Return what `act` does, which draws under a key of the step."""
-        self._calls = self._calls + 1 if self._step == self._loop.updates else 0
-        self._step = self._loop.updates
+        step = self._loop.updates
+        self._calls = self._calls + 1 if self._step == step else 0
+        self._step = step
+        numbers = (step, self._index, self._calls)
         with undisturbed():
-            set_key(self._loop.key_of_step(self._purpose, self._index, self._calls))
+            set_key(self._loop.generators.of_step(self._purpose, *numbers))
             return act()
 
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 
 from lockstep.errors import PREEMPTED
-from lockstep.settings import TABLE, signal_of
+from lockstep.setting_checks import signal_of
+from lockstep.settings import TABLE
 
 VARIABLE = TABLE["preempt_signal"].variable
 

@@ -20,6 +20,7 @@ from lockstep.errors import UsageError
 from lockstep.settings import OF_SCRIPTS, Settings, from_environment
 from lockstep.training import optimizers
 from lockstep.training.batchnorm import synchronise
+from lockstep.training.epochs import epochs_left
 from lockstep.training.run_metrics import RunMetrics
 from lockstep.training.session import Session, explained, show_plainly
 from lockstep.world.detect import given
@@ -280,7 +281,7 @@ class Run(RunMetrics):
         if count < 0:
             raise UsageError(f"{count} epochs; expected 0 or more")
         self._require_open("run.epochs")
-        return self._loop.run_epochs(count, self._session.context.record.epoch_ends)
+        return epochs_left(self._loop, count, self._session.context.record.epoch_ends)
 
     # --- a step ----------------------------------------------------------------------------------
 

@@ -17,7 +17,8 @@ from lockstep import variables
 from lockstep.data.randomness import set_key
 from lockstep.errors import LockstepError, ModelError, PeerError, RunError, StepError
 from lockstep.layout import keys
-from lockstep.settings import Settings, audit_steps
+from lockstep.setting_checks import audit_steps
+from lockstep.settings import Settings
 from lockstep.strategies.wrapped_model import WrappedModel
 from lockstep.training import checkpointing, fingerprint
 from lockstep.training.audit import Audit
@@ -226,6 +227,8 @@ class Session:
         self.loop.approach()
         self.loop.progress.check_arrived()
         self.loop.come_together()
+        if self.loop.audit is not None:
+            self.loop.audit.warn_of_counts()
         self._checkpointing.finish()
         for number, model in enumerate(self.state.models):
             record.traffic(number, model.ends())

@@ -10,10 +10,8 @@ import torch
 
 from lockstep.checkpoint.parts import local
 
-#: Integers as wide as an element; a complex number counts as two.
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-#: Elements in a row: sums over rows and over columns need no memory of the tensor's size.
-_ROW = 4096
+#: Words of eight bytes in a row: sums over rows and over columns need no memory of the tensor's size.
+_ROW = 1024
 #: Bytes up to which a tensor on the CPU is hashed as they are, which takes fewer calls.
 _SMALL = 1 << 14
 
@@ -24,29 +22,32 @@ Bits = tuple[int, int] | torch.Tensor
 def bits(tensor: torch.Tensor) -> Bits:
     """Return a hash of what this rank holds of a tensor.
 
-    Elements are read as integers and laid out in rows. The sums of all rows and of all columns are
-    weighted by constants and added, modulo 2^64: a single element that changes always changes both.
+    Words of eight bytes are read as integers and laid out in rows. The sums of all rows and of all columns
+    are weighted by constants and added, modulo 2^64: a single bit that changes always changes both.
     """
-    own = local(tensor.detach())
+    data = _bytes(local(tensor.detach()))
+    if data.device.type == "cpu" and len(data) <= _SMALL:
+        digest = hashlib.blake2b(data.numpy().data, digest_size=16).digest()
+        return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
+    rows = len(data) // (8 * _ROW)
+    matrix = data[: rows * 8 * _ROW].view(torch.int64).view(rows, _ROW)
+    rest = data[rows * 8 * _ROW :].to(torch.int64)
+    # Weights that no row has, or a row could change places with the rest.
+    weights = _weights(_length(rows) + 8 * _ROW, data.device)
+    tail = (rest * weights[-8 * _ROW :][: len(rest)]).sum()
+    by_row = (matrix.sum(1) * weights[:rows]).sum() + tail
+    by_column = (matrix.sum(0) * weights[:_ROW]).sum() + tail
+    return torch.stack([by_row, by_column])
+
+
+def _bytes(own: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor's elements in their order, of shape `(bytes,)`."""
     if own.layout is not torch.strided:
         own = own.to_dense()
-    if own.is_complex():
-        own = torch.view_as_real(own.resolve_conj())
-    words = own.resolve_neg().contiguous().reshape(-1)
-    words = words.view(_INTEGERS[words.element_size()])
-    if words.device.type == "cpu" and words.nbytes <= _SMALL:
-        digest = hashlib.blake2b(words.numpy().tobytes(), digest_size=16).digest()
-        return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
-    rows, rest = divmod(words.numel(), _ROW)
-    # Weights that no row has, or a row could change places with the rest.
-    last = _weights(2 * _ROW, words.device)[_ROW : _ROW + rest]
-    tail = words[words.numel() - rest :].to(torch.int64) * last
-    if not rows:
-        return torch.stack([tail.sum(), tail.sum()])
-    matrix = words[: rows * _ROW].view(rows, _ROW)
-    by_row = matrix.sum(1, dtype=torch.int64) * _weights(_length(rows), words.device)[:rows]
-    by_column = matrix.sum(0, dtype=torch.int64) * _weights(_ROW, words.device)
-    return torch.stack([by_row.sum() + tail.sum(), by_column.sum() + tail.sum()])
+    own = own.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if own.storage_offset() * own.element_size() % 8:
+        own = own.clone()  # so that eight bytes can be read at once
+    return own.view(torch.uint8)
 
 
 def read(hashes: Sequence[Bits]) -> list[tuple[int, int]]:

@@ -110,6 +110,11 @@ class Change:
     key: str = ""
 
     @property
+    def is_count(self) -> bool:
+        """Whether the value is one more than it was."""
+        return self.before.isdecimal() and self.after == str(int(self.before) + 1)
+
+    @property
     def shown(self) -> str:
         """The variable, and its line where it has one, for messages."""
         place = f" ({Path(self.file).name}:{self.line})" if self.line else ""

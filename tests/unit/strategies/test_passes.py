@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lockstep.errors import ModelError
+from lockstep.errors import AuditError, ModelError
 from lockstep.strategies.checks import refuse_changing
 
 
@@ -77,7 +77,7 @@ def use(run, net: nn.Module, *, registered: bool = False) -> None:
 
 
 def test_a_parameter_that_a_forward_pass_changes(make_run) -> None:
-    with pytest.raises(ModelError, match=r"pass of Scaling changed layer\.weight; ") as caught:
+    with pytest.raises(AuditError, match=r"changed layer\.weight of Scaling besides by ") as caught:
         use(make_run(replicas=2), Scaling())
     assert "run.batches" in caught.value.hint
     use(make_run(replicas=1), Scaling())

@@ -14,6 +14,7 @@ from lockstep.data.build import LoaderSettings, build
 from lockstep.data.loader import Loader
 from lockstep.errors import StepError
 from lockstep.layout.replicas import block
+from lockstep.training.epochs import epochs_left
 from lockstep.training.loop import Loop
 
 
@@ -53,7 +54,7 @@ def test_epochs_and_rounds() -> None:
     loop, first = make()
     _, second = make(number=1, loop=loop)
     ended = []
-    for epoch in loop.run_epochs(2, ended.append):
+    for epoch in epochs_left(loop, 2, ended.append):
         assert (loop.epoch, loop.epochs) == (epoch, 2)
         for loader in (first, second, first):
             for _ in loader:
@@ -67,7 +68,7 @@ def forward_draws(ranks: int, *, seed=0, wander=0) -> dict[tuple[int, ...], tupl
     found = {}
     for rank in range(ranks):
         loop, loader = make(4, ranks, rank, seed=seed)
-        for _ in loop.run_epochs(2, lambda _: None):
+        for _ in epochs_left(loop, 2, lambda _: None):
             for batch in loader.batches():
                 for turn in range(2):
                     for _ in batch:
@@ -124,16 +125,16 @@ def test_what_the_script_draws_between_batches_is_the_same_on_every_layout() -> 
 def test_the_key_behind_a_batch_is_the_same_however_it_is_seen() -> None:
     """A metric whose items leave a loop open goes on from there."""
     loop, loader = make(1)
-    assert loop.key is None
+    assert loop.generators.key is None
     batches = iter(loader)
     next(batches), next(batches)
     other, whole = make(1)
     for batch in whole.batches():
         for _ in batch:
             pass
-        assert other.key == loop.key is not None
+        assert other.generators.key == loop.generators.key is not None
         break
-    assert other.key != loop.key, "the loop is over"
+    assert other.generators.key != loop.generators.key, "the loop is over"
 
 
 def test_what_evaluation_draws_between_batches_is_the_same_on_every_layout() -> None:

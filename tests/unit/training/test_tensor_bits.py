@@ -8,7 +8,7 @@ import torch
 from lockstep.training.tensor_bits import _ROW, _SMALL, bits, read
 
 #: Elements of four bytes: at and above what is hashed byte by byte; several rows with a rest.
-SIZES = [0, 1, _SMALL // 4, _SMALL // 4 + 1, 3 * _ROW + 5, 70_000]
+SIZES = [0, 1, _SMALL // 4, _SMALL // 4 + 1, 6 * _ROW + 5, 70_000]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -52,6 +52,12 @@ def test_types(dtype: torch.dtype, size: int) -> None:
     other = tensor.clone()
     other[size - 1] = 1
     assert read([bits(tensor)]) != read([bits(other)])
+
+
+def test_the_place_in_memory_does_not_count() -> None:
+    values = torch.randn(20_000)
+    shifted = torch.cat([torch.zeros(1), values])[1:]
+    assert read([bits(shifted)]) == read([bits(values)])
 
 
 def test_strides_do_not_count() -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.checkpoint import manifest
 from lockstep.errors import WorldError
 from lockstep.launch.nodes.endpoint import RendezvousFile
 from lockstep.world.rendezvous.private_file import open_private
@@ -96,16 +95,6 @@ def test_what_another_user_has_put_there_is_refused(
             RendezvousFile(shared, name)
     assert (target.read_text(), mode(target)) == ("kept", 0o644)
     assert (shared / "lockstep-a").is_symlink() == linked, "it is another user's, and stays"
-
-
-@needs_root
-def test_a_link_in_the_place_of_a_draft_is_not_followed(shared: Path, tmp_path: Path) -> None:
-    target = tmp_path / "precious"
-    target.write_text("kept")
-    plant(shared / f".model.pt.{os.getpid()}", target)
-    with manifest.replacing(shared / "model.pt") as file:
-        file.write(b"weights")
-    assert (target.read_text(), (shared / "model.pt").read_bytes()) == ("kept", b"weights")
 
 
 @needs_root
