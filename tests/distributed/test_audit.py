@@ -169,6 +169,27 @@ def test_a_rank_that_computes_wrongly_is_named(ranks: int) -> None:
         run_ranks(train, ranks, plainly, environ=environ)
 
 
+def one_batch(audit: str) -> None:
+    """Each epoch is one batch, so that the first loop has no second one."""
+    with quiet_run(replicas=2, audit=audit) as run:
+        model = run.model(nn.Linear(6, 4))
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        loader = run.loader(classes(8, (6,)), batch_size=8)
+        count = 0
+        for _ in run.epochs(3):
+            for x, y in loader:
+                count += 1
+                run.backward(F.cross_entropy(model(x), y) * count)
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("audit", ["first", "256"])
+def test_loops_of_one_batch(audit: str) -> None:
+    with pytest.raises(RankError, match="AuditError: replica 1 of batch 0 in epoch 1"):
+        run_ranks(one_batch, 1, audit)
+
+
 # --- loops of other forms -----------------------------------------------------------------------------
 
 

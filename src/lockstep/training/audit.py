@@ -66,6 +66,8 @@ class Audit:
         self._context, self._state, self._every = context, state, every
         self._place: _Place = ("", 0)
         self._begun: set[tuple[_Place, int]] = set()  # loops, with the phase that they were in
+        self._audited: set[tuple[_Place, int]] = set()
+        self._phase = 0
         self._trained: set[_Place] = set()  # loops whose body has run a backward pass
         self._takes = False
         self.record: Record | None = None
@@ -103,11 +105,13 @@ class Audit:
             return no_audit
         if not any(m.parameters and m.module.training for m in self._state.models):
             return no_audit
-        replica, is_new = self._replica(), (place, phase) not in self._begun
+        replica, loop = self._replica(), (place, phase)
+        if loop not in self._begun and len(self._begun) < _MOST_LOOPS:
+            self._begun.add(loop)
+            self._watched = start.batch
+        is_new = loop in self._begun and loop not in self._audited
         first = 0 if place in self._trained else 1
-        is_new &= len(self._begun) < _MOST_LOOPS
-        self._begun.add((place, phase))
-        self._watched = start.batch if is_new else -1
+        self._phase = phase
 
         def audited(batch: int) -> int | None:
             ahead = batch - start.batch
@@ -154,6 +158,7 @@ class Audit:
         self.was_left = False
         if microbatch.audit:
             self.record, self._extra = Record(), None
+            self._audited.add((self._place, self._phase))
             self._guarded(self._look_before)
             return
         self.record = Record() if microbatch.last and self._extra is not None else None
