@@ -66,8 +66,30 @@ def test_a_value_that_is_none(lockstep, value):
 
 
 def test_a_loop_that_is_left_by_a_count_of_microbatches_is_told(lockstep):
-    done = lockstep("run", "-n", "1", script(lockstep, LEAVES))
+    text = SCRIPT.replace("BODY", LEAVES).replace('"pass at", run.step', '"pass"')
+    done = lockstep("run", "-n", "1", lockstep.script(text))
     assert "a loop was left early, and `number` (train.py:15) counts microbatches" in done.err
+
+
+ISLICE = "for number, (x, y) in enumerate(itertools.islice(train, 6)):"
+NEXT = "for number in range(6):\n            x, y = next(stream)"
+
+
+@pytest.mark.parametrize(
+    ("loop", "told"),
+    [
+        (ISLICE, "a loop was left early; a count of microbatches, also that of itertools.islice"),
+        (NEXT, "train.py:17 takes microbatches by next()"),
+    ],
+)
+def test_loops_that_are_limited_from_outside_are_told(lockstep, loop, told):
+    text = SCRIPT.replace("BODY", "pass").replace('"pass at", run.step', '"pass"')
+    text = text.replace("import torch,", "import itertools, torch,")
+    stream = "itertools.chain.from_iterable(itertools.repeat(train, 9))"
+    text = text.replace("    count = 0", f"    stream = {stream}")
+    text = text.replace("for number, (x, y) in enumerate(train):", loop)
+    done = lockstep("run", "-n", "2", "--replicas", "2", lockstep.script(text))
+    assert told in done.err
 
 
 def test_a_rank_that_computes_wrongly_is_named(lockstep):
@@ -76,6 +98,9 @@ def test_a_rank_that_computes_wrongly_is_named(lockstep):
     assert done.code == 1
     assert "rank 2 (node 0, cpu) computes something else than the other ranks" in done.err
     assert "the last audit that agreed was at step 4" in done.err
+    done = lockstep("run", "-n", "3", script(lockstep, "count += loss.item()"), env=fault)
+    assert done.code == 1
+    assert "if that does not matter to the loss, rank 2 (node 0, cpu) computes wrongly" in done.err
 
 
 def test_servers_that_sum(lockstep):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -83,11 +86,23 @@ def test_what_is_refused() -> None:
         with pytest.raises(StepError, match=r"run\.batch_rows was called outside of a loop"):
             run.batch_rows  # noqa: B018 - asking is what is refused
         for batch in run.batches(data):
-            with pytest.raises(StepError, match="returned a list"):
-                run.all_gather(lambda pair: [pair], batch)  # type: ignore[arg-type,return-value]
-            with pytest.raises(StepError, match=r"shape \(3,\) for a microbatch of 8 samples"):
-                run.all_gather(lambda pair: model(pair[0]).mean((0, 1)), batch)
             for _ in batch:
                 with pytest.raises(StepError, match="called inside a microbatch"):
                     run.all_gather(model, batch)
             break
+
+
+@pytest.mark.parametrize(
+    ("rows", "seen"),
+    [
+        (lambda out: [out], "returned a list"),
+        (lambda out: out.mean((0, 1)), r"shape \(3,\) for a microbatch of 8 samples"),
+    ],
+)
+def test_a_function_that_returns_no_rows(rows: Callable[[Any], Any], seen: str) -> None:
+    """Also where the script catches the error: other ranks may have none."""
+    with pytest.raises(StepError, match=seen), quiet_run(replicas=2) as run:  # noqa: PT012
+        model = run.model(nn.Linear(6, 3))
+        for batch in run.batches(run.loader(views(), batch_size=16)):
+            with contextlib.suppress(StepError):
+                run.all_gather(lambda pair: rows(model(pair[0])), batch)

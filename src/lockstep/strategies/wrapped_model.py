@@ -190,7 +190,12 @@ class WrappedModel(abc.ABC):
             self._buffers.finish()
         if self.several_replicas and (microbatch.last or left):
             self._buffers.look_away()
-        if left and 0 < self.accumulation.missing < len(self._block):
+        if left:
+            self.check_between()
+
+    def check_between(self) -> None:
+        """Refuse to leave a loop, or the run, between the replicas of a batch."""
+        if 0 < self.accumulation.missing < len(self._block):
             raise StepError(
                 f"a loop was left between the replicas of a batch, with gradients of "
                 f"{type(self.module).__name__} for some replicas",
@@ -198,21 +203,18 @@ class WrappedModel(abc.ABC):
             )
 
     def _throw_away(self, *, left: bool) -> None:
-        """An extra pass of the audit is over: buffers and gradients are as they were before.
-
-        Raises:
-            StepError: if it was left after a forward pass that changes buffers, which would count.
-        """
-        changed = self._buffers.dirty
+        """An extra pass of the audit is over: buffers and gradients are as they were before."""
+        done = "backward" if self._met else "forward" if self._buffers.dirty else ""
         self._buffers.discard()
         self.accumulation.take()
         for parameter in self.parameters:
             parameter.grad = None
-        if left and changed:
+        if left and done:
             raise StepError(
-                f"a loop was left in an extra pass of the audit, after a forward pass of "
-                f"{type(self.module).__name__} in training mode, whose buffers are thrown away",
-                hint="leave the loop before the forward pass, or switch the audit off: --audit off",
+                f"a loop was left in an extra pass of the audit, after a {done} pass of "
+                f"{type(self.module).__name__}, which is thrown away; expected a loop that is left by "
+                "run.step or run.batch_index, or before that pass",
+                hint="count with run.step or run.batch_index; --audit off switches the audit off",
             )
 
     def _behind(self, microbatch: Microbatch) -> int:

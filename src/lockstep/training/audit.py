@@ -11,10 +11,12 @@ over, or a processor computes wrongly. There is no tolerance, and no list of cau
 from __future__ import annotations
 
 import contextlib
+import inspect
 import struct
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -32,14 +34,19 @@ from lockstep.strategies.sync_batchnorm import layers
 from lockstep.training.audit_record import KINDS, Record
 from lockstep.training.audit_report import Finding, carried, collectives, wrong_rank
 from lockstep.training.context import Context
+from lockstep.training.liveness import is_at_for
 from lockstep.training.state import State
 from lockstep.training.state_watch import StateWatch, texts
-from lockstep.training.variables import Change, Observation
+from lockstep.training.variables import Change, Observation, script_frames
 
 #: How many loops of a generation are audited when they begin to train, besides the steps that are due.
 _MOST_LOOPS = 8
+#: Loops whose places are known: those that are not over are among the latest.
+_KEPT_LOOPS = 64
 #: Where a script loops over a loader: file and line.
 _Place = tuple[str, int]
+#: Which loop it is: loader, epoch, round.
+_Loop = tuple[int, int, int]
 
 
 class Audit:
@@ -54,6 +61,7 @@ class Audit:
     Attributes:
         record: of the pass that is being made, where that is compared.
         was_left: whether the latest pass was an extra one, which the script has left.
+        step_was_read: whether the script has asked for the number of the step, or of the batch.
     """
 
     def __init__(
@@ -64,17 +72,20 @@ class Audit:
         observe: Callable[[FrameType], Observation],
     ) -> None:
         self._context, self._state, self._every = context, state, every
-        self._place: _Place = ("", 0)
+        self._places: dict[_Loop, _Place] = {}  # of loops that are not over
         self._begun: set[tuple[_Place, int]] = set()  # loops, with the phase that they were in
         self._audited: set[tuple[_Place, int]] = set()
         self._phase = 0
+        self._extras = 0  # extra passes of the latest loop
         self._trained: set[_Place] = set()  # loops whose body has run a backward pass
         self._takes = False
         self.record: Record | None = None
         self.was_left = False
         self._extra: Record | None = None
         self._watch = StateWatch(state)
-        self._watched = -1  # which batch of the loop is watched, besides those that are audited
+        self._watched: dict[
+            _Loop, int
+        ] = {}  # batches that are watched, besides those that are audited
         self._texts: dict[str, str] = {}
         self._calls = 0
         self._agreed = 0
@@ -83,7 +94,8 @@ class Audit:
         self._observe = observe
         self._observed = Observation()
         self._found: list[Change] = []
-        self._counted: list[Change] = []  # in the loop that was left early
+        self._left = False  # whether the latest loop was left early
+        self.step_was_read = False
 
     # --- which microbatches ----------------------------------------------------------------------
 
@@ -99,16 +111,23 @@ class Audit:
             steps: updates that the run has done before batch `start.batch`.
         """
         self.warn_of_counts()
-        place = self._place = _place(sys._getframe())
-        self._watched = -1
+        self.was_left, self._extras = False, 0
+        place, which = _place(sys._getframe()), (start.loop.loader, start.epoch, start.round)
+        self._places[which] = place
+        for old in list(self._places)[:-_KEPT_LOOPS]:
+            self._watched.pop(old, None)
+            del self._places[old]
         if self._is_off or start.is_over or not torch.is_grad_enabled():
             return no_audit
         if not any(m.parameters and m.module.training for m in self._state.models):
             return no_audit
+        if _is_taken_by_next(sys._getframe()):
+            self._warn_of_next(place)
+            return no_audit
         replica, loop = self._replica(), (place, phase)
         if loop not in self._begun and len(self._begun) < _MOST_LOOPS:
             self._begun.add(loop)
-            self._watched = start.batch
+            self._watched[which] = start.batch
         is_new = loop in self._begun and loop not in self._audited
         first = 0 if place in self._trained else 1
         self._phase = phase
@@ -126,12 +145,12 @@ class Audit:
         All passes over a global batch make one, or none does: a body may count microbatches of a pass.
         """
         if not microbatch.turn:
-            self._takes = self._place in self._trained and not self._is_off
+            self._takes = self._places[microbatch.numbers[:3]] in self._trained and not self._is_off
         return self._takes
 
-    def trains(self) -> None:
+    def trains(self, microbatch: Microbatch) -> None:
         """The loop's body has run a backward pass."""
-        self._trained.add(self._place)
+        self._trained.add(self._places[microbatch.numbers[:3]])
 
     def _replica(self) -> int:
         """Return the replica that this rank computes once more: the partner's last, or its own."""
@@ -158,11 +177,12 @@ class Audit:
         self.was_left = False
         if microbatch.audit:
             self.record, self._extra = Record(), None
-            self._audited.add((self._place, self._phase))
+            self._audited.add((self._places[microbatch.numbers[:3]], self._phase))
+            self._extras += 1
             self._guarded(self._look_before)
             return
         self.record = Record() if microbatch.last and self._extra is not None else None
-        if self._extra is not None or microbatch.step == self._watched:
+        if self._extra is not None or microbatch.step == self._watched.get(microbatch.numbers[:3]):
             self._guarded(lambda: self._watch.begins(with_buffers=False))
 
     def step(self) -> AbstractContextManager[None]:
@@ -180,7 +200,7 @@ class Audit:
         if left:
             self._extra = None
             self._watch.drop()
-            self._counted = [one for one in self._found if one.is_count]
+            self._left = not microbatch.audit and bool(self._extras)
         elif microbatch.audit:
             self._extra = record
             self._guarded(self._look_after)
@@ -192,18 +212,32 @@ class Audit:
                 self._agreed = step
 
     def warn_of_counts(self) -> None:
-        """Warn of a loop that was left early, and whose body counts its passes: perhaps by that count."""
-        counted, self._counted, self._found = self._counted, [], []
-        if counted and "left" not in self._warned:
+        """Warn of a loop that was left early, and neither by run.step nor by run.batch_index."""
+        left, self._left, found, self._found = self._left, False, self._found, []
+        asked, self.step_was_read = self.step_was_read, False
+        if left and not asked and "left" not in self._warned:
             self._warned.add("left")
+            counts = [f"{one.shown} counts microbatches" for one in found if one.is_count]
             self._context.record.warn(
-                f"lockstep: warning: a loop was left early, and {counted[0].shown} counts microbatches, of "
-                "which a rank has more the more replicas it hosts; hint: leave it by run.batch_index or "
-                "run.step"
+                "lockstep: warning: a loop was left early"
+                f"{''.join(f', and {text}' for text in counts[:1])}; a count of microbatches, also that of "
+                "itertools.islice, ends a loop elsewhere on another layout, and counts extra passes of the "
+                "audit; hint: leave it by run.step or run.batch_index"
+            )
+
+    def _warn_of_next(self, place: _Place) -> None:
+        if "next" not in self._warned:
+            self._warned.add("next")
+            self._context.record.warn(
+                f"lockstep: warning: {Path(place[0]).name}:{place[1]} takes microbatches by next(): a step "
+                "needs as many calls as the rank hosts replicas, and the audit does not watch this loop; "
+                "hint: for x, y in loader: …, or while run.step < N: …"
             )
 
     def _guarded(self, look: Callable[[], None]) -> None:
         """Let no error of the audit's own end the run: ranks switch the audit off together."""
+        if self._has_failed and self._is_alone:
+            return  # ranks that pass through a model together make extra passes all the same
         try:
             look()
         except LockstepError:
@@ -241,7 +275,6 @@ class Audit:
 
     def _compare(self, microbatch: Microbatch, extra: Record, own: Record) -> None:
         if self._is_alone:
-            self._is_off = self._has_failed
             self._compare_alone(microbatch, extra, own)
         else:
             self._compare_ranks(microbatch, extra, own)
@@ -279,16 +312,32 @@ class Audit:
             _as_float(host[-2]),
             tuple(self._found),
         )
-        if found.odd is not None and not self._found:
-            place = f"node {rows[found.odd][2 * size + 1]}, {context.device.type}"
-            raise wrong_rank(finding, found.odd, place, self._agreed)
-        raise carried(finding, f"computed by rank {found.auditor} and by its own rank {found.host}")
+        by = f"computed by rank {found.auditor} and by its own rank {found.host}"
+        if found.odd is None:
+            raise carried(finding, by)
+        place = f"rank {found.odd} (node {rows[found.odd][2 * size + 1]}, {context.device.type})"
+        if finding.changes:  # which may matter, or be a sum that is only printed
+            raise carried(finding, by, suspect=place)
+        raise wrong_rank(finding, place, self._agreed)
 
 
 def _place(frame: FrameType) -> _Place:
     """Return the line of the script that asks for the next microbatch."""
-    user = stacks.users(stacks.of(frame))
-    return ("", 0) if user is None else (user.file, user.line)
+    user = next(script_frames(frame), None)
+    return ("", 0) if user is None else (user.f_code.co_filename, user.f_lineno)
+
+
+def _is_taken_by_next(frame: FrameType | None) -> bool:
+    """Whether the script asks for microbatches outside of a `for`, also through generators of its own."""
+    while frame is not None and stacks.is_own(frame.f_code.co_filename):
+        frame = frame.f_back
+    while frame is not None and frame.f_code.co_flags & inspect.CO_GENERATOR:
+        if frame.f_code.co_name == "<genexpr>":
+            return False  # a function such as sum, which goes through all
+        frame = frame.f_back
+    if frame is None or not stacks.is_users(frame.f_code.co_filename):
+        return False  # a metric, or a library, which goes through all
+    return not is_at_for(frame)
 
 
 def _differing(once: Values, again: Values) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from lockstep.layout.audits import Values
@@ -16,6 +17,8 @@ from lockstep.training.tensor_bits import Bits, bits, read
 
 #: The kinds of values that are compared, in the order of `Record.values`.
 KINDS = ("losses", "gradients", "settings of optimizers")
+#: Stands for the loss of a pass without a backward pass.
+NO_LOSS = float("-inf")
 
 
 @dataclass(slots=True)
@@ -73,8 +76,8 @@ class Record:
         return tuple(_number(part) for part in (hashes[:count], gradients, self._settings))
 
     def loss(self) -> float:
-        """Return the sum of all losses, for messages; NaN where there is none."""
-        return float(sum(float(loss) for loss in self.losses)) if self.losses else float("nan")
+        """Return the sum of all losses, for messages; `NO_LOSS` where there is none."""
+        return float(sum(float(loss) for loss in self.losses)) if self.losses else NO_LOSS
 
 
 def _text(value: Any) -> str:
@@ -82,9 +85,10 @@ def _text(value: Any) -> str:
         return f"tensor {read([bits(value)])[0]}"
     if isinstance(value, tuple | list):
         return f"({', '.join(map(_text, value))})"
-    return (
-        repr(value) if isinstance(value, bool | int | float | str | None) else type(value).__name__
-    )
+    if isinstance(value, np.generic):
+        value = value.item()
+    is_plain = isinstance(value, bool | int | float | complex | str | bytes | None)
+    return repr(value) if is_plain else type(value).__name__
 
 
 def _number(value: object) -> int:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import AuditError
+from lockstep.training.audit_record import NO_LOSS
 from lockstep.training.variables import Change
 
 _OFF = "--audit off switches the audit off"
@@ -47,7 +47,7 @@ class Finding:
     @property
     def what(self) -> str:
         """What differs, with both losses."""
-        extra, own = (value if math.isfinite(value) else "none" for value in (self.extra, self.own))
+        extra, own = ("none" if value == NO_LOSS else value for value in (self.extra, self.own))
         losses = f"the loss was {extra} in an extra pass and {own} in its own"
         others = [kind for kind in self.kinds if kind != "losses"]
         if "losses" not in self.kinds:
@@ -55,18 +55,23 @@ class Finding:
         return losses + (f", and the {' and the '.join(others)} differ" if others else "")
 
 
-def carried(finding: Finding, by: str) -> AuditError:
-    """Return that a pass depends on the passes before it."""
+def carried(finding: Finding, by: str, suspect: str = "") -> AuditError:
+    """Return that a pass depends on the passes before it, or that the rank `suspect` computes wrongly."""
     named = _listed([f"{one.shown} from {one.before} to {one.after}" for one in finding.changes])
     cause = (
         f"the pass changed {named}"
         if named
-        else "no variable that the audit looks at changed: the state is elsewhere, or a processor or "
-        "memory computes wrongly"
+        else "no variable that the audit looks at changed: look at iterators, closures, caches, collate_fn "
+        "and what earlier loops have computed from one rank's samples; or a processor computes wrongly"
     )
+    also = ""
+    if suspect:
+        also = (
+            f"; if that does not matter to the loss, {suspect} computes wrongly: the others agree"
+        )
     return AuditError(
         f"{finding.where}, {by}: {finding.what}; expected the same bits, as a rank makes one pass of the "
-        f"loop's body for each replica that it hosts; {cause}",
+        f"loop's body for each replica that it hosts; {cause}{also}",
         hint="count with run.step or run.batch_index; change what the next pass reads between the batches "
         f"of run.batches(…), or in a hook of optimizer.register_step_post_hook; {_OFF}",
     )
@@ -92,11 +97,11 @@ def collectives(calls: int) -> AuditError:
     )
 
 
-def wrong_rank(finding: Finding, rank: int, place: str, agreed: int) -> AuditError:
+def wrong_rank(finding: Finding, place: str, agreed: int) -> AuditError:
     """Return that a rank computes something else than the others do."""
     return AuditError(
-        f"rank {rank} ({place}) computes something else than the other ranks: {finding.where}: "
-        f"{finding.what}; no variable of the script changed between the passes, and the other ranks agree",
+        f"{place} computes something else than the other ranks: {finding.where}: "
+        f"{finding.what}; the other ranks agree",
         hint=f"test that machine's memory and processor; the last audit that agreed was at step {agreed}: "
         f"checkpoints written since then may be wrong; {_OFF}",
     )

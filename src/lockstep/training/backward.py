@@ -85,7 +85,7 @@ class Backward:
         if scaler is not None and microbatch.last:
             # Ranks that hold parts agree here, while they are still seen to wait.
             scaler.after_backward(models)
-        self._end(loss)
+        self._end(microbatch, loss)
 
     def _compute(
         self, loss: torch.Tensor, models: Sequence[WrappedModel], weight: float | None
@@ -99,11 +99,11 @@ class Backward:
             else:
                 loss.backward(gradient=self._weight(loss, weight))  # type: ignore[no-untyped-call]
 
-    def _end(self, loss: torch.Tensor) -> None:
+    def _end(self, microbatch: Microbatch, loss: torch.Tensor) -> None:
         """The gradients are there."""
         self._loop.saw_loss(loss)
         if self._loop.audit is not None:
-            self._loop.audit.trains()
+            self._loop.audit.trains(microbatch)
         if self._context.watchdog is not None:
             self._context.watchdog.backward_ends()
 

@@ -26,6 +26,7 @@ from lockstep.training.listeners import Listener
 from lockstep.training.loop import Loop
 from lockstep.training.script_state import ScriptState
 from lockstep.training.state import State
+from lockstep.training.variable_parts import is_of_script
 from lockstep.training.variables import Change, Observation, Place, Value
 from lockstep.world.model import World
 
@@ -78,7 +79,6 @@ class CarriedVariables(Listener):
 
     def epoch_begins(self) -> None:
         """An epoch begins: the frame that iterates over them stays until they are over."""
-        self._frames.release("epochs")
         self._frames.hold("epochs", sys._getframe(1))
         self._phase += self._loop.epoch == 0
         self._is_new = True
@@ -108,8 +108,7 @@ class CarriedVariables(Listener):
         is_first = self._points <= _FIRST or (is_end and self._ends <= _FIRST)
         if is_first or (self._is_new and self._looks < _LOOPS):
             self._looks += 1
-            seen = self.observe(sys._getframe(1)).values
-            changes = self._changes(Observation({**seen, **self.own.attributes()}))
+            changes = self._changes(self.observe_all(sys._getframe(1)))
             around = self.observe(sys._getframe(1), look=liveness.carried_around)
             self._tell([*changes, *around.changes_since(self._around)])
             self._around = Observation({**self._around.values, **around.values})
@@ -137,6 +136,10 @@ class CarriedVariables(Listener):
             )
             return Observation()
 
+    def observe_all(self, frame: FrameType) -> Observation:
+        """Return what variables hold, and attributes of the run's objects that their state leaves out."""
+        return Observation({**self.observe(frame).values, **self.own.attributes()})
+
     def _first(self, change: Change) -> Change:
         """Return a change with the value that the variable had before the first loop."""
         is_count = change.kind == "value" and change.before.isdecimal()
@@ -148,14 +151,15 @@ class CarriedVariables(Listener):
         """Return what has changed since the last look in this loop, or between these epochs."""
         place = self._place if self._loop.is_in_loop else self._phase
         before, last = self._last
-        self._last = (place, now)
+        known = last.values if place == before else {}
+        self._last = (place, Observation({**known, **now.values}))  # it may have left some out
         return now.changes_since(last) if place == before else []
 
     def _tell(self, changes: list[Change]) -> None:
         new = {one.name: one for one in changes if one.name not in self._told}
         changes = [one for one in new.values() if not self._is_epoch(one)]
         if changes and not self._is_restarted:
-            changes.sort(key=lambda one: one.line)
+            changes.sort(key=lambda one: (one.line, one.name))
             self._told.update(one.name for one in changes)
             verb = ("changes", "is") if len(changes) == 1 else ("change", "are")
             self._warn(
@@ -227,9 +231,7 @@ def _hint(changes: Sequence[Change]) -> str:
     hints = []
     plain = [one for one in changes if one.kind == "value"]
     if plain:
-        first = ", ".join(
-            f"{one.name.rpartition('.')[2]}={_initial(one.before)}" for one in plain[:_NAMED]
-        )
+        first = ", ".join(f"{_word(one.name)}={_initial(one.before)}" for one in plain[:_NAMED])
         hints.append(f"state = run.state({first})")
     modules = [one for one in changes if one.kind == "module"]
     if modules:
@@ -243,6 +245,12 @@ def _hint(changes: Sequence[Change]) -> str:
     if any(one.before.isdecimal() and one.after.isdecimal() for one in changes):
         hints.append("run.step counts updates")
     return "; ".join(hints)
+
+
+def _word(name: str) -> str:
+    """Return the last word of a variable's name that a script may give to a variable."""
+    words = [word for word in name.split(".") if word.isidentifier() and not word.startswith("__")]
+    return words[-1] if words else "value"
 
 
 def _initial(text: str) -> str:
@@ -261,15 +269,20 @@ class _Frames:
 
     def hold(self, key: Any, frame: FrameType) -> None:
         """Number the script's frames from `frame` outwards, until `release`."""
+        before = self._held.get(key, [])  # the same frames, mostly, which keep their numbers
         own = [id(one) for one in variables.script_frames(frame)]
         self._held[key] = own
         self._users.update(own)
         for one in own:
             self._numbers.setdefault(one, next(self._next))
+        self._let_go(before)
 
     def release(self, key: Any) -> None:
         """They may be gone from here on."""
-        for one in self._held.pop(key, ()):
+        self._let_go(self._held.pop(key, []))
+
+    def _let_go(self, frames: list[int]) -> None:
+        for one in frames:
             self._users[one] -= 1
             if not self._users[one]:
                 del self._users[one], self._numbers[one]
@@ -316,7 +329,7 @@ class _OwnObjects:
                 pair for pair in state.registered.items() if not isinstance(pair[1], nn.Module)
             ]
             self._parts = [
-                (name, one) for name, one in (*parts, *objects) if variables.is_of_script(type(one))
+                (name, one) for name, one in (*parts, *objects) if is_of_script(type(one))
             ]
         # Containers and tensors alone: Python has one object for all small numbers of a value.
         kept = (

@@ -54,11 +54,13 @@ class SameData:
         rendezvous: rendezvous of the ranks.
         exact: whether values count, and not only what they are chosen by.
         replicas: number of replicas in all.
+        audits: whether samples must be the same when they are fetched again.
     """
 
     rendezvous: Rendezvous
     exact: bool
     replicas: int
+    audits: bool
 
     def check_of(self, loader: int) -> Tell | None:
         """Return what compares the data of loader number `loader`; `None` for a single replica."""
@@ -71,14 +73,14 @@ class SameData:
             DivergenceError: if it is something else than on rank 0, or when it is fetched again.
             PeerError: if the store is gone.
         """
-        if self.exact and own.get("again") != own.get("samples"):
+        if self.exact and self.audits and own.get("again") != own.get("samples"):
             raise DivergenceError(
                 f"loader {loader} ({own['kind']}): samples {own['shown']} have other values when the "
                 "dataset is asked for them again; expected the same ones, since the layout decides how "
                 "often a rank fetches a sample",
                 hint="copy before changing in place (x = x.clone()); draw with torch, numpy.random or "
                 "random, which the run seeds for each sample; keep no counts or random values in the "
-                "dataset",
+                "dataset; --audit off switches this check off",
             )
         if self.rendezvous.world.size == 1:
             return

@@ -8,6 +8,7 @@ since the loop began. Otherwise the run ends at its next point.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch.distributed as dist
@@ -65,6 +66,10 @@ class Agreement:
         return float("inf") if text == _GO_ON else int(text)
 
 
+#: Hashes of models that were not computed.
+_UNKNOWN: list[tuple[int, int]] = [(-1, -1)]
+
+
 class Evaluations:
     """The loops of a run that only evaluate.
 
@@ -85,20 +90,32 @@ class Evaluations:
         self._state, self._coordination = state, coordination
         self._agreement, self._leave = agreement, leave
         self._models: list[tuple[int, int]] | None = None
+        self._next = 0.0  # when models may be hashed again
         self._registered = ""
         self._counters = Counters()
         self._loop: LoopEvent | None = None
 
     def trained(self) -> None:
-        """The models have the weights that they were trained to."""
+        """The models have the weights that they were trained to.
+
+        Where loops follow each other so fast that hashes would take more than 1 % of the time, there are
+        none: a run that is asked to end in an evaluation then ends behind it.
+        """
+        began = time.monotonic()
+        if began < self._next:
+            self._models = _UNKNOWN
+            return
         self._models = self._sums_of_models()
+        ended = time.monotonic()
+        self._next = ended + 100 * (ended - began)
 
     def begins(self, loop: LoopEvent, counters: Counters) -> None:
         """A loop begins, in no other one, of which nothing is known yet."""
         self._loop, self._counters = loop, counters
         if self._models is None:
             self._models = self._sums_of_models()
-        self._registered = self._sum_of_registered()
+        if self._models is not _UNKNOWN:
+            self._registered = self._sum_of_registered()
         if self._agreement is not None:
             self._agreement.begins("/".join(map(str, loop.key)))
 
@@ -136,7 +153,8 @@ class Evaluations:
 
     def _is_unchanged(self) -> bool:
         return (
-            all(model.is_whole for model in self._state.models)
+            self._models is not _UNKNOWN
+            and all(model.is_whole for model in self._state.models)
             and self._registered == self._sum_of_registered()
             and self._models == self._sums_of_models()
         )

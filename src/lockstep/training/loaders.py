@@ -29,7 +29,10 @@ class Loaders:
     def __init__(self, context: Context, loop: Loop) -> None:
         self._context, self._loop = context, loop
         self._same_data = SameData(
-            context.rendezvous, exact=context.settings.exact, replicas=context.replicas
+            context.rendezvous,
+            exact=context.settings.exact,
+            replicas=context.replicas,
+            audits=context.settings.audit != "off",
         )
         # Weak, so that a script may make a loader per epoch and let it go.
         self._made: weakref.WeakSet[Loader] = weakref.WeakSet()

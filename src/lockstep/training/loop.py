@@ -263,6 +263,11 @@ class Loop:
         """Whether an update asked for now is due now: on the last microbatch of a global batch."""
         return not self._active or self._active[-1].last
 
+    def step_is_read(self) -> None:
+        """The script asks for the number of the step, or of the batch: it may leave a loop by that."""
+        if self.audit is not None:
+            self.audit.step_was_read = True
+
     def updated(self) -> None:
         """An optimizer is about to update its parameters."""
         self._updated = True

@@ -7,7 +7,7 @@ that resumes after a crash finds the values that it had.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -98,7 +98,7 @@ class Metrics:
             )
         self._loop.require_common_point(call)
         seen = self._rows()
-        with torch.no_grad():
+        with torch.no_grad(), self._kept():
             for data in batch.ahead():
                 item = function(data)
                 if not isinstance(item, torch.Tensor):
@@ -114,6 +114,15 @@ class Metrics:
         assert everything is not None, "a global batch has samples"
         rows: torch.Tensor = everything[-1]
         return rows
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """Keep an exception of the body: other ranks may have seen all of their items."""
+        try:
+            yield
+        except BaseException as error:
+            self._loop.fails(error)
+            raise
 
     def once(self, call: str, compute: Callable[[], str]) -> str:
         """Return what `compute` does; during replay, what it returned when the script was here first.
@@ -165,12 +174,9 @@ class Metrics:
 
     def _see(self, call: str, items: Iterable[Any], seen: _Seen) -> None:
         again = self._loop.progress.is_entered_again
-        try:
+        with self._kept():
             for item, microbatch in self._with_microbatches(call, items, again=again):
                 seen.add(item, microbatch)
-        except BaseException as error:
-            self._loop.fails(error)  # other ranks may have seen all of theirs
-            raise
 
     def _begin(self, call: str) -> MetricEvent:
         """Return a call that begins now; done, if it was before the position that the run resumes from."""

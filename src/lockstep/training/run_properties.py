@@ -103,6 +103,7 @@ class RunProperties:
     @property
     def step(self) -> int:
         """Number of updates of the parameters so far."""
+        self._loop.step_is_read()
         return self._loop.updates
 
     @property
@@ -114,6 +115,7 @@ class RunProperties:
         Raises:
             StepError: outside of a loop over a loader.
         """
+        self._loop.step_is_read()
         return self._loop.batch_index
 
     @property

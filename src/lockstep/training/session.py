@@ -98,7 +98,7 @@ class Session:
         self.loop.followed, self.loop.warn = averages.followed, record.warn
         every = audit_steps(context.settings.audit)
         if every is not None and context.settings.exact and context.replicas > 1:
-            self.loop.audit = Audit(context, self.state, every, self._variables.observe)
+            self.loop.audit = Audit(context, self.state, every, self._variables.observe_all)
         self.models = Models(context, self.state, self._damage)
         self.loaders = Loaders(context, self.loop)
         self.call_sites = CallSites(self.loop)
@@ -227,6 +227,8 @@ class Session:
         self.loop.approach()
         self.loop.progress.check_arrived()
         self.loop.come_together()
+        for model in self.state.models if self.loop.is_in_loop else ():
+            model.check_between()  # an iterator over a loader may live on
         if self.loop.audit is not None:
             self.loop.audit.warn_of_counts()
         self._checkpointing.finish()
@@ -253,8 +255,9 @@ class Session:
     def close(self, error: BaseException | None) -> None:
         """Give back everything; after an error nothing that would wait for other ranks."""
         context, audit = self.context, self.loop.audit
-        if isinstance(error, Exception) and audit is not None and audit.was_left:
-            error.add_note(IN_AUDIT)
+        is_scripts = isinstance(error, Exception) and not isinstance(error, LockstepError)
+        if is_scripts and audit is not None and (audit.was_left or self.loop.is_audited):
+            error.add_note(IN_AUDIT)  # type: ignore[union-attr]
         self._signals.close()
         Session._stops = error is None and self._checkpointing.stop_asked
         failed = error is not None and not isinstance(error, Preempted)

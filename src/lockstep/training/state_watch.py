@@ -72,16 +72,19 @@ class StateWatch:
     def _now(self) -> dict[str, Bits]:
         registered = [one for one in self._state.registered.values() if isinstance(one, nn.Module)]
         found: dict[str, Bits] = {}
-        for model in self._state.models:
+        several = len(self._state.models) > 1
+        for number, model in enumerate(self._state.models):
+            owner = type(model.module).__name__ + (f" (model {number})" if several else "")
             # With a staleness passes see other versions of parameters than steps do.
             if model.versions is None:
-                found |= self._hashes(type(model.module).__name__, _tensors(model))
+                found |= self._hashes(owner, _tensors(model))
+            if self._with_buffers:
+                found |= self._hashes(owner, dict(model.module.named_buffers()))
         for number, module in enumerate(registered):
             owner = f"{type(module).__name__} (registered object {number})"
             found |= self._hashes(owner, dict(module.named_parameters()))
-        if self._with_buffers:
-            for module in [*registered, *(model.module for model in self._state.models)]:
-                found |= self._hashes(type(module).__name__, dict(module.named_buffers()))
+            if self._with_buffers:
+                found |= self._hashes(owner, dict(module.named_buffers()))
         return found
 
     @staticmethod

@@ -14,7 +14,6 @@ import itertools
 import random
 import sys
 import time
-import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -29,6 +28,7 @@ from torch import nn
 
 from lockstep.record import stacks
 from lockstep.training import liveness
+from lockstep.training.variable_parts import attributes, is_of_script, parts
 
 #: Length of a fingerprint; of longer ones the end is a checksum.
 _LENGTH = 60
@@ -37,7 +37,7 @@ _WHOLE, _SAMPLED = 1 << 16, 512
 #: Characters of a text that count, and elements of a container, at either end of it.
 _TEXT_ENDS, _ENDS = 2048, 32
 #: How deep attributes of objects are looked into, and containers in containers.
-_ATTRIBUTES, _DEPTH = 2, 4
+_ATTRIBUTES, _DEPTH = 4, 4
 #: Values that one observation looks at; so many bytes of a tensor count as one.
 BUDGET, _BYTES = 2000, 2048
 
@@ -54,8 +54,6 @@ _CONTAINERS: tuple[
 _RANDOM = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 #: When this module was loaded, and how many seconds before a script may have begun.
 _LOADED, _BEFORE = time.monotonic(), 30.0
-#: Attributes that each module has.
-_OF_MODULES = frozenset(vars(nn.Module()))
 
 
 class Place(NamedTuple):
@@ -192,7 +190,7 @@ def observe(
 def of_attributes(name: str, value: Any, skip: Collection[int]) -> dict[Place, Value]:
     """Return what the attributes of an object of the script hold, under `name`."""
     reader = _Reader(skip, BUDGET)
-    for attribute, one in _attributes(value):
+    for attribute, one in attributes(value):
         reader.add(Place(0, "", "", f"{name}.{attribute}"), one, 0, 1)
     return reader.values
 
@@ -247,16 +245,16 @@ class _Reader:
         self.values: dict[Place, Value] = {}
 
     def add(self, place: Place, value: Any, line: int, depth: int = _ATTRIBUTES) -> None:
-        """Take the fingerprint of a variable; of an object of the script, those of its attributes."""
+        """Take the fingerprint of a variable; of an object of the script, those of its parts."""
         if place in self.values or id(value) in self._inside or id(value) in self._skip:
             return
         self._version = 0
         text = self.text_of(value)
         if text is not None and self._left >= 0:
             self.values[place] = Value(text, line, self._version, _kind(value))
-        elif text is None and depth and is_of_script(type(value)):
+        elif text is None and depth:
             self._inside.add(id(value))
-            for name, one in _attributes(value):
+            for name, one in parts(value):
                 self.add(place._replace(name=f"{place.name}.{name}"), one, line, depth - 1)
             self._inside.discard(id(value))
 
@@ -349,7 +347,7 @@ class _Reader:
         """Return the fingerprint of an element; of an object of the script that of its attributes."""
         text = self._safe_text(value, depth)
         if text is None and depth > 0 and is_of_script(type(value)):
-            own = [f"{name}={self._element(one, depth - 1)}" for name, one in _attributes(value)]
+            own = [f"{name}={self._element(one, depth - 1)}" for name, one in attributes(value)]
             text = f"{type(value).__name__}({', '.join(own)})"
         return "?" if text is None else _cut(text)
 
@@ -411,29 +409,3 @@ def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
     for part in own.get("_modules", {}).values():
         if part is not None:
             yield from _tensors_of(part)
-
-
-def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    """Return the attributes that an object itself holds, without its properties."""
-    with contextlib.suppress(AttributeError):
-        own = object.__getattribute__(value, "__dict__")
-        hidden = _OF_MODULES if issubclass(type(value), nn.Module) else ()
-        yield from (pair for pair in list(own.items()) if pair[0] not in hidden)
-    for kind in type(value).__mro__:
-        for name, slot in list(vars(kind).items()):
-            if inspect.ismemberdescriptor(slot):
-                with contextlib.suppress(AttributeError):
-                    yield name, slot.__get__(value)
-
-
-_of_script: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
-
-
-def is_of_script(kind: type) -> bool:
-    """Whether a class is defined by the script, or by a module of the user's."""
-    if kind not in _of_script:
-        module = sys.modules.get(str(vars(kind).get("__module__")))
-        file = getattr(module, "__file__", None)
-        is_main = module is not None and module.__name__ == "__main__"
-        _of_script[kind] = is_main if file is None else stacks.is_users(file)
-    return _of_script[kind]
