@@ -79,7 +79,7 @@ NEXT = "for number in range(6):\n            x, y = next(stream)"
     ("loop", "told"),
     [
         (ISLICE, "a loop was left early; a count of microbatches, also that of itertools.islice"),
-        (NEXT, "train.py:17 takes microbatches by next()"),
+        (NEXT, "train.py:16 takes microbatches by next()"),
     ],
 )
 def test_loops_that_are_limited_from_outside_are_told(lockstep, loop, told):

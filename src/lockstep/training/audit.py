@@ -76,6 +76,7 @@ class Audit:
         self._begun: set[tuple[_Place, int]] = set()  # loops, with the phase that they were in
         self._audited: set[tuple[_Place, int]] = set()
         self._phase = 0
+        self._by_next: set[_Place] = set()  # lines that take microbatches outside of a `for`
         self._extras = 0  # extra passes of the latest loop
         self._trained: set[_Place] = set()  # loops whose body has run a backward pass
         self._takes = False
@@ -122,7 +123,7 @@ class Audit:
         if not any(m.parameters and m.module.training for m in self._state.models):
             return no_audit
         if _is_taken_by_next(sys._getframe()):
-            self._warn_of_next(place)
+            self._by_next.add(place)  # perhaps a look at the first batch alone
             return no_audit
         replica, loop = self._replica(), (place, phase)
         if loop not in self._begun and len(self._begun) < _MOST_LOOPS:
@@ -150,7 +151,10 @@ class Audit:
 
     def trains(self, microbatch: Microbatch) -> None:
         """The loop's body has run a backward pass."""
-        self._trained.add(self._places[microbatch.numbers[:3]])
+        place = self._places[microbatch.numbers[:3]]
+        self._trained.add(place)
+        if place in self._by_next:
+            self._warn_of_next(place)
 
     def _replica(self) -> int:
         """Return the replica that this rank computes once more: the partner's last, or its own."""
