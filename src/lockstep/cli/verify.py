@@ -157,6 +157,8 @@ def _show_outcome(outcome: Outcome) -> None:
         f"ran on {outcome.layout}: {outcome.steps} steps, {endured}{outcome.seconds:.1f} s",
         file=sys.stderr,
     )
+    if outcome.differs:
+        print(outcome.complaint, file=sys.stderr)
     storm = outcome.layout.storm
     if storm is not None and outcome.kills < storm.kills:
         print(
@@ -196,7 +198,7 @@ def _show(verdict: Verdict) -> None:
 
     Console().print(_table(verdict.outcomes))
     print(f"same: {'yes' if verdict.same else 'no'}")
-    if not any(outcome.steps for outcome in verdict.outcomes):
+    if not any(outcome.steps or outcome.differs for outcome in verdict.outcomes):
         print("no steps: only the final weights were compared; pass the optimizer to run.optimizer")
     if verdict.difference is not None:
         print(f"first difference: {verdict.difference.text}")

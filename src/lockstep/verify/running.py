@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.errors import PREEMPTED, UsageError
+from lockstep.errors import PREEMPTED, AuditError, DivergenceError, UsageError
 from lockstep.launch.command import RunCommand, verdict_in
 from lockstep.record import run_file
 from lockstep.settings import TABLE
@@ -60,6 +60,11 @@ class Outcome:
     generations: int
     traces: Traces
     complaint: str
+
+    @property
+    def differs(self) -> bool:
+        """Whether the run has found a difference by itself: between ranks, or between two passes."""
+        return any(f"{one.__name__}:" in self.complaint for one in (AuditError, DivergenceError))
 
 
 def run(layout: Layout, work: Work, directory: Path, steps: int) -> Outcome:

@@ -30,7 +30,8 @@ class Verdict:
     @property
     def same(self) -> bool:
         """Whether all layouts end with the same weights and saw the same samples."""
-        return self.difference is None and len({o.digest for o in self.outcomes}) == 1
+        digests = {outcome.digest for outcome in self.outcomes}
+        return self.difference is None and len(digests) == 1 and None not in digests
 
     @property
     def holds(self) -> bool:
@@ -68,7 +69,7 @@ def outcomes(layouts: Sequence[Layout], work: Work, directory: Path) -> Iterable
     """Run a script on every layout, and yield what came of it.
 
     Raises:
-        RunError: if the script fails on a layout in another way than by diverging.
+        RunError: if the script fails on a layout otherwise than by a difference that the run has found.
         UsageError: if it makes no run.
     """
     steps = 0
@@ -85,11 +86,10 @@ def outcomes(layouts: Sequence[Layout], work: Work, directory: Path) -> Iterable
 
 
 def _check(outcome: Outcome) -> None:
-    diverged = "DivergenceError" in outcome.complaint
-    if outcome.exit_code and not diverged:
+    if outcome.exit_code and not outcome.differs:
         error = UsageError if outcome.exit_code == 2 else RunError
         raise error(f"the script fails on {outcome.layout}\n{outcome.complaint}")
-    if outcome.digest is None and not diverged:
+    if outcome.digest is None and not outcome.differs:
         raise UsageError(
             "the script ends without a lockstep.Run; expected one to verify",
             hint="train inside `with lockstep.Run(…) as run:`",
