@@ -283,7 +283,7 @@ class Settings:
         flag=("records", "--stop-on-nan"),
     )
     audit: str = _setting(
-        "256",
+        "512",
         "compute a microbatch twice and compare the bits: `K` for powers of two and every K steps, `first` "
         "for the first batch of loops alone, `off`",
         str,

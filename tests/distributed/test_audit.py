@@ -184,7 +184,7 @@ def one_batch(audit: str) -> None:
                 optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("audit", ["first", "256"])
+@pytest.mark.parametrize("audit", ["first", "512"])
 def test_loops_of_one_batch(audit: str) -> None:
     with pytest.raises(RankError, match="AuditError: replica 1 of batch 0 in epoch 1"):
         run_ranks(one_batch, 1, audit)

@@ -41,6 +41,8 @@ from lockstep.training.variables import Change, Observation, script_frames
 
 #: How many loops of a generation are audited when they begin to train, besides the steps that are due.
 _MOST_LOOPS = 8
+#: Values of variables that the first audits look at, how many audits that are, and what later ones look at.
+_VALUES, _THOROUGH, _FEW_VALUES = 300, 8, 30
 #: Loops whose places are known: those that are not over are among the latest.
 _KEPT_LOOPS = 64
 #: Where a script loops over a loader: file and line.
@@ -56,7 +58,7 @@ class Audit:
         context: of the run.
         state: models, optimizers and registered objects of the run.
         every: steps between two audits; 0 for the beginning of loops alone.
-        observe: returns what the script's variables hold that its loop carries.
+        observe: returns what the script's variables hold that its loop carries, of so many values.
 
     Attributes:
         record: of the pass that is being made, where that is compared.
@@ -69,7 +71,7 @@ class Audit:
         context: Context,
         state: State,
         every: int,
-        observe: Callable[[FrameType], Observation],
+        observe: Callable[[FrameType, int], Observation],
     ) -> None:
         self._context, self._state, self._every = context, state, every
         self._places: dict[_Loop, _Place] = {}  # of loops that are not over
@@ -89,7 +91,7 @@ class Audit:
         ] = {}  # batches that are watched, besides those that are audited
         self._texts: dict[str, str] = {}
         self._calls = 0
-        self._agreed = 0
+        self._agreed: list[int] = []  # steps of audits
         self._has_failed = self._is_off = False
         self._warned: set[str] = set()
         self._observe = observe
@@ -186,7 +188,7 @@ class Audit:
             self._guarded(self._look_before)
             return
         self.record = Record() if microbatch.last and self._extra is not None else None
-        if self._extra is not None or microbatch.step == self._watched.get(microbatch.numbers[:3]):
+        if microbatch.step == self._watched.get(microbatch.numbers[:3]):
             self._guarded(lambda: self._watch.begins(with_buffers=False))
 
     def step(self) -> AbstractContextManager[None]:
@@ -213,7 +215,7 @@ class Audit:
             if record is not None and self._extra is not None:
                 extra, self._extra = self._extra, None
                 self._compare(microbatch, extra, record)
-                self._agreed = step
+                self._agreed.append(step)
 
     def warn_of_counts(self) -> None:
         """Warn of a loop that was left early, and neither by run.step nor by run.batch_index."""
@@ -253,18 +255,23 @@ class Audit:
                 f"({type(error).__name__}: {error}), and is off from here on; hint: --audit off"
             )
 
+    @property
+    def _budget(self) -> int:
+        """How many values of variables an audit looks at: fewer, when some audits have found nothing."""
+        return _VALUES if len(self._agreed) < _THOROUGH else _FEW_VALUES
+
     def _look_before(self) -> None:
         self._calls = _collective_calls()
         self._watch.begins(with_buffers=True)
         self._texts = texts(self._state)
-        self._observed = self._observe(sys._getframe(1))
+        self._observed = self._observe(sys._getframe(1), self._budget)
 
     def _look_after(self) -> None:
         """Look for what an extra pass, in which no optimizer steps, has changed."""
         calls = _collective_calls() - self._calls
         if calls and not self._is_alone:
             raise collectives(calls)
-        self._found = self._observe(sys._getframe(1)).changes_since(self._observed)
+        self._found = self._observe(sys._getframe(1), self._budget).changes_since(self._observed)
         self._watch.ends()
         for name, text in texts(self._state).items():
             if text != self._texts.get(name, text) and name not in self._warned:
@@ -322,7 +329,7 @@ class Audit:
         place = f"rank {found.odd} (node {rows[found.odd][2 * size + 1]}, {context.device.type})"
         if finding.changes:  # which may matter, or be a sum that is only printed
             raise carried(finding, by, suspect=place)
-        raise wrong_rank(finding, place, self._agreed)
+        raise wrong_rank(finding, place, self._agreed[-1] if self._agreed else 0)
 
 
 def _place(frame: FrameType) -> _Place:

@@ -136,9 +136,9 @@ class CarriedVariables(Listener):
             )
             return Observation()
 
-    def observe_all(self, frame: FrameType) -> Observation:
+    def observe_all(self, frame: FrameType, budget: int = variables.BUDGET) -> Observation:
         """Return what variables hold, and attributes of the run's objects that their state leaves out."""
-        return Observation({**self.observe(frame).values, **self.own.attributes()})
+        return Observation({**self.observe(frame, budget).values, **self.own.attributes()})
 
     def _first(self, change: Change) -> Change:
         """Return a change with the value that the variable had before the first loop."""
