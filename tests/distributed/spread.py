@@ -240,6 +240,7 @@ def exported() -> bool:
         run.barrier()
         plain = Skipping()
         plain.load_state_dict(torch.load(path, weights_only=True))
+        run.barrier()  # the directory is rank 0's, and goes with it
         return run.digest() == before
 
 

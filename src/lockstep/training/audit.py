@@ -86,9 +86,7 @@ class Audit:
         self.was_left = False
         self._extra: Record | None = None
         self._watch = StateWatch(state)
-        self._watched: dict[
-            _Loop, int
-        ] = {}  # batches that are watched, besides those that are audited
+        self._watched: dict[_Loop, int] = {}  # batches whose passes are watched
         self._texts: dict[str, str] = {}
         self._calls = 0
         self._agreed: list[int] = []  # steps of audits
