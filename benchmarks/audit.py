@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.layout.audits import is_due
+from lockstep.engine.layout.audits import is_due
 
 EVERY, DEFAULT, LIMIT = 8, 512, 0.01
 

@@ -18,13 +18,13 @@ from pathlib import Path
 
 from support import Report, in_turns, one_thread, options_parser
 
-from lockstep.bench.combinations import Combination
-from lockstep.bench.measuring import measure
-from lockstep.bench.projecting import project
-from lockstep.bench.projection import Link
-from lockstep.bench.results import add_speedups, row
-from lockstep.bench.trials import Trial
-from lockstep.record.reading import Recorded
+from lockstep.state.record.reading import Recorded
+from lockstep.tools.bench.combinations import Combination
+from lockstep.tools.bench.measuring import measure
+from lockstep.tools.bench.projecting import project
+from lockstep.tools.bench.projection import Link
+from lockstep.tools.bench.results import add_speedups, row
+from lockstep.tools.bench.trials import Trial
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

@@ -20,7 +20,7 @@ from support import Report, options_parser
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.record.pace import Pace
+from lockstep.state.record.pace import Pace
 
 STEP = 0.010
 LIMIT = 0.01

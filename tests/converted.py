@@ -9,11 +9,11 @@ import difflib
 import re
 from pathlib import Path
 
-from lockstep.convert.script import Converted, convert
+from lockstep.tools.convert.script import Converted, convert
 from tests.ports import ROOT
 
 PAGE = ROOT / "docs/manual/convert.md"
-SCRIPTS = ROOT / "tests/unit/convert/scripts"
+SCRIPTS = ROOT / "tests/unit/tools/convert/scripts"
 #: Each script, and how many questions conversion leaves in it.
 NAMES = {
     "accumulation": 0,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from lockstep.check.rules import RULES, Rule
+from lockstep.tools.check.rules import RULES, Rule
 from tests.ports import ROOT
 
 PAGE = ROOT / "docs/manual/check.md"

@@ -36,8 +36,8 @@ _MODULES = (
     "torch.utils.data",
     "lockstep.cli",
     "lockstep.launch.api",
-    "lockstep.strategies.sharded.model",
-    "lockstep.training.run",
+    "lockstep.engine.strategies.sharded.model",
+    "lockstep.run",
 )
 _MOST = 1 << 20
 
@@ -195,7 +195,9 @@ def _become(
     cwd: str,
     env: Mapping[str, str],
 ) -> NoReturn:
-    from lockstep.launch import command, processes, target
+    from lockstep.launch import command
+    from lockstep.launch.agent import processes
+    from lockstep.launch.target import target
 
     for number, descriptor in enumerate(streams):
         os.dup2(descriptor, number)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from contestants.turns import RankOrder
 from torch import nn
 
-from lockstep.exchange.base import Exchange, Forest
-from lockstep.exchange.choose import make
+from lockstep.engine.exchange.base import Exchange, Forest
+from lockstep.engine.exchange.choose import make
 from lockstep.world import detect
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset, DistributedSampler
 
 import lockstep
-from lockstep.layout.permutation import Shuffled
+from lockstep.engine.layout.permutation import Shuffled
 
 _BATCH = 64
 _CHUNK = 4096  # as many as Lockstep's loader asks for at once

@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.checkpoint.disk import Checkpoints
-from lockstep.checkpoint.saving import Saving
+from lockstep.state.checkpoint.disk import Checkpoints
+from lockstep.state.checkpoint.saving import Saving
 
 FILE, *NUMBERS = sys.argv[1:]
 BEFORE, ROUNDS, LAYERS = map(int, NUMBERS)

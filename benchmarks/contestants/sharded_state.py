@@ -22,10 +22,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.checkpoint import dcp
-from lockstep.checkpoint.shared_memory import Descriptors
-from lockstep.checkpoint.snapshot import Snapshots
-from lockstep.training.checkpointing import Checkpointing
+from lockstep.engine.recovery.checkpointing import Checkpointing
+from lockstep.state.checkpoint import dcp
+from lockstep.state.checkpoint.shared_memory import Descriptors
+from lockstep.state.checkpoint.snapshot import Snapshots
 
 PLACE, *NUMBERS = sys.argv[1:]
 LAYERS, WIDTH, STEPS = map(int, NUMBERS)

@@ -13,8 +13,8 @@ from typing import Any
 
 from contestants import with_lockstep
 
-from lockstep.checkpoint.schedule import Schedule
-from lockstep.checkpoint.shared_memory import VARIABLE
+from lockstep.state.checkpoint.schedule import Schedule
+from lockstep.state.checkpoint.shared_memory import VARIABLE
 
 
 def count() -> list[float]:

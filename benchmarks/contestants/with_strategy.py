@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.layout.classes import EXACTNESS
+from lockstep.engine.layout.classes import EXACTNESS
 from lockstep.world import detect
 
 #: What the parent may ask for; see `answer`.

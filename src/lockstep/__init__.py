@@ -13,14 +13,14 @@ from lockstep.version import __version__
 if TYPE_CHECKING:
     from lockstep.errors import LockstepError
     from lockstep.launch.api import launch
-    from lockstep.training.run import Run
+    from lockstep.run import Run
     from lockstep.world import World, detect
 
 __all__ = ["LockstepError", "Run", "World", "__version__", "detect", "launch"]
 
 _PLACES = {
     "LockstepError": "lockstep.errors",
-    "Run": "lockstep.training.run",
+    "Run": "lockstep.run",
     "World": "lockstep.world",
     "detect": "lockstep.world",
     "launch": "lockstep.launch.api",

@@ -30,7 +30,7 @@ class ExchangeEntry:
 
     Attributes:
         name: what users choose it by; of an entry point, that one's name.
-        build: makes one: takes an `ExchangeContext`, returns an `Exchange` (`lockstep.exchange.base`).
+        build: function from an `ExchangeContext` to an `Exchange` (`lockstep.engine.exchange.base`).
         exactness: its class.
         is_exact: for an exchange of class `close`: takes a `Forest`, returns whether its sums have the bits
             of the tree there all the same.
@@ -84,7 +84,7 @@ class StrategyEntry:
     name: str = ""
     hold: Function = ""
     exactness: Exactness = "exact"
-    check: Function = "lockstep.strategies.checks:check_settings"
+    check: Function = "lockstep.engine.strategies.checks:check_settings"
     exchanges: tuple[str, ...] | None = None
     why: str = ""
     one_rank: bool = False
@@ -204,20 +204,20 @@ STRATEGIES = Registry(
     "strategy",
     "lockstep.strategies",
     [
-        StrategyEntry(name="auto", hold="lockstep.strategies.ddp:hold"),
-        StrategyEntry(name="single", hold="lockstep.strategies.ddp:hold", one_rank=True),
-        StrategyEntry(name="ddp", hold="lockstep.strategies.ddp:hold"),
+        StrategyEntry(name="auto", hold="lockstep.engine.strategies.ddp:hold"),
+        StrategyEntry(name="single", hold="lockstep.engine.strategies.ddp:hold", one_rank=True),
+        StrategyEntry(name="ddp", hold="lockstep.engine.strategies.ddp:hold"),
         StrategyEntry(
             name="dp",
-            hold="lockstep.strategies.dp:scatter",
-            check="lockstep.strategies.dp:check_settings",
+            hold="lockstep.engine.strategies.dp:scatter",
+            check="lockstep.engine.strategies.dp:check_settings",
             one_rank=True,
             scatters=True,
             ddp_keywords=("device_ids", "output_device", "dim"),
         ),
         StrategyEntry(
             name="ps",
-            hold="lockstep.parameter_server.strategy:hold",
+            hold="lockstep.engine.parameter_server.strategy:hold",
             exchanges=("server",),
             why="whose gradients meet in the servers",
             needs_group=True,
@@ -225,8 +225,8 @@ STRATEGIES = Registry(
         ),
         StrategyEntry(
             name="fsdp",
-            hold="lockstep.strategies.sharded.model:hold_sharded",
-            check="lockstep.strategies.sharded.wrap_policy:check_sharding",
+            hold="lockstep.engine.strategies.sharded.model:hold_sharded",
+            check="lockstep.engine.strategies.sharded.wrap_policy:check_sharding",
             exchanges=("tree",),
             why="where each rank takes its own part of the sums",
             needs_group=True,
@@ -238,7 +238,7 @@ STRATEGIES = Registry(
         ),
         StrategyEntry(
             name="pipeline",
-            hold="lockstep.strategies.pipeline.model:hold_pipelined",
+            hold="lockstep.engine.strategies.pipeline.model:hold_pipelined",
             exchanges=_OF_ROWS,
             why="whose ranks hold parts of one model",
             needs_group=True,
@@ -251,7 +251,7 @@ STRATEGIES = Registry(
         ),
         StrategyEntry(
             name="tensor",
-            hold="lockstep.strategies.tensor:hold_tensors",
+            hold="lockstep.engine.strategies.tensor:hold_tensors",
             exactness="close",
             exchanges=_OF_ROWS,
             why="whose ranks hold parts of one model",
@@ -273,43 +273,45 @@ EXCHANGES = Registry(
         ExchangeEntry(name="auto"),
         ExchangeEntry(
             name="shared-memory",
-            build="lockstep.exchange.shared_memory:build",
-            check="lockstep.exchange.shared_memory:check",
+            build="lockstep.engine.exchange.shared_memory:build",
+            check="lockstep.engine.exchange.shared_memory:check",
             compares_batches=True,
         ),
-        ExchangeEntry(name="tree", build="lockstep.exchange.tree:build"),
+        ExchangeEntry(name="tree", build="lockstep.engine.exchange.tree:build"),
         ExchangeEntry(
             name="native",
-            build="lockstep.exchange.native:build",
+            build="lockstep.engine.exchange.native:build",
             exactness="close",
-            is_exact="lockstep.exchange.native:NativeExchange.is_exact",
+            is_exact="lockstep.engine.exchange.native:NativeExchange.is_exact",
         ),
         ExchangeEntry(
-            name="mpi", build="lockstep.exchange.mpi:build", check="lockstep.exchange.mpi:check"
+            name="mpi",
+            build="lockstep.engine.exchange.mpi:build",
+            check="lockstep.engine.exchange.mpi:check",
         ),
         ExchangeEntry(name="server", strategy="ps", compares_batches=True, at_servers=True),
         ExchangeEntry(
-            name="bf16", build="lockstep.exchange.compressed:build", exactness="approximate"
+            name="bf16", build="lockstep.engine.exchange.compressed:build", exactness="approximate"
         ),
         ExchangeEntry(
-            name="fp16", build="lockstep.exchange.compressed:build", exactness="approximate"
+            name="fp16", build="lockstep.engine.exchange.compressed:build", exactness="approximate"
         ),
         ExchangeEntry(
             name="powersgd",
-            build="lockstep.exchange.powersgd:build",
+            build="lockstep.engine.exchange.powersgd:build",
             exactness="approximate",
             no_loss_scale="ranks add what they left out of one step to the next, and would keep the "
             "infinite gradients of an overflow for ever",
         ),
         ExchangeEntry(
             name="local-sgd",
-            hold="lockstep.strategies.local_sgd.model:hold_local",
+            hold="lockstep.engine.strategies.local_sgd.model:hold_local",
             exactness="approximate",
             no_loss_scale=_ALONE,
         ),
         ExchangeEntry(
             name="diloco",
-            hold="lockstep.strategies.local_sgd.model:hold_local",
+            hold="lockstep.engine.strategies.local_sgd.model:hold_local",
             exactness="approximate",
             no_loss_scale=_ALONE,
         ),

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from lockstep.engine.layout.classes import PRECISIONS
+from lockstep.engine.layout.mesh import parse as parse_mesh
 from lockstep.errors import UsageError, did_you_mean
-from lockstep.layout.classes import PRECISIONS
-from lockstep.layout.mesh import parse as parse_mesh
 from lockstep.registry import EXCHANGES, STRATEGIES, WITH_SERVERS, resolve
 from lockstep.setting_checks import Check, at_least, check_audit, check_seed, signal_of
 
@@ -308,7 +308,7 @@ class Settings:
         (),
         "forward `run.log` to `tensorboard`, `wandb` or `mlflow`",
         names,
-        check="lockstep.record.loggers:check",
+        check="lockstep.state.record.loggers:check",
         flag=("records", "--logger NAME"),
         of_one_launch=True,
     )

@@ -12,7 +12,7 @@ from typing import IO, Any
 import pytest
 
 from lockstep.launch import command
-from lockstep.verify import layouts, running, verdict
+from lockstep.tools.verify import layouts, running, verdict
 from tests.template import Forked, Template
 
 #: For scripts that need what stands beside the tests (`tests.vision`).

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from lockstep.check.rules import RULES
+from lockstep.tools.check.rules import RULES
 
 pytestmark = pytest.mark.forked
 

@@ -71,7 +71,7 @@ def test_what_was_imported_before_the_fork_is_collected_where_objects_are_counte
     lockstep.script(
         """
 import os
-from lockstep.launch.processes import extensions_state
+from lockstep.launch.agent.processes import extensions_state
 
 extensions_state()["__nb_internals_nanobind_v22_"] = None
 launcher = os.getpid()

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.disk import Checkpoints
 from lockstep.cli import main
+from lockstep.state.checkpoint.disk import Checkpoints
 
 pytestmark = pytest.mark.forked
 

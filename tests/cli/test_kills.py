@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 import lockstep
-from lockstep.checkpoint import dcp, snapshot
-from lockstep.exchange import shared_memory
-from lockstep.training import resume, session
+from lockstep.state.checkpoint import dcp, snapshot
+from lockstep.engine.exchange import shared_memory
+from lockstep.engine.training import resume, session
 
 MOMENTS = sys.argv[1:]
 generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.record.loggers import TensorBoard
-from lockstep.record.wandb_files import records
+from lockstep.state.record.loggers import TensorBoard
+from lockstep.state.record.wandb_files import records
 
 pytestmark = pytest.mark.forked
 
@@ -196,7 +196,7 @@ def test_a_logger_without_a_name_that_is_known_is_refused(lockstep, script):
 
 STUCK = """
 import atexit, os, signal, sys, time, torch, lockstep
-from lockstep.record import forwarding, loggers
+from lockstep.state.record import forwarding, loggers
 
 def stuck(*_, **__):
     time.sleep(3600)

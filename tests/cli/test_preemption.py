@@ -15,7 +15,7 @@ pytestmark = pytest.mark.forked
 #: Opens a run by hand, and handles SIGTERM as a run does: a moment's work, then exit code 75.
 RUN = """
 import os, signal, subprocess, sys, time
-from lockstep.checkpoint.shared_memory import StatusPage, Descriptors
+from lockstep.state.checkpoint.shared_memory import StatusPage, Descriptors
 generation, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
 slot = StatusPage(Descriptors.find(os.environ).page).slot(int(os.environ["LOCKSTEP_SLOT"].split("/")[0]))
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])

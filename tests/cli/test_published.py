@@ -21,7 +21,7 @@ told = StrategyEntry(hold="gathering_sums:hold")
 SUMS = """
 import torch
 import torch.distributed as dist
-from lockstep.strategies import ddp
+from lockstep.engine.strategies import ddp
 
 
 class AllGather:

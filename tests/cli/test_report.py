@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.record.lock import DirectoryLock, Owner
-from lockstep.report import page
+from lockstep.state.files.lock import DirectoryLock, Owner
+from lockstep.tools.report import page
 from tests import browser
 from tests.browser import Browser
 from tests.conftest import Lockstep

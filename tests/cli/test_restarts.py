@@ -14,7 +14,7 @@ from tests.frozen import frozen_disk
 #: What a script of these tests knows; it opens its run by hand, so that torch need not be imported.
 HEAD = """
 import os, signal, sys, time
-from lockstep.checkpoint.shared_memory import StatusPage, Descriptors, Buffer
+from lockstep.state.checkpoint.shared_memory import StatusPage, Descriptors, Buffer
 generation, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
 memory = Descriptors.find(os.environ)
 slot = StatusPage(memory.page).slot(int(os.environ["LOCKSTEP_SLOT"].split("/")[0]))

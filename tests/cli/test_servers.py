@@ -318,7 +318,7 @@ def test_the_plan_shows_servers(lockstep: Lockstep) -> None:
     assert done.code == 0
     for index in (0, 1):
         assert f"server {index} on cpu" in done.out
-    assert done.out.count("-m lockstep.parameter_server") == 2
+    assert done.out.count("-m lockstep.engine.parameter_server") == 2
 
 
 @pytest.mark.wide

@@ -166,9 +166,9 @@ import ctypes, json, os, time, torch, lockstep
 from pathlib import Path
 from torch import nn
 from torch.utils.data import TensorDataset
-from lockstep.checkpoint.shared_memory import Descriptors
-from lockstep.checkpoint.snapshot import Snapshots
-from lockstep.training.checkpointing import Checkpointing
+from lockstep.state.checkpoint.shared_memory import Descriptors
+from lockstep.state.checkpoint.snapshot import Snapshots
+from lockstep.engine.recovery.checkpointing import Checkpointing
 
 taken, grown = [], []
 write, at_point = Snapshots.write, Checkpointing.at_point

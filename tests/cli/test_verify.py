@@ -187,7 +187,7 @@ with lockstep.Run("objects") as run:
 #: A loader with a fault: in every evaluation, rank 1 of two sees the first sample of its share twice.
 TWICE = """
 import torch
-from lockstep.training.loop import Loop
+from lockstep.engine.training.loop import Loop
 begins = Loop.microbatch_begins
 def begin(self, microbatch):
     if not torch.is_grad_enabled() and not microbatch.first:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import Subset, TensorDataset
 
 import lockstep
-from lockstep.training.preemption import Preempted
+from lockstep.engine.recovery.preemption import Preempted
 from tests.distributed.jobs import Alternating, classes, conv_net, fit, quiet_run
 
 
@@ -147,7 +147,7 @@ def with_keywords(exchange: str, keywords: dict[str, Any]) -> None:
 
 def differing_memory(rounds: int) -> list[list[Any]]:
     """What ranks tell each other, where it is the same and where it is not."""
-    from lockstep.strategies.local_sgd.averaging import Averaging
+    from lockstep.engine.strategies.local_sgd.averaging import Averaging
 
     with quiet_run(exact=False) as run:
         group = run._session.context.group

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.data.randomness import set_key
-from lockstep.layout import keys
-from lockstep.layout.permutation import Shuffled
-from lockstep.layout.replicas import share
-from lockstep.training.digest import digest
+from lockstep.engine.data.randomness import set_key
+from lockstep.engine.layout import keys
+from lockstep.engine.layout.permutation import Shuffled
+from lockstep.engine.layout.replicas import share
+from lockstep.engine.training.digest import digest
 from lockstep.world import groups
 from tests.distributed.jobs import classes, conv_net
 

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 import lockstep
-from lockstep.checkpoint.parts import whole
-from lockstep.training.preemption import Preempted
+from lockstep.engine.recovery.preemption import Preempted
+from lockstep.state.checkpoint.parts import whole
 from tests.distributed.jobs import classes, conv_net, quiet_run
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint import dcp
 from lockstep.errors import LockstepError
-from lockstep.record.error_report import errnos
+from lockstep.state.checkpoint import dcp
+from lockstep.state.record.error_report import errnos
 from lockstep.testing import RankError, run_ranks
 
 pytestmark = pytest.mark.ranks(3)
@@ -30,7 +30,7 @@ def checkpoints(directory: str, **settings: Any) -> Any:
     """What a rank of `run_ranks` sees."""
     import torch.distributed as dist
 
-    from lockstep.checkpoint.disk import Checkpoints
+    from lockstep.state.checkpoint.disk import Checkpoints
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = None
@@ -82,7 +82,7 @@ def test_written_by_three_and_read_by_one(tmp_path: Path) -> None:
 
 def fail(directory: str, how: str) -> str:
     """Rank 1 fails in the middle of its part of the second checkpoint."""
-    from lockstep.checkpoint import dcp
+    from lockstep.state.checkpoint import dcp
 
     mine = checkpoints(directory, patience=2.0)
     mine.save(1, state(1), "text 1", best=None)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.layout.classes import PRECISIONS
+from lockstep.engine.layout.classes import PRECISIONS
 from lockstep.registry import EXCHANGES, STRATEGIES
 from lockstep.testing import run_ranks
 from tests.conftest import Lockstep

@@ -15,11 +15,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.checkpoint.parts import Stored
+from lockstep.engine.recovery.preemption import Preempted
+from lockstep.engine.recovery.resume import Saved, Search, _newest_whole
+from lockstep.state.checkpoint.parts import Stored
 from lockstep.testing import run_ranks
 from lockstep.testing.ranks import RankError
-from lockstep.training.preemption import Preempted
-from lockstep.training.resume import Saved, Search, _newest_whole
 from lockstep.world.rendezvous.rank_rendezvous import Rendezvous
 
 

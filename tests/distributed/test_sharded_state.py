@@ -19,15 +19,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import lockstep
-from lockstep.checkpoint import catalog, dcp
-from lockstep.checkpoint.dcp import stored
-from lockstep.checkpoint.disk import Checkpoints
-from lockstep.checkpoint.parts import Cut
-from lockstep.checkpoint.shared_memory import Descriptors
-from lockstep.checkpoint.snapshot import Snapshots
+from lockstep.engine.recovery.preemption import Preempted
 from lockstep.errors import CheckpointError
+from lockstep.state.checkpoint import catalog, dcp
+from lockstep.state.checkpoint.dcp import stored
+from lockstep.state.checkpoint.disk import Checkpoints
+from lockstep.state.checkpoint.parts import Cut
+from lockstep.state.checkpoint.shared_memory import Descriptors
+from lockstep.state.checkpoint.snapshot import Snapshots
 from lockstep.testing import run_ranks
-from lockstep.training.preemption import Preempted
 from tests.distributed.jobs import classes, quiet_run
 
 FSDP = {"LOCKSTEP_STRATEGY": "fsdp"}

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, update_bn
 
+from lockstep.engine.training.digest import digest
 from lockstep.testing import assert_same
-from lockstep.training.digest import digest
 from tests.distributed.jobs import classes, quiet_run
 
 pytestmark = pytest.mark.ranks(3)

@@ -9,8 +9,8 @@ import shutil
 import pytest
 import torch
 
-from lockstep.launch import machine
-from lockstep.launch.gpus import list_gpus
+from lockstep.launch.devices import machine
+from lockstep.launch.devices.gpus import list_gpus
 from lockstep.world.devices import device_identity
 
 pytestmark = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.data.randomness import Stream, set_key, undisturbed
+from lockstep.engine.data.randomness import Stream, set_key, undisturbed
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lockstep.engine.training import context
 from lockstep.testing import run_ranks
-from lockstep.training import context
 from lockstep.world import connect
 from tests.adversary.verifying import ROOT
 from tests.conftest import Lockstep

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DataParallel
 
-from lockstep.strategies.buffers import broadcast
+from lockstep.engine.strategies.buffers import broadcast
 from lockstep.testing import RankError, run_ranks
 from tests.distributed import jobs, test_sync_batchnorm
 from tests.distributed.jobs import classes, conv_net, fit, quiet_run

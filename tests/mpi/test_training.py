@@ -14,10 +14,10 @@ pytestmark = pytest.mark.ranks(4)
 SUMS = """
 import torch
 from torch import nn
-from lockstep.exchange.base import Forest
-from lockstep.exchange.choose import make
-from lockstep.layout.replicas import block
-from lockstep.layout.tree import fold, leaves, merges
+from lockstep.engine.exchange.base import Forest
+from lockstep.engine.exchange.choose import make
+from lockstep.engine.layout.replicas import block
+from lockstep.engine.layout.tree import fold, leaves, merges
 from lockstep.world import detect
 from train import train
 

@@ -48,7 +48,7 @@ def shm() -> None:
 
 def interface() -> None:
     """An interface that vanishes as soon as something arrives in a measurement."""
-    from lockstep.doctor import links
+    from lockstep.tools.doctor import links
 
     receive = links._receive_for
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.exchange.base import Forest
-from lockstep.strategies.model_context import ModelContext
+from lockstep.engine.exchange.base import Forest
+from lockstep.engine.strategies.model_context import ModelContext
 
 
 def model_context(replicas: int = 1, **more: Any) -> ModelContext:

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep import atomic_file
-from lockstep.checkpoint import catalog
-from lockstep.record import run_file
+from lockstep.state.checkpoint import catalog
+from lockstep.state.files import atomic_file, run_file
 
 
 class Disk:

@@ -42,8 +42,8 @@ ALONE = {
 API = [
     ROOT / "src/lockstep" / name
     for name in (
-        *("errors.py", "data/loader.py", "launch/api.py", "testing/ranks.py"),
-        *("training/run.py", "training/run_metrics.py", "training/run_properties.py"),
+        *("errors.py", "engine/data/loader.py", "launch/api.py", "testing/ranks.py"),
+        *("run.py", "engine/training/run_metrics.py", "engine/training/run_properties.py"),
         *("world/detect.py", "world/model.py"),
     )
 ]

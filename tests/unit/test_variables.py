@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import lockstep
-from lockstep.variables import KNOWN, warnings
+from lockstep.unknown_variables import KNOWN, warnings
 
 
 def test_all_that_the_source_names_are_known() -> None:

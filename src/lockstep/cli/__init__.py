@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
-from lockstep import variables
+from lockstep import unknown_variables as variables
 from lockstep.cli import (
     bench,
     check,

@@ -15,8 +15,8 @@ from lockstep.errors import OutputError, UsageError
 from lockstep.settings import OF_SERVERS
 
 if TYPE_CHECKING:
-    from lockstep.bench.benchmark import Benchmark
-    from lockstep.bench.projection import Link
+    from lockstep.tools.bench.benchmark import Benchmark
+    from lockstep.tools.bench.projection import Link
 
 _EPILOG = """\
 The script runs on every combination of ranks, strategies and exchanges, K times, in rounds: all
@@ -116,11 +116,11 @@ def handle(options: argparse.Namespace) -> int:
 
 
 def _benchmark(options: argparse.Namespace) -> Benchmark:
-    from lockstep.bench.benchmark import Benchmark
-    from lockstep.bench.combinations import choose_exchanges, combine, parse_counts
     from lockstep.launch.command import RunCommand, choose_strategies
     from lockstep.launch.given import Given
-    from lockstep.launch.target import check_script
+    from lockstep.launch.target.target import check_script
+    from lockstep.tools.bench.benchmark import Benchmark
+    from lockstep.tools.bench.combinations import choose_exchanges, combine, parse_counts
 
     # What cannot work is refused before anything runs.
     Given(**setting_flags.given(options, setting_flags.SHARED))
@@ -142,8 +142,8 @@ def _benchmark(options: argparse.Namespace) -> Benchmark:
 
 def _link(options: argparse.Namespace) -> Link:
     """Return what is given of the link to project to."""
-    from lockstep.bench.projection import Link
-    from lockstep.bench.quantities import parse_bandwidth, parse_latency
+    from lockstep.tools.bench.projection import Link
+    from lockstep.tools.bench.quantities import parse_bandwidth, parse_latency
 
     for flag, value in (("--bandwidth", options.bandwidth), ("--latency", options.latency)):
         if value is not None and options.project is None:
@@ -160,7 +160,7 @@ def _link(options: argparse.Namespace) -> Link:
 def _check_outputs(options: argparse.Namespace) -> None:
     """Refuse before anything runs what would be lost after it."""
     if options.html is not None:
-        from lockstep.report.page import graph_objects
+        from lockstep.tools.report.page import graph_objects
 
         graph_objects()
     for flag, path in (("--json", options.json), ("--html", options.html)):
@@ -180,13 +180,13 @@ def _say(line: str) -> None:
 def _tell(content: dict[str, Any], options: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from lockstep.bench import table
+    from lockstep.tools.bench import table
 
     table.show(content, Console())
     if options.json is not None:
         _write(options.json, json.dumps(content, indent=1) + "\n")
     if options.html is not None:
-        from lockstep.bench.charts import write
+        from lockstep.tools.bench.charts import write
 
         write(options.html, content)
 

@@ -12,8 +12,8 @@ from lockstep.cli.parser import Parser
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
-    from lockstep.check.config import Selection
-    from lockstep.check.engine import Outcome
+    from lockstep.tools.check.config import Selection
+    from lockstep.tools.check.engine import Outcome
 
 _EPILOG = """\
 Rules are for scripts of torch.distributed, Accelerate, Fabric and Lockstep; other files are skipped.
@@ -59,8 +59,8 @@ def handle(options: argparse.Namespace) -> int:
     """Check what `options` name; return the exit code."""
     if options.list or options.explain:
         return _tell_rules(options.explain)
-    from lockstep.check import engine, fix
-    from lockstep.check.output import FORMS
+    from lockstep.tools.check import engine, fix
+    from lockstep.tools.check.output import FORMS
 
     if not options.paths:
         raise UsageError("no PATH; expected at least one script, notebook or directory")
@@ -88,8 +88,8 @@ def handle(options: argparse.Namespace) -> int:
 
 def of_target(target: str, kind: str) -> list[str]:
     """Return what is to be said of a script or a module before it is launched: what hangs or corrupts."""
-    from lockstep.check import engine
-    from lockstep.check.output import line
+    from lockstep.tools.check import engine
+    from lockstep.tools.check.output import line
 
     path = Path(target)
     if kind == "module":
@@ -103,7 +103,7 @@ def of_target(target: str, kind: str) -> list[str]:
 
 
 def _selection(options: argparse.Namespace) -> Selection:
-    from lockstep.check.config import Selection
+    from lockstep.tools.check.config import Selection
 
     select, ignore = (
         None if words is None else tuple(words.replace(",", " ").split())
@@ -114,7 +114,7 @@ def _selection(options: argparse.Namespace) -> Selection:
 
 def _diff(outcome: Outcome) -> int:
     """Print what fixes would change; return 1 if that is anything."""
-    from lockstep.check import fix
+    from lockstep.tools.check import fix
 
     for path, (module, edits) in outcome.edits.items():
         sys.stdout.write(fix.diff(path, module.text, fix.apply(module, edits)))
@@ -127,7 +127,7 @@ def _counted(outcome: Outcome) -> Counter[tuple[Path, str]]:
 
 
 def _tell_rules(code: str | None) -> int:
-    from lockstep.check.rules import RULES
+    from lockstep.tools.check.rules import RULES
 
     if code is None:
         for rule in RULES.values():

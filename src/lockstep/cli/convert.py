@@ -11,7 +11,7 @@ from lockstep.cli.parser import Parser
 from lockstep.errors import OutputError, UsageError
 
 if TYPE_CHECKING:
-    from lockstep.convert.script import Converted
+    from lockstep.tools.convert.script import Converted
 
 _EPILOG = """\
 Questions that are left to you are comments `# lockstep: question: …` in the script, and listed at the
@@ -50,7 +50,7 @@ def handle(options: argparse.Namespace) -> int:
     out = None if options.output in (None, "-") else Path(options.output)
     if out is not None and out.exists() and not options.force:
         raise UsageError(f"{out} exists", hint="--force overwrites it; without -o a diff is shown")
-    from lockstep.convert.script import convert
+    from lockstep.tools.convert.script import convert
 
     made = convert(options.script)
     if out is not None:
@@ -64,7 +64,7 @@ def handle(options: argparse.Namespace) -> int:
 
 
 def _write(out: Path, made: Converted) -> None:
-    from lockstep.check import fix
+    from lockstep.tools.check import fix
 
     try:
         if out.exists():
@@ -76,7 +76,7 @@ def _write(out: Path, made: Converted) -> None:
 
 
 def _diff(script: Path, made: Converted) -> None:
-    from lockstep.check import fix
+    from lockstep.tools.check import fix
 
     sys.stdout.write(fix.diff(script, made.module.text, made.text))
 

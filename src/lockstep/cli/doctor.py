@@ -50,9 +50,9 @@ def handle(options: argparse.Namespace) -> int:
     # Read when torch is imported: its stacks of a lost node's connection would stand before the report.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
-    from lockstep.doctor.check import Asked
-    from lockstep.doctor.examine import examine
     from lockstep.launch.nodes.config import Nodes, rendezvous_config
+    from lockstep.tools.doctor.check import Asked
+    from lockstep.tools.doctor.examine import examine
 
     given: dict[str, Any] = nodes.given(options)
     several = Nodes(**given)

@@ -56,7 +56,7 @@ def handle(options: argparse.Namespace) -> int:
     """Write what `options` say; return the exit code."""
     if not options.run_dir.is_dir():
         raise UsageError(f"there is no directory {options.run_dir}; expected that of a run")
-    from lockstep.checkpoint.export import export
+    from lockstep.state.checkpoint.export import export
 
     file, checkpoint = export(
         options.run_dir,

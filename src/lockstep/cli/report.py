@@ -43,9 +43,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
 
 def handle(options: argparse.Namespace) -> int:
     """Write the report that `options` ask for; return the exit code."""
-    from lockstep.report import page
-    from lockstep.report.runs import read
-    from lockstep.report.sections import sections, title
+    from lockstep.tools.report import page
+    from lockstep.tools.report.runs import read
+    from lockstep.tools.report.sections import sections, title
 
     page.graph_objects()  # what is missing is said before long records are read
     runs = read(options.run_dirs)

@@ -13,7 +13,7 @@ from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
     from lockstep.launch.spec import LaunchSpec
-    from lockstep.submit.request import JobRequest
+    from lockstep.tools.submit.request import JobRequest
 
 _EPILOG = """\
 Everything after SCRIPT belongs to the script. Exit codes: that of the job; 2 if there is none; 130
@@ -50,7 +50,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
 
 def handle(options: argparse.Namespace) -> int:
     """Submit what `options` say; return the exit code."""
-    from lockstep.submit.script import job_script
+    from lockstep.tools.submit.script import job_script
 
     spec = _spec(options)
     request = _request(options, spec)
@@ -63,8 +63,8 @@ def handle(options: argparse.Namespace) -> int:
 
 
 def _submit(request: JobRequest, spec: LaunchSpec, *, follow: bool) -> int:
-    from lockstep.submit import job
-    from lockstep.submit.follow import Follower
+    from lockstep.tools.submit import job
+    from lockstep.tools.submit.follow import Follower
 
     number, output = job.submit(request, spec.run_dir, spec.name)
     if not follow:
@@ -81,7 +81,7 @@ def _spec(options: argparse.Namespace) -> LaunchSpec:
     """
     from lockstep.launch.given import Given
     from lockstep.launch.spec import LaunchSpec, parse_ranks
-    from lockstep.launch.target import check_script
+    from lockstep.launch.target.target import check_script
 
     if not options.module:
         check_script(options.target)
@@ -95,7 +95,7 @@ def _spec(options: argparse.Namespace) -> LaunchSpec:
 
 
 def _request(options: argparse.Namespace, spec: LaunchSpec) -> JobRequest:
-    from lockstep.submit.request import JobRequest
+    from lockstep.tools.submit.request import JobRequest
 
     given = [("partition", options.partition), ("account", options.account)]
     named = [f"--{name}={value}" for name, value in given if value is not None]

@@ -18,9 +18,9 @@ from lockstep.settings import OF_SERVERS
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from lockstep.verify.layouts import Storm
-    from lockstep.verify.running import Outcome
-    from lockstep.verify.verdict import Verdict
+    from lockstep.tools.verify.layouts import Storm
+    from lockstep.tools.verify.running import Outcome
+    from lockstep.tools.verify.verdict import Verdict
 
 _EPILOG = """\
 A layout is a number of ranks, or ranks that change on the way: "4>2@30>3@60" begins on 4, continues with
@@ -103,10 +103,10 @@ def handle(options: argparse.Namespace) -> int:
     """Verify what `options` say; return the exit code."""
     from lockstep.launch.command import RunCommand, choose_strategies
     from lockstep.launch.given import Given
-    from lockstep.launch.target import check_script
-    from lockstep.verify.layouts import parse
-    from lockstep.verify.running import Work
-    from lockstep.verify.verdict import judge, outcomes
+    from lockstep.launch.target.target import check_script
+    from lockstep.tools.verify.layouts import parse
+    from lockstep.tools.verify.running import Work
+    from lockstep.tools.verify.verdict import judge, outcomes
 
     # What cannot work is refused before anything runs.
     Given(**setting_flags.given(options, setting_flags.SHARED))
@@ -132,7 +132,7 @@ def handle(options: argparse.Namespace) -> int:
 
 
 def _storm(options: argparse.Namespace) -> Storm | None:
-    from lockstep.verify.layouts import Storm
+    from lockstep.tools.verify.layouts import Storm
 
     if options.kills is None:
         if options.seed is not None:

@@ -54,8 +54,8 @@ def handle(options: argparse.Namespace) -> int:
         raise UsageError(f"--every is {options.every:g}; expected seconds from 0.05 to 3600")
     if options.rank < 0:
         raise UsageError(f"--rank is {options.rank}; expected 0 or more")
-    from lockstep.watch.loop import watch
-    from lockstep.watch.watcher import Watcher, newest
+    from lockstep.tools.watch.loop import watch
+    from lockstep.tools.watch.watcher import Watcher, newest
 
     directory = options.run_dir or newest(Path("runs"))
     return watch(Watcher(directory, options.rank), options.every)

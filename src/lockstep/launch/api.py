@@ -8,28 +8,22 @@ import tempfile
 from pathlib import Path
 
 from lockstep.errors import PREEMPTED
-from lockstep.launch import (
-    dry_run,
-    finished,
-    imports,
-    machine,
-    old_scripts,
-    openmp,
-    unfinished,
-    worker,
-)
+from lockstep.launch import dry_run, finished, unfinished
+from lockstep.launch.agent import worker
+from lockstep.launch.agent.interrupts import Interrupted, listening
+from lockstep.launch.agent.supervise import private_directory, supervise
+from lockstep.launch.devices import machine, openmp
+from lockstep.launch.devices.placement import asked
 from lockstep.launch.functions import launch
-from lockstep.launch.imports import Sources
-from lockstep.launch.interrupts import Interrupted, listening
 from lockstep.launch.nodes.membership import Membership, NotNeeded
 from lockstep.launch.output import say
-from lockstep.launch.placement import asked
 from lockstep.launch.plan import Generation, Launch, make_plan, resolve, threads_of_workers
-from lockstep.launch.preload import likely, preload, threads_shared
 from lockstep.launch.run_directory import RunDirectory, expected
 from lockstep.launch.spec import LaunchSpec
-from lockstep.launch.supervise import private_directory, supervise
-from lockstep.launch.target import check
+from lockstep.launch.target import imports, old_scripts
+from lockstep.launch.target.imports import Sources
+from lockstep.launch.target.preload import likely, preload, threads_shared
+from lockstep.launch.target.target import check
 
 __all__ = ["launch", "run", "show_plan"]
 

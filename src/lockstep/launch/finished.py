@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lockstep.errors import RunDirectoryError
-from lockstep.launch import source
 from lockstep.launch.nodes.config import rendezvous_config
 from lockstep.launch.spec import LaunchSpec
+from lockstep.launch.target import source
 from lockstep.launch.unfinished import meant
-from lockstep.record import run_file
-from lockstep.record.unfinished import is_same
+from lockstep.state.files import run_file
+from lockstep.state.record.unfinished import is_same
 
 #: Set in `run.json` by the launcher, when the launch of a finished run has ended with exit code 0.
 _MARK = "complete"

@@ -22,20 +22,23 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from lockstep import variables
+from lockstep import unknown_variables as variables
 from lockstep.errors import PREEMPTED, RunError, UsageError
-from lockstep.launch import machine, processes, seeding, unfinished, worker
-from lockstep.launch.failure import Verdict
-from lockstep.launch.forkserver import Job, Request
+from lockstep.launch import unfinished
+from lockstep.launch.agent import processes, worker
+from lockstep.launch.agent.failure import Verdict
+from lockstep.launch.agent.forkserver import Job, Request
+from lockstep.launch.agent.interrupts import Interrupted, listening
+from lockstep.launch.agent.supervise import private_directory, supervise
+from lockstep.launch.devices import machine
+from lockstep.launch.devices.placement import asked
 from lockstep.launch.given import Given
-from lockstep.launch.imports import Sources
-from lockstep.launch.interrupts import Interrupted, listening
 from lockstep.launch.output import say
-from lockstep.launch.placement import asked
 from lockstep.launch.plan import BOOTSTRAP, interpreter, resolve
 from lockstep.launch.run_directory import RunDirectory
 from lockstep.launch.spec import LaunchSpec, Ranks, StartMethod
-from lockstep.launch.supervise import private_directory, supervise
+from lockstep.launch.target import seeding
+from lockstep.launch.target.imports import Sources
 from lockstep.world import detect
 
 #: What `multiprocessing` tells a fresh interpreter that ours needs too: paths and the main module.

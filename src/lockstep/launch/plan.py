@@ -9,16 +9,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lockstep.engine.layout import mesh as meshes
 from lockstep.errors import DeviceError, UsageError
-from lockstep.launch import binding, server_processes
-from lockstep.launch.gpus import Gpu
-from lockstep.launch.imports import Sources
-from lockstep.launch.machine import Machine
+from lockstep.launch.agent import server_processes
+from lockstep.launch.devices import binding
+from lockstep.launch.devices.gpus import Gpu
+from lockstep.launch.devices.machine import Machine
+from lockstep.launch.devices.placement import asked, choose, no_gpus, ranks_without_looking, seats
 from lockstep.launch.nodes.config import RendezvousConfig, rendezvous_config
 from lockstep.launch.nodes.membership import Membership
-from lockstep.launch.placement import asked, choose, no_gpus, ranks_without_looking, seats
 from lockstep.launch.spec import LaunchSpec
-from lockstep.layout import mesh as meshes
+from lockstep.launch.target.imports import Sources
 from lockstep.settings import TABLE
 from lockstep.version import __version__
 from lockstep.world.cores import usable_cores
@@ -27,7 +28,7 @@ from lockstep.world.environments.lockstep import MARK, TOKEN
 from lockstep.world.network import INTERFACES
 
 #: What a fresh interpreter runs, and its flag for scripts whose generators start alike on all ranks.
-BOOTSTRAP, SEEDED = "lockstep.launch.bootstrap", "--seeded"
+BOOTSTRAP, SEEDED = "lockstep.launch.agent.bootstrap", "--seeded"
 #: More ranks on one core than this are a slip of the finger, not a plan.
 MAX_RANKS_PER_CORE = 16
 

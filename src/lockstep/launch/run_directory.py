@@ -12,8 +12,8 @@ from typing import Self
 from lockstep.launch.output import say
 from lockstep.launch.plan import Launch
 from lockstep.launch.spec import LaunchSpec
-from lockstep.record import directory, lock
-from lockstep.record.directory import short
+from lockstep.state.files import directory, lock
+from lockstep.state.files.directory import short
 
 #: In a launcher's private directory: a link to its temporary logs.
 LINK = "logs"

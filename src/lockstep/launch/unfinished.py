@@ -12,8 +12,9 @@ from lockstep.launch.given import Given
 from lockstep.launch.nodes.config import rendezvous_config
 from lockstep.launch.nodes.membership import Common
 from lockstep.launch.spec import LaunchSpec
-from lockstep.record import run_file, unfinished
-from lockstep.record.unfinished import BASE, Unfinished
+from lockstep.state.files import run_file
+from lockstep.state.record import unfinished
+from lockstep.state.record.unfinished import BASE, Unfinished
 
 #: How a user asks for the newest unfinished run, and for one by its directory.
 _FLAGS = {"resume": "--resume", "run_dir": "--run-dir "}

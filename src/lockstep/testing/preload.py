@@ -6,7 +6,7 @@ import torch._dynamo  # the first optimizer of a process imports it, which takes
 import torch.distributed
 import torch.nn.parallel
 
-import lockstep.training.run
+import lockstep.run
 
 __all__ = ["lockstep", "torch"]
 

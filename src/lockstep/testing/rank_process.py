@@ -53,7 +53,7 @@ def run(
 
 
 def _describe(error: BaseException) -> Told:
-    from lockstep.record.error_report import is_consequence
+    from lockstep.state.record.error_report import is_consequence
 
     return Told(
         error=f"{type(error).__name__}: {error}",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lockstep.launch.imports import Sources
-from lockstep.launch.machine import Machine
+from lockstep.launch.devices.machine import Machine
 from lockstep.launch.nodes.membership import Membership
 from lockstep.launch.plan import Generation, Plan, make_plan, resolve
 from lockstep.launch.spec import LaunchSpec
+from lockstep.launch.target.imports import Sources
 
 LAPTOP = Machine(cores=8)
 

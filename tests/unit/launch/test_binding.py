@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.launch.binding import shares
+from lockstep.launch.devices.binding import shares
+from lockstep.launch.devices.machine import Machine
 from lockstep.launch.given import Given
-from lockstep.launch.machine import Machine
 from lockstep.launch.spec import LaunchSpec
 from tests.unit.launch.planning import membership_of, plan
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.launch.child import Child, LostError, bounded
+from lockstep.launch.agent.child import Child, LostError, bounded
 
 
 def crash(_: Any) -> None:

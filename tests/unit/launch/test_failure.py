@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import EarlyExitError, StepError, UsageError
-from lockstep.launch import failure
-from lockstep.launch.forkserver import Exit
+from lockstep.launch.agent import failure
+from lockstep.launch.agent.forkserver import Exit
 from lockstep.launch.plan import WorkerPlan
-from lockstep.record import error_report
+from lockstep.state.record import error_report
 
 
 @pytest.fixture

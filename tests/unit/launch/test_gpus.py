@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch import gpus
-from lockstep.launch.gpus import Gpu, list_gpus, read_listing, visible
+from lockstep.launch.devices import gpus
+from lockstep.launch.devices.gpus import Gpu, list_gpus, read_listing, visible
 from tests.unit.launch import listings
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.checkpoint.shared_memory import AFTER_RUN, COLLECTIVES, Slot
-from lockstep.launch import hang
-from lockstep.launch.hang import HangWatch, Stand
+from lockstep.launch.agent import hang
+from lockstep.launch.agent.hang import HangWatch, Stand
+from lockstep.launch.agent.restarts import Kind
 from lockstep.launch.plan import WorkerPlan
-from lockstep.launch.restarts import Kind
-from lockstep.record import stacks
-from lockstep.record.stacks import Frame
+from lockstep.state.checkpoint.shared_memory import AFTER_RUN, COLLECTIVES, Slot
+from lockstep.state.record import stacks
+from lockstep.state.record.stacks import Frame
 
 BACKWARD = COLLECTIVES.index("run.backward")
 
@@ -236,7 +236,7 @@ def test_a_process_that_does_not_expect_the_signal_is_spared(tmp_path: Path) -> 
 
 def test_a_worker_writes_its_stacks_beside_its_log(tmp_path: Path) -> None:
     code = (
-        "import os; from lockstep.record import stacks; stacks.offer(os.environ); "
+        "import os; from lockstep.state.record import stacks; stacks.offer(os.environ); "
         "print(1, flush=True); input()"
     )
     one = worker(0, tmp_path)

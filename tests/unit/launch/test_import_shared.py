@@ -42,8 +42,8 @@ ALONE = {
 
 CODE = """
 import json, os, sys
-from lockstep.launch.imports import Import
-from lockstep.launch.preload import import_shared
+from lockstep.launch.target.imports import Import
+from lockstep.launch.target.preload import import_shared
 directory, origins, names, taken, skipped = json.loads(sys.argv[1])
 sys.path.insert(0, directory)
 imports = [Import(name, f"{origins}/{name}.py", tuple(taken)) for name in names]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.imports import read
 from lockstep.launch.spec import LaunchSpec
+from lockstep.launch.target.imports import read
 
 
 def modules(directory: Path, text: str) -> list[tuple[str, ...]]:

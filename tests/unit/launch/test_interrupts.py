@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from lockstep.launch import interrupts
-from lockstep.launch.interrupts import Interrupted, Interrupts
+from lockstep.launch.agent import interrupts
+from lockstep.launch.agent.interrupts import Interrupted, Interrupts
 
 
 def test_a_second_signal_is_impatient(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.old_scripts import adapt, kept_port, warning
 from lockstep.launch.spec import LaunchSpec
+from lockstep.launch.target.old_scripts import adapt, kept_port, warning
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from lockstep.errors import DeviceError, UsageError
+from lockstep.launch.devices.gpus import read_listing
+from lockstep.launch.devices.machine import Machine
 from lockstep.launch.dry_run import lines, placement
 from lockstep.launch.given import Given
-from lockstep.launch.gpus import read_listing
-from lockstep.launch.machine import Machine
 from lockstep.launch.plan import count_ranks
 from lockstep.launch.spec import LaunchSpec
 from tests.unit.launch import listings, planning

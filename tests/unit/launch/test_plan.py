@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from lockstep.errors import DeviceError, UsageError
+from lockstep.launch.devices.machine import Machine
 from lockstep.launch.given import Given
-from lockstep.launch.imports import Sources
-from lockstep.launch.machine import Machine
 from lockstep.launch.nodes.config import Nodes
 from lockstep.launch.plan import arguments, command, count_ranks, resolve
 from lockstep.launch.spec import LaunchSpec
+from lockstep.launch.target.imports import Sources
 from lockstep.world import World, detect
 from tests.unit.launch.planning import LAPTOP, membership_of, plan
 
@@ -241,8 +241,8 @@ def test_legacy_option_comes_first():
     [
         ("fork", "script", ["a.py", "x"]),
         ("exec", "module", ["-m", "a.py", "x"]),
-        ("spawn", "script", ["-m", "lockstep.launch.bootstrap", "script", "a.py", "x"]),
-        ("spawn", "module", ["lockstep.launch.bootstrap", "--seeded", "module", "a.py", "x"]),
+        ("spawn", "script", ["-m", "lockstep.launch.agent.bootstrap", "script", "a.py", "x"]),
+        ("spawn", "module", ["lockstep.launch.agent.bootstrap", "--seeded", "module", "a.py", "x"]),
     ],
 )
 def test_commands(start, kind, tail):

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from lockstep.launch.given import Given
-from lockstep.launch.imports import Sources, read
-from lockstep.launch.preload import Footprint, likely
 from lockstep.launch.spec import LaunchSpec
+from lockstep.launch.target.imports import Sources, read
+from lockstep.launch.target.preload import Footprint, likely
 
-RUN, DYNAMO = ("lockstep.training.run", "lockstep.exchange.shared_memory"), "torch._dynamo"
+RUN, DYNAMO = ("lockstep.run", "lockstep.engine.exchange.shared_memory"), "torch._dynamo"
 
 
 def of_script(script: Path) -> tuple[str, ...]:
@@ -86,7 +86,7 @@ def test_a_script_that_sets_what_dynamo_reads(
 
 def test_a_strategy_with_imports_of_its_own() -> None:
     spec = LaunchSpec(target="no_such_script.py", settings=Given(strategy="fsdp"))
-    assert likely(spec, Sources(), {}) == (*RUN, DYNAMO, "lockstep.strategies.sharded.model")
+    assert likely(spec, Sources(), {}) == (*RUN, DYNAMO, "lockstep.engine.strategies.sharded.model")
 
 
 def test_a_strategy_that_the_environment_names() -> None:
@@ -94,7 +94,7 @@ def test_a_strategy_that_the_environment_names() -> None:
     assert likely(spec, Sources(), {"LOCKSTEP_STRATEGY": "tensor"}) == (
         *RUN,
         DYNAMO,
-        "lockstep.strategies.tensor",
+        "lockstep.engine.strategies.tensor",
     )
     assert likely(spec, Sources(), {"LOCKSTEP_STRATEGY": "ddp"}) == ()
 

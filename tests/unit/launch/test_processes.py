@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch import gpus, processes
-from lockstep.launch.child import Child, LostError
-from lockstep.launch.forkserver import ForkServer, Request
+from lockstep.launch.agent import processes
+from lockstep.launch.agent.child import Child, LostError
+from lockstep.launch.agent.forkserver import ForkServer, Request
+from lockstep.launch.devices import gpus
 from tests.frozen import frozen_disk
 
 
@@ -51,7 +52,7 @@ def test_a_child_that_hangs_in_the_driver_is_given_up_on(tmp_path: Path) -> None
 
 
 def test_a_fork_server_ends_although_a_worker_cannot(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("lockstep.launch.forkserver._KILL_SECONDS", 0.5)
+    monkeypatch.setattr("lockstep.launch.agent.forkserver._KILL_SECONDS", 0.5)
     with frozen_disk(tmp_path) as disk, Path(os.devnull).open("r+") as nothing:
 
         def job(_: Request) -> None:

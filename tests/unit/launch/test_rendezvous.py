@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from lockstep.launch.agent.rendezvous import Rendezvous
 from lockstep.launch.plan import Generation
-from lockstep.launch.rendezvous import Rendezvous
 from lockstep.world.rendezvous.store import connect_store
 
 

@@ -9,8 +9,8 @@ from dataclasses import asdict
 import pytest
 
 from lockstep.errors import CheckpointError, RunDirectoryError, WorldError
-from lockstep.launch.restarts import DEFAULT, Kind, Restarts, kind
-from lockstep.record.error_report import Report, describe
+from lockstep.launch.agent.restarts import DEFAULT, Kind, Restarts, kind
+from lockstep.state.record.error_report import Report, describe
 
 
 def told(exception: str, message: str = "") -> Report:

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.launch import dry_run, failure
-from lockstep.launch.failure import Failure
-from lockstep.launch.forkserver import Exit
+from lockstep.launch import dry_run
+from lockstep.launch.agent import failure
+from lockstep.launch.agent.failure import Failure
+from lockstep.launch.agent.forkserver import Exit
+from lockstep.launch.agent.server_processes import count
 from lockstep.launch.given import Given
 from lockstep.launch.plan import Plan
-from lockstep.launch.server_processes import count
 from lockstep.launch.spec import LaunchSpec
 from lockstep.world import detect
 from tests.unit.launch import planning
@@ -35,7 +36,9 @@ def test_servers_are_none_of_the_ranks() -> None:
     assert [server.rank for server in made.servers] == [-1, -2, -3]
     for server in made.servers:
         assert "RANK" not in server.env, "nobody shall take it for a rank"
-        assert server.command[-2:] == ("-m", "lockstep.parameter_server"), "never the user's script"
+        assert server.command[-2:] == ("-m", "lockstep.engine.parameter_server"), (
+            "never the user's script"
+        )
     logs = {one.log for one in (*made.workers, *made.servers)}
     files = {one.error_file for one in (*made.workers, *made.servers)}
     assert (len(logs), len(files)) == (5, 5)
@@ -129,7 +132,7 @@ def test_a_verdict_names_the_server() -> None:
 
 def test_the_traceback_of_a_server_is_said_to_be_its_own() -> None:
     from lockstep.launch.functions import failed
-    from lockstep.record.error_report import Report
+    from lockstep.state.record.error_report import Report
 
     made = plan(2)
     told = Report(rank=-2, exception="ValueError", message="bad", traceback="Traceback: bad")
@@ -149,7 +152,7 @@ def test_a_verdict_over_nobody_names_nobody() -> None:
 
 
 def test_a_server_that_died_is_the_cause_of_what_workers_felt() -> None:
-    from lockstep.record.error_report import Report
+    from lockstep.state.record.error_report import Report
 
     made = plan(1)
     felt = Report(rank=0, exception="PeerError", message="server 0 is gone", consequence=True)

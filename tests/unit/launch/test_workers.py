@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from lockstep.launch import workers
-from lockstep.launch.forkserver import Exit
-from lockstep.launch.interrupts import Interrupted, Interrupts
-from lockstep.launch.workers import LAST_GRACE, Workers
+from lockstep.launch.agent import workers
+from lockstep.launch.agent.forkserver import Exit
+from lockstep.launch.agent.interrupts import Interrupted, Interrupts
+from lockstep.launch.agent.workers import LAST_GRACE, Workers
 
 
 class Server:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from lockstep.launch.failure import Verdict
+from lockstep.launch.agent.failure import Verdict
 from lockstep.launch.nodes.membership import Membership
 from lockstep.launch.nodes.messages import Answer, Decision, Said, Told, lost_verdict
 

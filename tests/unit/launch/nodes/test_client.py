@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.launch.failure import Verdict
+from lockstep.launch.agent.failure import Verdict
 from lockstep.launch.nodes import client, coordinator, server
 from lockstep.launch.nodes.client import CoordinatorClient, RoundOverError
 from lockstep.launch.nodes.membership import Membership

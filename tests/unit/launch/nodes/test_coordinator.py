@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.launch.failure import Verdict
+from lockstep.launch.agent.failure import Verdict
+from lockstep.launch.agent.restarts import Kind
 from lockstep.launch.nodes.coordinator import Coordinator
 from lockstep.launch.nodes.membership import Membership
 from lockstep.launch.nodes.messages import Answer, Decision, Said, Told, lost_verdict
-from lockstep.launch.restarts import Kind
 from lockstep.world.rendezvous.decode import decode
 
 Maker = Callable[..., Coordinator]

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import UnreachableError, UsageError, WorldError
+from lockstep.launch.agent.rendezvous import Rendezvous
 from lockstep.launch.nodes import (
     client,
     coordinator,
@@ -35,7 +36,6 @@ from lockstep.launch.nodes.membership import Common, Launcher, Membership, NotNe
 from lockstep.launch.nodes.membership_rounds import Rounds
 from lockstep.launch.nodes.server import Place
 from lockstep.launch.plan import Generation
-from lockstep.launch.rendezvous import Rendezvous
 from lockstep.world import host
 from lockstep.world.rendezvous.membership_check import NodeInfo
 from lockstep.world.rendezvous.store import connect_store

@@ -7,9 +7,9 @@ from dataclasses import asdict
 
 import pytest
 
-from lockstep.launch.failure import Verdict
+from lockstep.launch.agent.failure import Verdict
 from lockstep.launch.nodes.messages import LINE, Answer, Decision, Told, fitting
-from lockstep.record import error_report
+from lockstep.state.record import error_report
 
 
 def told(length: int) -> Told:

@@ -1,0 +1,1 @@
+"""Training: the loop, strategies, exchanges, parameter servers, data, layout and recovery."""

@@ -1,0 +1,220 @@
+"""`Loader` and `GlobalBatch`: iterate over the microbatches of this rank's replicas."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Generator, Iterator, MutableMapping
+from typing import Any, TypeVar
+
+import torch
+
+from lockstep.engine.data.microbatch import Microbatch, Observer, Start
+from lockstep.engine.data.sources import Batch, MapSource, Source, Tell
+from lockstep.errors import LoaderError
+
+T = TypeVar("T")
+#: Measures how long the items of an iterator take to come.
+Measure = Callable[[Iterator[Any]], Iterator[Any]]
+
+
+class GlobalBatch:
+    """One global batch; iterating over it yields this rank's microbatches.
+
+    Each iteration is one *pass*. A second pass sees the same data again, for scripts that update
+    twice per batch, such as a generator and a discriminator.
+
+    Attributes:
+        index: number of the batch in its loop, from 0, the same on every layout and after a resume.
+    """
+
+    def __init__(self, batch: Batch, observer: Observer, index: int) -> None:
+        self.index = index
+        self._batch = batch
+        self._observer = observer
+        self._seen: list[tuple[Microbatch, Any]] = []
+        self._turn = 0
+        self._is_over = False
+
+    def __iter__(self) -> Iterator[Any]:
+        turn, self._turn = self._turn, self._turn + 1
+        return self._pass(turn)
+
+    def ahead(self) -> Iterator[Any]:
+        """Iterate as the next pass will, which draws the same random numbers, without an extra pass."""
+        return self._pass(self._turn, audits=False)
+
+    def _pass(self, turn: int, *, audits: bool = True) -> Iterator[Any]:
+        if self._is_over:
+            raise LoaderError(
+                "a global batch was iterated over after the next one had been asked for",
+                hint="use each batch inside `for batch in run.batches(loader): …`",
+            )
+        pairs = (
+            (m._replace(turn=turn), data) for m, data in self._replayed() if audits or not m.audit
+        )
+        return observed(show(pairs, self._observer, shown=True), self._observer)
+
+    def pass_over(self) -> None:
+        """Fetch the microbatches that no pass has taken, so that the next batch begins in its place."""
+        self._is_over = True
+        for _ in self._batch:
+            pass
+
+    def _replayed(self) -> Batch:
+        """Yield microbatches of earlier passes, then the rest; a pass may have been left in the middle."""
+        yield from tuple(self._seen)
+        for pair in self._batch:
+            self._seen.append(pair)
+            yield pair
+
+
+def show(pairs: Batch, observer: Observer, *, shown: bool) -> Generator[Any]:
+    """Yield the data of one pass over a global batch, which is `shown` to the script as a whole, or not."""
+    microbatch = None
+    for microbatch, data in pairs:
+        if not observer.takes(microbatch):
+            continue
+        observer.microbatch_begins(microbatch)
+        left = True
+        try:
+            yield data
+            left = False
+        finally:
+            observer.microbatch_ends(microbatch, left=left)
+    if microbatch is not None:
+        observer.pass_ends(microbatch, shown=shown)
+
+
+def observed(items: Generator[T], observer: Observer) -> Iterator[T]:
+    """Yield `items`, and let the observer know of an exception that they raise: a script may catch it."""
+    try:
+        for item in items:  # noqa: UP028 - to be left while `items` can still be closed
+            yield item
+    except GeneratorExit:
+        try:
+            items.close()
+        except (Exception, SystemExit) as error:  # which can be raised to nothing here
+            observer.fails(error)
+        raise
+    except (Exception, SystemExit) as error:
+        observer.fails(error)
+        raise
+
+
+class Loader:
+    """Iterates over this rank's microbatches; `len()` is the number of global batches.
+
+    Made by `Run.loader`.
+
+    Attributes:
+        number: index of the loader, in the order of `run.loader` calls.
+        batch_size: samples per global batch; `None` with a batch sampler.
+        dataset: the dataset, as of a DataLoader.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        observer: Observer,
+        *,
+        number: int,
+        batch_size: int | None,
+        device: torch.device | None,
+        compare: Tell | None = None,
+        measure: Measure = iter,
+        dataset: Any = None,
+    ) -> None:
+        self.dataset = dataset
+        self._source = source
+        self._observer = observer
+        self._device = device
+        self._compare = compare
+        self._measure = measure
+        self.number = number
+        self.batch_size = batch_size
+
+    def __len__(self) -> int:
+        """Return the number of global batches in one loop over the data.
+
+        Raises:
+            TypeError: if the dataset is an IterableDataset, which has no length.
+        """
+        if not isinstance(self._source, MapSource):
+            raise TypeError("a loader over an IterableDataset has no length")
+        return len(self._source)
+
+    def close(self) -> None:
+        """End the worker processes; the loader cannot be iterated over afterwards."""
+        self._source.close()
+
+    def __iter__(self) -> Iterator[Any]:
+        return observed(self._microbatches(), self._observer)
+
+    def _microbatches(self) -> Generator[Any]:
+        for _, batch in self._loop(shown=False):
+            yield from show(batch, self._observer, shown=False)
+
+    def batches(self) -> Iterator[GlobalBatch]:
+        """Yield each global batch, to be iterated over once or more."""
+        return observed(self._whole_batches(), self._observer)
+
+    def _whole_batches(self) -> Generator[GlobalBatch]:
+        for index, batch in self._loop(shown=True):
+            whole = GlobalBatch(batch, self._observer, index)
+            yield whole
+            whole.pass_over()
+
+    def _loop(self, *, shown: bool) -> Iterator[tuple[int, Batch]]:
+        """Yield each global batch and its number.
+
+        Where it is shown to the script as a whole, that may draw before its passes.
+        """
+        start = self._observer.loop_begins(self.number, self._source.batching)
+        step = start.first
+        early = True
+        try:
+            for batch in self._measure(self._batches(start)):
+                self._observer.batch_begins(start, step, shown=shown)
+                pairs = self._measure(batch)
+                yield step, pairs if self._device is None else _moved(pairs, self._device)
+                step += 1
+                if self._observer.batch_ends(start):
+                    break
+            early = start.is_over
+        finally:
+            self._observer.loop_ends(start, step, early=early)
+
+    def _batches(self, start: Start) -> Iterator[Batch]:
+        if start.is_over and start.again is None:
+            return iter(())
+        compare, self._compare = self._compare, None  # in the first loop alone
+        audited = self._observer.audit_plan(start)
+        return self._source.batches(
+            self.number, start.epoch, start.round, start.first, compare, audited
+        )
+
+
+def _moved(batch: Batch, device: torch.device) -> Batch:
+    return ((microbatch, to_device(data, device)) for microbatch, data in batch)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Return `batch` with every tensor inside lists, tuples and mappings moved to `device`.
+
+    An object with a method `to` is moved by it.
+
+    From pinned memory the copies don't block the host.
+    """
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if callable(getattr(batch, "to", None)):
+        return batch.to(device)
+    if isinstance(batch, MutableMapping):
+        moved = copy.copy(batch)  # keeps what the mapping is besides its items
+        moved.update({key: to_device(value, device) for key, value in batch.items()})
+        return moved
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch

@@ -1,0 +1,234 @@
+"""Order of an epoch, and its batches: the dataset's, a keyed shuffle, or a sampler's of the user."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sized
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler
+
+from lockstep.engine.data.microbatch import Batching
+from lockstep.engine.data.randomness import set_key
+from lockstep.engine.layout import keys
+from lockstep.engine.layout.permutation import Indices, Listed, Order, Sequential, Shuffled
+from lockstep.errors import LoaderError
+
+
+class OrderSource(Protocol):
+    """Gives each loop over the data its order."""
+
+    @property
+    def name(self) -> str:
+        """What kind of order it is."""
+
+    def __len__(self) -> int:
+        """Number of positions in an order."""
+
+    def order(self, loader: int, epoch: int, round_: int) -> Order:
+        """Return the order of one loop over the data."""
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetOrder:
+    """The dataset's own order, or a keyed shuffle of it."""
+
+    length: int
+    shuffle: bool
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """What kind of order it is."""
+        return "shuffled" if self.shuffle else "sequential"
+
+    def __len__(self) -> int:
+        return self.length
+
+    def order(self, loader: int, epoch: int, round_: int) -> Order:
+        """Return the order of one loop over the data, in constant memory."""
+        if not self.shuffle:
+            return Sequential(self.length)
+        return Shuffled(self.length, keys.derive(self.seed, keys.ORDER, loader, epoch, round_))
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerOrder:
+    """What a sampler of the user's yields, drawn under the loop's key so that all ranks agree.
+
+    Takes 8 bytes per sample, since a sampler can only be asked for everything at once.
+    """
+
+    sampler: Any
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """What kind of order it is: the sampler's class."""
+        return type(self.sampler).__name__
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def order(self, loader: int, epoch: int, round_: int) -> Order:
+        """Return the order of one loop over the data.
+
+        Raises:
+            LoaderError: if the sampler yields another number of indices than its length.
+        """
+        _start(self.sampler, keys.derive(self.seed, keys.ORDER, loader, epoch, round_))
+        indices = np.fromiter(self.sampler, dtype=np.int64)
+        if len(indices) != len(self):
+            raise LoaderError(
+                f"the sampler {type(self.sampler).__name__} yielded {len(indices)} indices; "
+                f"expected {len(self)}, its length",
+                hint="give the sampler a __len__ that holds for every epoch",
+            )
+        return Listed(indices)
+
+
+def _start(sampler: Any, key: int) -> None:
+    """Let a sampler, and the one inside a batch sampler, begin at `key`."""
+    set_key(key)
+    for one in (sampler, getattr(sampler, "sampler", None)):
+        generator = getattr(one, "generator", None)
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(key)
+
+
+# --- batches ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The global batches of one loop.
+
+    Attributes:
+        order: the samples of all batches, one behind the other.
+        start: given the number of a batch, the position where it begins; that of its end for the next.
+    """
+
+    order: Order
+    start: Callable[[int], int]
+
+
+class Batches(Protocol):
+    """Gives each loop over the data its global batches."""
+
+    def __len__(self) -> int:
+        """Number of global batches in a loop."""
+
+    def batching(self, indices: str | None) -> Batching:
+        """Return how a loop that begins now makes its batches; `indices` is a checksum of the data's."""
+
+    def draw(self, loader: int, epoch: int, round_: int) -> Drawn:
+        """Return the batches of one loop over the data."""
+
+
+@dataclass(frozen=True, slots=True)
+class FixedSize:
+    """Pieces of one size of an order; the last may be short, or is left out."""
+
+    orders: OrderSource
+    size: int
+    drop_last: bool
+
+    def __len__(self) -> int:
+        length = len(self.orders)
+        return length // self.size if self.drop_last else -(-length // self.size)
+
+    def batching(self, indices: str | None) -> Batching:
+        """Return how a loop that begins now makes its batches."""
+        return Batching(
+            batch_size=self.size,
+            samples=len(self.orders),
+            order=self.orders.name,
+            drop_last=self.drop_last,
+            indices=indices,
+        )
+
+    def draw(self, loader: int, epoch: int, round_: int) -> Drawn:
+        """Return the batches of one loop over the data, in as much memory as the order takes."""
+        order, size = self.orders.order(loader, epoch, round_), self.size
+        length = len(order)
+        return Drawn(order, lambda step: min(step * size, length))
+
+
+@dataclass(frozen=True, slots=True)
+class SampledBatches:
+    """What a batch sampler of the user's yields: each of its batches is a global one.
+
+    It is drawn under the loop's key, so that all ranks agree. Takes 8 bytes per sample.
+    """
+
+    sampler: Any
+    seed: int
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def batching(self, indices: str | None) -> Batching:
+        """Return how a loop that begins now makes its batches."""
+        return Batching(
+            batch_size=None,
+            samples=None,
+            order=type(self.sampler).__name__,
+            drop_last=False,
+            indices=indices,
+            count=len(self),
+        )
+
+    def draw(self, loader: int, epoch: int, round_: int) -> Drawn:
+        """Return the batches of one loop over the data.
+
+        Raises:
+            LoaderError: if there are more or fewer than the length of the sampler, or one has no samples.
+        """
+        _start(self.sampler, keys.derive(self.seed, keys.ORDER, loader, epoch, round_))
+        name = type(self.sampler).__name__
+        batches = [_indices(batch, name) for batch in self.sampler]
+        if len(batches) != len(self):
+            raise LoaderError(
+                f"the batch sampler {name} yielded {len(batches)} batches; expected {len(self)}, "
+                "its length",
+                hint="give it a __len__ that holds for every epoch",
+            )
+        starts = np.cumsum([0, *map(len, batches)])
+        return Drawn(Listed(np.concatenate(batches)), lambda step: int(starts[step]))
+
+
+def _indices(batch: Any, sampler: str) -> Indices:
+    if not isinstance(batch, Iterable) or isinstance(batch, str):
+        what = type(batch).__name__
+        raise LoaderError(
+            f"the batch sampler {sampler} yielded a value of type {what}; expected the indices of a batch",
+            hint="pass a sampler of indices as sampler=, with batch_size=",
+        )
+    indices = np.fromiter(batch, dtype=np.int64)
+    if not len(indices):
+        raise LoaderError(
+            f"the batch sampler {sampler} yielded a batch without samples; expected at least one",
+            hint="leave empty batches out, and out of its length",
+        )
+    return indices
+
+
+def check_sampler(sampler: object, kind: str = "sampler") -> None:
+    """Refuse a sampler, or a batch sampler, without a length: the ranks would not know the epoch's end.
+
+    Raises:
+        LoaderError: if it has no length, cannot be iterated, or yields batches.
+    """
+    if isinstance(sampler, BatchSampler) and kind == "sampler":
+        raise LoaderError(
+            f"the sampler {type(sampler).__name__} yields batches; expected indices",
+            hint="pass it as batch_sampler=, without batch_size",
+        )
+    if not isinstance(sampler, Sized) or not isinstance(sampler, Iterable):
+        raise LoaderError(
+            f"the {kind} {type(sampler).__name__} has no length or cannot be iterated; "
+            "expected both",
+            hint="give it __len__ and __iter__, or pass batch_size= and shuffle=True",
+        )

@@ -1,0 +1,252 @@
+"""Connections of a worker to the servers: requests, answers, and counts of bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import secrets
+import socket
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lockstep.engine.parameter_server.discovery import proof
+from lockstep.engine.parameter_server.messages import (
+    HEADER,
+    PIECES,
+    Header,
+    Kind,
+    Message,
+    megabytes,
+    parse,
+    pieces,
+    view,
+)
+from lockstep.errors import MismatchError, ModelError, PeerError, RunError
+
+#: What a worker raises for each kind of failure that a server tells of, besides that of another worker.
+FAILURES: dict[str, type[RunError]] = {"mismatch": MismatchError, "model": ModelError}
+#: How long a server may take to read that a worker leaves.
+_BYE_SECONDS = 1.0
+
+
+class Client:
+    """A connection to one server.
+
+    Args:
+        connection: to it; closed by `close`.
+        index: number of the server.
+
+    Attributes:
+        name: what the server is called.
+        sent: bytes that went to it.
+        received: bytes that came from it.
+    """
+
+    def __init__(self, connection: socket.socket, index: int) -> None:
+        self._socket = connection
+        self.name = f"server {index}"
+        self.sent = self.received = 0
+        self._memory: dict[int, Callable[[], torch.Tensor]] = {}
+        self._versions: dict[int, deque[torch.Tensor]] = {}
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # A node that is lost closes no connection.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+    def authenticate(self, token: str, worker: Mapping[str, Any]) -> None:
+        """Show the server that this worker belongs to its launch, and have it show the same.
+
+        Args:
+            token: what both know; another program that listens there does not learn it.
+            worker: the session that it joins, and its rank there.
+
+        Raises:
+            PeerError: if what listens there is no server of this launch.
+        """
+        nonces = str(self.receive(Kind.CHALLENGE).meta.get("nonce")), secrets.token_hex(16)
+        meta = {**worker, "nonce": nonces[1], "proof": proof(token, "worker", nonces)}
+        self.send(Kind.HELLO, meta=meta)
+        answer = str(self.receive(Kind.WELCOME).meta.get("proof")).encode(errors="replace")
+        if not hmac.compare_digest(answer, proof(token, "server", nonces).encode()):
+            raise self.strange("does not know the secret of this launch")
+
+    def send(self, kind: Kind, tensors: Sequence[torch.Tensor] = (), **fields: Any) -> None:
+        """Send a message; see `messages.pieces` for its fields.
+
+        Raises:
+            PeerError: if the server is gone, or another worker.
+            ModelError: if it could not do what was asked for.
+        """
+        views = deque(pieces(kind, tensors, **fields))
+        self.sent += sum(one.nbytes for one in views)
+        try:
+            while views:
+                done = self._socket.sendmsg([views[i] for i in range(min(len(views), PIECES))])
+                while views and done >= views[0].nbytes:
+                    done -= views.popleft().nbytes
+                if done:
+                    views[0] = views[0][done:]
+        except OSError as error:
+            raise self._last_error() from error
+
+    def receive(self, kind: Kind, into: torch.Tensor | None = None) -> Message:
+        """Wait for a message of one kind.
+
+        Args:
+            kind: what is expected; what else a server says is an error.
+            into: memory for its tensor.
+
+        Raises:
+            PeerError: if the server is gone, or another worker.
+            ModelError: if it cannot do what is asked for.
+        """
+        header, meta = self._next()
+        while header.kind == Kind.VERSION:
+            self._take_version(header)
+            header, meta = self._next()
+        if header.kind != kind:
+            raise self.strange(f"answers with kind {header.kind}; expected {kind} ({kind.name})")
+        payload = torch.empty(header.payload, dtype=torch.uint8) if into is None else into
+        self._fill_payload(header, payload)
+        return Message(header, meta, payload)
+
+    def expect(self, tag: int, memory: Callable[[], torch.Tensor]) -> None:
+        """Take versions of the parameters of optimizer `tag` from now on, into what `memory` returns."""
+        self._memory[tag], self._versions[tag] = memory, deque()
+
+    def version(self, tag: int) -> torch.Tensor:
+        """Wait for the next version of the parameters of optimizer `tag`, and return it.
+
+        Raises:
+            PeerError: if the server is gone, or another worker.
+            ModelError: if it cannot do what was asked for.
+        """
+        while not self._versions[tag]:
+            header, _ = self._next()
+            if header.kind != Kind.VERSION:
+                raise self.strange(f"sends kind {header.kind}; expected a version of parameters")
+            self._take_version(header)
+        return self._versions[tag].popleft()
+
+    def _take_version(self, header: Header) -> None:
+        memory = self._memory[header.tag]()
+        self._fill_payload(header, memory)
+        self._versions[header.tag].append(memory)
+
+    def _fill_payload(self, header: Header, memory: torch.Tensor) -> None:
+        if header.payload != memory.nbytes:
+            raise self.strange(f"sends {header.payload} bytes; expected {memory.nbytes}")
+        self._fill(view(memory))
+
+    def _next(self) -> tuple[Header, dict[str, Any]]:
+        """Read what comes before the next message's tensors.
+
+        Raises:
+            PeerError: if the server is gone, or another worker.
+            ModelError: if it cannot do what it was asked for.
+        """
+        head = bytearray(HEADER.size)
+        self._fill(memoryview(head))
+        header = Header.unpack(head)
+        text = bytearray(header.meta)
+        self._fill(memoryview(text))
+        self.received += HEADER.size + header.meta + header.payload
+        try:
+            meta = parse(text)
+        except (ValueError, RecursionError) as error:
+            raise self.strange(f"sends JSON that is none: {error}") from error
+        if header.kind == Kind.ERROR:
+            raise _failure(meta)
+        return header, meta
+
+    def _fill(self, memory: memoryview) -> None:
+        while memory:
+            try:
+                count = self._socket.recv_into(memory)
+            except OSError as error:
+                raise self._gone() from error
+            if not count:
+                raise self._gone()
+            memory = memory[count:]
+
+    def _last_error(self) -> RunError:
+        """Return why the server takes nothing more: what it sent before it closed, if it told that."""
+        try:
+            while True:
+                header, _ = self._next()
+                self._fill(view(torch.empty(header.payload, dtype=torch.uint8)))
+        except RunError as error:
+            return error
+
+    def strange(self, what: str) -> PeerError:
+        """Return what to raise where a server says what no server says."""
+        hint = "are its node and this one at the same version of Lockstep?"
+        return PeerError(f"{self.name} {what}", hint=hint)
+
+    def _gone(self) -> PeerError:
+        return PeerError(
+            f"{self.name} is gone: it closed its connection before the run was over",
+            hint=f"what happened to {self.name} is the cause; see its log",
+        )
+
+    def close(self) -> None:
+        """Tell the server that the worker leaves, if it still listens, and close the connection."""
+        self._socket.settimeout(_BYE_SECONDS)
+        with contextlib.suppress(RunError):  # it is gone already
+            self.send(Kind.BYE)
+        self._socket.close()
+
+
+class Clients:
+    """Connections to all servers, for one model.
+
+    Args:
+        clients: one to each server, in order.
+        leads: whether this is the rank that speaks for all.
+        is_first: whether this is the run's first model that has them.
+        release: called when the servers are left.
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[Client],
+        *,
+        leads: bool,
+        is_first: bool = False,
+        release: Callable[[], None] | None = None,
+    ) -> None:
+        self.all, self.leads, self.is_first = clients, leads, is_first
+        self._release = release
+
+    @property
+    def moved(self) -> dict[str, int]:
+        """Bytes that went to servers, and came from them."""
+        return {
+            "sent": sum(client.sent for client in self.all),
+            "received": sum(client.received for client in self.all),
+        }
+
+    def traffic(self) -> list[str]:
+        """Return a line for each server: what it has moved for all workers so far."""
+        lines = []
+        for client in self.all:
+            client.send(Kind.TRAFFIC)
+            moved = client.receive(Kind.TRAFFIC).meta
+            told = f"{megabytes(moved['in'])} in, {megabytes(moved['out'])} out"
+            lines.append(f"lockstep: {client.name}: {told}")
+        return lines
+
+    def close(self) -> None:
+        """Leave the servers."""
+        for client in self.all:
+            client.close()
+        if self._release is not None:
+            self._release()
+
+
+def _failure(meta: Mapping[str, Any]) -> RunError:
+    """Return why a server cannot continue: another worker, or what it was asked to do."""
+    kind = FAILURES.get(str(meta.get("kind")), PeerError)
+    return kind(str(meta.get("message")), hint=meta.get("hint"))

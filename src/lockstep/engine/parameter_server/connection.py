@@ -1,0 +1,199 @@
+"""Non-blocking connection of a server to one worker: messages in pieces."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from lockstep.engine.parameter_server.messages import (
+    HEADER,
+    LONGEST_HELLO,
+    PIECES,
+    Header,
+    Kind,
+    Message,
+    parse,
+    pieces,
+    view,
+)
+
+#: Bytes of this machine: no message has as many.
+_MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+#: Bytes that one worker may send before another one's turn comes.
+_TURN = 1 << 24
+
+
+class BrokenError(Exception):
+    """A connection that ended, or that says what no worker says."""
+
+
+class Pool:
+    """Memory by its size, used again and again: new pages take longer than to fill them."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
+
+    def take(self, size: int) -> torch.Tensor:
+        """Return `size` bytes."""
+        free = self._free[size]
+        return free.pop() if free else torch.empty(size, dtype=torch.uint8)
+
+    def give(self, memory: torch.Tensor) -> None:
+        """Take back what `take` has returned."""
+        self._free[memory.numel()].append(memory)
+
+    def shared(self, memory: torch.Tensor, references: int) -> Callable[[], None]:
+        """Return a function that gives `memory` back when it is called for the last of its references."""
+        left = references
+
+        def release() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                self.give(memory)
+
+        return release
+
+
+class Connection:
+    """A worker's connection.
+
+    Args:
+        connection: the socket.
+        pool: memory for what comes in.
+
+    Attributes:
+        rank: of the worker; -1 before it has authenticated itself.
+        has_left: whether it has said that it leaves.
+        received: bytes that came in.
+        sent: bytes that went out.
+    """
+
+    def __init__(self, connection: socket.socket, pool: Pool) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._socket, self._pool = connection, pool
+        self._incoming = self._messages()
+        self._outgoing: deque[tuple[memoryview, Callable[[], None] | None]] = deque()
+        self.rank, self.has_left = -1, False
+        self.received = self.sent = 0
+        self._wanted = next(self._incoming)
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor, for a selector."""
+        return self._socket.fileno()
+
+    @property
+    def has_output(self) -> bool:
+        """Whether something waits to be sent."""
+        return bool(self._outgoing)
+
+    # --- in --------------------------------------------------------------------------------------
+
+    def read(self, handle: Callable[[Connection, Message], None]) -> None:
+        """Take what has come, 16 MB at most, and handle the messages that are whole.
+
+        Raises:
+            BrokenError: if the connection has ended, or says what no worker says.
+        """
+        left = _TURN
+        while left > 0 and isinstance(self._wanted, memoryview):
+            try:
+                count = self._socket.recv_into(self._wanted)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                raise BrokenError(str(error)) from error
+            if not count:
+                raise BrokenError("it closed its connection")
+            left -= count
+            self.received += count
+            self._wanted = self._wanted[count:]
+            while isinstance(self._wanted, memoryview) and not self._wanted:
+                self._wanted = next(
+                    self._incoming
+                )  # there may be nothing to read for the next part
+                if isinstance(self._wanted, Message):
+                    handle(self, self._wanted)
+                    self._wanted = next(self._incoming)
+
+    def _messages(self) -> Iterator[memoryview | Message]:
+        """Yield memory to fill, and each message that is whole then."""
+        while True:
+            head = bytearray(HEADER.size)
+            yield memoryview(head)
+            header = Header.unpack(head)
+            is_hello = header.kind == Kind.HELLO and not header.payload
+            if self.rank < 0 and not (is_hello and header.meta <= LONGEST_HELLO):
+                raise BrokenError("it does not speak like a worker")
+            if header.payload > _MEMORY:
+                raise BrokenError(f"it is about to send {header.payload} bytes")
+            text = bytearray(header.meta)
+            yield memoryview(text)
+            payload = self._pool.take(header.payload)
+            yield view(payload)
+            try:
+                yield Message(header, parse(text), payload)
+            except (ValueError, RecursionError) as error:
+                raise BrokenError(f"JSON that is none: {error}") from error
+
+    # --- out -------------------------------------------------------------------------------------
+
+    def send(
+        self,
+        kind: Kind,
+        tensors: Sequence[torch.Tensor] = (),
+        *,
+        release: Callable[[], None] | None = None,
+        **fields: Any,
+    ) -> None:
+        """Send a message, as much of it as goes at once; the rest when there is room.
+
+        Args:
+            kind: what it is.
+            tensors: what it carries; they must not change before they are sent.
+            release: called when all has been sent, or never will be.
+            fields: see `messages.pieces`.
+        """
+        *first, last = pieces(kind, tensors, **fields)
+        self._outgoing += [(one, None) for one in first]
+        self._outgoing.append((last, release))
+        self.write()
+
+    def write(self) -> None:
+        """Send what waits, as much as goes."""
+        while self._outgoing:
+            views = [self._outgoing[i][0] for i in range(min(len(self._outgoing), PIECES))]
+            try:
+                count = self._socket.sendmsg(views)
+            except BlockingIOError:
+                return
+            except OSError:
+                self._drop_all()  # the worker is gone: reading will say so
+                return
+            self.sent += count
+            while self._outgoing and count >= self._outgoing[0][0].nbytes:
+                done, release = self._outgoing.popleft()
+                count -= done.nbytes
+                if release is not None:
+                    release()
+            if count:
+                rest, release = self._outgoing[0]
+                self._outgoing[0] = rest[count:], release
+
+    def _drop_all(self) -> None:
+        while self._outgoing:
+            _, release = self._outgoing.popleft()
+            if release is not None:
+                release()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._drop_all()
+        self._socket.close()

@@ -1,0 +1,181 @@
+"""Event loop of a server: one thread, many connections, no wait for a single worker."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import secrets
+import selectors
+import socket
+import sys
+import time
+from typing import Any
+
+import torch
+
+from lockstep.engine.parameter_server.connection import BrokenError, Connection, Pool
+from lockstep.engine.parameter_server.discovery import proof
+from lockstep.engine.parameter_server.messages import Kind, Message, megabytes
+from lockstep.engine.parameter_server.session import Session
+
+#: Connections at a time that have not shown the token; others wait in the system's queue meanwhile.
+_MOST_UNKNOWN = 128
+#: Seconds that each of them may take to; workers do as soon as they are connected.
+_GREETING_SECONDS = 10.0
+#: Seconds without new connections where the system has no descriptor or memory for one more.
+_PAUSE = 0.5
+_READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+
+
+class Server:
+    """Serves the workers of a launch.
+
+    Args:
+        listener: where they connect.
+        token: the secret that they and this server know.
+    """
+
+    def __init__(self, listener: socket.socket, token: str) -> None:
+        listener.setblocking(False)
+        self._listener, self._token = listener, token
+        self._pool = Pool()
+        self._sessions: dict[str, Session] = {}
+        self._workers: dict[Connection, Session] = {}
+        self._unknown: dict[Connection, tuple[str, float]] = {}  # nonce, and when it is dropped
+        self._paused_until: float | None = None  # without new connections; None while they come in
+        self._writing: set[Connection] = set()
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._waker = socket.socketpair()
+        for one in (listener, self._wake):
+            one.setblocking(False)
+            self._selector.register(one, _READ)
+        self._ending = False
+        self._moved = [0, 0]  # by connections that have ended
+
+    def end(self) -> None:
+        """End as soon as no worker is connected; may be called by a signal's handler."""
+        self._ending = True
+        with contextlib.suppress(OSError):  # it is awake already, or has ended
+            self._waker.send(b"\0")
+
+    @property
+    def traffic(self) -> str:
+        """What has gone in and out, in words."""
+        into, out = self._count()
+        return f"{megabytes(into)} in, {megabytes(out)} out"
+
+    def run(self) -> None:
+        """Serve until `end` is called and all workers have left."""
+        while not self._ending or self._workers:
+            for key, events in self._selector.select(self._timeout()):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif isinstance(key.fileobj, Connection):
+                    self._attend(key.fileobj, events)
+                else:
+                    self._wake.recv(64)
+            for connection in self._workers:
+                if connection.has_output != (connection in self._writing):
+                    wants = _READ | _WRITE if connection.has_output else _READ
+                    self._selector.modify(connection, wants)
+                    self._writing ^= {connection}
+            # Only here, where no connection is dropped that `select` has returned.
+            self._check_unknown()
+        self._selector.close()
+        for connection in self._unknown:
+            connection.close()
+        for one in (self._listener, self._wake, self._waker):
+            one.close()
+
+    def _accept(self) -> None:
+        try:
+            accepted, _ = self._listener.accept()
+            connection = Connection(accepted, self._pool)
+        except (BlockingIOError, ConnectionError):
+            return  # it is gone already
+        except OSError:  # EMFILE, ENFILE, ENOBUFS, ENOMEM: that passes
+            self._pause(_PAUSE)
+            return
+        nonce = secrets.token_hex(16)
+        self._unknown[connection] = nonce, time.monotonic() + _GREETING_SECONDS
+        connection.send(Kind.CHALLENGE, meta={"nonce": nonce})
+        self._selector.register(connection, _READ)
+        if len(self._unknown) >= _MOST_UNKNOWN:
+            self._pause(0.0)
+
+    def _pause(self, seconds: float) -> None:
+        """Accept no connection for some time, and while there are too many unknown ones."""
+        self._paused_until = time.monotonic() + seconds
+        self._selector.unregister(self._listener)
+
+    def _timeout(self) -> float | None:
+        """Return after how many seconds `_check_unknown` has something to do."""
+        due = [until for _, until in self._unknown.values()]
+        if self._paused_until is not None and len(self._unknown) < _MOST_UNKNOWN:
+            due.append(self._paused_until)
+        return max(0.0, min(due) - time.monotonic()) if due else None
+
+    def _check_unknown(self) -> None:
+        """Drop connections that have not shown the token in time; accept others when there is room."""
+        now = time.monotonic()
+        for connection in [one for one, (_, until) in self._unknown.items() if until <= now]:
+            self._drop(connection, BrokenError("it has not shown the token"))
+        paused = self._paused_until
+        if paused is not None and paused <= now and len(self._unknown) < _MOST_UNKNOWN:
+            self._paused_until = None
+            self._selector.register(self._listener, _READ)
+
+    def _attend(self, connection: Connection, events: int) -> None:
+        try:
+            if events & _WRITE:
+                connection.write()
+            if events & _READ:
+                connection.read(self._handle)
+        except BrokenError as error:
+            self._drop(connection, error)
+
+    def _handle(self, connection: Connection, message: Message) -> None:
+        if connection in self._unknown:
+            self._authenticate(connection, message.meta)
+        elif message.header.kind == Kind.TRAFFIC:
+            into, out = self._count()
+            connection.send(Kind.TRAFFIC, meta={"in": into, "out": out})
+        else:
+            self._workers[connection].handle(connection, message)
+
+    def _authenticate(self, connection: Connection, meta: dict[str, Any]) -> None:
+        """Let a worker join its session that proves that it knows the token."""
+        nonces = (self._unknown[connection][0], str(meta.get("nonce")))
+        shown = str(meta.get("proof")).encode(errors="replace")
+        # Before anything else is looked at.
+        if not hmac.compare_digest(shown, proof(self._token, "worker", nonces).encode()):
+            raise BrokenError("it does not belong to this launch")
+        del self._unknown[connection]
+        torch.set_num_threads(meta["threads"])
+        name, size, replicas = meta["session"], meta["size"], meta["replicas"]
+        session = self._sessions.setdefault(name, Session(size, replicas, self._pool))
+        connection.rank = meta["rank"]
+        self._workers[connection] = session
+        connection.send(Kind.WELCOME, meta={"proof": proof(self._token, "server", nonces)})
+        session.join(connection)
+
+    def _drop(self, connection: Connection, why: BrokenError) -> None:
+        session = self._workers.pop(connection, None)
+        self._unknown.pop(connection, None)
+        self._writing.discard(connection)
+        self._selector.unregister(connection)
+        self._moved[0] += connection.received
+        self._moved[1] += connection.sent
+        connection.close()
+        name = "a connection without the token" if session is None else f"rank {connection.rank}"
+        if not connection.has_left:
+            sys.stderr.write(f"lockstep: server: {name} is gone: {why}\n")
+        if session is not None:
+            session.leave(connection)
+            if session.is_empty:
+                self._sessions = {n: one for n, one in self._sessions.items() if one is not session}
+
+    def _count(self) -> tuple[int, int]:
+        connected = [*self._workers, *self._unknown]
+        into = self._moved[0] + sum(one.received for one in connected)
+        return into, self._moved[1] + sum(one.sent for one in connected)

@@ -1,0 +1,105 @@
+"""Exchange `server`: each server sums one share of every bucket, in tree order.
+
+    worker 0 ──┐ nodes of its share ┌── server 0 ──┐ sums of its share ┌── worker 0
+    worker 1 ──┴────────────────────┴── server 1 ──┴───────────────────┴── worker 1
+
+A server takes in and gives out as many bytes as there are workers; that is what the articles mean by a
+cost that grows with their number. Nothing is averaged here: weights are in the gradients already.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from lockstep.engine.exchange.base import Forest, Sum, future_on
+from lockstep.engine.exchange.scratch import Scratch
+from lockstep.engine.layout.replicas import share
+from lockstep.engine.parameter_server.client import Client, Clients
+from lockstep.engine.parameter_server.messages import DTYPES, Kind
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A bucket whose nodes are with the servers."""
+
+    number: int
+    like: torch.Tensor
+    future: Sum
+
+
+class ServerExchange:
+    """The exchange of workers that have servers.
+
+    A bucket goes out as soon as it is complete, while the backward pass continues; servers sum meanwhile.
+    The last bucket waits for all sums.
+
+    Args:
+        clients: this worker's connections to the servers.
+        forest: the workers' nodes.
+    """
+
+    name = "server"
+    exact = True
+
+    def __init__(self, clients: Clients, forest: Forest) -> None:
+        self._clients = clients
+        self._forest = forest
+        self._scratch = Scratch()
+        self._pending: deque[_Pending] = deque()
+        self._number = 0
+
+    @property
+    def sent(self) -> int:
+        """Bytes that went to the servers."""
+        return self._clients.moved["sent"]
+
+    def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
+        """Return memory for this rank's nodes."""
+        size, own = bucket.numel() + extra, self._forest.own
+        if own == 1 and not extra:
+            return [bucket]
+        memory = self._scratch.take(bucket, own * size)
+        return [memory[node * size : (node + 1) * size] for node in range(own)]
+
+    def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
+        """Send each server its share of the nodes, and return the sum's future."""
+        self._number += 1
+        future = future_on(slots[0].device)
+        nodes = [slot.cpu() for slot in slots]
+        tag = DTYPES.index(slots[0].dtype)
+        for client, part in self._shares(slots[0].numel()):
+            parts = [node[part.start : part.stop] for node in nodes]
+            client.send(Kind.PUSH, parts, tag=tag, number=self._number, place=place)
+        self._pending.append(_Pending(self._number, slots[0], future))
+        if last:
+            self._finish()
+        return future
+
+    def _shares(self, numel: int) -> list[tuple[Client, range]]:
+        """Return the servers that have a share of a bucket, and which: small ones don't reach all."""
+        clients = self._clients.all
+        shares = [share(numel, len(clients), index) for index in range(len(clients))]
+        return [(client, part) for client, part in zip(clients, shares, strict=True) if part]
+
+    def _finish(self) -> None:
+        while self._pending:
+            pending = self._pending.popleft()
+            numel = pending.like.numel()
+            host = torch.empty(0, dtype=pending.like.dtype)
+            total = self._scratch.take(host, numel)
+            for client, part in self._shares(numel):
+                answer = client.receive(Kind.SUM, total[part.start : part.stop])
+                if answer.header.number != pending.number:
+                    seen, expected = answer.header.number, pending.number
+                    raise client.strange(
+                        f"sends the sum of bucket {seen}; expected bucket {expected}"
+                    )
+            pending.future.set_result(total.to(pending.like.device))
+        self._scratch.pass_ends()
+
+    def close(self) -> None:
+        """Leave the servers."""
+        self._clients.close()

@@ -1,0 +1,317 @@
+"""Worker side of an optimizer that runs in servers; each server updates whole parameters.
+
+worker                                         server
+  gradients of batch t, learning rates  ─────►   waits for all workers' gradients of batch t,
+                                                 adds them in tree order, steps
+  parameters with t + 1 updates         ◄─────   as soon as it has stepped
+
+A worker gets every version, in order, and takes one from its connection when it needs that.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+from lockstep.engine.exchange.base import Forest
+from lockstep.engine.exchange.flat import as_real
+from lockstep.engine.parameter_server import optimizer_codec
+from lockstep.engine.parameter_server.client import Client, Clients
+from lockstep.engine.parameter_server.messages import Kind
+from lockstep.engine.parameter_server.rows import Rows, Spec
+from lockstep.errors import StepError
+
+#: One tensor per parameter; `None` where no replica of this rank has used it.
+Node = Sequence[torch.Tensor | None]
+
+
+@dataclass(slots=True)
+class _Shard:
+    """The parameters that one server holds.
+
+    Attributes:
+        client: this worker's connection to the server.
+        places: which of the optimizer's parameters they are.
+        rows: how they lie in memory.
+        outgoing: memory for this rank's tree nodes, a row each.
+        free: rows for what comes back.
+        taken: rows of versions that the worker keeps, the oldest first.
+    """
+
+    client: Client
+    places: list[int]
+    rows: Rows
+    outgoing: torch.Tensor
+    free: list[torch.Tensor]
+    taken: deque[torch.Tensor]
+
+    def row(self) -> torch.Tensor:
+        """Return a row to receive a version into."""
+        return self.free.pop() if self.free else torch.empty(self.rows.bytes, dtype=torch.uint8)
+
+
+class _Elsewhere(defaultdict[Any, Any]):
+    """What an optimizer has in the place of its state while the servers hold that."""
+
+    def clear(self) -> None:
+        """Refuse: there is nothing here to clear, and the servers would keep theirs."""
+        raise _state_changed()
+
+
+class RemoteOptimizer:
+    """An optimizer whose parameters and state are with the servers, from its first step on.
+
+    Args:
+        optimizer: the script's own; its settings are sent in every step, and it never steps itself.
+        number: which optimizer of its model it is.
+        clients: this worker's connections to the servers.
+        forest: the workers' tree nodes.
+        nothing: what a missing gradient is.
+
+    Attributes:
+        parameters: in the order of the optimizer's groups.
+        has_begun: whether the servers hold the parameters.
+        coming: versions that the servers make of what they were sent, and that were not received yet.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        number: int,
+        clients: Clients,
+        forest: Forest,
+        nothing: float,
+    ) -> None:
+        self._optimizer, self._number = optimizer, number
+        self._words = optimizer_codec.describe(optimizer)
+        optimizer_codec.numbers(optimizer)  # refuses what no server could be told of
+        self.parameters: list[torch.nn.Parameter] = [
+            p for group in optimizer.param_groups for p in group["params"]
+        ]
+        self._leads, self._nothing = clients.leads, nothing
+        self._shards = self._deal(clients, forest)
+        self.has_begun = False
+        self.coming = self._steps = 0
+        self._elsewhere: _Elsewhere | None = None
+        self._check_hooks()
+        # A script may load a state at any time: the servers get it with the next step.
+        optimizer.register_load_state_dict_post_hook(lambda *_: self.begins_anew())
+
+    def _deal(self, clients: Clients, forest: Forest) -> list[_Shard]:
+        owners = deal([p.numel() for p in self.parameters], len(clients.all))
+        shards = []
+        for index, client in enumerate(clients.all):
+            places = [place for place, owner in enumerate(owners) if owner == index]
+            if not places:
+                continue  # fewer parameters than servers
+            rows = Rows([Spec.of(self.parameters[place]) for place in places])
+            outgoing = torch.zeros(forest.own, rows.bytes, dtype=torch.uint8)
+            shards.append(_Shard(client, places, rows, outgoing, [], deque()))
+            client.expect(self._number, shards[-1].row)
+        return shards
+
+    def belongs_to(self, optimizer: Optimizer) -> bool:
+        """Whether it is the script's `optimizer`."""
+        return self._optimizer is optimizer
+
+    # --- beginning -------------------------------------------------------------------------------
+
+    def begins_anew(self) -> None:
+        """Parameters or state were loaded here: the servers get them with the next step."""
+        self.has_begun = False
+
+    def bring_back(self) -> None:
+        """Have the state here that the servers have, as if the optimizer had stepped here."""
+        if not self.has_begun:
+            return
+        state = self._memory()
+        self.has_begun = False
+        self._optimizer.state = defaultdict(dict)
+        for place, own in sorted(state.items()):
+            self._optimizer.state[self.parameters[place]] = own
+
+    def begin(self, values: Sequence[torch.Tensor]) -> None:
+        """Let the servers hold the parameters, whose newest version is `values`; rank 0 sends it.
+
+        Every version of before must have been received.
+        """
+        assert not self.coming, "servers begin anew where all updates have happened"
+        self.has_begun = True
+        for shard in self._shards:
+            if self._leads:
+                self._send(shard, [values[place] for place in shard.places])
+        self._optimizer.state = self._elsewhere = _Elsewhere(dict)  # it is theirs now
+
+    def _send(self, shard: _Shard, values: Sequence[torch.Tensor]) -> None:
+        own = [self.parameters[place] for place in shard.places]
+        state, tensors = optimizer_codec.pack(self._optimizer, own)
+        memory = Rows([Spec.of(tensor) for tensor in tensors])
+        place = {id(p): number for number, p in enumerate(own)}
+        groups = [
+            [place[id(p)] for p in group["params"] if id(p) in place]
+            for group in self._optimizer.param_groups
+        ]
+        meta: dict[str, Any] = {
+            "parameters": [spec.words() for spec in shard.rows.specs],
+            "tensors": [spec.words() for spec in memory.specs],
+            "state": state,
+            "groups": groups,
+            "optimizer": self._words,
+        }
+        rows = [shard.rows.row(values), memory.row(tensors)]
+        shard.client.send(Kind.BEGIN, rows, tag=self._number, number=self._steps, meta=meta)
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    def step(self, nodes: Sequence[Node], place: int) -> None:
+        """Let the servers update the parameters; `receive` returns the version that they make.
+
+        Args:
+            nodes: this rank's tree nodes, each with a gradient for each parameter.
+            place: the batch that they are of.
+
+        Raises:
+            PeerError: if a server or another rank is gone.
+        """
+        self._check_hooks()
+        self._check_parameters()
+        if self._optimizer.state is not self._elsewhere or any(self._optimizer.state.values()):
+            raise _state_changed()
+        number = self._steps + 1
+        groups = optimizer_codec.numbers(self._optimizer)
+        for shard in self._shards:
+            unused = self._fill(shard, nodes)
+            shard.client.send(
+                Kind.UPDATE,
+                [shard.outgoing],
+                tag=self._number,
+                number=number,
+                place=place,
+                meta={"groups": groups, "unused": unused},
+            )
+        self._steps = number
+        self.coming += 1
+        # A scheduler that was made before the run knew the optimizer counts steps of its own; it warns
+        # where it finds none.
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def _check_hooks(self) -> None:
+        """Refuse hooks around steps: they would look at gradients and state that only servers have."""
+        own = self._optimizer
+        hooks = [
+            *(own._optimizer_step_pre_hooks.values(), own._optimizer_step_post_hooks.values()),
+            torch_optimizer._global_optimizer_pre_hooks.values(),
+            torch_optimizer._global_optimizer_post_hooks.values(),
+        ]
+        if any(hooks):
+            raise StepError(
+                f"{type(own).__name__} has hooks around its steps, which happen in the servers; "
+                "expected none",
+                hint="leave out register_step_pre_hook and register_step_post_hook, or the staleness: then "
+                "every worker updates its own copy",
+            )
+
+    def _check_parameters(self) -> None:
+        """Refuse parameters that came or went since the run was given the optimizer."""
+        now = [p for group in self._optimizer.param_groups for p in group["params"]]
+        known = self.parameters
+        if len(now) != len(known) or any(a is not b for a, b in zip(now, known, strict=True)):
+            raise StepError(
+                f"{type(self._optimizer).__name__} has {len(now)} parameters, of which not all are "
+                f"those {len(known)} that it had when it was given to run.optimizer",
+                hint="call add_param_group before run.optimizer",
+            )
+
+    def _fill(self, shard: _Shard, nodes: Sequence[Node]) -> list[int]:
+        """Write a server's share of the nodes; return which of its parameters have no gradient here."""
+        if len(nodes) != len(shard.outgoing):
+            raise StepError(
+                "an optimizer stepped without gradients; expected a backward pass of this batch",
+                hint="call run.backward(loss) before optimizer.step()",
+            )
+        used: set[int] = set()
+        for node, row in zip(nodes, shard.outgoing, strict=True):
+            views = shard.rows.views(row)
+            for own, (place, view) in enumerate(zip(shard.places, views, strict=True)):
+                gradient = node[place]
+                if gradient is None:
+                    as_real(view).fill_(self._nothing)
+                else:
+                    view.copy_(gradient)
+                    used.add(own)
+        return [own for own in range(len(shard.places)) if own not in used]
+
+    # --- versions --------------------------------------------------------------------------------
+
+    def receive(self) -> list[torch.Tensor]:
+        """Return the next version of the parameters, waiting until all workers' gradients have made it.
+
+        It stays as it is until `keep` takes its memory back.
+
+        Raises:
+            PeerError: if a server or another rank is gone.
+        """
+        values: list[Any] = [None] * len(self.parameters)
+        for shard in self._shards:
+            row = shard.client.version(self._number)
+            shard.taken.append(row)
+            for place, view in zip(shard.places, shard.rows.views(row), strict=True):
+                values[place] = view
+        self.coming -= 1
+        return values
+
+    def keep(self, count: int) -> None:
+        """Take back the memory of versions but for the newest `count`."""
+        for shard in self._shards:
+            while len(shard.taken) > count:
+                shard.free.append(shard.taken.popleft())
+
+    # --- state -----------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Return the `state_dict` that the optimizer would have if it had stepped here."""
+        own = self._optimizer.state_dict()
+        if not self.has_begun:
+            return own
+        return {**own, "state": dict(sorted(self._memory().items()))}
+
+    def _memory(self) -> dict[int, dict[str, Any]]:
+        """Return the state that the servers have after all updates, by the places of parameters."""
+        state: dict[int, dict[str, Any]] = {}
+        for shard in self._shards:
+            shard.client.send(Kind.STATE, tag=self._number, number=self._steps)
+            answer = shard.client.receive(Kind.STATE)
+            rows = Rows([Spec.parse(words) for words in answer.meta["tensors"]])
+            found = optimizer_codec.unpack(answer.meta["state"], rows.views(answer.payload))
+            state |= {shard.places[place]: one for place, one in found.items()}
+        return state
+
+
+def deal(sizes: Sequence[int], servers: int) -> list[int]:
+    """Return the server of each parameter: the largest first, each to the one that has the least so far.
+
+    Args:
+        sizes: of the parameters.
+        servers: how many servers there are.
+    """
+    loads, owners = [0] * servers, [0] * len(sizes)
+    for place in sorted(range(len(sizes)), key=lambda place: (-sizes[place], place)):
+        owner = min(range(servers), key=lambda server: (loads[server], server))
+        owners[place] = owner
+        loads[owner] += sizes[place]
+    return owners
+
+
+def _state_changed() -> StepError:
+    return StepError(
+        "the script has changed the state of an optimizer itself; expected only its steps to do so, which "
+        "happen in the servers",
+        hint="optimizer.load_state_dict(…) reaches the servers; or leave out the staleness: then every "
+        "worker updates its own copy",
+    )

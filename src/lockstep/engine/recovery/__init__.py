@@ -1,0 +1,1 @@
+"""State of a run: points, snapshots, checkpoints, resume and preemption."""

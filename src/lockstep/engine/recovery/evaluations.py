@@ -1,0 +1,170 @@
+"""Evaluations: a run that is asked to end does so in a loop that only evaluates, too.
+
+What is saved there is the state before the loop, or before the metric that it belongs to: the run that
+continues evaluates again. So nothing may have changed meanwhile: not the models since they were last
+trained, since a script may have put other weights in their place for a while, and not what is registered
+since the loop began. Otherwise the run ends at its next point.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch.nn.parameter import is_lazy
+
+from lockstep.engine.recovery.coordination import Coordination
+from lockstep.engine.recovery.state import State
+from lockstep.engine.training.checksums import Checksums
+from lockstep.engine.training.tensor_bits import bits, read
+from lockstep.state.checkpoint.position import Counters, LoopEvent
+
+_GO_ON = "go on"
+
+
+class Agreement:
+    """Agreement of all ranks to end in one loop.
+
+    Ranks may go through the loop each at its own speed, or need all others in every batch. One that is
+    asked to end says that it is in the loop, and goes on. Once all have said so, one of them names the
+    next batch; a rank that comes to the end of the loop before that lets all go on.
+
+    Args:
+        store: where ranks leave notes for each other.
+        rank: this rank.
+        size: number of ranks.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._loop = ""
+        self.is_here = False
+
+    def begins(self, loop: str) -> None:
+        """A loop begins, under a name that all ranks have for it."""
+        self._loop, self.is_here = loop, False
+
+    def after(self, batch: int) -> bool:
+        """Return whether this rank, which is asked to, ends after `batch` batches of the loop."""
+        store, here = self._store, f"{self._loop}/here"
+        if not self.is_here:
+            self.is_here = True
+            store.set(f"{here}/{self._rank}", "1")
+        if store.check([f"{here}/{rank}" for rank in range(self._size)]):
+            return batch >= self._decide(str(batch + 1))
+        return False
+
+    def ends(self) -> bool:
+        """Return whether this rank ends, which has come to the end of the loop."""
+        return self.is_here and self._decide(_GO_ON) < float("inf")
+
+    def _decide(self, wanted: str) -> float:
+        """Return after which batch all ranks end; the first rank to say so decides."""
+        told = self._store.compare_set(f"{self._loop}/end", "", wanted)
+        text = told.decode()
+        return float("inf") if text == _GO_ON else int(text)
+
+
+#: Hashes of models that were not computed.
+_UNKNOWN: list[tuple[int, int]] = [(-1, -1)]
+
+
+class Evaluations:
+    """The loops of a run that only evaluate.
+
+    Args:
+        state: what the run has been told of.
+        coordination: says whether the run is asked to end.
+        agreement: with the other ranks; `None` for a single rank.
+        leave: saves the state and ends the run; given the loop, and the counters when it had begun.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        coordination: Coordination,
+        agreement: Agreement | None,
+        leave: Callable[[LoopEvent, Counters], None],
+    ) -> None:
+        self._state, self._coordination = state, coordination
+        self._agreement, self._leave = agreement, leave
+        self._models: list[tuple[int, int]] | None = None
+        self._next = 0.0  # when models may be hashed again
+        self._registered = ""
+        self._counters = Counters()
+        self._loop: LoopEvent | None = None
+
+    def trained(self) -> None:
+        """The models have the weights that they were trained to.
+
+        Where loops follow each other so fast that hashes would take more than 1 % of the time, there are
+        none: a run that is asked to end in an evaluation then ends behind it.
+        """
+        began = time.monotonic()
+        if began < self._next:
+            self._models = _UNKNOWN
+            return
+        self._models = self._sums_of_models()
+        ended = time.monotonic()
+        self._next = ended + 100 * (ended - began)
+
+    def begins(self, loop: LoopEvent, counters: Counters) -> None:
+        """A loop begins, in no other one, of which nothing is known yet."""
+        self._loop, self._counters = loop, counters
+        if self._models is None:
+            self._models = self._sums_of_models()
+        if self._models is not _UNKNOWN:
+            self._registered = self._sum_of_registered()
+        if self._agreement is not None:
+            self._agreement.begins("/".join(map(str, loop.key)))
+
+    def learns(self) -> None:
+        """The loop computes gradients: it does not only evaluate."""
+        self._loop = None
+
+    def batch_ends(self, batch: int) -> None:
+        """The script is done with so many batches of the loop.
+
+        Raises:
+            Preempted: if the run ends here; its state is on disk then.
+        """
+        loop, agreement = self._loop, self._agreement
+        if loop is None or not self._coordination.stop_is_asked:
+            return
+        if (agreement is None or not agreement.is_here) and not self._is_unchanged():
+            return
+        if agreement is None or agreement.after(batch):
+            self._loop = None
+            self._leave(loop, self._counters)
+
+    def loop_ends(self, *, trained: bool) -> None:
+        """The loop is over, which has trained models or not.
+
+        Raises:
+            Preempted: as `batch_ends`.
+        """
+        if trained:
+            self.trained()
+        loop, self._loop = self._loop, None
+        agreement = self._agreement
+        if loop is not None and agreement is not None and not trained and agreement.ends():
+            self._leave(loop, self._counters)
+
+    def _is_unchanged(self) -> bool:
+        return (
+            self._models is not _UNKNOWN
+            and all(model.is_whole for model in self._state.models)
+            and self._registered == self._sum_of_registered()
+            and self._models == self._sums_of_models()
+        )
+
+    def _sums_of_models(self) -> list[tuple[int, int]]:
+        modules = [model.module for model in self._state.models]
+        tensors = [t for m in modules for t in (*m.parameters(), *m.buffers())]
+        # Some have no values on this rank, or none until their first forward pass.
+        return read([bits(t) for t in tensors if not (is_lazy(t) or t.is_meta)])
+
+    def _sum_of_registered(self) -> str:
+        states = {name: one.state_dict() for name, one in self._state.registered.items()}
+        return Checksums.of({"models": {}, "optimizers": {}, "registered": states}).brief()

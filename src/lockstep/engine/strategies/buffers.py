@@ -1,0 +1,245 @@
+"""Buffers, such as BatchNorm's running statistics: replica 0's updates are the run's.
+
+Every replica starts a step from the same buffers, which is what DistributedDataParallel's
+`broadcast_buffers` means; here they also agree after the step, so that evaluation sees the same ones
+on every rank.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.engine.strategies.model_context import Waiting
+from lockstep.errors import ModelError
+
+
+class Buffers:
+    """The buffers of one model over the replicas of a rank, and over the ranks.
+
+    Args:
+        module: the model.
+        block: the replicas of this rank.
+        group: the process group, or `None` for a single rank.
+        modes: whose parts' `training` says whether forward passes change buffers; by default `module`.
+        waiting: makes what is entered while ranks wait for each other here.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        block: range,
+        group: dist.ProcessGroup | None,
+        modes: nn.Module | None = None,
+        *,
+        waiting: Waiting = nullcontext,
+    ) -> None:
+        self._module = module
+        self._waiting = waiting
+        self._modes = modes or module
+        self._hosts_first = block.start == 0
+        self._several = len(block) > 1
+        self._group = group
+        # Kept, since walking through a model takes longer than a small one's forward pass.
+        self._owners = [part._buffers for part in module.modules()]
+        self._buffered: list[nn.Module] = []
+        self._count = -1
+        self._shapes: list[torch.Size] | None = None
+        self._versions: list[tuple[int, int]] | None = None
+        self._start: list[torch.Tensor] | None = None
+        self._first: list[torch.Tensor] | None = None
+        self.dirty = False
+        self.restores = False  # whether the pass that comes is thrown away
+        self._find_parts()
+
+    def _find_parts(self) -> None:
+        """Find the parts that have buffers, where there are others than before: pruning adds some."""
+        count = sum(map(len, self._owners))
+        if count != self._count:
+            self._count = count
+            self._buffered = [
+                part
+                for part in self._modes.modules()
+                if any(True for _ in part.buffers(recurse=False))
+                or getattr(part, "meets_in_forward", False)
+            ]
+
+    @property
+    def are_trained(self) -> bool:
+        """Whether forward passes may change them, or need all ranks: such a part is in training mode."""
+        return any(part.training for part in self._buffered)
+
+    def _tensors(self) -> list[torch.Tensor]:
+        # Asked for anew each time: a module may replace a buffer by another tensor.
+        return [buffer.detach() for buffer in self._list()]
+
+    def _list(self) -> list[torch.Tensor]:
+        found = [b for own in self._owners if own for b in own.values() if b is not None]
+        return list({id(buffer): buffer for buffer in found}.values())  # a shared one once
+
+    # --- a batch ---------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Remember which buffers there are, of which shapes, when a batch begins."""
+        self._find_parts()
+        self._shapes = [buffer.shape for buffer in self._list()]
+
+    def look_away(self) -> None:
+        """The batch is over: a script may change what buffers there are."""
+        self._shapes = None
+
+    def batch_begins(self) -> None:
+        """Remember what all replicas of this rank start from."""
+        if (self._several or self.restores) and self._start is None:
+            self._start = [tensor.clone() for tensor in self._tensors()]
+
+    def before_forward(self) -> None:
+        """A forward pass is about to begin; in training mode it changes the buffers."""
+        if self._count and self.are_trained:
+            self.batch_begins()
+            self.dirty = True
+
+    def next_replica(self) -> None:
+        """A replica of this rank is done; the next one starts from the same buffers."""
+        if self._shapes is not None:
+            self._check_shapes(self._shapes)
+        if not self.dirty or self._start is None:
+            return
+        if self._hosts_first and self._first is None:
+            self._first = [tensor.clone() for tensor in self._tensors()]
+        _copy(self._start, self._tensors())
+
+    def discard(self) -> None:
+        """A pass is thrown away: buffers are again as they were when it began."""
+        if self._shapes is not None:
+            self._check_shapes(self._shapes)
+        if self.dirty and self._start is not None:
+            _copy(self._start, self._tensors())
+        self._start, self.dirty = None, False
+
+    def finish(self) -> None:
+        """The global batch is done: all ranks take replica 0's buffers."""
+        if self._shapes is not None:
+            self._check_shapes(self._shapes)
+        if not self.dirty:
+            self._start = None
+            return
+        self.dirty = False
+        if not self._several and self._group is None:
+            return
+        tensors = self._tensors()
+        if self._first is not None:
+            _copy(self._first, tensors)
+        self._start = self._first = None
+        if self._group is not None:
+            with self._waiting():
+                broadcast(tensors, self._group)
+
+    # --- what cannot be the same on every rank ---------------------------------------------------
+
+    def _check_shapes(self, before: list[torch.Size]) -> None:
+        """Refuse buffers that came, went or changed their shapes since the batch began.
+
+        Raises:
+            ModelError: if there are some: those of the replicas differ, and cannot be copied.
+        """
+        if [buffer.shape for buffer in self._list()] == before:
+            return
+        self._shapes = None
+        raise ModelError(
+            f"{_difference(self._module, before)} while a batch was computed; expected buffers that stay, "
+            "with their shapes, since replica 0's are copied to all",
+            hint="create it in __init__ at its largest size; what only saves computing again goes into an "
+            "attribute that is no buffer; change buffers between batches, on all ranks alike",
+        )
+
+    def before_evaluation(self) -> None:
+        """A forward pass is about to begin: remember what it must leave alone in evaluation mode."""
+        self._versions = None if self.are_trained or not self._count else self._now()
+
+    def after_evaluation(self) -> None:
+        """A forward pass is over.
+
+        Raises:
+            ModelError: if it was in evaluation mode, and has changed a buffer.
+        """
+        before, self._versions = self._versions, None
+        if before is None or before == (now := self._now()):
+            return
+        known = set(before)
+        changed = {id(b) for b, own in zip(self._list(), now, strict=True) if own not in known}
+        names = [name for name, b in self._module.named_buffers() if id(b) in changed]
+        raise ModelError(
+            f"a forward pass of {type(self._module).__name__} in evaluation mode changed "
+            f"{', '.join(names) or 'its buffers'}; expected it to change none: "
+            "each rank would have those of its own samples",
+            hint="change buffers in training mode, where replica 0's are copied to all ranks, or between "
+            "loops; count and average with run.mean and run.sum",
+        )
+
+    def _now(self) -> list[tuple[int, int]]:
+        """Return what is another value when a buffer was changed in place or replaced."""
+        return [(id(b), 0 if b.is_inference() else b._version) for b in self._list()]
+
+
+def _difference(module: nn.Module, before: list[torch.Size]) -> str:
+    """Return which buffer of `module` differs from the shapes that there were."""
+    own, name = list(module.named_buffers()), type(module).__name__
+    if len(own) < len(before):
+        return f"{name} lost {len(before) - len(own)} of its {len(before)} buffers"
+    for place, (buffer, tensor) in enumerate(own):
+        if len(own) > len(before) and (place >= len(before) or tensor.shape != before[place]):
+            return f"{name} got a buffer {buffer}"
+        if tensor.shape != before[place]:
+            shapes = f"from {tuple(before[place])} to {tuple(tensor.shape)}"
+            return f"the buffer {buffer} of {name} changed its shape {shapes}"
+    return f"{name} got {len(own) - len(before)} buffers"
+
+
+def _copy(source: list[torch.Tensor], target: list[torch.Tensor]) -> None:
+    if target:
+        torch._foreach_copy_(target, source)
+
+
+def start_alike(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Give all ranks the parameters and buffers of rank 0, as DistributedDataParallel does."""
+    both = [*module.parameters(), *module.buffers()]
+    with torch.no_grad():
+        broadcast([tensor.detach() for tensor in both], group)
+
+
+def broadcast(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Send rank 0's tensors to all, as bytes and in one message for each device that they are on.
+
+    A module may span several devices, which are others on every rank; in their order they are the same.
+    """
+    for together in by_device(tensors):
+        _broadcast(together, group)
+
+
+def by_device(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return tensors that are on one device together, in the order in which devices come first."""
+    found: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.device, []).append(tensor)
+    return list(found.values())
+
+
+def _broadcast(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    parts = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    flat = torch.cat(parts)
+    dist.broadcast(flat, group_src=0, group=group)
+    if dist.get_rank(group) == 0:
+        return
+    received = torch.split(flat, [part.numel() for part in parts])
+    _copy(
+        [
+            # A copy of its own: bytes in the middle of others may not be aligned for the type.
+            part.clone().view(tensor.dtype).view(tensor.shape)
+            for part, tensor in zip(received, tensors, strict=True)
+        ],
+        tensors,
+    )

@@ -1,0 +1,120 @@
+"""`Reducer`: sums of gradients over the ranks that hold one part of a model, by an exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+
+from lockstep.engine.exchange.base import Exchange
+from lockstep.engine.exchange.choose import make
+from lockstep.engine.exchange.flat import Parts, as_typed, form
+from lockstep.engine.strategies.gradient_accumulation import Gradients, write
+from lockstep.engine.strategies.model_context import ModelContext
+
+_BUCKET_BYTES = 25 << 20
+
+
+class Reducer:
+    """Sums the tree nodes of all ranks, bucket by bucket.
+
+    Args:
+        exchange: sums the gradients.
+        parameters: those whose gradients are summed; plain tensors.
+    """
+
+    def __init__(self, exchange: Exchange, parameters: Sequence[torch.Tensor]) -> None:
+        self._exchange = exchange
+        self._parameters = parameters
+        self._buckets = _buckets(parameters)
+        # Kept, so that ranks go by one order whatever becomes of their parameters' memory.
+        self._parts = [Parts(form(parameters[p]) for p in bucket) for bucket in self._buckets]
+
+    def __call__(self, nodes: Sequence[Gradients], place: int) -> Gradients:
+        """Return the gradients of all replicas; `None` for parameters that none has used.
+
+        Args:
+            nodes: this rank's, one gradient per parameter each.
+            place: a number that is to be the same on all ranks.
+        """
+        sums = []
+        for number, (bucket, parts) in enumerate(zip(self._buckets, self._parts, strict=True)):
+            last = number == len(self._buckets) - 1
+            first, size = self._parameters[bucket[0]], parts.size
+            # Behind the last gradients: how many ranks use each parameter.
+            notes = len(self._parameters) if last else 0
+            memory = first.new_empty(size, dtype=first.dtype.to_real())
+            slots = self._exchange.slots(memory, notes)
+            for position, (slot, node) in enumerate(zip(slots, nodes, strict=True)):
+                write(slot[:size], [node[p] for p in bucket], parts)
+                if last:
+                    used = [position == 0 and self._is_used(nodes, p) for p in range(notes)]
+                    # Without non_blocking the copy to a GPU waits for all that its stream has to do.
+                    slot[size:].copy_(torch.tensor(used, dtype=slot.dtype), non_blocking=True)
+            sums.append(self._exchange.start(slots, last=last, place=place))
+        return self._read([total.wait() for total in sums], nodes)
+
+    @staticmethod
+    def _is_used(nodes: Sequence[Gradients], place: int) -> bool:
+        return any(node[place] is not None for node in nodes)
+
+    def _read(self, sums: Sequence[torch.Tensor], nodes: Sequence[Gradients]) -> Gradients:
+        number = len(self._parameters)
+        used = [self._is_used(nodes, place) for place in range(number)]
+        if not all(used):  # only then is it read what others have used: that waits for the device
+            used = sums[-1][-number:].tolist()
+        result: Gradients = [None] * len(self._parameters)
+        for bucket, parts, total in zip(self._buckets, self._parts, sums, strict=True):
+            for place, part in zip(bucket, parts.of(total), strict=True):
+                if used[place]:
+                    # Into the memory of this rank's own gradient: the sum's belongs to the exchange.
+                    own = next((n[place] for n in nodes if n[place] is not None), None)
+                    parameter = self._parameters[place]
+                    result[place] = own = torch.empty_like(parameter) if own is None else own
+                    own.copy_(as_typed(part, parameter))
+        return result
+
+    def close(self) -> None:
+        """Close the exchange."""
+        self._exchange.close()
+
+
+def make_reducer(
+    parameters: Sequence[torch.Tensor], context: ModelContext, column: int
+) -> Reducer | None:
+    """Return the sum of gradients over the ranks of one column; `None` if there is one model only.
+
+    Args:
+        parameters: this rank's; plain tensors.
+        context: where the model lives.
+        column: which part of it the ranks hold.
+    """
+    assert context.group is not None
+    if context.forest.size == 1 or not parameters:
+        return None
+    exchange = make(
+        context.exchange,
+        context.forest,
+        parameters,
+        group=context.group,
+        store=context.store,
+        key=f"{context.number}.{column}",
+    )
+    return Reducer(exchange, parameters)
+
+
+def _buckets(parameters: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Return the places of parameters that go together: of one kind, and not too many bytes."""
+    buckets: list[list[int]] = []
+    order = sorted(range(len(parameters)), key=lambda p: str(parameters[p].dtype))
+    for _, places in groupby(order, key=lambda p: (parameters[p].dtype, parameters[p].device)):
+        size = _BUCKET_BYTES
+        for place in places:
+            parameter = parameters[place]
+            if size >= _BUCKET_BYTES:
+                buckets.append([])
+                size = 0
+            buckets[-1].append(place)
+            size += parameter.numel() * parameter.element_size()
+    return buckets

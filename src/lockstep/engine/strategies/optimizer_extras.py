@@ -1,0 +1,144 @@
+"""What an optimizer holds beside its `state_dict`: plain values among its attributes, other optimizers.
+
+A subclass counts its steps in an attribute; SAM and Lookahead have the optimizer that updates. Parameters
+are told by their places, as in a `state_dict`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.engine.strategies import optimizer_state
+from lockstep.errors import CheckpointError
+from lockstep.state.checkpoint import state_codec
+from lockstep.state.checkpoint.parts import local
+
+#: Attributes that optimizers get from torch's schedulers, from profilers and from the run.
+_FROM_OTHERS = ("step", "zero_grad", "_step_count", "_opt_called", "_step_supports_amp_scaling")
+
+
+def capture(optimizer: Optimizer, others: Collection[int] = ()) -> dict[str, Any]:
+    """Return what `load` gives back to an optimizer; empty where there is nothing.
+
+    Args:
+        optimizer: the optimizer.
+        others: ids of optimizers that are saved by themselves.
+    """
+    others = {*others, id(optimizer)}
+    inner = {
+        name: {"state": one.state_dict(), "extras": capture(one, others)}
+        for name, one in _inner(optimizer)
+        if id(one) not in others
+    }
+    values: dict[str, Any] = {}
+    keyed: dict[str, Any] = {}
+    attributes = list(_attributes(optimizer))
+    places = {id(p): place for place, p in enumerate(_parameters(optimizer) if attributes else ())}
+    for name, value in attributes:
+        if isinstance(value, dict) and value and all(id(key) in places for key in value):
+            keyed[name] = {places[id(key)]: one for key, one in value.items()}
+        else:
+            values[name] = value
+    aliases: set[int] = _storages(optimizer) if attributes else set()
+    found = {"values": _plain(values, aliases), "keyed": _plain(keyed, aliases)}
+    found["inner"] = _plain(inner, set())
+    return {kind: own for kind, own in found.items() if own}
+
+
+def load(optimizer: Optimizer, extras: Mapping[str, Any]) -> None:
+    """Give an optimizer what `capture` has returned."""
+    for name, one in _inner(optimizer):
+        if name in extras.get("inner", {}):
+            saved = extras["inner"][name]
+            optimizer_state.load(one, saved["state"])
+            load(one, saved["extras"])
+    parameters, own = _parameters(optimizer), vars(optimizer)
+    device = parameters[0].device
+    for name, value in extras.get("values", {}).items():
+        own[name] = _into(own.get(name), value, device)
+    for name, value in extras.get("keyed", {}).items():
+        keyed = {parameters[place]: one for place, one in value.items()}
+        own[name] = _into(own.get(name, {}), keyed, device)
+
+
+@functools.cache
+def _of_torch() -> frozenset[str]:
+    """Return the names of attributes that every optimizer has."""
+    return frozenset((*vars(Optimizer([nn.Parameter(torch.zeros(()))], {})), *_FROM_OTHERS))
+
+
+def _attributes(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+    states = [id(one.state) for _, one in _inner(optimizer)]
+    for name, value in vars(optimizer).items():
+        if name not in _of_torch() and id(value) not in states:
+            yield name, value
+
+
+def _inner(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
+    """Return the optimizers among the attributes of one, and in lists and dictionaries there."""
+    for name, value in vars(optimizer).items():
+        if isinstance(value, Optimizer):
+            yield name, value
+        elif name not in _of_torch() and isinstance(value, list | tuple | dict):
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            yield from ((f"{name}.{key}", one) for key, one in pairs if isinstance(one, Optimizer))
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _storages(optimizer: Optimizer) -> set[int]:
+    return {local(p).untyped_storage().data_ptr() for p in _parameters(optimizer)}
+
+
+def _plain(values: dict[str, Any], aliases: set[int]) -> dict[str, Any]:
+    """Return those values that can be saved, and hold no parameter, which is saved with its model."""
+    return {name: value for name, value in values.items() if _is_plain(name, value, aliases)}
+
+
+def _is_plain(name: str, value: Any, aliases: set[int]) -> bool:
+    try:
+        _, tensors = state_codec.flatten({name: value})
+    except (CheckpointError, RecursionError):
+        return False
+    own = (local(one).untyped_storage().data_ptr() for one in tensors.values() if one.numel())
+    return aliases.isdisjoint(own)
+
+
+def _into(now: Any, saved: Any, device: torch.device) -> Any:
+    """Return a saved value, in the object that has been there, if it is of the same kind."""
+    if isinstance(saved, torch.Tensor):
+        if isinstance(now, torch.Tensor) and (now.shape, now.dtype) == (saved.shape, saved.dtype):
+            with torch.no_grad():
+                return now.copy_(saved)
+        return saved.to(device) if saved.dim() else saved  # counts of steps may stay on the host
+    if isinstance(saved, dict):
+        before = now if isinstance(now, dict) else {}
+        return _fill(now, {key: _into(before.get(key), one, device) for key, one in saved.items()})
+    if isinstance(saved, list | deque):
+        olds = [*now] if isinstance(now, list | deque) else []
+        olds += [None] * (len(saved) - len(olds))
+        listed = [_into(old, one, device) for old, one in zip(olds, saved, strict=False)]
+        return _fill(now, deque(listed, saved.maxlen) if isinstance(saved, deque) else listed)
+    return saved
+
+
+def _fill(now: Any, made: Any) -> Any:
+    """Return `made`, as the content of `now` where that is a container of its kind."""
+    if isinstance(now, dict) and isinstance(made, dict):
+        now.clear()
+        now.update(made)
+    elif type(now) is type(made):
+        now.clear()
+        now.extend(made)
+    else:
+        return made
+    return now

@@ -1,0 +1,123 @@
+"""Chunks of a batch: split the tensors of a call, and merge the outputs.
+
+Cut is what has one row per sample, and that is said, not guessed: a mask may be as long as the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lockstep.engine.strategies.pipeline.p2p import assemble, dismantle
+from lockstep.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How a call goes through the stages in chunks.
+
+    Attributes:
+        sizes: how many samples each chunk has; no chunk is empty, whatever the batch.
+        cut: places of the tensors that are cut along their first dimension; others go to each chunk whole.
+    """
+
+    sizes: list[int]
+    cut: frozenset[int]
+
+    def part(self, place: int, tensor: torch.Tensor, chunk: int) -> torch.Tensor:
+        """Return what one chunk gets of the tensor at `place`."""
+        if place not in self.cut:
+            return tensor
+        # With `data` each chunk counts its own changes: a stage may change its input in place, which is
+        # kept for the backward passes of other chunks where all are views of one tensor.
+        return tensor.data.narrow(0, sum(self.sizes[:chunk]), self.sizes[chunk])
+
+    def gradient(
+        self, place: int, parts: Sequence[torch.Tensor | None], whole: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return the gradient of the tensor at `place` from those of its chunks."""
+        found = [part for part in parts if part is not None]
+        if not found:
+            return None
+        if place in self.cut:
+            pairs = zip(parts, torch.split(whole, self.sizes), strict=True)
+            return torch.cat(
+                [torch.zeros_like(own) if part is None else part for part, own in pairs]
+            )
+        total = found[0]
+        for part in found[1:]:
+            total = total + part
+        return total
+
+
+def split(
+    tensors: Sequence[torch.Tensor],
+    arguments: Sequence[str],
+    chunks: int,
+    named: Collection[str] | None,
+) -> Split:
+    """Return how the tensors of a call are cut.
+
+    Args:
+        tensors: of the call.
+        arguments: for each of them, the argument of `forward` that it is in.
+        chunks: how many chunks there are to be; a batch of fewer samples has as many as samples.
+        named: arguments whose tensors have one row per sample; `None` for the only tensor of the call.
+
+    Raises:
+        ModelError: if it is not said which tensors are to be cut, or if they differ in length.
+    """
+    if chunks == 1:
+        return Split([1], frozenset())
+    places = [place for place, tensor in enumerate(tensors) if tensor.dim()]
+    if named is None and len(places) > 1:
+        names = ", ".join(dict.fromkeys(arguments[place] for place in places))
+        raise ModelError(
+            f"the model is called with {len(places)} tensors ({names}) and chunks={chunks}; expected "
+            "to be told which have one row per sample",
+            hint=f"chunk_inputs=[{arguments[places[0]]!r}] cuts these, others go to each chunk whole; or "
+            "chunks=1",
+        )
+    if named is not None:
+        places = [place for place in places if arguments[place] in named]
+    lengths = {len(tensors[place]): arguments[place] for place in places}
+    if len(lengths) > 1:
+        told = ", ".join(f"{name} has {length}" for length, name in lengths.items())
+        raise ModelError(
+            f"chunk_inputs names tensors of different lengths: {told} rows; expected one row per sample",
+            hint="name those alone that have one row per sample: others go to each chunk whole",
+        )
+    batch = next(iter(lengths), 1)
+    count = max(1, min(chunks, batch))
+    size, extra = divmod(batch, count)
+    return Split([size + (place < extra) for place in range(count)], frozenset(places))
+
+
+def merge(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Put the outputs of all chunks together.
+
+    Raises:
+        ModelError: if they don't have one row per sample, or differ in form.
+    """
+    columns: list[list[torch.Tensor]] = []
+    parts = None
+    for output in outputs:
+        tensors: list[torch.Tensor] = []
+        own = dismantle(output, tensors)
+        parts = own if parts is None else parts
+        if own != parts:
+            raise ModelError("chunks of one batch have outputs of different forms")
+        columns.append(tensors)
+    merged = []
+    for row in zip(*columns, strict=True):
+        if any(not t.dim() or len(t) != size for t, size in zip(row, sizes, strict=True)):
+            raise ModelError(
+                f"the model's output has shape {tuple(row[0].shape)} for a chunk of {sizes[0]} "
+                "samples; expected one row per sample, to put the chunks together",
+                hint="chunks=1 gives the model whole batches",
+            )
+        merged.append(torch.cat([t.detach() for t in row]).requires_grad_(row[0].requires_grad))
+    return assemble(parts, merged)

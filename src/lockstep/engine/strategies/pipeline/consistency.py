@@ -1,0 +1,131 @@
+"""Consistency of calls over the stages of a model: the same call on all."""
+
+from __future__ import annotations
+
+import json
+import sys
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import lockstep
+from lockstep.engine.strategies.pipeline.p2p import Row
+from lockstep.errors import MismatchError
+
+#: Where a model is called that is called outside of all loops.
+OUTSIDE = "outside of a loop"
+#: Bytes of each tensor that are compared: enough to tell batches, and next to nothing to read.
+_COMPARED = 4096
+#: Bytes of a script's name that are told: a message has room for some 500 in all.
+_NAMED = 80
+#: Code that is not the script's.
+_OTHERS = (str(Path(lockstep.__file__).parent), str(Path(torch.__file__).parent), "<frozen ")
+_HINT = (
+    "all ranks of a model must call it alike, with the same input: no call may stand under an `if` that "
+    "depends on the rank or on one rank's values"
+)
+
+
+class CallCheck:
+    """Counts a rank's passes through one model, and compares them with the other ranks'.
+
+    Without it a call that one rank makes by itself would go through the stages with another rank's, as
+    messages come in the order in which they were sent.
+
+    Args:
+        row: the ranks that hold the model.
+        number: which of the run's models it is.
+        name: of the model's class.
+
+    Attributes:
+        name: of the model's class.
+        where: the batch that the script is in.
+    """
+
+    def __init__(self, row: Row, number: int, name: str) -> None:
+        self._row, self._number, self.name = row, number, name
+        self._calls = 0
+        self.where = OUTSIDE
+
+    def next(self) -> int:
+        """Return the number of a call that begins."""
+        self._calls += 1
+        return self._calls
+
+    def check(self, kind: str, call: int, values: str = "") -> None:
+        """Compare a pass with those of the other ranks that hold the model.
+
+        Args:
+            kind: which pass.
+            call: the number of the call that it belongs to.
+            values: what tells one input from another.
+
+        Raises:
+            MismatchError: if another rank is in another pass, or the same with another input.
+        """
+        own = [self._number, kind, call, self.where, values]
+        told = [_parse(one) for one in self._row.compare(_say(own, _script()))]
+        for rank, (theirs, line) in enumerate(told):
+            if theirs != own:
+                mine = told[self._row.rank][1]
+                raise self._mismatch(own, f" at {mine}", theirs, f" at {line}", rank)
+
+    def _mismatch(
+        self, own: list[Any], mine: str, theirs: list[Any], line: str, other: int
+    ) -> MismatchError:
+        here, there = (f"rank {self._row.of_run(r)}" for r in (self._row.rank, other))
+        if own[:-1] == theirs[:-1]:
+            return MismatchError(
+                f"{here} calls {self.name}{mine} with another input than {there}{line}; "
+                "expected the same input on all ranks of a model",
+                hint=_HINT,
+            )
+        return MismatchError(
+            f"{here} is in {_told(own)}{mine}, {there} in {_told(theirs)}{line}; "
+            "expected the same pass on all ranks of a model",
+            hint=_HINT,
+        )
+
+
+def _told(said: Sequence[Any]) -> str:
+    number, kind, call, where, *_ = said
+    return f"the {kind} of call {call} of model {number} (counted from 0), {where},"
+
+
+def _say(own: Sequence[Any], line: str) -> bytes:
+    """Return a pass as words for `Row.compare`; the line comes last, as a long one is cut."""
+    return json.dumps(own).encode() + b"\n" + line.encode(errors="replace")
+
+
+def _parse(said: bytes) -> tuple[list[Any], str]:
+    own, _, line = said.partition(b"\n")
+    return json.loads(own), line.decode(errors="ignore")
+
+
+def _script() -> str:
+    """Return the line of the script that has led here."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OTHERS):
+        frame = frame.f_back
+    name = Path(frame.f_code.co_filename).name.encode(errors="replace")[-_NAMED:]
+    return f"{name.decode(errors='ignore')}:{frame.f_lineno}"
+
+
+def fingerprint(parts: Any, tensors: Sequence[torch.Tensor]) -> str:
+    """Return what tells the values of a call from others; on a GPU, only shapes, without a wait."""
+    crc = zlib.crc32(json.dumps(parts).encode())
+    for tensor in tensors:
+        crc = zlib.crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), crc)
+        plain = tensor.detach()
+        if (
+            plain.device.type == "cpu"
+            and plain.layout is torch.strided
+            and plain.is_contiguous()
+            and not (plain.is_quantized or plain.is_conj() or plain.is_neg())
+        ):
+            count = _COMPARED // plain.element_size()
+            crc = zlib.crc32(plain.reshape(-1)[:count].view(torch.uint8).numpy().tobytes(), crc)
+    return f"{crc:08x}"

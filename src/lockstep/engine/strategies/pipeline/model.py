@@ -1,0 +1,301 @@
+"""Strategy `pipeline`: a stage of the model on each rank, and data parallelism over rows."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.engine.data.microbatch import Microbatch
+from lockstep.engine.strategies.buffers import Buffers
+from lockstep.engine.strategies.gradient_accumulation import take_gradients
+from lockstep.engine.strategies.gradient_norm import each_norm, total_norm
+from lockstep.engine.strategies.model_context import ModelContext
+from lockstep.engine.strategies.model_part_reducer import Reducer, make_reducer
+from lockstep.engine.strategies.optimizer_state import numbered
+from lockstep.engine.strategies.pipeline.consistency import OUTSIDE, CallCheck
+from lockstep.engine.strategies.pipeline.p2p import Row
+from lockstep.engine.strategies.pipeline.partition import cut
+from lockstep.engine.strategies.pipeline.schedule import Schedule
+from lockstep.engine.strategies.pipeline.stage import Program
+from lockstep.engine.strategies.rng import draws, looks_at_batches
+from lockstep.engine.strategies.wrapped_model import WrappedModel
+from lockstep.errors import ExactnessError, ModelError, UsageError
+
+
+class PipelinedModel(WrappedModel):
+    """A model of which this rank has one stage.
+
+    The user's module stays what the script calls: its `forward` goes through the stages of all ranks.
+    Parameters of other stages are on the device `meta`, where they have a shape and no memory. So every
+    rank's optimizer counts the parameters of the whole model, and acts on those that get gradients here.
+
+    Args:
+        module: the user's model, cut in place.
+        context: where it lives.
+        schedule: goes through its stages.
+        reducer: of the gradients of this rank's stage; `None` where there is only one model.
+    """
+
+    is_split = True
+
+    def __init__(
+        self, module: nn.Module, context: ModelContext, schedule: Schedule, reducer: Reducer | None
+    ) -> None:
+        super().__init__(module, context)
+        self._warn = context.warn
+        if (
+            schedule.chunks > 1
+        ):  # what looks at a whole batch, or draws for it, does another thing then
+            other = looks_at_batches(module) or draws(module)
+            self.exactness = "approximate" if other else "close"
+            schedule.drawn = self._has_drawn
+        self._row, self._schedule, self._reducer = schedule.row, schedule, reducer
+        group = context.group if context.mesh is None or context.mesh["data"].size() > 1 else None
+        stage, waiting = schedule.stage.module, context.sharing
+        self._buffers = Buffers(stage, context.block, group, modes=module, waiting=waiting)
+        self._own = [p for p in self.parameters if not p.is_meta]
+        module.__dict__["forward"] = schedule
+        module.__dict__["__deepcopy__"] = _Refusal(type(module).__name__)
+        module.register_state_dict_pre_hook(_refuse_state)  # type: ignore[no-untyped-call]
+
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        """What the graph of a loss that depends on the model ends at."""
+        return [self._schedule.leaf]
+
+    def _has_drawn(self) -> None:
+        if self.exactness != "approximate":
+            self.exactness = "approximate"
+            name = type(self.module).__name__
+            self._warn(f"lockstep: {name} draws, for each chunk by itself: the run is approximate")
+
+    def _prepare(self, microbatch: Microbatch) -> None:
+        where = (
+            f"batch {microbatch.step} of loader {microbatch.loader}, replica {microbatch.replica}"
+        )
+        self._schedule.calls.where = f"epoch {microbatch.epoch}, {where}, turn {microbatch.turn}"
+
+    def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
+        """The loop's body is done with `microbatch`."""
+        super().microbatch_ends(microbatch, left=left)
+        self._schedule.calls.where = OUTSIDE
+
+    def _meet(self, microbatch: Microbatch) -> None:
+        if not self.several_replicas:
+            return
+        self.accumulation.push(take_gradients(self._own))
+        if not microbatch.last:
+            return
+        nodes = self.accumulation.take()
+        total = nodes[0] if self._reducer is None else self._reducer(nodes, microbatch.place)
+        for parameter, gradient in zip(self._own, total, strict=True):
+            parameter.grad = gradient
+
+    # --- the whole of it -------------------------------------------------------------------------
+
+    def _gathered(self, own: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Return the entries of all stages; all ranks call this together."""
+        return {key: value for part in self._row.gather(dict(own)) for key, value in part.items()}
+
+    def state(self) -> dict[str, Any]:
+        """Return the whole model's `state_dict`; all ranks call this together."""
+        state = self.module.state_dict(keep_vars=True)
+        own = {n: v.detach() for n, v in state.items() if _is_held(v)}
+        everything = self._gathered(own)
+        return {name: everything.get(name, value) for name, value in state.items()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take this rank's part of a whole model's `state_dict`."""
+        known = self.module.state_dict(keep_vars=True)
+        if known.keys() != state.keys():
+            missing, strange = known.keys() - state.keys(), state.keys() - known.keys()
+            raise RuntimeError(f"missing: {sorted(missing)}; unexpected: {sorted(strange)}")
+        held = {n: v for n, v in state.items() if not _is_meta(known[n])}
+        self.module.load_state_dict(held, strict=False)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Return all of the gradients that wait for a step."""
+        return self._gathered(super().gradients())
+
+    def load_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Take this rank's part of what `gradients` returned."""
+        held = {name for name, p in self.module.named_parameters() if not p.is_meta}
+        super().load_gradients({n: v for n, v in gradients.items() if n in held})
+
+    def unsaved_buffers(self) -> dict[str, torch.Tensor]:
+        """Return the buffers of all stages that `state_dict` leaves out."""
+        own = super().unsaved_buffers()
+        return self._gathered({name: value for name, value in own.items() if _is_held(value)})
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the `state_dict` that an optimizer of the whole model would have."""
+        state = optimizer.state_dict()
+        held = _held_numbers(
+            optimizer, state
+        )  # Adagrad has state of others' parameters, too: no values
+        own = {number: value for number, value in state["state"].items() if number in held}
+        return {**state, "state": dict(sorted(self._gathered(own).items()))}
+
+    def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Give an optimizer its part of what `optimizer_state` returned."""
+        held = _held_numbers(optimizer, state)
+        own = {number: value for number, value in state["state"].items() if number in held}
+        super().load_optimizer(optimizer, {**state, "state": own})
+
+    def total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+        """Return the norm of all gradients, as a single process computes it."""
+        own = {
+            place: each_norm([p.grad], norm_type)[0]
+            for place, p in enumerate(parameters)
+            if p.grad is not None
+        }
+        norms = self._gathered(own)
+        return total_norm([norms[place] for place in sorted(norms)], norm_type)
+
+    def ends(self) -> dict[str, int]:
+        """Return bytes that went to other stages, and came from them."""
+        return self._row.moved
+
+    def close(self) -> None:
+        """Close the exchange."""
+        if self._reducer is not None:
+            self._reducer.close()
+
+
+def hold_pipelined(
+    module: nn.Module, context: ModelContext, settings: Mapping[str, Any]
+) -> PipelinedModel:
+    """Cut `module` into stages and hold this rank's.
+
+    Args:
+        module: the model, the same on all ranks, not on their device yet.
+        context: where it is to live.
+        settings: `chunks`, `chunk_inputs` and `split`, where the user has given them.
+
+    Raises:
+        UsageError: if stages don't fit the ranks, or the exchange cannot serve them.
+        ModelError: if the model cannot be cut.
+        ExactnessError: for several chunks, with `exact`.
+    """
+    assert context.mesh is not None
+    row = Row(context.mesh.get_group("model"), context.device)
+    chunks = _chunks(settings.get("chunks"), row.size, exact=context.exact)
+    program = cut(module, row.size, settings.get("split"))
+    inputs = _chunk_inputs(settings.get("chunk_inputs"), program)
+    stages = "; ".join(map(str, program.stages))
+    context.say(
+        f"lockstep: {type(module).__name__} in {row.size} stages: {stages}; "
+        f"{chunks} chunk{'s' if chunks > 1 else ''} per batch"
+    )
+    held = {id(t) for t in _tensors(program.stages[row.rank].module)}
+    used = {id(t) for stage in program.stages for t in _tensors(stage.module)}
+    if row.rank == row.size - 1:
+        held |= {
+            id(t) for t in _tensors(module)
+        } - used  # what no stage computes with is somewhere, too
+    _keep(module, held, context.device)
+    own = [p for p in module.parameters() if p.requires_grad and not p.is_meta]
+    reducer = make_reducer(own, context, row.rank)
+    calls = CallCheck(row, context.number, type(module).__name__)
+    schedule = Schedule(program.only(row.rank), row, (chunks, inputs), calls, context.passing)
+    return PipelinedModel(module, context, schedule, reducer)
+
+
+def _chunks(asked: Any, stages: int, *, exact: bool) -> int:
+    if asked is None:
+        return 1 if exact else stages
+    if not isinstance(asked, int) or isinstance(asked, bool) or asked < 1:
+        raise UsageError(f"chunks is {asked!r}; expected an integer of at least 1")
+    if exact and asked > 1:
+        raise ExactnessError(
+            f"chunks={asked} would break the promise: gradients of parts of a batch are summed in "
+            "another order, and BatchNorm sees each part by itself",
+            hint="chunks=1, or say exact=False to the run (lockstep run --no-exact)",
+        )
+    return asked
+
+
+def _chunk_inputs(asked: Any, program: Program) -> Sequence[str] | None:
+    known = list(program.inputs)
+    if asked is None:
+        return None
+    is_list = isinstance(asked, Collection) and not isinstance(asked, str)
+    if not is_list or not asked or any(name not in known for name in asked):
+        raise UsageError(
+            f"chunk_inputs is {asked!r}; expected a list of one or more names of forward's arguments: "
+            f"{', '.join(known)}",
+            hint="without chunk_inputs, the only tensor of a call is cut into chunks",
+        )
+    return list(asked)
+
+
+def _keep(module: nn.Module, held: set[int], device: torch.device) -> None:
+    """Move what is held to its device, and let go of the rest."""
+    shapes: dict[int, torch.Tensor] = {}
+    for part in module.modules():
+        for own in (part._parameters, part._buffers):
+            for name, tensor in own.items():
+                if tensor is None:
+                    continue
+                if id(tensor) in held:
+                    tensor.data = tensor.data.to(device)
+                elif not tensor.is_meta:
+                    # One for all names: an optimizer counts a tied parameter once.
+                    shape = shapes.setdefault(id(tensor), _shape_of(tensor))
+                    own[name] = shape  # type: ignore[assignment]
+
+
+def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
+    meta = tensor.detach().to("meta")
+    if not isinstance(tensor, nn.Parameter):
+        return meta
+    parameter = nn.Parameter(meta, requires_grad=tensor.requires_grad)
+    parameter.__dict__.update(copy.copy(tensor.__dict__))
+    return parameter
+
+
+def _tensors(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _held_numbers(optimizer: Optimizer, state: Mapping[str, Any]) -> set[int]:
+    """Return the numbers in an optimizer's `state` of the parameters that this rank has."""
+    return {n for n, p in numbered(optimizer, state).items() if not p.is_meta}
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
+
+
+def _is_held(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_meta
+
+
+class _Refusal:
+    """The `__deepcopy__` of a model that is cut: it raises an error."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, _memo: object) -> NoReturn:
+        raise ModelError(
+            f"copy.deepcopy of {self._name}, of which this rank has a stage; a copy would be no model",
+            hint="copy the module before run.model, and give the copy to run.model, too: it is cut alike, "
+            "so that an average of weights works on both; leave requires_grad on",
+        )
+
+
+def _refuse_state(module: nn.Module, _prefix: str, keep_vars: bool) -> None:
+    """Refuse `state_dict()`: this rank has a stage only. With `keep_vars` it is not for saving."""
+    if not keep_vars:
+        raise ModelError(
+            f"{type(module).__name__}.state_dict() was called, and this rank has one stage of it; "
+            "expected a call of the run's",
+            hint="run.export(path) writes whole weights, run.save() the state of the run, and "
+            "run.digest() tells whether bits are the same",
+        )

@@ -1,0 +1,241 @@
+"""Point-to-point messages between stages: tensors in tuples, lists and dictionaries.
+
+A message is a JSON header of a fixed size, which holds the structure and what each tensor is like, and
+then the tensors. Nothing has to be known of them in advance: a batch may be shorter than the one before.
+The header goes over the processor's memory, tensors over that of their device.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.engine.exchange.scatter import told_by_all
+from lockstep.errors import ModelError
+
+_BLOCK = 512  # bytes; one message is enough for the header of a few tensors
+_LENGTH = 8
+_WORDS = 512  # bytes
+_SMALL = (
+    1 << 14
+)  # bytes up to which a tensor goes in one piece with others: each piece takes its time
+
+
+def dismantle(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return `value` as JSON, with a number in the place of each tensor, which is added to `tensors`.
+
+    Raises:
+        ModelError: if there is anything in it that another process could not make again.
+    """
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return {"tensor": len(tensors) - 1}
+    if value is None or kind in (bool, int, float, str):
+        return {"value": value}
+    if kind in (tuple, list, torch.Size):
+        name = "list" if kind is list else "tuple"
+        return {name: [dismantle(item, tensors) for item in value]}
+    if kind in (dict, OrderedDict):
+        items = [[dismantle(k, tensors), dismantle(v, tensors)] for k, v in value.items()]
+        return {"dict" if kind is dict else "ordered": items}
+    if kind is torch.dtype:
+        return {"dtype": str(value).removeprefix("torch.")}
+    raise ModelError(
+        f"a {kind.__name__} would have to go from one stage of a model to another rank; "
+        "expected tensors and numbers in tuples, lists and dictionaries",
+        hint="return a tuple or a dict from the model, or cut it elsewhere",
+    )
+
+
+def assemble(parts: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Return the value that `dismantle` has made `parts` of."""
+    ((kind, content),) = parts.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind in ("tuple", "list"):
+        items = [assemble(item, tensors) for item in content]
+        return items if kind == "list" else tuple(items)
+    if kind in ("dict", "ordered"):
+        pairs = [(assemble(k, tensors), assemble(v, tensors)) for k, v in content]
+        return dict(pairs) if kind == "dict" else OrderedDict(pairs)
+    return getattr(torch, content) if kind == "dtype" else content
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A value that has come: its structure, its tensors, and which of them need gradients."""
+
+    parts: Any
+    tensors: list[torch.Tensor]
+    needy: list[bool]
+
+    @property
+    def value(self) -> Any:
+        """The value."""
+        return assemble(self.parts, self.tensors)
+
+
+class Row:
+    """The ranks that hold one model together, in order.
+
+    Args:
+        group: their process group.
+        device: what this rank computes on.
+
+    Attributes:
+        rank: this rank's place among them.
+        size: how many there are.
+        moved: bytes that it has sent and received, without those of `gather`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._sending: list[tuple[dist.Work, torch.Tensor]] = []
+        self.moved = {"sent": 0, "received": 0}
+
+    def of_run(self, place: int) -> int:
+        """Return the number in the run of the rank at `place`."""
+        return dist.get_global_rank(self._group, place)
+
+    def compare(self, text: bytes) -> list[bytes]:
+        """Return what every rank says in some words, 512 bytes at most; all call it together."""
+        return told_by_all(text, _WORDS, self._group)
+
+    # --- from one to the next --------------------------------------------------------------------
+
+    def send(self, value: Any, to: int) -> None:
+        """Begin to send `value` to another rank; nothing in it may change until `flush`."""
+        header, flats = _outgoing(value, self._device)
+        for block in (*_blocks(header), *flats):
+            work = dist.isend(block, group=self._group, group_dst=to)
+            assert work is not None
+            self._sending.append((work, block))
+            self.moved["sent"] += block.numel()
+
+    def flush(self) -> None:
+        """Wait until everything is sent."""
+        sending, self._sending = self._sending, []
+        for work, _ in sending:
+            work.wait()
+
+    def receive(self, source: int) -> Message:
+        """Wait for a value of another rank."""
+
+        def fill(block: torch.Tensor) -> None:
+            dist.recv(block, group=self._group, group_src=source)
+            self.moved["received"] += block.numel()
+
+        return _incoming(fill, self._device)
+
+    # --- from one to all -------------------------------------------------------------------------
+
+    def share(self, value: Any, source: int, device: torch.device | None = None) -> Message:
+        """Return what rank `source` gives as `value`, on every rank; all call it together.
+
+        Args:
+            value: anything, on the other ranks.
+            source: place of the rank that gives.
+            device: where tensors are to be; by default what this rank computes on.
+        """
+        device = device or self._device
+
+        def fill(block: torch.Tensor) -> None:
+            dist.broadcast(block, group=self._group, group_src=source)
+            self.moved["sent" if self.rank == source else "received"] += block.numel()
+
+        if self.rank != source:
+            return _incoming(fill, device)
+        header, flats = _outgoing(value, device)
+        for block in (*_blocks(header), *flats):
+            fill(block)
+        tensors: list[torch.Tensor] = []
+        parts = dismantle(value, tensors)
+        return Message(parts, tensors, [tensor.requires_grad for tensor in tensors])
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return what every rank gives, in the processor's memory; all call it together."""
+        moved, cpu = dict(self.moved), torch.device("cpu")
+        values = [self.share(value, other, cpu).value for other in range(self.size)]
+        self.moved = moved
+        return values
+
+
+def _outgoing(value: Any, device: torch.device) -> tuple[bytes, list[torch.Tensor]]:
+    """Return the header of a message, and its tensors as pieces of bytes on `device`."""
+    tensors: list[torch.Tensor] = []
+    parts = dismantle(value, tensors)
+    kinds, flats = [], []
+    for tensor in tensors:
+        plain = tensor.detach() if _is_dense(tensor) else tensor.detach().contiguous()
+        kind = str(tensor.dtype).removeprefix("torch.")
+        kinds.append([kind, list(plain.shape), list(plain.stride()), tensor.requires_grad])
+        if plain.numel():
+            flats.append(_flat(plain).to(device))
+    small = [flat for flat in flats if flat.numel() <= _SMALL]
+    large = [flat for flat in flats if flat.numel() > _SMALL]
+    return json.dumps([parts, kinds]).encode(), [*([torch.cat(small)] if small else ()), *large]
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor that fills its memory."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill their memory, in whatever order: then it can be sent as it lies there."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _blocks(header: bytes) -> Iterator[torch.Tensor]:
+    """Yield the block that begins a message, and a second one if the header is too long for it."""
+    length = len(header).to_bytes(_LENGTH, "little")
+    room = _BLOCK - _LENGTH
+    yield _bytes((length + header[:room]).ljust(_BLOCK, b"\0"))
+    if len(header) > room:
+        yield _bytes(header[room:])
+
+
+def _bytes(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _incoming(fill: Any, device: torch.device) -> Message:
+    """Return a message, of which `fill` writes one block after the other to the memory it is given."""
+    block = torch.empty(_BLOCK, dtype=torch.uint8)
+    fill(block)
+    data = block.numpy().tobytes()
+    length = int.from_bytes(data[:_LENGTH], "little")
+    header = data[_LENGTH : _LENGTH + length]
+    if len(header) < length:
+        rest = torch.empty(length - len(header), dtype=torch.uint8)
+        fill(rest)
+        header += rest.numpy().tobytes()
+    parts, kinds = json.loads(header)
+    tensors, needy = [], []
+    for kind, shape, stride, needs in kinds:
+        dtype = getattr(torch, kind)
+        tensors.append(torch.empty_strided(shape, stride, dtype=dtype, device=device))
+        needy.append(needs)
+    flats = [_flat(tensor) for tensor in tensors if tensor.numel()]
+    small = [flat for flat in flats if flat.numel() <= _SMALL]
+    if small:
+        piece = torch.empty(sum(map(len, small)), dtype=torch.uint8, device=device)
+        fill(piece)
+        torch._foreach_copy_(small, torch.split(piece, [len(flat) for flat in small]))
+    for flat in flats:
+        if flat.numel() > _SMALL:
+            fill(flat)
+    return Message(parts, tensors, needy)

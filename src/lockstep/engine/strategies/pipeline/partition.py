@@ -1,0 +1,109 @@
+"""Partition of a model into stages, one for each rank.
+
+A row of modules is cut between its modules. Any other model is cut where its forward pass allows it
+(`fx_trace.py`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.engine.layout.balance import balance
+from lockstep.engine.strategies.pipeline.fx_trace import cut_traced
+from lockstep.engine.strategies.pipeline.stage import Program, Stage, find, pieces_from, weight
+from lockstep.errors import ModelError, UsageError
+
+
+def cut(module: nn.Module, count: int, split: Sequence[str] | None) -> Program:
+    """Return `module` as `count` stages.
+
+    Args:
+        module: the model.
+        count: number of stages.
+        split: names of the parts that the second and each later stage begin with; by default stages are
+            to have as many bytes of parameters as each other, as far as the parts allow it.
+
+    Raises:
+        UsageError: if the stages don't fit the ranks.
+        ModelError: if the model cannot be cut, or not there.
+    """
+    if isinstance(split, str) or not isinstance(split, Sequence | None):
+        raise UsageError(f"split is {split!r}; expected a list of names of the model's parts")
+    if split is not None and len(split) != count - 1:
+        raise UsageError(
+            f"pipeline stages don't fit ranks: split names {len(split)} places, which makes "
+            f"{len(split) + 1} stages; each model has {count} ranks",
+            hint=f"name {count - 1} places, or choose another mesh (--mesh DATAxMODEL)",
+        )
+    if type(module).forward is nn.Sequential.forward:
+        program = _cut_row(module, count, split)
+    else:
+        program = cut_traced(module, count, split)
+    _check_shared(module, program)
+    return program
+
+
+class _Call(nn.Module):
+    """The modules of one stage of a row."""
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, value: Any) -> tuple[Any]:
+        for part in self.parts:
+            value = part(value)
+        return (value,)
+
+
+def _cut_row(module: nn.Module, count: int, split: Sequence[str] | None) -> Program:
+    names, parts = [n for n, _ in module.named_children()], list(module.children())
+    if len(module._modules) != len(parts):  # named_children leaves out what is there twice
+        names, parts = list(module._modules), [m for m in module._modules.values() if m is not None]
+    if len(parts) < count:
+        raise UsageError(
+            f"pipeline stages don't fit ranks: {len(parts)} modules in a row for {count} ranks; "
+            "expected at least one for each rank of a model",
+            hint="give run.model more modules, or choose another mesh (--mesh DATAxMODEL)",
+        )
+    if split is None:
+        pieces = balance([weight(part) for part in parts], count)
+    else:
+        pieces = pieces_from([0, *(find(name, names) for name in split)], len(parts), split)
+    stages = [
+        Stage(
+            _Call([parts[place] for place in piece]),
+            (f"value{number}",),
+            (f"value{number + 1}",),
+            (f"value{number + 1}",),
+            names[piece.start],
+            names[piece.stop - 1],
+        )
+        for number, piece in enumerate(pieces)
+    ]
+    return Program(tuple(stages), inspect.signature(module.forward), {"input": "value0"}, {})
+
+
+def _check_shared(module: nn.Module, program: Program) -> None:
+    """Refuse a parameter that two stages use: its gradient would have to be summed over them."""
+    names = {id(tensor): name for name, tensor in _tensors(module)}
+    owners: dict[int, int] = {}
+    for number, stage in enumerate(program.stages):
+        for _, tensor in _tensors(stage.module):
+            first = owners.setdefault(id(tensor), number)
+            if first != number:
+                raise ModelError(
+                    f"{names[id(tensor)]} is used in stages {first} and {number}; expected every "
+                    "parameter and buffer to belong to one stage",
+                    hint="cut the model so that one stage has both uses (split=[…]), or untie them",
+                )
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()

@@ -1,0 +1,413 @@
+"""Schedule of a pipeline: forward and backward passes through the stages.
+
+A call of the model is one node of autograd's graph on every rank of the row: what the script computes from
+its output, all ranks compute alike, and when gradients come back to that node the ranks go through their
+stages in the other direction. So the script's loop is the one it would be on a single device.
+
+All chunks of a batch go forward, one after the other, before the first goes back (GPipe, Huang et al.,
+arXiv:1811.06965), as the loss is the script's affair and needs the whole output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
+
+from lockstep.engine.data.randomness import Generators, States, set_generators, set_key, undisturbed
+from lockstep.engine.layout.keys import FORWARD, derive
+from lockstep.engine.strategies.model_context import Waiting
+from lockstep.engine.strategies.pipeline import chunks as chunking
+from lockstep.engine.strategies.pipeline.consistency import CallCheck, fingerprint
+from lockstep.engine.strategies.pipeline.p2p import Message, Row, assemble, dismantle
+from lockstep.engine.strategies.pipeline.stage import Program, Stage
+from lockstep.errors import ModelError, StepError
+
+Values = dict[str, Any]
+Gradients = list[torch.Tensor | None]
+
+
+class _Arrival:
+    """A tensor that has come from elsewhere, and the gradient that is to go back there."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor: torch.Tensor | None = tensor
+        self.gradient: torch.Tensor | None = None
+
+
+class _Arrive(torch.autograd.Function):
+    """Begins a graph with a tensor that is no leaf: the next module may change it in place."""
+
+    @staticmethod
+    def forward(ctx: Any, _leaf: torch.Tensor, arrival: _Arrival) -> torch.Tensor:
+        ctx.arrival = arrival
+        tensor, arrival.tensor = arrival.tensor, None
+        assert tensor is not None
+        return tensor
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None]:
+        (ctx.arrival.gradient,) = gradients
+        return None, None
+
+
+class _Call(torch.autograd.Function):
+    """The whole model as one node of the graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, passing: _Pass, outputs: list[torch.Tensor], _leaf: torch.Tensor, *_: Any
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.passing = passing
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise StepError(
+                "create_graph=True through a model in stages; expected a backward pass whose gradients "
+                "need no gradients themselves",
+                hint="strategy='ddp' or 'fsdp', or a penalty that needs no second derivatives",
+            )
+        return None, None, None, *ctx.passing.backward(list(gradients))
+
+
+class Schedule:
+    """What a rank does in the passes through one model.
+
+    Args:
+        program: the model's stages; this rank needs its own alone.
+        row: the ranks that have one each.
+        chunks: in how many parts a batch goes through the stages, and the arguments that are cut for it.
+        calls: compares passes with those of the other ranks.
+        waiting: makes what is entered while ranks of the row wait for each other.
+
+    Attributes:
+        leaf: what the graph of a loss ends at where it depends on the model.
+        drawn: called when a chunk has drawn, on any rank.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        row: Row,
+        chunks: tuple[int, Sequence[str] | None],
+        calls: CallCheck,
+        waiting: Waiting = nullcontext,
+    ) -> None:
+        self.program, self.row, self.calls = program, row, calls
+        self.chunks, self.chunk_inputs = chunks
+        self.leaf = torch.zeros((), requires_grad=True)
+        self._end = get_gradient_edge(self.leaf).node
+        self._waiting = waiting
+        self._is_interrupted = False
+        self.drawn: Callable[[], None] = _nothing
+
+    @property
+    def stage(self) -> Stage:
+        """This rank's."""
+        return self.program.stages[self.row.rank]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank's stage begins the model."""
+        return self.row.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank's stage ends it."""
+        return self.row.rank == self.row.size - 1
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether the backward pass that runs now is one for all parameters, and not `autograd.grad`.
+
+        torch.autograd.graph.register_multi_grad_hook asks the engine the same way (torch 2.13).
+        """
+        return torch._C._will_engine_execute_node(self._end)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model's output, on every rank of the row; all of them call with the same input.
+
+        Raises:
+            MismatchError: if another rank is in another pass, or calls with another input.
+        """
+        values = self.program.bind(args, kwargs)
+        passing = _Pass(self, values)
+        with self.passing():
+            message = passing.forward()
+        tensors = message.tensors
+        if torch.is_grad_enabled() and any(message.needy):
+            places = [place for place, needy in enumerate(message.needy) if needy]
+            needy = _Call.apply(  # type: ignore[no-untyped-call]
+                passing, [tensors[place].detach() for place in places], self.leaf, *passing.given
+            )
+            tensors = list(tensors)
+            for place, tensor in zip(places, needy, strict=True):
+                tensors[place] = tensor
+        return assemble(message.parts, [t if t.requires_grad else t.detach() for t in tensors])
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Go through this rank's stage in the body, with messages that other ranks wait for.
+
+        Raises:
+            StepError: if an exception has ended an earlier pass: what it left out would be taken for this.
+        """
+        if self._is_interrupted:
+            raise StepError(
+                f"a pass through {self.calls.name} was interrupted by an exception, and the other ranks of "
+                "the model may wait for its messages",
+                hint="let exceptions of the model end the run; it resumes from its newest state",
+            )
+        self._is_interrupted = True
+        with self._waiting():
+            yield
+        self._is_interrupted = False
+
+
+class _Pass:
+    """One call of the model: its chunks on their way forward, and back.
+
+    Args:
+        schedule: what the rank does.
+        values: what the call begins with.
+    """
+
+    def __init__(self, schedule: Schedule, values: Values) -> None:
+        self._schedule = schedule
+        self._parts, tensors, arguments = _dismantled(values, schedule.program.inputs)
+        self._tensors = tensors
+        grad = torch.is_grad_enabled()
+        self._given = [p for p, tensor in enumerate(tensors) if grad and tensor.requires_grad]
+        self._split = chunking.split(tensors, arguments, schedule.chunks, schedule.chunk_inputs)
+        self._sizes = self._split.sizes
+        self._arrived: list[list[_Arrival]] = []
+        self._begun: list[list[_Arrival]] = []
+        self._left: list[list[torch.Tensor]] = []
+        self._number = schedule.calls.next()
+        self._is_over = False
+        self._has_drawn = False  # a chunk, in this stage or in those before
+
+    @property
+    def given(self) -> list[torch.Tensor]:
+        """Tensors of the call that need gradients."""
+        return [self._tensors[place] for place in self._given]
+
+    # --- forward ---------------------------------------------------------------------------------
+
+    def forward(self) -> Message:
+        """Go through this rank's stage with all chunks, and return the model's output."""
+        self._schedule.calls.check(
+            "forward pass", self._number, fingerprint(self._parts, self._tensors)
+        )
+        if len(self._sizes) == 1:
+            return self._forward_whole()
+        # What a chunk draws cannot resume from where the chunk before has drawn in later stages.
+        key = derive(int(torch.randint(2**62, ())), FORWARD, self._schedule.row.rank)
+        with undisturbed():
+            set_key(key)
+            outputs = [self._forward_chunk(chunk)[0] for chunk in range(len(self._sizes))]
+        merged = chunking.merge(outputs, self._sizes) if self._schedule.is_last else None
+        return self._share(merged, None)
+
+    def _forward_whole(self) -> Message:
+        """Draw as one process would: each stage resumes from where the one before has drawn."""
+        return self._share(*self._forward_chunk(0, Generators.now()))
+
+    def _share(self, output: Any, states: States | None) -> Message:
+        """Return the last rank's `output`, and take its generators' states."""
+        row = self._schedule.row
+        row.flush()
+        message = row.share([output, states, self._has_drawn], row.size - 1)
+        _, states, has_drawn = message.value
+        if has_drawn:
+            self._schedule.drawn()
+        if states is not None:
+            set_generators(states)
+        return Message(message.parts["list"][0], message.tensors, message.needy)
+
+    def _forward_chunk(
+        self, chunk: int, begin: Generators | None = None
+    ) -> tuple[Any, States | None]:
+        """Go through the stage with one chunk; return its output where it is the model's.
+
+        Args:
+            chunk: its number.
+            begin: where the generators stood when the model was called, if the stages draw in turn;
+                then where they stand afterwards is returned, or `None` if no chunk has drawn.
+        """
+        schedule = self._schedule
+        message = None if schedule.is_first else schedule.row.receive(schedule.row.rank - 1)
+        if message is not None:
+            _, states, has_drawn = message.value
+            self._has_drawn |= has_drawn
+            if states is not None:
+                set_generators(states)
+        before = begin or Generators.now()
+        kept = self._compute(chunk, message)
+        states = Generators.now().since(before)
+        if begin is None:
+            self._has_drawn |= states is not None
+            states = None
+        if schedule.is_last:
+            return kept, states
+        schedule.row.send([kept, states, self._has_drawn], schedule.row.rank + 1)
+        return None, states
+
+    def _compute(self, chunk: int, message: Message | None) -> Any:
+        """Return what this rank's stage, or the model, gives for a chunk."""
+        schedule, stage = self._schedule, self._schedule.stage
+        values = self._begin(chunk)
+        arrived: list[_Arrival] = []
+        if message is not None:
+            tensors = [self._enter(t, n, arrived) for t, n in _pairs(message)]
+            came, *_ = assemble(message.parts, tensors)
+            values |= dict(
+                zip(schedule.program.stages[schedule.row.rank - 1].keeps, came, strict=True)
+            )
+        self._arrived.append(arrived)
+        given = stage.module(*(values[name] for name in stage.takes))
+        values |= dict(zip(stage.gives, given, strict=True))
+        kept = given[0] if schedule.is_last else [values[name] for name in stage.keeps]
+        self._left.append(_needy(kept))  # refuses what cannot be sent
+        return kept
+
+    def _begin(self, chunk: int) -> Values:
+        """Return what the call begins with, cut to a chunk."""
+        tensors: list[torch.Tensor] = []
+        begun: list[_Arrival] = []
+        for place, tensor in enumerate(self._tensors):
+            part = self._split.part(place, tensor, chunk)
+            if place in self._given:
+                part = self._enter(part.detach().clone(), True, begun)
+            tensors.append(part)
+        self._begun.append(begun)
+        return {name: assemble(parts, tensors) for name, parts in self._parts.items()}
+
+    def _enter(self, tensor: torch.Tensor, needy: bool, arrived: list[_Arrival]) -> torch.Tensor:
+        if not (needy and torch.is_grad_enabled()):
+            return tensor
+        arrival = _Arrival(tensor)
+        arrived.append(arrival)
+        entered: torch.Tensor = _Arrive.apply(self._schedule.leaf, arrival)  # type: ignore[no-untyped-call]
+        return entered
+
+    # --- backward --------------------------------------------------------------------------------
+
+    def backward(self, gradients: Gradients) -> Gradients:
+        """Go back through the stage with all chunks; return the gradients of `given`.
+
+        Args:
+            gradients: of the model's outputs that need one.
+
+        Raises:
+            StepError: the second time.
+        """
+        if self._is_over:
+            raise StepError(
+                "a second backward pass through one call of the model; expected one",
+                hint="add the losses, and call run.backward for their sum; or call the model again",
+            )
+        self._is_over = True
+        schedule, accumulates = self._schedule, self._schedule.accumulates
+        kind = "backward pass" if accumulates else "backward pass for inputs alone"
+        with schedule.passing():
+            schedule.calls.check(kind, self._number)
+            for chunk, left in enumerate(self._left):
+                own = self._returning(chunk, gradients)
+                self._backward_chunk(left, own, accumulates=accumulates)
+                # The rank before waits for it where its header said that a gradient is needed.
+                if self._arrived[chunk]:
+                    came = [a.gradient for a in self._arrived[chunk]]
+                    schedule.row.send(came, schedule.row.rank - 1)
+            schedule.row.flush()
+            result = self._gradients_of_inputs()
+        self._left, self._arrived, self._begun = [], [], []
+        return result
+
+    def _backward_chunk(
+        self, left: list[torch.Tensor], gradients: Gradients, *, accumulates: bool
+    ) -> None:
+        """Go back through the stage; into gradients of its parameters, or to where it begins only."""
+        pairs = [(o, g) for o, g in zip(left, gradients, strict=False) if g is not None]
+        if not pairs:
+            return
+        outputs, gradients = [o for o, _ in pairs], [g for _, g in pairs]
+        if accumulates:
+            torch.autograd.backward(outputs, gradients)
+        else:  # all that arrives or begins here hangs on the leaf
+            torch.autograd.grad(outputs, [self._schedule.leaf], gradients, allow_unused=True)
+
+    def _returning(self, chunk: int, gradients: Gradients) -> Gradients:
+        """Return the gradients of what the stage gave for a chunk."""
+        schedule = self._schedule
+        if not self._left[chunk]:
+            return []
+        if not schedule.is_last:
+            returned: Gradients = schedule.row.receive(schedule.row.rank + 1).value
+            return returned
+        if len(self._sizes) == 1:
+            return gradients
+        return [None if g is None else torch.split(g, self._sizes)[chunk] for g in gradients]
+
+    def _gradients_of_inputs(self) -> Gradients:
+        """Add up what the stages that took the call's tensors have come to."""
+        if not self._given:
+            return []
+        own = [
+            self._split.gradient(
+                given, [begun[place].gradient for begun in self._begun], self._tensors[given]
+            )
+            for place, given in enumerate(self._given)
+        ]
+        names = set(self._schedule.program.inputs.values())
+        total: Gradients = [None] * len(own)
+        for number in reversed(range(self._schedule.row.size)):
+            if names & set(self._schedule.program.stages[number].takes):
+                came = self._schedule.row.share(own, number).value
+                total = [
+                    b if a is None else a if b is None else a + b
+                    for a, b in zip(total, came, strict=True)
+                ]
+        return total
+
+
+def _nothing() -> None:
+    """Without checks whether a chunk has drawn."""
+
+
+def _dismantled(
+    values: Values, inputs: dict[str, str]
+) -> tuple[Values, list[torch.Tensor], list[str]]:
+    """Return the structure of a call's values, their tensors, and for each the argument that it is in."""
+    tensors: list[torch.Tensor] = []
+    arguments: list[str] = []
+    parts: Values = {}
+    try:
+        for argument, name in inputs.items():
+            parts[name] = dismantle(values[name], tensors)
+            arguments += [argument] * (len(tensors) - len(arguments))
+    except ModelError as error:
+        raise ModelError(
+            "a model in stages was called with something else than tensors and numbers in tuples, lists "
+            f"and dictionaries: {error.message.partition(' would')[0]}",
+            hint="take it apart in the script, and call the model with its tensors",
+        ) from error
+    return parts, tensors, arguments
+
+
+def _pairs(message: Message) -> list[tuple[torch.Tensor, bool]]:
+    return list(zip(message.tensors, message.needy, strict=True))
+
+
+def _needy(value: Any) -> list[torch.Tensor]:
+    tensors: list[torch.Tensor] = []
+    dismantle(value, tensors)
+    return [tensor for tensor in tensors if torch.is_grad_enabled() and tensor.requires_grad]

@@ -1,0 +1,371 @@
+"""Strategy `fsdp`: parameters, gradients and optimizer state sharded by FSDP2, sums in tree order."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.engine.data.microbatch import Microbatch
+from lockstep.engine.exchange.scatter import Scattering, TreeScatter, group_of_its_own
+from lockstep.engine.strategies.dtensor import CutState, check_updates
+from lockstep.engine.strategies.gradient_accumulation import Gradients
+from lockstep.engine.strategies.gradient_norm import each_norm, total_norm
+from lockstep.engine.strategies.model_context import ModelContext
+from lockstep.engine.strategies.sharded.units import (
+    Gather,
+    Gathers,
+    Unit,
+    merged,
+    names_of,
+    refuse_graphs_of_gradients,
+)
+from lockstep.engine.strategies.sharded.wrap_policy import shard
+from lockstep.engine.strategies.wrapped_model import WrappedModel
+from lockstep.errors import ModelError, StepError
+from lockstep.state.checkpoint.parts import local, whole
+
+
+class ShardedModel(CutState, WrappedModel):
+    """A model of which every rank holds a part of each parameter.
+
+    torch gathers the parameters of a unit where it computes with them. Gradients never go through its
+    own reduce-scatter: they are taken from autograd, and each unit's go to the ranks that hold its
+    parts as soon as they are complete, in an order of units that is the same on all ranks.
+
+    Args:
+        module: the user's model, sharded in place.
+        context: where it lives.
+        units: its units; the last is the model itself.
+        scatter: reduce-scatter of gradients; `None` on a single rank.
+        gather: `unit` or `batch`, as `run.model` was given it.
+    """
+
+    mixes = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        context: ModelContext,
+        units: Sequence[Unit],
+        scatter: TreeScatter | None,
+        gather: str,
+    ) -> None:
+        self._size = 1 if context.group is None else dist.get_world_size(context.group)
+        super().__init__(module, context, shares_buffers=self._size > 1)
+        self._context, self._scatter = context, scatter
+        self._all = units
+        # As backward passes complete them, more or less; the model's own is the last.
+        *inner, root = units
+        self._units = [unit for unit in [*reversed(inner), root] if unit.parameters]
+        place = {id(p): number for number, p in enumerate(self.parameters)}
+        self._places = [[place[id(p)] for p in unit.parameters] for unit in self._units]
+        self._may_skip = gather == "batch"
+        # Ranks with different numbers of replicas make different numbers of forward passes.
+        self._once = self._may_skip or context.replicas % self._size != 0
+        if self._once:
+            for unit in units:
+                unit.module.set_reshard_after_forward(False, recurse=False)
+                unit.module.set_reshard_after_backward(False, recurse=False)
+        units[-1].module.set_requires_gradient_sync(False)
+        self._is_over = False
+        self._path: list[int] = []
+        group = context.group if self._size > 1 else None
+        own = None if group is None else group_of_its_own(group)
+        names, on_cpu = [unit.name for unit in units], context.device.type == "cpu"
+        self._gathers = Gathers(names, own, self._waiting, always=on_cpu)
+        self._started: list[Scattering | Gradients] = []
+        self._finished = 0
+        self._used: dict[int, list[bool]] = {}
+        self._is_early = self._expects = False
+        self._watch_forward()
+
+    def _watch_forward(self) -> None:
+        self.module.register_forward_hook(self._watch_gradients)
+        for number, unit in enumerate(self._all):
+            unit.module.set_custom_all_gather(Gather(number, self._gathers))  # type: ignore[arg-type]
+            part = cast("nn.Module", unit.module)
+            part.register_forward_pre_hook(_Passing(self._path, number))
+            part.register_state_dict_pre_hook(_refuse_state)  # type: ignore[no-untyped-call]
+            # What copy.deepcopy asks an object for.
+            part.__dict__["__deepcopy__"] = _Refusal(type(self.module).__name__)
+        # The tensors that torch gathers into are made by the first gathering: one under
+        # torch.inference_mode() would make ones that no backward pass could use.
+        with torch.inference_mode(False):
+            for unit in self._all:
+                unit.module.unshard()
+                unit.module.reshard()
+
+    def _watch_gradients(self, *called: object) -> None:
+        """Take gradients as they come, of all parameters that have been gathered by now."""
+        if called and not self._may_skip:
+            refuse_graphs_of_gradients(type(self.module).__name__, called[-1])
+        for unit in self._units:
+            unit.watch(self._advance)
+
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        """The whole parameters that forward passes compute with."""
+        return [leaf for unit in self._units for leaf in unit.leaves]
+
+    # --- a batch ---------------------------------------------------------------------------------
+
+    def microbatch_begins(self, microbatch: Microbatch) -> None:
+        """Let go of what was gathered outside of loops, and gather for the batch, where that is due."""
+        if microbatch.first:
+            self._let_go()
+            self._gathers.batch_begins(microbatch)
+        super().microbatch_begins(microbatch)
+        self._path.clear()
+        if microbatch.first and self._once:
+            for unit in self._all:
+                unit.module.unshard()
+
+    def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
+        """Let go of what is gathered for the batch."""
+        if microbatch.last or left:
+            self._let_go()
+            self._gathers.batch_ends()
+        super().microbatch_ends(microbatch, left=left)
+
+    def _let_go(self) -> None:
+        for unit in self._all:
+            unit.module.reshard()
+
+    def _prepare(self, microbatch: Microbatch) -> None:
+        for unit in self._units:
+            unit.take()
+
+    def _before_backward(self, microbatch: Microbatch, *, alone: bool) -> None:
+        self._check_path()
+        for unit in self._units:
+            unit.take()
+        self._watch_gradients()
+        self._expects = True
+        self._started, self._finished = [], 0
+        # Messages of several models would leave in an order that depends on the data.
+        self._is_early = microbatch.last and alone
+
+    def _check_path(self) -> None:
+        """Refuse forward passes that leave out a unit: other ranks may wait for it to be gathered."""
+        left_out = [u.name for i, u in enumerate(self._all) if u.parameters and i not in self._path]
+        if left_out and not self._may_skip:
+            raise ModelError(
+                f"{', '.join(left_out)} of {type(self.module).__name__} took no part in a forward pass; "
+                "expected every unit in each, since ranks gather its parameters together",
+                hint='run.model(…, gather="batch") gathers all units once per batch; or name other '
+                "units by wrap=",
+            )
+
+    def _advance(self) -> None:
+        """A gradient has come: send those units that are complete, in their order."""
+        if not self._expects:
+            for unit in self._units:
+                unit.take()
+            raise StepError(
+                f"{type(self.module).__name__} got gradients outside of run.backward; they would not "
+                "be summed with those of the other replicas",
+                hint="call run.backward(loss) in the place of loss.backward()",
+            )
+        while self._is_early and len(self._started) < len(self._units):
+            if not self._units[len(self._started)].is_complete:
+                return
+            self._start()
+            # No waiting here: another rank may wait for this one to gather parameters.
+            while self._finished < len(self._started) and self._is_there(self._finished):
+                self._finish()
+
+    def _is_there(self, number: int) -> bool:
+        started = self._started[number]
+        return not isinstance(started, Scattering) or started.has_arrived
+
+    def _meet(self, microbatch: Microbatch) -> None:
+        self._expects = self._is_early = False
+        if not microbatch.last:
+            flat: Gradients = [None] * len(self.parameters)
+            for unit, places in zip(self._units, self._places, strict=True):
+                for place, gradient in zip(places, unit.take(), strict=True):
+                    flat[place] = gradient
+            self.accumulation.push(flat)
+            return
+        while len(self._started) < len(self._units):
+            self._start()
+        self.accumulation.take()  # those of earlier replicas went with the messages
+        self._let_go()
+        while self._finished < len(self._units):
+            self._finish()
+
+    def _start(self) -> None:
+        """Send the next unit's nodes: those collected before, and the one that is complete now.
+
+        That ranks are in one batch they have compared when they gathered for it: see `Gathers`.
+        """
+        number = len(self._started)
+        unit, places = self._units[number], self._places[number]
+        nodes = [[node[place] for place in places] for node in self.accumulation.nodes]
+        nodes = merged(nodes, self.accumulation.pending_merges, unit.take())
+        if self._scatter is None:
+            (total,) = nodes
+            self._started.append(total)
+            return
+        used = [any(node[i] is not None for node in nodes) for i in range(len(places))]
+        out = unit.pack(self._scatter, nodes, self._size, len(places))
+        self._used[number] = used
+        out.notes.copy_(torch.tensor(used, dtype=out.notes.dtype), non_blocking=True)
+        self._started.append(self._scatter.start(out))
+
+    def _finish(self) -> None:
+        """Give the parameters of the next unit their gradients, and let go of the message."""
+        number = self._finished
+        unit, started = self._units[number], self._started[number]
+        self._started[number] = []
+        self._finished += 1
+        if not isinstance(started, Scattering):
+            for parameter, gradient in zip(unit.parameters, started, strict=True):
+                if gradient is not None:
+                    unit.give(parameter, gradient)
+            return
+        total, notes = started.finish()
+        used = self._used[number]
+        if not all(used):  # otherwise no rank waits for its device
+            used = (notes != 0).any(0).tolist()
+        for is_used, (parameter, part) in zip(used, unit.unpack(total, self._size), strict=True):
+            if is_used:
+                unit.give(parameter, part)
+
+    def _has_gradients(self, among: Collection[int]) -> bool:
+        return super()._has_gradients(among) or any(
+            gradient is not None for unit in self._units for gradient in unit.gradients
+        )
+
+    # --- the whole of it -------------------------------------------------------------------------
+
+    def check_gathering(self) -> None:
+        """Compare with other ranks that are about to gather the whole model.
+
+        Raises:
+            StepError: if the run is over.
+        """
+        if self._is_over:
+            raise StepError(
+                f"{type(self.module).__name__} is cut over ranks, and they have left the run; "
+                "expected this call before its end",
+                hint="call run.export and the like inside of `with lockstep.Run(…) as run:`",
+            )
+        self._gathers.check_all()
+
+    def state(self) -> dict[str, Any]:
+        """Return the model's `state_dict`, with this rank's part of each tensor."""
+        self._let_go()
+        return super().state()
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take this rank's part of a whole model's `state_dict`."""
+        self._let_go()
+        super().load(state)
+
+    def total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+        """Return the norm of all gradients, as a single process computes it of whole tensors."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        # One at a time: no rank needs memory for all of them.
+        norms = [each_norm([whole(one)], norm_type)[0] for one in gradients]
+        return total_norm(norms, norm_type)
+
+    def optimized_by(self, optimizer: Optimizer) -> None:
+        """Refuse optimizers whose updates depend on where a parameter is cut.
+
+        Raises:
+            ExactnessError: for one that looks at whole tensors, or rounds by place in memory.
+        """
+        if self._context.exact:
+            updated = [
+                p for group in optimizer.param_groups for p in group["params"] if p.requires_grad
+            ]
+            check_updates(optimizer, updated)
+
+    def close(self) -> None:
+        """The run is over: there is no rank to gather from."""
+        self._is_over = True
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        """Return what is entered where ranks wait for each other to gather parameters."""
+        context = self._context
+        return context.gathering_in_backward() if self._expects else context.gathering()
+
+    def _are_nonzero(self, gradients: Sequence[torch.Tensor]) -> list[bool]:
+        """Say it of whole gradients, the same on all ranks: one's own part may be zeros."""
+        own = [local(gradient).count_nonzero() for gradient in gradients]
+        found = torch.stack(own).to(self._context.device)
+        if self._size > 1:
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._context.group)
+        return found.bool().tolist()
+
+    def clip_values(self, parameters: Sequence[torch.Tensor], value: float) -> None:
+        """Clamp this rank's parts of gradients."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                local(parameter.grad).clamp_(-value, value)
+
+
+def hold_sharded(
+    module: nn.Module, context: ModelContext, settings: dict[str, Any]
+) -> ShardedModel:
+    """Shard `module` over the ranks that hold the same part of it: all ranks.
+
+    Args:
+        module: the model, changed in place.
+        context: where it lives.
+        settings: `wrap`, `gather`, and what `fully_shard` takes.
+
+    Raises:
+        ModelError: if it cannot be sharded so.
+    """
+    assert context.mesh is not None
+    made = shard(module, context.mesh["data"], settings)
+    names = names_of(module, made)
+    reduce_type = getattr(settings.get("mp_policy"), "reduce_dtype", None)
+    units = [Unit(one, names[id(one)], reduce_type) for one in made]
+    scatter = None
+    if context.group is not None and dist.get_world_size(context.group) > 1:
+        scatter = TreeScatter(group_of_its_own(context.group), context.forest)
+    return ShardedModel(module, context, units, scatter, settings.get("gather", "unit"))
+
+
+class _Passing:
+    """Notes that a unit takes part in a forward pass."""
+
+    def __init__(self, path: list[int], number: int) -> None:
+        self._path, self._number = path, number
+
+    def __call__(self, _module: nn.Module, _inputs: object) -> None:
+        self._path.append(self._number)
+
+
+class _Refusal:
+    """The error of a copy of a sharded model."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, _memo: object) -> NoReturn:
+        raise ModelError(
+            f"copy.deepcopy of {self._name}, which is cut over ranks; a copy would be no model",
+            hint="copy the module before run.model, and give the copy to run.model, too, with "
+            "requires_grad as it is: their parameters are cut alike, which an average of weights needs",
+        )
+
+
+def _refuse_state(module: nn.Module, _prefix: str, keep_vars: bool) -> None:
+    """Refuse `state_dict()`: this rank has parts only. With `keep_vars` it is not for saving."""
+    if not keep_vars:
+        raise ModelError(
+            f"{type(module).__name__}.state_dict() was called, and this rank holds a part of each "
+            "parameter; expected a call of the run's",
+            hint="run.export(path) writes whole weights, run.save() the state of the run, and "
+            "run.digest() tells whether bits are the same",
+        )

@@ -1,0 +1,306 @@
+"""Units of a sharded model: parameters that torch gathers together, and their gradients.
+
+All that is used of FSDP2 besides its public face is in this file: a unit's parameters, and the whole
+tensors that forward passes compute with in their place (torch 2.11 to 2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_leaves
+
+from lockstep.engine.data.microbatch import Microbatch
+from lockstep.engine.exchange.scatter import Outgoing, TreeScatter, agree
+from lockstep.engine.exchange.tree import all_gather
+from lockstep.engine.strategies.dtensor import assembled, cut_dimension
+from lockstep.engine.strategies.gradient_accumulation import NOTHING, Gradients, add
+from lockstep.engine.strategies.model_context import Waiting
+from lockstep.errors import MismatchError, ModelError, StepError
+from lockstep.state.checkpoint.parts import local
+
+
+class Unit:
+    """One unit, and the gradients that this rank has of it.
+
+    Args:
+        module: what torch gathers the parameters of.
+        name: what it is called in the model.
+        sum_type: in which type gradients are summed; `None` for the one that they come in.
+
+    Attributes:
+        parameters: this rank's shards of those that take part in training.
+        gradients: whole ones of the latest backward pass, `None` where there is none yet.
+    """
+
+    def __init__(self, module: FSDPModule, name: str, sum_type: torch.dtype | None) -> None:
+        self.module = module
+        self.name = name
+        self._sum_type = sum_type
+        self._inner = [one for one in _fsdp_params(module) if one.sharded_param.requires_grad]
+        self.parameters: list[DTensor] = [one.sharded_param for one in self._inner]
+        self.gradients: Gradients = [None] * len(self.parameters)
+        self._handles: list[Any] = []
+        for one in self._inner:
+            if not isinstance(one.fsdp_placement, Shard):
+                raise ModelError(
+                    f"shard_placement_fn gave {one.fsdp_placement}; expected Shard or None"
+                )
+
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        """What autograd computes gradients of; empty before the first forward pass."""
+        return [one.unsharded_param for one in self._inner if hasattr(one, "_unsharded_param")]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there is a gradient of every parameter."""
+        return all(gradient is not None for gradient in self.gradients)
+
+    def watch(self, arrived: Callable[[], None]) -> None:
+        """Take gradients from autograd as they come, and say so."""
+        if self._handles or not self.leaves:
+            return
+        for place, leaf in enumerate(self.leaves):
+
+            def take(leaf: torch.Tensor, place: int = place) -> None:
+                assert leaf.grad is not None
+                self.gradients[place] = leaf.grad.to(self._sum_type or leaf.grad.dtype)
+                leaf.grad = None
+                arrived()
+
+            handle = leaf.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+            self._handles.append(handle)
+
+    def take(self) -> Gradients:
+        """Return the gradients, and have none afterwards."""
+        gradients, self.gradients = self.gradients, [None] * len(self.parameters)
+        return gradients
+
+    # --- what goes to other ranks ----------------------------------------------------------------
+
+    def pack(
+        self, scatter: TreeScatter, nodes: Sequence[Gradients], size: int, notes: int
+    ) -> Outgoing:
+        """Write `nodes` as one message to each of `size` ranks: its part of each parameter.
+
+        A row is laid out as the parameters' shards are, one after the other, each as long as the longest.
+        """
+        filled = [self._filled(node) for node in nodes]
+        share = sum(self._share(parameter, size) for parameter in self.parameters)
+        out = scatter.memory(filled[0][0], share, notes)
+        for node, slot in zip(filled, out.nodes, strict=True):
+            rows = [
+                _by_rows(gradient, cut_dimension(parameter), size)
+                for gradient, parameter in zip(node, self.parameters, strict=True)
+            ]
+            torch._chunk_cat(rows, 0, size, out=slot)
+        return out
+
+    def _filled(self, node: Gradients) -> list[torch.Tensor]:
+        kind = next((g.dtype for g in node if g is not None), self._type)
+        device = self.leaves[0].device
+        return [
+            torch.full(parameter.shape, NOTHING, dtype=kind, device=device) if g is None else g
+            for g, parameter in zip(node, self.parameters, strict=True)
+        ]
+
+    @property
+    def _type(self) -> torch.dtype:
+        return self._sum_type or self.leaves[0].dtype
+
+    @staticmethod
+    def _share(parameter: DTensor, size: int) -> int:
+        length = parameter.shape[cut_dimension(parameter)]
+        return -(-length // size) * (parameter.numel() // length) if length else 0
+
+    def unpack(self, total: torch.Tensor, size: int) -> Iterator[tuple[DTensor, torch.Tensor]]:
+        """Yield each parameter with this rank's part of the gradient, which looks into `total`."""
+        offset = 0
+        for parameter in self.parameters:
+            own = local(parameter)
+            part = total[offset : offset + own.numel()].view(own.shape)
+            yield parameter, part
+            offset += self._share(parameter, size)
+
+    def give(self, parameter: DTensor, part: torch.Tensor) -> None:
+        """Let `part` be this rank's part of the gradient, or add it to what there is."""
+        own = local(parameter)
+        part = part.to(device=own.device, dtype=own.dtype)
+        if parameter.grad is None:
+            parameter.grad = assembled(part, parameter)
+        else:
+            local(parameter.grad).add_(part)
+
+
+class Gathers:
+    """What the units of one model share: whether ranks compare which one they gather.
+
+    Messages for one unit may be taken for those of another: with Gloo the process ends there and then if
+    they are larger, and the numbers are wrong if they are not.
+
+    Args:
+        names: what the units are called.
+        group: of its own, so that ranks which call something else wait, and are told of; `None` for one
+            rank.
+        waiting: makes what is entered while they wait for each other.
+        always: whether they compare every unit, and not in the first batches only.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        group: dist.ProcessGroup | None,
+        waiting: Waiting,
+        *,
+        always: bool,
+    ) -> None:
+        self.names = [*names, "all units, for run.digest, run.export and the like"]
+        self._group, self._waiting, self._always = group, waiting, always
+        self._place = _OUTSIDE
+        self._batches = 0  # in which something was gathered
+        self._is_first = False
+
+    def batch_begins(self, microbatch: Microbatch) -> None:
+        """What is gathered from here on is for this batch."""
+        loader, epoch, round_, step, _ = microbatch.numbers
+        self._place, self._is_first = (loader, epoch, round_, step, microbatch.turn), True
+
+    def batch_ends(self) -> None:
+        """What is gathered from here on is for no batch."""
+        self._place, self._is_first = _OUTSIDE, False
+
+    def check_all(self) -> None:
+        """Compare with other ranks that are about to gather the whole model."""
+        self._compare(len(self.names) - 1)
+
+    def check(self, number: int) -> None:
+        """Compare unit `number` with those that other ranks are about to gather.
+
+        Where not all are compared, the first of each batch is: ranks may be in different batches.
+
+        Raises:
+            MismatchError: if another rank is in another batch.
+            ModelError: if one of them is about to gather another unit.
+        """
+        is_first, self._is_first = self._is_first, False
+        self._batches += is_first
+        if is_first or self._always or self._batches <= _COMPARED:
+            self._compare(number)
+
+    def _compare(self, number: int) -> None:
+        if self._group is None:
+            return
+        with self._waiting():
+            found = agree([*self._place, number], self._group)
+        first = found[0]
+        other, there = next(
+            ((rank, one) for rank, one in enumerate(found) if one != first), (0, first)
+        )
+        if there[:-1] != first[:-1]:
+            raise MismatchError(
+                f"rank 0 is {_tell(first[:-1])}, rank {other} {_tell(there[:-1])}, and both are about to "
+                "gather parameters; expected all ranks in the same batch",
+                hint="a `break` or `continue` must not depend on the rank or on one rank's values; reduce "
+                "them first, for instance with run.mean",
+            )
+        if there != first:
+            raise ModelError(
+                f"rank 0 is about to gather {self.names[first[-1]]}, rank {other} "
+                f"{self.names[there[-1]]}; expected the same units in the same order on all ranks, "
+                "since they gather them together",
+                hint='where the data decides, run.model(…, gather="batch") gathers all units once per '
+                "batch; and no rank may call the model alone",
+            )
+
+
+#: In how many global batches ranks on GPUs compare all that they gather; on CPUs they always do.
+_COMPARED = 8
+_OUTSIDE = (-1, -1, -1, -1, -1)
+
+
+def _tell(place: Sequence[int]) -> str:
+    if tuple(place) == _OUTSIDE:
+        return "outside of a batch"
+    loader, epoch, _, step, _ = place
+    return f"in batch {step} of loader {loader} in epoch {epoch}"
+
+
+class Gather:
+    """Gathers the parameters of a unit, as `torch.distributed.fsdp` calls for it."""
+
+    def __init__(self, number: int, gathers: Gathers) -> None:
+        self._number, self._gathers = number, gathers
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Return memory for what is gathered."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather `input_tensor` of all ranks."""
+        self._gathers.check(self._number)
+        work: dist.Work | None = all_gather(
+            output_tensor, input_tensor, group=group, async_op=async_op
+        )
+        return work
+
+
+def merged(nodes: Sequence[Gradients], count: int, last: Gradients) -> list[Gradients]:
+    """Return a unit's nodes once `last` is there, which the `count` latest ones are merged with."""
+    kept = len(nodes) - count
+    for node in reversed(nodes[kept:]):
+        last = add(node, last)
+    return [*nodes[:kept], last]
+
+
+def _by_rows(gradient: torch.Tensor, dimension: int, size: int) -> torch.Tensor:
+    """Return a gradient with the parts of the ranks below each other, whatever it is cut along."""
+    if dimension == 0:
+        return gradient
+    return torch.cat(torch.chunk(gradient, size, dim=dimension), dim=0)
+
+
+def _fsdp_params(module: FSDPModule) -> list[Any]:
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch 2.11 has one at most
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    if len(groups) > 1:
+        raise ModelError("shard_placement_fn names meshes of its own; expected Shard or None")
+    return [one for group in groups for one in group.fsdp_params]
+
+
+def refuse_graphs_of_gradients(name: str, output: object) -> None:
+    """Refuse create_graph=True for what a model has computed: its parameters are let go of after a pass."""
+
+    def check(_gradient: torch.Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise StepError(
+                f"a gradient was taken with create_graph=True through {name}, whose parameters are let go "
+                "of after a backward pass; expected one backward pass",
+                hint='run.model(…, gather="batch") keeps them for the whole batch',
+            )
+
+    for tensor in tree_leaves(output):
+        if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+            tensor.register_hook(check)  # type: ignore[no-untyped-call]
+
+
+def names_of(module: nn.Module, units: Sequence[FSDPModule]) -> dict[int, str]:
+    """Return the units' names in the model, by identity; the model's own is that of its class."""
+    names = {id(part): name for name, part in module.named_modules()}
+    return {id(unit): names[id(unit)] or type(module).__name__ for unit in units}

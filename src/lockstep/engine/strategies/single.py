@@ -1,0 +1,47 @@
+"""Strategy `single`: no sum over ranks, for one rank with all replicas or for no gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from lockstep.engine.data.microbatch import Microbatch
+from lockstep.engine.strategies.checks import shares_buffers
+from lockstep.engine.strategies.gradient_accumulation import take_gradients
+from lockstep.engine.strategies.model_context import ModelContext
+from lockstep.engine.strategies.wrapped_model import WrappedModel
+
+
+class SingleModel(WrappedModel):
+    """The user's own module; the replicas' gradients are added as they come."""
+
+    def __init__(self, module: nn.Module, context: ModelContext) -> None:
+        super().__init__(module, context, shares_buffers=False)
+
+    def _meet(self, microbatch: Microbatch) -> None:
+        if not self.several_replicas:
+            return
+        self.accumulation.push(take_gradients(self.parameters))
+        if microbatch.last:
+            (total,) = self.accumulation.take()
+            for parameter, gradient in zip(self.parameters, total, strict=True):
+                parameter.grad = gradient
+
+
+class FrozenModel(WrappedModel):
+    """A model without trainable parameters: every rank has it; its buffers are still replica 0's.
+
+    Args:
+        module: the user's model, already on its device.
+        context: where it lives.
+        settings: keyword arguments for DistributedDataParallel, of which one says whose buffers there are.
+    """
+
+    def __init__(self, module: nn.Module, context: ModelContext, settings: dict[str, Any]) -> None:
+        shares = context.group is None or shares_buffers(settings)
+        super().__init__(module, context, shares_buffers=shares)
+        self.exactness = "exact" if shares else "approximate"
+
+    def _meet(self, microbatch: Microbatch) -> None:
+        raise AssertionError("a model without trainable parameters has no gradients")

@@ -1,0 +1,301 @@
+"""BatchNorm over the global batch: statistics of all replicas, summed in every forward pass.
+
+The method is that of torch.nn.SyncBatchNorm, on any device. Each rank computes count, mean and the sum of
+squared deviations of its own samples; they are merged pairwise by the formula of Chan, Golub and LeVeque
+("Updating formulae and a pairwise algorithm for computing sample variances", 1979), in the order of the
+tree over ranks. So it does not matter how many samples each rank has, and the bits depend on the number of
+ranks alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+
+from lockstep.engine.exchange.tree import GroupWire
+from lockstep.errors import ModelError, StepError
+
+#: Types whose sums would be too coarse: statistics of such inputs are computed in fp32.
+_COARSE = (torch.float16, torch.bfloat16)
+
+
+class Ranks:
+    """The ranks whose statistics are summed.
+
+    Args:
+        group: their process group, used for nothing else; `None` for a single one.
+        counts: whether what this rank computes on counts, or only stands in for samples.
+        collective: makes a context of waits for other ranks in a forward pass.
+        exactness: class of a run with such layers.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        counts: Callable[[], bool] = lambda: True,
+        collective: Callable[[], AbstractContextManager[None]] = nullcontext,
+        exactness: str = "exact",
+    ) -> None:
+        self.exactness = exactness
+        self.collective = collective
+        self.counts = counts
+        self.size = 1 if group is None else dist.get_world_size(group)
+        if group is not None:
+            self._wire = GroupWire(group)
+
+    def fold(
+        self, own: torch.Tensor, merge: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the `own` of all ranks, merged in tree order: the same bits on every rank."""
+        gathered = own.new_empty(self.size * own.numel())
+        self._wire.gather(own, gathered).wait()
+        return fold(gathered.view(self.size, -1), merge)
+
+    def __deepcopy__(self, _memo: object) -> Ranks:
+        return self  # a copy of a model is on the same ranks
+
+    def __reduce__(self) -> tuple[type[Ranks], tuple[None]]:
+        return Ranks, (None,)  # a model that is loaded from a file is alone
+
+
+def fold(
+    rows: torch.Tensor, merge: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Return all `rows` merged in tree order, by one call of `merge` for each level of the tree.
+
+    Adjacent rows are siblings, and an odd last row goes up alone: that is the tree of layout/tree.py.
+    """
+    while len(rows) > 1:
+        even = len(rows) // 2 * 2
+        merged = merge(rows[0:even:2], rows[1:even:2])
+        rows = merged if even == len(rows) else torch.cat([merged, rows[even:]])
+    return rows[0]
+
+
+class SyncedBatchNorm(_BatchNorm):
+    """BatchNorm whose statistics in training are those of all ranks' samples; made by `convert`.
+
+    Attributes:
+        kind: the layer that it has been.
+        ranks: whose samples they are.
+    """
+
+    kind: type[_BatchNorm]
+    ranks: Ranks
+
+    @property
+    def meets_in_forward(self) -> bool:
+        """Whether each forward pass in training mode needs all ranks, also without gradients."""
+        return self.ranks.size > 1
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002 - the name that torch gives it
+        self.kind._check_input_dim(self, input)  # type: ignore[no-untyped-call]
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - as above
+        """Normalise `input`, of shape `(samples, channels, …)`."""
+        if not self.training or self.ranks.size == 1:
+            return super().forward(input)
+        self._check_input_dim(input)
+        counts = self.ranks.counts() and input.numel() > 0
+        own = _statistics(input.detach(), counts=counts)
+        with self.ranks.collective():
+            count, mean, squares = _unpack(self.ranks.fold(own, _merge))
+        # Only where this rank has one value at most can there be no more in all: reading costs a wait.
+        if (not counts or input.numel() == input.shape[1]) and count.item() <= 1:
+            raise ValueError(
+                f"Expected more than 1 value per channel when training, got input size {input.shape} "
+                "and no other sample in the global batch"
+            )
+        self._track(count, mean, squares)
+        batch = _Batch(mean, squares / count, count, self.eps, counts, self.ranks)
+        normalised: torch.Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.bias, batch
+        )
+        return normalised
+
+    @torch.no_grad()
+    def _track(self, count: torch.Tensor, mean: torch.Tensor, squares: torch.Tensor) -> None:
+        """Update the running statistics as BatchNorm does; the variance is the unbiased one."""
+        if self.running_mean is None or self.running_var is None:
+            return
+        assert self.num_batches_tracked is not None, "the three buffers come together"
+        self.num_batches_tracked.add_(1)
+        factor = self.momentum
+        if factor is None:  # a cumulative average
+            factor = 1.0 / float(self.num_batches_tracked)
+        for running, new in ((self.running_mean, mean), (self.running_var, squares / (count - 1))):
+            running.mul_(1 - factor).add_(new.to(running.dtype), alpha=factor)
+
+
+class _Batch(NamedTuple):
+    """The global batch, as a rank normalises its own part of it.
+
+    Attributes:
+        mean: of each channel.
+        var: the biased variance of each channel.
+        number: how many values a channel has.
+        eps: what is added to the variance.
+        counts: whether this rank's part counts.
+        ranks: those with the other parts.
+    """
+
+    mean: torch.Tensor
+    var: torch.Tensor
+    number: torch.Tensor
+    eps: float
+    counts: bool
+    ranks: Ranks
+
+
+class _Normalise(torch.autograd.Function):
+    """`(x - mean) / sqrt(var + eps) * weight + bias`, where mean and variance depend on all ranks' x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        batch: _Batch,
+    ) -> torch.Tensor:
+        kind = _accumulated(x)
+        mean, var = batch.mean.to(kind), batch.var.to(kind)
+        invstd = (batch.var + batch.eps).rsqrt().to(kind)
+        ctx.save_for_backward(x, weight, mean, invstd, batch.number.to(kind))
+        ctx.counts, ctx.ranks = batch.counts, batch.ranks
+        return F.batch_norm(x, mean, var, weight, bias, eps=batch.eps)
+
+    @staticmethod
+    def backward(ctx: Any, *outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():  # with create_graph: these sums have no gradient of their own
+            raise StepError(
+                "a gradient was taken with create_graph=True through a layer of run.sync_batchnorm, whose "
+                "backward pass has no gradient itself; expected one backward pass",
+                hint="leave the model as it is, or use GroupNorm or LayerNorm in what is differentiated "
+                "twice",
+            )
+        x, weight, mean, invstd, count = ctx.saved_tensors
+        kind = mean.dtype
+        shape, dims = _across(x)
+        gradient = outer[0].to(kind)
+        normal = (x.to(kind) - mean.view(shape)) * invstd.view(shape)
+        own = torch.cat([gradient.sum(dims), (gradient * normal).sum(dims)])
+        to_bias, to_weight = own.chunk(2)
+        to_x = None
+        if ctx.needs_input_grad[0]:
+            # What a sample adds to the statistics reaches the outputs of all samples, on all ranks.
+            total = ctx.ranks.fold(own.double(), torch.add).to(kind)
+            if ctx.counts:  # a stand-in adds nothing to them
+                first, second = (part.view(shape) for part in (total / count).chunk(2))
+                gradient = gradient - first - normal * second
+            scale = invstd if weight is None else invstd * weight.to(kind)
+            to_x = (gradient * scale.view(shape)).to(x.dtype)
+        if weight is None:
+            return to_x, None, None, None
+        return to_x, to_weight.to(weight.dtype), to_bias.to(weight.dtype), None
+
+
+def _accumulated(x: torch.Tensor) -> torch.dtype:
+    return torch.float32 if x.dtype in _COARSE else x.dtype
+
+
+def _across(x: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Return the shape that broadcasts a value per channel to `x`, and all dimensions but that one."""
+    others = [dim for dim in range(x.dim()) if dim != 1]
+    return [1 if dim in others else -1 for dim in range(x.dim())], others
+
+
+def _statistics(x: torch.Tensor, *, counts: bool) -> torch.Tensor:
+    """Return mean and sum of squared deviations of each channel, and the count behind them, in fp64."""
+    channels = x.shape[1]
+    if not counts:
+        return torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
+    _, dims = _across(x)
+    var, mean = torch.var_mean(x.to(_accumulated(x)), dims, correction=0)
+    count = x.numel() // channels
+    number = torch.full((1,), count, dtype=torch.float64, device=x.device)
+    return torch.cat([mean.double(), var.double() * count, number])
+
+
+def _unpack(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    mean, squares = packed[..., :-1].chunk(2, dim=-1)
+    return packed[..., -1:], mean, squares
+
+
+def _merge(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Merge the statistics of two sets of samples (Chan, Golub, LeVeque 1979, equations 1.5).
+
+    Both may have several rows: each pair of rows is merged as it would be by itself.
+    """
+    count, mean, squares = _unpack(left)
+    more, other, spread = _unpack(right)
+    merged = torch.empty_like(left)
+    total, merged_mean, merged_squares = _unpack(merged)
+    torch.add(count, more, out=total)
+    share = more / total.clamp(min=1)  # of nothing and nothing: nothing
+    difference = other - mean
+    torch.add(mean, difference * share, out=merged_mean)
+    torch.add(squares + spread, difference.square() * count * share, out=merged_squares)
+    return merged
+
+
+def convert(module: nn.Module, ranks: Ranks) -> nn.Module:
+    """Return `module` with a `SyncedBatchNorm` in the place of every BatchNorm and SyncBatchNorm.
+
+    They have the parameters, buffers, hooks and all else of those in whose place they are.
+
+    Raises:
+        ModelError: for a layer that has no parameters yet, or that computes in a way of its own.
+    """
+    return _convert(module, ranks, "", {})
+
+
+def _convert(
+    module: nn.Module, ranks: Ranks, name: str, seen: dict[nn.Module, nn.Module]
+) -> nn.Module:
+    if module in seen:
+        return seen[module]
+    is_norm = isinstance(module, _BatchNorm) and not isinstance(module, SyncedBatchNorm)
+    seen[module] = new = _synced(module, ranks, name) if is_norm else module
+    for key, child in list(module._modules.items()):
+        if child is not None:
+            new._modules[key] = _convert(child, ranks, f"{name}.{key}".lstrip("."), seen)
+    return new
+
+
+def _synced(module: nn.Module, ranks: Ranks, name: str) -> SyncedBatchNorm:
+    kind = type(module)
+    what = f"the layer {name or '(the model itself)'}, a {kind.__name__},"
+    if any(map(is_lazy, chain(module.parameters(), module.buffers()))):
+        raise ModelError(
+            f"{what} has no parameters yet; expected a layer that knows its channels",
+            hint="pass one batch through the model before run.sync_batchnorm",
+        )
+    if kind.forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+        raise ModelError(
+            f"{what} has a forward pass of its own, which would be lost; expected PyTorch's",
+            hint="convert the model before such layers are put in, or use PyTorch's BatchNorm",
+        )
+    if getattr(module, "process_group", None) is not None:
+        raise ModelError(
+            f"{what} has a process group of its own; expected statistics over the global batch",
+            hint="create it without process_group",
+        )
+    new: SyncedBatchNorm = SyncedBatchNorm.__new__(SyncedBatchNorm)
+    new.__dict__.update(module.__dict__)
+    new.kind, new.ranks = kind, ranks  # type: ignore[assignment]
+    return new
+
+
+def layers(module: nn.Module) -> Iterator[SyncedBatchNorm]:
+    """Yield the converted layers of `module`."""
+    return (part for part in module.modules() if isinstance(part, SyncedBatchNorm))

@@ -1,0 +1,187 @@
+"""Strategy `tensor`: tensor parallelism; each rank has a part of the layers' matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from lockstep.engine.data.microbatch import Microbatch
+from lockstep.engine.strategies.dtensor import CutState, assembled
+from lockstep.engine.strategies.gradient_accumulation import Gradients, take_gradients
+from lockstep.engine.strategies.gradient_norm import total_norm
+from lockstep.engine.strategies.model_context import ModelContext
+from lockstep.engine.strategies.model_part_reducer import Reducer, make_reducer
+from lockstep.engine.strategies.rng import draws, watch_draws
+from lockstep.engine.strategies.wrapped_model import WrappedModel
+from lockstep.errors import ExactnessError, ModelError, UsageError
+from lockstep.state.checkpoint.parts import local, whole
+
+_WHERE = "torch.distributed.tensor.parallel"
+
+
+class TensorModel(CutState, WrappedModel):
+    """A model whose ranks compute parts of each layer, and exchange what the next one needs.
+
+    Args:
+        module: the user's model, parallelised in place.
+        context: where it lives.
+        reducer: of the gradients of this rank's parts; `None` where there is only one model.
+    """
+
+    exactness = "close"
+
+    def __init__(self, module: nn.Module, context: ModelContext, reducer: Reducer | None) -> None:
+        super().__init__(module, context)
+        self._reducer, self._warn = reducer, context.warn
+        if draws(module):
+            self.exactness = "approximate"
+        else:
+            watch_draws(module, self._has_drawn)
+
+    def _has_drawn(self) -> None:
+        # Each rank draws for its part of the activations, as many numbers as that has: the same on all.
+        self.exactness = "approximate"
+        name = type(self.module).__name__
+        self._warn(f"lockstep: {name} draws, on each rank for its part: the run is approximate")
+
+    def _meet(self, microbatch: Microbatch) -> None:
+        if not self.several_replicas:
+            for parameter in self.parameters:
+                if parameter.grad is not None:  # whose state no rank could capture alone
+                    parameter.grad = _placed(parameter.grad, parameter)
+            return
+        self.accumulation.push(self._take())
+        if not microbatch.last:
+            return
+        nodes = self.accumulation.take()
+        total = nodes[0] if self._reducer is None else self._reducer(nodes, microbatch.place)
+        for parameter, gradient in zip(self.parameters, total, strict=True):
+            parameter.grad = None if gradient is None else _like(gradient, parameter)
+
+    def _take(self) -> Gradients:
+        """Take off the gradients, as what this rank has of each."""
+        pairs = zip(self.parameters, take_gradients(self.parameters), strict=True)
+        return [None if g is None else local(_placed(g, p)) for p, g in pairs]
+
+    def _are_nonzero(self, gradients: Sequence[torch.Tensor]) -> list[bool]:
+        return super()._are_nonzero([whole(gradient) for gradient in gradients])
+
+    def clip_values(self, parameters: Sequence[torch.Tensor], value: float) -> None:
+        """Clamp this rank's parts of gradients, once they are no parts of a sum."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad = _placed(parameter.grad, parameter)
+                local(parameter.grad).clamp_(-value, value)
+
+    # --- the whole of it -------------------------------------------------------------------------
+
+    def total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+        """Return the norm of all gradients."""
+        placed = [_placed(p.grad, p) for p in parameters if p.grad is not None]
+        norms = [whole(torch.linalg.vector_norm(gradient, norm_type)) for gradient in placed]
+        return total_norm(norms, norm_type)
+
+    def clip(self, parameters: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
+        """Scale gradients to a norm of at most `max_norm`; one by one, as some are cut and some are not."""
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=False)
+
+    def close(self) -> None:
+        """Close the exchange."""
+        if self._reducer is not None:
+            self._reducer.close()
+
+
+def hold_tensors(
+    module: nn.Module, context: ModelContext, settings: Mapping[str, Any]
+) -> TensorModel:
+    """Parallelise `module` over the ranks of a row by the user's plan.
+
+    Args:
+        module: the model, the same on all ranks.
+        context: where it lives.
+        settings: `plan`: for each name of a part, how its matrices are cut.
+
+    Raises:
+        UsageError: without a plan.
+        ModelError: for a plan that does not fit the model.
+        ExactnessError: with `exact`: sums over parts of a matrix are rounded otherwise.
+    """
+    assert context.mesh is not None
+    row = context.mesh["model"]
+    plan = settings.get("plan")
+    if context.exact:
+        raise ExactnessError(
+            "strategy=tensor sums parts of each product, which is rounded otherwise than the whole; "
+            "expected a strategy that keeps the bits",
+            hint="say exact=False to the run (lockstep run --no-exact), or strategy='pipeline' or 'fsdp'",
+        )
+    _check_plan(module, plan)
+    try:
+        parallelize_module(module, row, plan)
+    except (NotImplementedError, ValueError, RuntimeError, AssertionError) as error:
+        raise ModelError(
+            f"{type(module).__name__} cannot be parallelised by this plan: {error}",
+            hint=f"{_WHERE} says what each style is for",
+        ) from error
+    _check_parts(module, row.size())
+    own = [local(p) for p in module.parameters() if p.requires_grad]
+    return TensorModel(module, context, make_reducer(own, context, row.get_local_rank()))
+
+
+def _check_plan(module: nn.Module, plan: Any) -> None:
+    if plan is None:
+        raise UsageError(
+            f"strategy=tensor, and run.model was given no plan for {type(module).__name__}",
+            hint='run.model(net, plan={"fc1": ColwiseParallel(), "fc2": RowwiseParallel()}), '
+            f"with the styles of {_WHERE}",
+        )
+    if not isinstance(plan, Mapping) or not all(
+        isinstance(v, ParallelStyle) for v in plan.values()
+    ):
+        raise ModelError(
+            f"plan is {plan!r}; expected names of parts, each with a style of {_WHERE}"
+        )
+    names = [name for name, _ in module.named_modules()]
+    for pattern in plan:
+        if not any(_matches(name, pattern) for name in names):
+            parts = ", ".join(name for name in names if name)
+            raise ModelError(
+                f"plan names {pattern!r}, and the model has no such part; expected some of {parts}"
+            )
+
+
+def _check_parts(module: nn.Module, size: int) -> None:
+    """Refuse parts of different sizes: what one layer gives then does not fit the next (torch 2.13)."""
+    for name, parameter in module.named_parameters():
+        for placement in parameter.placements if isinstance(parameter, DTensor) else ():
+            if isinstance(placement, Shard) and parameter.shape[placement.dim] % size:
+                raise ModelError(
+                    f"{name} has shape {tuple(parameter.shape)}, whose dimension {placement.dim} the plan "
+                    f"cuts over {size} ranks; expected a size that {size} divides",
+                    hint="another width, another mesh, or leave this part out of the plan",
+                )
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a part is meant: a star stands for one piece of a name, as it does for torch."""
+    own, asked = name.split("."), pattern.split(".")
+    return len(own) == len(asked) and all(map(fnmatchcase, own, asked))
+
+
+def _placed(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a gradient cut like its parameter: autograd leaves some as parts of a sum."""
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+        placed: torch.Tensor = gradient.redistribute(placements=parameter.placements)
+        return placed
+    return gradient
+
+
+def _like(own: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return the tensor cut like `parameter` of which this rank holds `own`."""
+    return assembled(own, parameter) if isinstance(parameter, DTensor) else own

@@ -1,0 +1,373 @@
+"""Audit: a microbatch is computed once more, and the bits of both passes are compared.
+
+A pass of the loop's body is one microbatch. Whatever a pass leaves behind outside of the run makes the next
+one depend on how many passes the rank makes, and so on the layout: a counter of the script, parameters
+that the body changes, a cache. Before its own microbatches of an audited batch, each rank makes an extra
+pass: of the next rank's last microbatch, or of its own. Gradients are thrown away, and optimizers do not
+step. Losses, gradients and optimizers' settings are the same in both passes, or something was carried
+over, or a processor computes wrongly. There is no tolerance, and no list of causes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import struct
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.engine.data.microbatch import Microbatch, Start
+from lockstep.engine.data.sources import Audited, no_audit
+from lockstep.engine.exchange.scatter import agree
+from lockstep.engine.layout.audits import Values, compare, is_due, partner
+from lockstep.engine.layout.replicas import block
+from lockstep.engine.recovery.state import State
+from lockstep.engine.strategies.sync_batchnorm import layers
+from lockstep.engine.training.audit_record import KINDS, Record
+from lockstep.engine.training.audit_report import Finding, carried, collectives, wrong_rank
+from lockstep.engine.training.context import Context
+from lockstep.engine.training.liveness import is_at_for
+from lockstep.engine.training.state_watch import StateWatch, texts
+from lockstep.engine.training.variables import Change, Observation, script_frames
+from lockstep.errors import LockstepError
+from lockstep.state.record import stacks
+
+#: How many loops of a generation are audited when they begin to train, besides the steps that are due.
+_MOST_LOOPS = 8
+#: Values of variables that the first audits look at, how many audits that are, and what later ones look at.
+_VALUES, _THOROUGH, _FEW_VALUES = 300, 8, 30
+#: Loops whose places are known: those that are not over are among the latest.
+_KEPT_LOOPS = 64
+#: Where a script loops over a loader: file and line.
+_Place = tuple[str, int]
+#: Which loop it is: loader, epoch, round.
+_Loop = tuple[int, int, int]
+
+
+class Audit:
+    """Audits of a run with several replicas.
+
+    Args:
+        context: of the run.
+        state: models, optimizers and registered objects of the run.
+        every: steps between two audits; 0 for the beginning of loops alone.
+        observe: returns what the script's variables hold that its loop carries, of so many values.
+
+    Attributes:
+        record: of the pass that is being made, where that is compared.
+        was_left: whether the latest pass was an extra one, which the script has left.
+        step_was_read: whether the script has asked for the number of the step, or of the batch.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        state: State,
+        every: int,
+        observe: Callable[[FrameType, int], Observation],
+    ) -> None:
+        self._context, self._state, self._every = context, state, every
+        self._places: dict[_Loop, _Place] = {}  # of loops that are not over
+        self._begun: set[tuple[_Place, int]] = set()  # loops, with the phase that they were in
+        self._audited: set[tuple[_Place, int]] = set()
+        self._phase = 0
+        self._by_next: set[_Place] = set()  # lines that take microbatches outside of a `for`
+        self._extras = 0  # extra passes of the latest loop
+        self._trained: set[_Place] = set()  # loops whose body has run a backward pass
+        self._takes = False
+        self.record: Record | None = None
+        self.was_left = False
+        self._extra: Record | None = None
+        self._watch = StateWatch(state)
+        self._watched: dict[_Loop, int] = {}  # batches whose passes are watched
+        self._texts: dict[str, str] = {}
+        self._calls = 0
+        self._agreed: list[int] = []  # steps of audits
+        self._has_failed = self._is_off = False
+        self._warned: set[str] = set()
+        self._observe = observe
+        self._observed = Observation()
+        self._found: list[Change] = []
+        self._left = False  # whether the latest loop was left early
+        self.step_was_read = False
+
+    # --- which microbatches ----------------------------------------------------------------------
+
+    def plan(self, start: Start, phase: int, steps: int) -> Audited:
+        """Return what says, for the batches of a loop, which replica this rank computes once more.
+
+        A loop that is not known to train has no extra pass before its first batch: a script may look at
+        that one alone, by `next(iter(loader))`.
+
+        Args:
+            start: where the loop starts.
+            phase: number of the phase; a loop is audited when it begins in a new one.
+            steps: updates that the run has done before batch `start.batch`.
+        """
+        self.warn_of_counts()
+        self.was_left, self._extras = False, 0
+        place, which = _place(sys._getframe()), (start.loop.loader, start.epoch, start.round)
+        self._places[which] = place
+        for old in list(self._places)[:-_KEPT_LOOPS]:
+            self._watched.pop(old, None)
+            del self._places[old]
+        if self._is_off or start.is_over or not torch.is_grad_enabled():
+            return no_audit
+        if not any(m.parameters and m.module.training for m in self._state.models):
+            return no_audit
+        if _is_taken_by_next(sys._getframe()):
+            self._by_next.add(place)  # perhaps a look at the first batch alone
+            return no_audit
+        replica, loop = self._replica(), (place, phase)
+        if loop not in self._begun and len(self._begun) < _MOST_LOOPS:
+            self._begun.add(loop)
+            self._watched[which] = start.batch
+        is_new = loop in self._begun and loop not in self._audited
+        first = 0 if place in self._trained else 1
+        self._phase = phase
+
+        def audited(batch: int) -> int | None:
+            ahead = batch - start.batch
+            due = ahead >= 0 and bool(self._every) and is_due(steps + ahead + 1, self._every)
+            return replica if due or (is_new and ahead == first) else None
+
+        return audited
+
+    def takes(self, microbatch: Microbatch) -> bool:
+        """Whether the loop's body makes an extra pass: it is known to train.
+
+        All passes over a global batch make one, or none does: a body may count microbatches of a pass.
+        """
+        if not microbatch.turn:
+            self._takes = self._places[microbatch.numbers[:3]] in self._trained and not self._is_off
+        return self._takes
+
+    def trains(self, microbatch: Microbatch) -> None:
+        """The loop's body has run a backward pass."""
+        place = self._places[microbatch.numbers[:3]]
+        self._trained.add(place)
+        if place in self._by_next:
+            self._warn_of_next(place)
+
+    def _replica(self) -> int:
+        """Return the replica that this rank computes once more: the partner's last, or its own."""
+        context = self._context
+        if self._is_alone:
+            return context.dims.block[-1]
+        world = context.world
+        return block(context.replicas, world.size, partner(world.rank, world.size))[-1]
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether no other rank could compute this rank's microbatches."""
+        models = self._state.models
+        return (
+            self._context.group is None
+            or self._context.dims.mesh.model > 1
+            or any(m.is_split or m.acts_alone or any(layers(m.module)) for m in models)
+        )
+
+    # --- passes ----------------------------------------------------------------------------------
+
+    def begins(self, microbatch: Microbatch) -> None:
+        """The loop's body is about to see a microbatch, which no other one is around."""
+        self.was_left = False
+        if microbatch.audit:
+            self.record, self._extra = Record(), None
+            self._audited.add((self._places[microbatch.numbers[:3]], self._phase))
+            self._extras += 1
+            self._guarded(self._look_before)
+            return
+        self.record = Record() if microbatch.last and self._extra is not None else None
+        if microbatch.step == self._watched.get(microbatch.numbers[:3]):
+            self._guarded(lambda: self._watch.begins(with_buffers=False))
+
+    def step(self) -> AbstractContextManager[None]:
+        """Return what an optimizer's step is made in, with its hooks."""
+        return self._watch.step()
+
+    def ends(self, microbatch: Microbatch, step: int, *, left: bool) -> None:
+        """The loop's body is done with a microbatch of step number `step`, or has left it.
+
+        Raises:
+            AuditError: if the body depends on how many passes a rank makes, or a rank computes wrongly.
+        """
+        record, self.record = self.record, None
+        self.was_left = left and microbatch.audit
+        if left:
+            self._extra = None
+            self._watch.drop()
+            self._left = not microbatch.audit and bool(self._extras)
+        elif microbatch.audit:
+            self._extra = record
+            self._guarded(self._look_after)
+        else:
+            self._guarded(self._watch.ends)
+            if record is not None and self._extra is not None:
+                extra, self._extra = self._extra, None
+                self._compare(microbatch, extra, record)
+                self._agreed.append(step)
+
+    def warn_of_counts(self) -> None:
+        """Warn of a loop that was left early, and neither by run.step nor by run.batch_index."""
+        left, self._left, found, self._found = self._left, False, self._found, []
+        asked, self.step_was_read = self.step_was_read, False
+        if left and not asked and "left" not in self._warned:
+            self._warned.add("left")
+            counts = [f"{one.shown} counts microbatches" for one in found if one.is_count]
+            self._context.record.warn(
+                "lockstep: warning: a loop was left early"
+                f"{''.join(f', and {text}' for text in counts[:1])}; a count of microbatches, also that of "
+                "itertools.islice, ends a loop elsewhere on another layout, and counts extra passes of the "
+                "audit; hint: leave it by run.step or run.batch_index"
+            )
+
+    def _warn_of_next(self, place: _Place) -> None:
+        if "next" not in self._warned:
+            self._warned.add("next")
+            self._context.record.warn(
+                f"lockstep: warning: {Path(place[0]).name}:{place[1]} takes microbatches by next(): a step "
+                "needs as many calls as the rank hosts replicas, and the audit does not watch this loop; "
+                "hint: for x, y in loader: …, or while run.step < N: …"
+            )
+
+    def _guarded(self, look: Callable[[], None]) -> None:
+        """Let no error of the audit's own end the run: ranks switch the audit off together."""
+        if self._has_failed and self._is_alone:
+            return  # ranks that pass through a model together make extra passes all the same
+        try:
+            look()
+        except LockstepError:
+            raise
+        except Exception as error:
+            self._has_failed = True
+            self._context.record.warn(
+                f"lockstep: warning: the audit could not look at the state of the run "
+                f"({type(error).__name__}: {error}), and is off from here on; hint: --audit off"
+            )
+
+    @property
+    def _budget(self) -> int:
+        """How many values of variables an audit looks at: fewer, when some audits have found nothing."""
+        return _VALUES if len(self._agreed) < _THOROUGH else _FEW_VALUES
+
+    def _look_before(self) -> None:
+        self._calls = _collective_calls()
+        self._watch.begins(with_buffers=True)
+        self._texts = texts(self._state)
+        self._observed = self._observe(sys._getframe(1), self._budget)
+
+    def _look_after(self) -> None:
+        """Look for what an extra pass, in which no optimizer steps, has changed."""
+        calls = _collective_calls() - self._calls
+        if calls and not self._is_alone:
+            raise collectives(calls)
+        self._found = self._observe(sys._getframe(1), self._budget).changes_since(self._observed)
+        self._watch.ends()
+        for name, text in texts(self._state).items():
+            if text != self._texts.get(name, text) and name not in self._warned:
+                self._warned.add(name)
+                self._context.record.warn(
+                    f"lockstep: warning: the registered object {name} changes with each microbatch: on "
+                    "each rank it holds that rank's samples; hint: run.sum, run.mean and run.gather are "
+                    "over all samples"
+                )
+
+    # --- both passes compute the same ----------------------------------------------------------------
+
+    def _compare(self, microbatch: Microbatch, extra: Record, own: Record) -> None:
+        if self._is_alone:
+            self._compare_alone(microbatch, extra, own)
+        else:
+            self._compare_ranks(microbatch, extra, own)
+
+    def _compare_alone(self, microbatch: Microbatch, extra: Record, own: Record) -> None:
+        once, again = extra.values(), own.values()
+        if once != again:
+            kinds = _differing(once, again)
+            raise carried(
+                Finding(microbatch, kinds, extra.loss(), own.loss(), tuple(self._found)),
+                f"computed twice by rank {self._context.world.rank}",
+            )
+
+    def _compare_ranks(self, microbatch: Microbatch, extra: Record, own: Record) -> None:
+        context, size = self._context, len(KINDS)
+        assert context.group is not None
+        numbers = [*own.values(), *extra.values(), not self._has_failed, context.world.node_rank]
+        numbers += [_as_integer(own.loss()), _as_integer(extra.loss())]
+        with context.heartbeat.collective("the audit"):
+            rows = agree(numbers, context.group)
+        if not all(row[2 * size] for row in rows):
+            self._is_off = True
+            return
+        hosted: list[Values] = [tuple(row[:size]) for row in rows]
+        audited: list[Values] = [tuple(row[size : 2 * size]) for row in rows]
+        found = compare(hosted, audited)
+        if found is None:
+            return
+        host, auditor = rows[found.host], rows[found.auditor]
+        replica = block(context.replicas, context.world.size, found.host)[-1]
+        finding = Finding(
+            microbatch._replace(replica=replica),
+            _differing(audited[found.auditor], hosted[found.host]),
+            _as_float(auditor[-1]),
+            _as_float(host[-2]),
+            tuple(self._found),
+        )
+        by = f"computed by rank {found.auditor} and by its own rank {found.host}"
+        if found.odd is None:
+            raise carried(finding, by)
+        place = f"rank {found.odd} (node {rows[found.odd][2 * size + 1]}, {context.device.type})"
+        if finding.changes:  # which may matter, or be a sum that is only printed
+            raise carried(finding, by, suspect=place)
+        raise wrong_rank(finding, place, self._agreed[-1] if self._agreed else 0)
+
+
+def _place(frame: FrameType) -> _Place:
+    """Return the line of the script that asks for the next microbatch."""
+    user = next(script_frames(frame), None)
+    return ("", 0) if user is None else (user.f_code.co_filename, user.f_lineno)
+
+
+def _is_taken_by_next(frame: FrameType | None) -> bool:
+    """Whether the script asks for microbatches outside of a `for`, also through generators of its own."""
+    while frame is not None and stacks.is_own(frame.f_code.co_filename):
+        frame = frame.f_back
+    while frame is not None and frame.f_code.co_flags & inspect.CO_GENERATOR:
+        if frame.f_code.co_name == "<genexpr>":
+            return False  # a function such as sum, which goes through all
+        frame = frame.f_back
+    if frame is None or not stacks.is_users(frame.f_code.co_filename):
+        return False  # a metric, or a library, which goes through all
+    return not is_at_for(frame)
+
+
+def _differing(once: Values, again: Values) -> tuple[str, ...]:
+    return tuple(kind for kind, a, b in zip(KINDS, once, again, strict=True) if a != b)
+
+
+def _collective_calls() -> int:
+    """Return how many collective calls the default process group has begun; 0 where it does not count."""
+    if not dist.is_initialized():
+        return 0
+    group: Any = dist.distributed_c10d._get_default_group()
+    with contextlib.suppress(RuntimeError):  # a backend without sequence numbers
+        return int(group._get_sequence_number_for_group())
+    return 0
+
+
+def _as_integer(value: float) -> int:
+    number: int = struct.unpack("<q", struct.pack("<d", value))[0]
+    return number
+
+
+def _as_float(number: int) -> float:
+    value: float = struct.unpack("<d", struct.pack("<q", number))[0]
+    return value

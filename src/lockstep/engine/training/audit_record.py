@@ -1,0 +1,97 @@
+"""What one pass of a loop's body computes: losses, gradients, settings of optimizers."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.engine.layout.audits import Values
+from lockstep.engine.strategies.wrapped_model import WrappedModel
+from lockstep.engine.training.tensor_bits import Bits, bits, read
+
+#: The kinds of values that are compared, in the order of `Record.values`.
+KINDS = ("losses", "gradients", "settings of optimizers")
+#: Stands for the loss of a pass without a backward pass.
+NO_LOSS = float("-inf")
+
+
+@dataclass(slots=True)
+class Record:
+    """Values of a pass, which are the same wherever and however often it is made.
+
+    Gradients are those of this microbatch alone, as autograd gives them, before they are merged.
+
+    Attributes:
+        losses: in the order of `run.backward`.
+    """
+
+    losses: list[torch.Tensor] = field(default_factory=list)
+    _settings: list[str] = field(default_factory=list)
+    _gradients: dict[tuple[int, int, int], Bits] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def backward(self, loss: torch.Tensor, models: Sequence[WrappedModel]) -> Iterator[None]:
+        """Record a backward pass in the body: the loss, and the gradients of `models`."""
+        call = len(self.losses)
+        self.losses.append(loss.detach().clone())
+        handles = []
+        for number, model in enumerate(models):
+            own = {id(leaf): leaf for leaf in (*model.leaves, *model.parameters)}
+            for place, leaf in enumerate(own.values()):
+                if leaf.requires_grad and not leaf.is_meta:
+                    handle = leaf.register_hook(self._keep((call, number, place)))  # type: ignore[no-untyped-call]
+                    handles.append(handle)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _keep(self, key: tuple[int, int, int]) -> Any:
+        def keep(gradient: torch.Tensor | None) -> None:
+            if gradient is not None:
+                self._gradients[key] = bits(gradient)
+
+        return keep
+
+    def step(self, optimizer: int, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Record what an optimizer would step with: the plain values of its parameter groups."""
+        rows = [
+            sorted((name, _text(v)) for name, v in g.items() if name != "params") for g in groups
+        ]
+        self._settings.append(repr((optimizer, rows)))
+
+    def values(self) -> Values:
+        """Return 63 bits for each of `KINDS`."""
+        keys = sorted(self._gradients)
+        hashes = read([bits(loss) for loss in self.losses] + [self._gradients[k] for k in keys])
+        count = len(self.losses)
+        gradients = list(zip(keys, hashes[count:], strict=True))
+        return tuple(_number(part) for part in (hashes[:count], gradients, self._settings))
+
+    def loss(self) -> float:
+        """Return the sum of all losses, for messages; `NO_LOSS` where there is none."""
+        return float(sum(float(loss) for loss in self.losses)) if self.losses else NO_LOSS
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"tensor {read([bits(value)])[0]}"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_text, value))})"
+    if isinstance(value, np.generic):
+        value = value.item()
+    is_plain = isinstance(value, bool | int | float | complex | str | bytes | None)
+    return repr(value) if is_plain else type(value).__name__
+
+
+def _number(value: object) -> int:
+    """Return 63 bits of a hash, which a signed integer of 64 bits holds."""
+    digest = hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

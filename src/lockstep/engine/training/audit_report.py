@@ -1,0 +1,112 @@
+"""Errors of an audit: what differs, what has changed between the passes, and what helps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lockstep.engine.data.microbatch import Microbatch
+from lockstep.engine.training.audit_record import NO_LOSS
+from lockstep.engine.training.variables import Change
+from lockstep.errors import AuditError
+
+_OFF = "--audit off switches the audit off"
+#: A note on an exception of the script's.
+IN_AUDIT = (
+    "this was in an extra pass of the audit, which runs the loop's body once more on a microbatch: "
+    f"{_OFF}"
+)
+#: How many names a message has.
+_SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Two passes of one microbatch that computed different values.
+
+    Attributes:
+        microbatch: which one.
+        kinds: the kinds of values that differ.
+        extra: loss of the extra pass.
+        own: loss of the microbatch's own pass.
+        changes: variables of the script that changed over the extra pass, and are read in the next one.
+    """
+
+    microbatch: Microbatch
+    kinds: Sequence[str]
+    extra: float
+    own: float
+    changes: Sequence[Change]
+
+    @property
+    def where(self) -> str:
+        """The microbatch in words."""
+        m = self.microbatch
+        return f"replica {m.replica} of batch {m.step} in epoch {m.epoch}"
+
+    @property
+    def what(self) -> str:
+        """What differs, with both losses."""
+        extra, own = ("none" if value == NO_LOSS else value for value in (self.extra, self.own))
+        losses = f"the loss was {extra} in an extra pass and {own} in its own"
+        others = [kind for kind in self.kinds if kind != "losses"]
+        if "losses" not in self.kinds:
+            return f"the {' and the '.join(others)} differ (loss {self.own})"
+        return losses + (f", and the {' and the '.join(others)} differ" if others else "")
+
+
+def carried(finding: Finding, by: str, suspect: str = "") -> AuditError:
+    """Return that a pass depends on the passes before it, or that the rank `suspect` computes wrongly."""
+    named = _listed([f"{one.shown} from {one.before} to {one.after}" for one in finding.changes])
+    cause = (
+        f"the pass changed {named}"
+        if named
+        else "no variable that the audit looks at changed: look at iterators, closures, caches, collate_fn "
+        "and what earlier loops have computed from one rank's samples; or a processor computes wrongly"
+    )
+    also = ""
+    if suspect:
+        also = (
+            f"; if that does not matter to the loss, {suspect} computes wrongly: the others agree"
+        )
+    return AuditError(
+        f"{finding.where}, {by}: {finding.what}; expected the same bits, as a rank makes one pass of the "
+        f"loop's body for each replica that it hosts; {cause}{also}",
+        hint="count with run.step or run.batch_index; change what the next pass reads between the batches "
+        f"of run.batches(…), or in a hook of optimizer.register_step_post_hook; {_OFF}",
+    )
+
+
+def changed(names: Sequence[str]) -> AuditError:
+    """Return that a pass has changed parameters besides by a step, or buffers in an extra pass."""
+    return AuditError(
+        f"the loop's body changed {_listed(names)} besides by optimizer.step; expected no other changes, "
+        "as a rank makes one pass of the body for each replica that it hosts",
+        hint="change them in a hook of optimizer.register_step_post_hook, which runs once per step on "
+        f"every rank, or between the batches of run.batches(…); {_OFF}",
+    )
+
+
+def collectives(calls: int) -> AuditError:
+    """Return that a pass makes collective calls of its own."""
+    return AuditError(
+        f"the loop's body made {calls} collective call(s) of torch.distributed in one microbatch; expected "
+        "none: a rank that hosts several replicas would make more of them than others, which would wait",
+        hint="run.mean, run.sum and run.gather after the loop, or between the batches of run.batches(…); "
+        f"{_OFF}",
+    )
+
+
+def wrong_rank(finding: Finding, place: str, agreed: int) -> AuditError:
+    """Return that a rank computes something else than the others do."""
+    return AuditError(
+        f"{place} computes something else than the other ranks: {finding.where}: "
+        f"{finding.what}; the other ranks agree",
+        hint=f"test that machine's memory and processor; the last audit that agreed was at step {agreed}: "
+        f"checkpoints written since then may be wrong; {_OFF}",
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

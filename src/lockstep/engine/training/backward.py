@@ -1,0 +1,340 @@
+"""`run.backward`: the backward pass of one microbatch, with its weight.
+
+A loss may be a mean over something else than samples, such as tokens. The mean over a global batch is
+`sum_r w_r * loss_r / sum_r w_r`, where replica `r` has `w_r` tokens. What all of them have is known only
+when the last replica has been computed. So gradients of `w_r * loss_r` are summed, in tree order as ever,
+and are divided by the sum of the weights then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.engine.data.microbatch import Microbatch
+from lockstep.engine.layout.classes import updates_in_servers
+from lockstep.engine.layout.tree import total
+from lockstep.engine.recovery.state import State
+from lockstep.engine.strategies.gradient_accumulation import nothing_like
+from lockstep.engine.strategies.wrapped_model import WrappedModel
+from lockstep.engine.training.context import Context
+from lockstep.engine.training.faults import Faults
+from lockstep.engine.training.loop import Loop
+from lockstep.engine.training.loss_scale import gradients_of
+from lockstep.errors import ModelError, NonFiniteLossError, RunError, StepError, UsageError
+from lockstep.registry import EXCHANGES
+
+#: Weights that are kept as tensors: a run without weights of its own has a few.
+_KEPT = 64
+
+
+class Backward:
+    """Runs backward passes.
+
+    Args:
+        context: of the run.
+        state: what the run has been told of.
+        loop: where the run stands.
+        faults: those that this rank injects into itself, if any.
+
+    Attributes:
+        passes: how many backward passes there were.
+    """
+
+    def __init__(self, context: Context, state: State, loop: Loop, faults: Faults | None) -> None:
+        self._context, self._state, self._loop, self._faults = context, state, loop, faults
+        self._weights: dict[tuple[float, torch.dtype, torch.Size], torch.Tensor] = {}
+        self._weighting = Weighting(context)
+        self.passes = 0
+
+    def __call__(self, loss: torch.Tensor, weight: torch.Tensor | float | None = None) -> None:
+        """Compute the gradients of `loss` and sum them; see `Run.backward`."""
+        microbatch = self._loop.require_microbatch("run.backward")
+        with self._loop.first_error:
+            self._run(microbatch, loss, weight)
+
+    def _run(
+        self, microbatch: Microbatch, loss: torch.Tensor, weight: torch.Tensor | float | None
+    ) -> None:
+        loop, scaler = self._loop, self._state.scaler
+        _check_loss(loss)
+        counts = weight is None or bool(weight)
+        if counts and self._context.settings.stop_on_nan and not loop.is_on_the_way:
+            self._check_finite(loss, microbatch)
+        models = self._reached(loss)
+        part = self._weighting.part(microbatch, models, loss, weight)
+        is_left_out = weight is not None and not part and not math.isfinite(loss.item())
+        if is_left_out:
+            _check_whole(microbatch, models, loss)
+        for model in models:
+            model.before_backward(microbatch, alone=len(models) == 1)
+        self._begin(microbatch, loss, models)
+        if scaler is not None:
+            scaler.before_backward(models)
+            part *= scaler.scale
+        self._compute(loss, models, None if is_left_out else part)
+        for model in models:
+            model.after_backward(microbatch)
+        if weight is not None:
+            self._weighting.finish(microbatch, models)
+        if scaler is not None and microbatch.last:
+            # Ranks that hold parts agree here, while they are still seen to wait.
+            scaler.after_backward(models)
+        self._end(microbatch, loss)
+
+    def _compute(
+        self, loss: torch.Tensor, models: Sequence[WrappedModel], weight: float | None
+    ) -> None:
+        """Let autograd compute gradients; without a weight there are none."""
+        record = self._loop.record
+        with nullcontext() if record is None else record.backward(loss, models):
+            if weight is None:  # 0 times NaN is NaN, and so would the gradients be
+                leaves = list(_leaves_behind(loss))
+                torch.autograd.backward(leaves, [nothing_like(leaf) for leaf in leaves])
+            else:
+                loss.backward(gradient=self._weight(loss, weight))  # type: ignore[no-untyped-call]
+
+    def _end(self, microbatch: Microbatch, loss: torch.Tensor) -> None:
+        """The gradients are there."""
+        self._loop.saw_loss(loss)
+        if self._loop.audit is not None:
+            self._loop.audit.trains(microbatch)
+        if self._context.watchdog is not None:
+            self._context.watchdog.backward_ends()
+
+    def _begin(
+        self, microbatch: Microbatch, loss: torch.Tensor, models: Sequence[WrappedModel]
+    ) -> None:
+        """Announce the sum of gradients."""
+        if (watchdog := self._context.watchdog) is not None:
+            places = [self._state.models.index(model) for model in models]
+            watchdog.backward_begins(microbatch, places)
+        self.passes += 1
+        if self._loop.is_on_the_way or microbatch.audit:
+            return
+        self._context.record.before_backward(microbatch, loss)
+        if self._faults is not None:
+            self._faults.before_backward(self._loop.steps + 1)
+
+    def _reached(self, loss: torch.Tensor) -> list[WrappedModel]:
+        """Return the models that the loss depends on."""
+        used = [model for model in self._state.models if model.used]
+        if len(used) > 1:
+            owners = {id(p): model for model in used for p in model.leaves}
+            reached = _owners_behind(loss, owners, len(used))
+            used = [model for model in used if id(model) in reached]
+        if not used:
+            raise self._unreached(loss)
+        return used
+
+    def _unreached(self, loss: torch.Tensor) -> RunError:
+        """Return why a loss belongs to no forward pass that waits for its backward pass."""
+        for model in self._state.models:
+            if _owners_behind(loss, {id(p): model for p in model.leaves}, 1):
+                return StepError(
+                    f"the loss comes from a forward pass of {type(model.module).__name__} that had its "
+                    "backward pass, or that came before this microbatch; expected one run.backward for "
+                    "each forward pass, in its microbatch",
+                    hint="add the losses of a forward pass: run.backward(loss_a + loss_b)",
+                )
+        return ModelError(
+            "the loss comes from no model of the run",
+            hint="call what run.model(…) returned, inside the loop over the loader",
+        )
+
+    def _check_finite(self, loss: torch.Tensor, microbatch: Microbatch) -> None:
+        if torch.isfinite(loss).item():
+            return
+        raise NonFiniteLossError(
+            f"the loss is {loss.item()} in epoch {microbatch.epoch}, batch {microbatch.step}, "
+            f"replica {microbatch.replica}, step {self._loop.steps + 1}",
+            hint="look at the samples and the learning rate; without --stop-on-nan the run continues",
+        )
+
+    def _weight(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
+        """Return the weight as a tensor like `loss`: the gradient that backward starts from."""
+        key = weight, loss.dtype, loss.shape
+        if key not in self._weights:
+            if len(self._weights) > _KEPT:  # weights of tokens are always others
+                self._weights.clear()
+            self._weights[key] = torch.full_like(loss.detach(), weight)
+        return self._weights[key]
+
+
+class Weighting:
+    """Weights the losses of a run.
+
+    Args:
+        context: of the run.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._weights: dict[tuple[int, ...], dict[int, float]] = {}
+
+    def part(
+        self,
+        microbatch: Microbatch,
+        models: Sequence[WrappedModel],
+        loss: torch.Tensor,
+        weight: torch.Tensor | float | None,
+    ) -> float:
+        """Return what the gradients of a microbatch's loss are multiplied with before the sum.
+
+        Raises:
+            StepError: for a weight that is none, or for some microbatches of a batch only; for a loss that
+                is not finite, with the weight 0, of the only replica.
+            UsageError: where ranks update by themselves before all weights are known.
+        """
+        if weight is None:
+            if self._weights:
+                self._check_all(microbatch, models, 0)
+            return microbatch.weight
+        value = self._read(weight)
+        if self._context.replicas == 1:
+            if not value and not math.isfinite(loss.item()):
+                raise _weightless()
+            return 1.0
+        weights = self._weights.setdefault(_key(models), {})
+        if microbatch.first:
+            weights.clear()
+        weights[microbatch.replica] = value if microbatch.size else 0.0
+        if microbatch.last:
+            self._check_all(microbatch, models, len(self._context.dims.block))
+        return weights[microbatch.replica] / _unit(microbatch)
+
+    def _read(self, weight: torch.Tensor | float) -> float:
+        settings, exchange = self._context.settings, self._context.exchange
+        by_itself = exchange != "none" and EXCHANGES.find(exchange).hold
+        by_servers = updates_in_servers(settings.strategy, settings.staleness)
+        if by_servers or by_itself:
+            raise UsageError(
+                f"run.backward(…, weight=…) with exchange={exchange}, staleness="
+                f"{settings.staleness}: parameters are updated before all weights are known",
+                hint="leave out weight=, or take another exchange",
+            )
+        value = float(weight)
+        if not math.isfinite(value) or value < 0:
+            raise StepError(
+                f"run.backward was given the weight {value}; expected a number of at least 0, such as the "
+                "tokens that the loss is the mean of"
+            )
+        return value
+
+    def _check_all(
+        self, microbatch: Microbatch, models: Sequence[WrappedModel], expected: int
+    ) -> None:
+        """Refuse a batch whose replicas are weighted in two ways."""
+        weights = self._weights.get(_key(models), {})
+        if not expected and microbatch.first:
+            weights.clear()
+        if len(weights) != expected:
+            raise StepError(
+                f"run.backward was given weight= for {len(weights)} of this rank's microbatches of a "
+                "batch; expected it for all microbatches, or for none"
+            )
+
+    def finish(self, microbatch: Microbatch, models: Sequence[WrappedModel]) -> None:
+        """Divide summed gradients by the weight of the global batch.
+
+        Raises:
+            StepError: if that is zero.
+        """
+        if not microbatch.last or self._context.replicas == 1:
+            return
+        everything = self._total(self._weights.pop(_key(models)))
+        if not everything:
+            raise _weightless()
+        for model in models:
+            gradients = gradients_of(model)
+            if gradients:
+                torch._foreach_div_(gradients, everything / _unit(microbatch))
+
+    def _total(self, weights: dict[int, float]) -> float:
+        """Return the sum over all replicas in tree order; all ranks call this together."""
+        shared = torch.zeros(self._context.replicas, dtype=torch.float64)
+        for replica, weight in weights.items():
+            shared[replica] = weight
+        if self._context.groups.data is not None:
+            # Every element is non-zero on one rank at most, so that this adds nothing but zeros.
+            dist.all_reduce(shared, group=self._context.groups.data)
+        numbers: list[float] = shared.tolist()
+        return total(numbers, lambda a, b: a + b)
+
+
+def _check_loss(loss: torch.Tensor) -> None:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        what = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise ModelError(
+            f"the loss is {what}; expected a scalar, the mean over the microbatch's samples",
+            hint="take .mean() of it",
+        )
+    if not loss.requires_grad:
+        raise ModelError(
+            "the loss needs no gradient; expected one that a model computed",
+            hint="don't detach it, and don't compute it under torch.no_grad()",
+        )
+
+
+def _check_whole(
+    microbatch: Microbatch, models: Sequence[WrappedModel], loss: torch.Tensor
+) -> None:
+    """Refuse to leave a microbatch out where other ranks wait for the backward pass of this one's part.
+
+    Raises:
+        StepError: if a model is split over ranks.
+    """
+    for model in models:
+        if model.is_split:
+            raise StepError(
+                f"the loss of replica {microbatch.replica} is {loss.item()} with the weight 0, and "
+                f"{type(model.module).__name__} is split over ranks, which go through its backward pass "
+                "together; expected a finite loss",
+                hint="divide a sum by tokens.clamp(min=1); with strategy='ddp' the microbatch is left out",
+            )
+
+
+def _weightless() -> StepError:
+    return StepError(
+        "the weights of a global batch are all 0; expected one that is not",
+        hint="leave such a batch out before it gets to the loader",
+    )
+
+
+def _key(models: Sequence[WrappedModel]) -> tuple[int, ...]:
+    return tuple(id(model) for model in models)
+
+
+def _unit(microbatch: Microbatch) -> float:
+    """Return the power of two next to the batch's size: gradients stay as large as those of a mean."""
+    return float(1 << (microbatch.total.bit_length() - 1))
+
+
+def _owners_behind(loss: torch.Tensor, owners: dict[int, WrappedModel], enough: int) -> set[int]:
+    """Return the ids of the models whose parameters the graph of `loss` reaches."""
+    found: set[int] = set()
+    for leaf in _leaves_behind(loss):
+        if (owner := owners.get(id(leaf))) is not None:
+            found.add(id(owner))
+        if len(found) == enough:
+            break
+    return found
+
+
+def _leaves_behind(loss: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors that a backward pass of `loss` computes gradients of."""
+    seen = set()
+    pending: list[Any] = [loss.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            yield leaf
+        pending += [parent for parent, _ in node.next_functions]

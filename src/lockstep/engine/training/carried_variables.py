@@ -1,0 +1,376 @@
+"""Carried variables of the script: what its loops carry, and a crash loses, is told once.
+
+A run that resumes starts its script from the top, so that a variable has its first value again.
+Fingerprints of the variables are compared at the first points of a run, and those that were saved with the
+state are compared when the run has resumed. On the main rank alone: it is the one that warns.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import sys
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lockstep.engine.recovery.script_state import ScriptState
+from lockstep.engine.recovery.state import State
+from lockstep.engine.training import liveness, variables
+from lockstep.engine.training.listeners import Listener
+from lockstep.engine.training.loop import Loop
+from lockstep.engine.training.variable_parts import is_of_script
+from lockstep.engine.training.variables import Change, Observation, Place, Value
+from lockstep.world.model import World
+
+#: Points of a run, and ends of epochs, after which variables are looked at; so many first points of loops.
+_FIRST, _LOOPS = 2, 8
+#: Characters of what is saved: the same on all ranks, whose parts of a snapshot lie behind it.
+SAVED = 4096
+#: Values that are looked at where a state is saved, which happens often.
+_BUDGET_SAVED = 300
+#: Values of `run.state` that the script may have under names of its own.
+_HELD = (list, dict, set, deque, torch.Tensor, np.ndarray)
+#: Variables that one warning names.
+_NAMED = 5
+
+
+class CarriedVariables(Listener):
+    """Looks at the variables that the script's loops carry.
+
+    Args:
+        loop: where the run stands.
+        state: what the run has been told of, which no crash loses.
+        world: rank and generation of this process.
+        warn: shows a line.
+
+    Attributes:
+        own: the objects of the run.
+        resumed: what `saved` has returned when the state was saved that the run resumes from.
+    """
+
+    def __init__(self, loop: Loop, state: State, world: World, warn: Callable[[str], None]) -> None:
+        self._loop, self._rank, self._warn = loop, world.rank, warn
+        self._is_restarted = world.generation > 0  # changes were told in the first generation
+        self.own = _OwnObjects(state)
+        self._frames = _Frames()
+        # What was seen last in the loop, or between the epochs, of now; and of the loops around them.
+        self._last: tuple[Any, Observation] = (None, Observation())
+        self._around = Observation()
+        self._place: Any = None
+        self._phase = 0
+        self._initial: dict[str, str] = {}  # what variables held before the first loop
+        self._told: set[str] = set()
+        self._points = self._ends = self._looks = 0
+        self._is_new = False  # whether a loop, or an epoch, has begun since the last point
+        self._failed = False
+        self.resumed = ""
+
+    def opens(self) -> None:
+        """The script enters the run: the frame that does so stays until it leaves."""
+        self._frames.hold("run", sys._getframe(1))
+
+    def epoch_begins(self) -> None:
+        """An epoch begins: the frame that iterates over them stays until they are over."""
+        self._frames.hold("epochs", sys._getframe(1))
+        self._phase += self._loop.epoch == 0
+        self._is_new = True
+
+    def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
+        """A loop over a loader begins."""
+        self._frames.hold((loader, epoch, round_), sys._getframe(1))
+        self._is_new = True
+        if self._loop.microbatch is None:
+            self._place = (loader, epoch, round_)
+        if not (self._rank or self._points or self._initial or self._loop.is_on_the_way):
+            self._initial = self.observe(sys._getframe(1)).texts(1 << 20)
+
+    def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
+        """A loop over a loader is over."""
+        self._frames.release((loader, epoch, round_))
+
+    # --- in a run ---------------------------------------------------------------------------------
+
+    def at_point(self) -> None:
+        """The state is whole: look whether variables have changed, if it is one of the first points."""
+        if self._rank:
+            return
+        self._points += 1
+        is_end = not self._loop.is_in_loop
+        self._ends += is_end
+        is_first = self._points <= _FIRST or (is_end and self._ends <= _FIRST)
+        if is_first or (self._is_new and self._looks < _LOOPS):
+            self._looks += 1
+            changes = self._changes(self.observe_all(sys._getframe(1)))
+            around = self.observe(sys._getframe(1), look=liveness.carried_around)
+            self._tell([*changes, *around.changes_since(self._around)])
+            self._around = Observation({**self._around.values, **around.values})
+        self._is_new = False
+
+    def observe(
+        self,
+        frame: FrameType,
+        budget: int = variables.BUDGET,
+        look: Callable[[FrameType], liveness.Lines] = liveness.carried,
+    ) -> Observation:
+        """Return what the variables hold, without the objects of the run."""
+        if not self._loop.epochs:
+            self._frames.release("epochs")
+        if self._failed:
+            return Observation()
+        try:
+            own, number = self.own.ids(), self._frames.number
+            return variables.observe(frame, own, number=number, look=look, budget=budget)
+        except Exception as error:  # a fault of ours must not end the run
+            self._failed = True
+            self._warn(
+                f"lockstep: warning: the script's variables cannot be looked at ({error!r:.200}): those "
+                "that a crash loses are not named"
+            )
+            return Observation()
+
+    def observe_all(self, frame: FrameType, budget: int = variables.BUDGET) -> Observation:
+        """Return what variables hold, and attributes of the run's objects that their state leaves out."""
+        return Observation({**self.observe(frame, budget).values, **self.own.attributes()})
+
+    def _first(self, change: Change) -> Change:
+        """Return a change with the value that the variable had before the first loop."""
+        is_count = change.kind == "value" and change.before.isdecimal()
+        if is_count and change.key not in self._initial:  # as the index of `enumerate`
+            return replace(change, kind="count")
+        return replace(change, before=self._initial.get(change.key, change.before))
+
+    def _changes(self, now: Observation) -> list[Change]:
+        """Return what has changed since the last look in this loop, or between these epochs."""
+        place = self._place if self._loop.is_in_loop else self._phase
+        before, last = self._last
+        known = last.values if place == before else {}
+        self._last = (place, Observation({**known, **now.values}))  # it may have left some out
+        return now.changes_since(last) if place == before else []
+
+    def _tell(self, changes: list[Change]) -> None:
+        new = {one.name: one for one in changes if one.name not in self._told}
+        changes = [one for one in new.values() if not self._is_epoch(one)]
+        if changes and not self._is_restarted:
+            changes.sort(key=lambda one: (one.line, one.name))
+            self._told.update(one.name for one in changes)
+            verb = ("changes", "is") if len(changes) == 1 else ("change", "are")
+            self._warn(
+                f"lockstep: warning: {named(changes)} {verb[0]} in the loop and {verb[1]} not kept over a "
+                f"crash; hint: {_hint([self._first(one) for one in changes])}"
+            )
+
+    def _is_epoch(self, change: Change) -> bool:
+        """Whether an attribute is the number of the epoch, as `sampler.set_epoch(epoch)` sets it."""
+        return "." in change.name and change.after == str(self._loop.epoch)
+
+    # --- over a crash -----------------------------------------------------------------------------
+
+    def saved(self) -> str:
+        """Return fingerprints to be saved with the state, of the same length everywhere."""
+        if self._rank or self._loop.closed:
+            return " " * SAVED
+        now = self.observe(sys._getframe(1), _BUDGET_SAVED)
+        self._tell(self._changes(now))
+        return packed(now.texts(SAVED // 2))
+
+    def arrived(self) -> None:
+        """The run has come to where its state was saved: compare what the variables hold with then."""
+        if self._rank or not self.resumed.strip():
+            return
+        texts, self.resumed = unpacked(self.resumed), ""
+        changes = self.observe(sys._getframe(1)).changes_since_saved(texts)
+        changes.sort(key=lambda one: one.line)
+        if changes:
+            told = "; ".join(
+                f"{one.shown} was {one.before}, and is {one.after} now" for one in changes[:_NAMED]
+            )
+            self._told.update(one.name for one in changes)
+            self._warn(
+                f"lockstep: warning: variables are not what they were when the state was saved: {told}"
+                f"{_more(changes)}; the result may differ; hint: "
+                + _hint([replace(one, before=one.after) for one in changes])
+            )
+
+
+def packed(texts: dict[str, str]) -> str:
+    """Return fingerprints as `SAVED` characters that JSON writes as they are; too many are cut."""
+    while True:
+        told = base64.b64encode(json.dumps(texts).encode()).decode()
+        if len(told) <= SAVED:
+            return told.ljust(SAVED)
+        texts = dict(itertools.islice(texts.items(), len(texts) // 2))
+
+
+def unpacked(told: str) -> dict[str, str]:
+    """Return what `packed` was given; nothing for what it has not made."""
+    try:
+        texts = json.loads(base64.b64decode(told.strip()))
+        return {str(name): str(text) for name, text in texts.items()}
+    except (ValueError, AttributeError):
+        return {}
+
+
+def named(changes: Sequence[Change]) -> str:
+    """Return the variables and their lines, for messages."""
+    return ", ".join(one.shown for one in changes[:_NAMED]) + _more(changes)
+
+
+def _more(changes: Sequence[Change]) -> str:
+    return f" and {len(changes) - _NAMED} more" if len(changes) > _NAMED else ""
+
+
+def _hint(changes: Sequence[Change]) -> str:
+    hints = []
+    plain = [one for one in changes if one.kind == "value"]
+    if plain:
+        first = ", ".join(f"{_word(one.name)}={_initial(one.before)}" for one in plain[:_NAMED])
+        hints.append(f"state = run.state({first})")
+    modules = [one for one in changes if one.kind == "module"]
+    if modules:
+        hints.append(f'run.register("{modules[0].name}", {modules[0].name})')
+    if any(one.kind == "random" for one in changes):
+        hints.append(
+            "draw from the global generators of torch, numpy or random, which the run sets"
+        )
+    if any(one.kind == "attribute" for one in changes):
+        hints.append("let state_dict() return it, or keep it in run.state(…)")
+    if any(one.before.isdecimal() and one.after.isdecimal() for one in changes):
+        hints.append("run.step counts updates")
+    return "; ".join(hints)
+
+
+def _word(name: str) -> str:
+    """Return the last word of a variable's name that a script may give to a variable."""
+    words = [word for word in name.split(".") if word.isidentifier() and not word.startswith("__")]
+    return words[-1] if words else "value"
+
+
+def _initial(text: str) -> str:
+    """Return a value as a script may write it; dots where its fingerprint is none."""
+    return text if len(text) <= 12 and not text.startswith(("tensor", "array")) else "…"
+
+
+class _Frames:
+    """Numbers of the frames around loops that are not over, which are alive until then."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+        self._users: Counter[int] = Counter()
+        self._held: dict[Any, list[int]] = {}
+        self._next = itertools.count(1)
+
+    def hold(self, key: Any, frame: FrameType) -> None:
+        """Number the script's frames from `frame` outwards, until `release`."""
+        before = self._held.get(key, [])  # the same frames, mostly, which keep their numbers
+        own = [id(one) for one in variables.script_frames(frame)]
+        self._held[key] = own
+        self._users.update(own)
+        for one in own:
+            self._numbers.setdefault(one, next(self._next))
+        self._let_go(before)
+
+    def release(self, key: Any) -> None:
+        """They may be gone from here on."""
+        self._let_go(self._held.pop(key, []))
+
+    def _let_go(self, frames: list[int]) -> None:
+        for one in frames:
+            self._users[one] -= 1
+            if not self._users[one]:
+                del self._users[one], self._numbers[one]
+
+    def number(self, frame: FrameType) -> int:
+        """Return the number of a frame; always another one where it has none."""
+        return self._numbers.get(id(frame)) or next(self._next)
+
+
+class _OwnObjects:
+    """The objects of the run: what is its state, and what they hold besides that."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._counts: tuple[int, ...] = ()
+        self._ids: frozenset[int] = frozenset()
+        self._parts: list[tuple[str, Any]] = []
+
+    def ids(self) -> frozenset[int]:
+        """Return the ids of all objects that are state of the run."""
+        state = self._state
+        kinds: tuple[Sized, ...] = (
+            state.models,
+            state.optimizers,
+            state.schedulers,
+            state.registered,
+        )
+        counts = tuple(len(kind) for kind in kinds)
+        if counts != self._counts:
+            self._counts = counts
+            modules = [(type(one.module).__name__, one.module) for one in state.models]
+            modules += [pair for pair in state.registered.items() if isinstance(pair[1], nn.Module)]
+            parts = [(name, part) for name, module in modules for part in module.modules()]
+            own: list[Any] = [
+                one for model in state.models for one in (model.wrapped, *model.parameters)
+            ]
+            own += [*state.optimizers, *state.schedulers, *state.registered.values()]
+            own += [part for _, part in parts]
+            own += [
+                one for _, module in modules for one in (*module.parameters(), *module.buffers())
+            ]
+            self._ids = frozenset(map(id, own))
+            objects = [
+                pair for pair in state.registered.items() if not isinstance(pair[1], nn.Module)
+            ]
+            self._parts = [
+                (name, one) for name, one in (*parts, *objects) if is_of_script(type(one))
+            ]
+        # Containers and tensors alone: Python has one object for all small numbers of a value.
+        kept = (
+            one.state_dict() for one in state.registered.values() if isinstance(one, ScriptState)
+        )
+        held = (one for values in kept for one in values.values() if isinstance(one, _HELD))
+        return self._ids.union(map(id, held))
+
+    def attributes(self) -> dict[Place, Value]:
+        """Return attributes of the run's objects, of the script's classes, that their state leaves out."""
+        found: dict[Place, Value] = {}
+        for number, (name, one) in enumerate(self._parts):
+            own = variables.of_attributes(name, one, self._ids)
+            if own and (saved := _saved_of(one)) is not None:
+                keys, texts = saved
+                for place, value in own.items():
+                    attribute = place.name.rpartition(".")[2]
+                    if attribute.strip("_") not in keys and value.text not in texts:
+                        found[place._replace(frame=-number - 1)] = replace(value, kind="attribute")
+        return found
+
+
+def _saved_of(one: Any) -> tuple[set[str], set[str]] | None:
+    """Return the names and fingerprints of what an object saves; `None` where that is not known."""
+    if isinstance(one, nn.Module):
+        has_more = type(one).get_extra_state is not nn.Module.get_extra_state
+        return None if has_more else (set(), set())
+    try:
+        leaves = list(_leaves("", one.state_dict()))
+    except Exception:  # the script's own; where it matters, it is called again
+        return None
+    texts = {text for _, leaf in leaves if (text := variables.text_of(leaf)) is not None}
+    return {name.strip("_") for name, _ in leaves}, texts
+
+
+def _leaves(name: str, state: Any) -> Iterator[tuple[str, Any]]:
+    yield name, state
+    pairs: Iterable[tuple[Any, Any]] = ()
+    if isinstance(state, dict):
+        pairs = state.items()
+    elif isinstance(state, list | tuple):
+        pairs = ((name, one) for one in state)
+    for key, one in pairs:
+        yield from _leaves(str(key), one)

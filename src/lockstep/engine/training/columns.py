@@ -1,0 +1,111 @@
+"""Sums with a column for each replica: totals have the same bits on every layout."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.engine.layout.tree import total
+from lockstep.errors import StepError
+
+ValueT = TypeVar("ValueT")
+Addend = torch.Tensor | float | int
+#: Of a tensor; `None` for a number.
+_Shape = tuple[int, ...] | None
+
+
+class Columns:
+    """Named sums: a column of one value per replica for each, floats in float64, integers exact.
+
+    Args:
+        replicas: number of replicas in all.
+        block: those of this rank: it adds to no others.
+        group: the process group, or `None` for a single rank.
+    """
+
+    def __init__(self, replicas: int, block: range, group: dist.ProcessGroup | None) -> None:
+        self._replicas, self._block, self._group = replicas, block, group
+        self._columns: dict[str, list[Addend | None]] = {}
+
+    def add(self, name: str, replica: int, value: Addend) -> None:
+        """Add a number, or a tensor of the shape of all others of this name.
+
+        Raises:
+            StepError: if it has another shape than before.
+        """
+        if isinstance(value, torch.Tensor):
+            kind = torch.float64 if value.is_floating_point() else torch.int64
+            # A copy, since the script may reuse its tensor.
+            value = value.as_subclass(torch.Tensor).to(kind, copy=True)
+        column = self._columns.setdefault(name, [None] * self._replicas)
+        there = column[replica]
+        if there is not None:
+            _check_shapes(name, [_shape(there), _shape(value)])
+        column[replica] = value if there is None else there + value
+
+    def complete(self) -> dict[str, list[Addend | None]]:
+        """Return the columns with what all ranks have added; they call this together.
+
+        Raises:
+            StepError: if ranks have added values of different shapes.
+        """
+        merged: dict[str, list[Addend | None]] = {}
+        for columns in of_all(self._columns, self._group):
+            for name, column in columns.items():
+                before = merged.get(name, [None] * self._replicas)
+                pairs = zip(before, column, strict=True)
+                merged[name] = [one if other is None else other for one, other in pairs]
+        for name, column in merged.items():
+            _check_shapes(name, [_shape(value) for value in column if value is not None])
+        return merged
+
+    def totals(self) -> dict[str, Any]:
+        """Return the sum of each column in tree order, the same on all ranks; they call this together."""
+        added = {
+            name: [0 if value is None else value for value in column]
+            for name, column in self.complete().items()
+        }
+        return {name: total(column, lambda a, b: a + b) for name, column in added.items()}
+
+    def resume(self, columns: Mapping[str, list[Addend | None]]) -> None:
+        """Take what `complete` has returned: of each column what belongs to this rank's replicas."""
+        for name, column in columns.items():
+            own = [column[r] if r in self._block else None for r in range(self._replicas)]
+            self._columns[name] = own
+
+
+def _shape(value: Addend) -> _Shape:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+def _check_shapes(name: str, shapes: list[_Shape]) -> None:
+    other = next((shape for shape in shapes if shape != shapes[0]), shapes[0])
+    if other != shapes[0]:
+        what = f" {name!r}" if name else ""
+        raise StepError(
+            f"run.sum was given values{what} of the shapes {shapes[0]} and {other}; expected one shape"
+        )
+
+
+def of_all(own: ValueT, group: dist.ProcessGroup | None) -> list[ValueT]:
+    """Return what every rank has given, in rank order; all of them call this together.
+
+    Tensors, numbers and texts in lists and mappings. Not `all_gather_object`, which unpickles anything.
+    """
+    if group is None:
+        return [own]
+    written = io.BytesIO()
+    torch.save(own, written)
+    data = torch.frombuffer(written.getbuffer(), dtype=torch.uint8)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(lengths, torch.tensor([len(data)]), group=group)
+    longest = max(int(length) for length in lengths)
+    parts = [torch.empty(longest, dtype=torch.uint8) for _ in lengths]
+    dist.all_gather(parts, nn.functional.pad(data, (0, longest - len(data))), group=group)
+    texts = [part[:length].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
+    return [torch.load(io.BytesIO(one), weights_only=True) for one in texts]

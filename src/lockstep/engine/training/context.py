@@ -1,0 +1,270 @@
+"""`Context`: world, groups, device, settings and record of a run, constant until its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from lockstep.engine.exchange.choose import exactness_of
+from lockstep.engine.layout.classes import of_servers, worst
+from lockstep.engine.recovery.resume import ResumeInfo, launch_of, recall
+from lockstep.engine.strategies.model_context import ModelContext
+from lockstep.engine.strategies.precision import check_precision
+from lockstep.engine.training.collective_check import CollectiveCheck
+from lockstep.engine.training.fingerprint import describe, method_of
+from lockstep.engine.training.heartbeat import Heartbeat
+from lockstep.engine.training.memory import Memory, find_slot
+from lockstep.engine.training.parallel_dims import (
+    Groups,
+    ParallelDims,
+    choose_exchange,
+    choose_mesh,
+)
+from lockstep.engine.training.watchdog import Watchdog
+from lockstep.registry import STRATEGIES
+from lockstep.settings import Settings
+from lockstep.state.files.run_file import Identity
+from lockstep.state.record.recorder import Recorder
+from lockstep.state.record.settings import RecordSettings
+from lockstep.world import World
+from lockstep.world.connect import Connection, connect
+from lockstep.world.cores import shared_cores
+from lockstep.world.devices import (
+    choose_device,
+    default_threads,
+    keep_freed_memory,
+    make_deterministic,
+)
+from lockstep.world.devices_asked import CORES
+from lockstep.world.rendezvous.rank_rendezvous import Rendezvous, join_ranks
+
+#: Directories that earlier runs of this process have taken.
+taken_directories: set[Path] = set()
+#: Directory of the run before this one, and the process that it was in.
+_before: tuple[int, Path] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """A run as all of its parts see it.
+
+    Attributes:
+        settings: what is asked for.
+        rendezvous: rendezvous of the ranks, through which they report failures.
+        identity: what the result depends on.
+        resume_info: what the run directory says of the run until now.
+        says_replicas: whether the script, the launch or an earlier launch says how many replicas there are.
+        dims: where this rank stands among the others.
+        groups: the process groups that it is in.
+        device: what this rank computes on.
+        threads: intra-op threads.
+        exchange: name of the exchange; `none` on a single rank.
+        connection: the store in which ranks leave notes for each other, and the process group.
+        heartbeat: where this rank says where it stands.
+        collectives: checks that all ranks are in the same call.
+        memory: of the launcher; `None` without one.
+        record: writes what happens, and measures it.
+        watchdog: names ranks that do not come; `None` on a single rank.
+    """
+
+    settings: Settings
+    rendezvous: Rendezvous
+    identity: Identity
+    resume_info: ResumeInfo
+    says_replicas: bool
+    dims: ParallelDims
+    groups: Groups
+    device: torch.device
+    threads: int
+    exchange: str
+    connection: Connection
+    heartbeat: Heartbeat
+    collectives: CollectiveCheck
+    memory: Memory | None
+    record: Recorder
+    watchdog: Watchdog | None
+
+    @property
+    def world(self) -> World:
+        """Who this process is."""
+        return self.rendezvous.world
+
+    @property
+    def replicas(self) -> int:
+        """Number of replicas in all."""
+        return self.dims.replicas
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group of all ranks; `None` on a single rank."""
+        return self.groups.everyone
+
+    @property
+    def store(self) -> dist.Store:
+        """Where ranks leave notes for each other."""
+        return self.connection.store
+
+    def exactness(self, *of_models: str) -> str:
+        """Return `exact`, `close` where another layout rounds otherwise, or `approximate`."""
+        asked = self.settings
+        servers = of_servers(asked.strategy, asked.staleness, self.device.type)
+        return worst([exactness_of(self.exchange, self.dims.forest), servers, *of_models])
+
+    def of_model(self, number: int, servers: object = None) -> ModelContext:
+        """Return what a strategy is to hold model `number` with, and the run's parameter servers."""
+        return ModelContext(
+            number=number,
+            device=self.device,
+            block=self.dims.block,
+            replicas=self.replicas,
+            forest=self.dims.forest,
+            group=self.groups.data,
+            mesh=self.groups.mesh,
+            store=self.store,
+            exchange=self.exchange,
+            sync_every=self.settings.sync_every,
+            exact=self.settings.exact,
+            say=self.record.say,
+            warn=self.record.warn,
+            staleness=self.settings.staleness,
+            servers=servers,
+            exchanging=self.record.pace.exchanging(self.device.type),
+            stepping=partial(self.heartbeat.collective, "optimizer.step"),
+            sharing=partial(self.heartbeat.collective, "the exchange of buffers"),
+            gathering=partial(self.heartbeat.collective, "the gathering of parameters"),
+            gathering_in_backward=partial(self.passing, range(self.world.size)),
+            passing=self.passing,
+        )
+
+    def passing(self, ranks: range | None = None) -> contextlib.AbstractContextManager[None]:
+        """Return what is entered while `ranks`, by default those of one model, wait for each other."""
+        if self.watchdog is None:
+            return contextlib.nullcontext()
+        return self.watchdog.passing(self.dims.ranks_of_row if ranks is None else ranks)
+
+
+def join(settings: Settings, world: World, store: dist.Store | None = None) -> Context:
+    """Meet the other ranks, and return what all of them agree on.
+
+    Args:
+        settings: what is asked for.
+        world: rank and rendezvous of this process.
+        store: a store that all ranks have, of the script's own.
+
+    Raises:
+        UsageError: for settings that cannot go together, or not here.
+        WorldError: if the rendezvous fails.
+        DeviceError: if there are not enough devices.
+        RunDirectoryError: if the directory cannot be used.
+    """
+    rendezvous = join_ranks(world, store)
+    world = rendezvous.world
+    heartbeat = Heartbeat.begin(find_slot(os.environ, world), os.environ)
+    with rendezvous.telling(), heartbeat.collective("the start of the run"):
+        run_dir, launch = _run_dir(settings, rendezvous.number), launch_of(world, os.environ)
+        resume_info = recall(rendezvous, run_dir, launch, settings)
+        mesh = choose_mesh(settings, world)
+        said = settings.replicas or resume_info.replicas or settings.default_replicas
+        here = ParallelDims.of(mesh, world.rank, said or mesh.data)
+        device = choose_device(settings.devices, world)
+        asked = settings.threads or resume_info.threads or settings.default_threads
+        threads = _set_threads(asked, rendezvous, here.replicas * mesh.model)
+        keep_freed_memory(device)
+        if settings.exact:
+            make_deterministic(device)
+        check_precision(settings.precision, device)
+        counts = {"replicas": here.replicas, "threads": threads}
+        identity = describe(settings, **counts, device=device.type)
+        memory = Memory.find(os.environ, rendezvous, identity, settings.staleness or 0)
+        needs_group = STRATEGIES.find(settings.strategy).needs_group
+        connection = connect(rendezvous, device, always=needs_group)
+        groups = Groups.of(connection.group, mesh, settings.strategy, device)
+    exchange = "none"
+    if groups.data is not None:
+        exchange = choose_exchange(settings, here, world, device.type)
+    method = method_of(settings, exchange, alone=groups.everyone is None)
+    record = _open_record(settings, rendezvous, identity, resume_info, here, device, method)
+    return Context(
+        settings=settings,
+        rendezvous=rendezvous,
+        identity=identity,
+        resume_info=resume_info,
+        says_replicas=said is not None,
+        dims=here,
+        groups=groups,
+        device=device,
+        threads=threads,
+        exchange=exchange,
+        connection=connection,
+        heartbeat=heartbeat,
+        collectives=CollectiveCheck(heartbeat, groups.everyone, rendezvous),
+        memory=memory,
+        record=record,
+        watchdog=None if groups.everyone is None else Watchdog(rendezvous, heartbeat),
+    )
+
+
+def _run_dir(settings: Settings, number: int) -> Path | None:
+    run_dir = settings.run_dir
+    if run_dir is not None and number > 0 and run_dir in taken_directories:
+        # The launcher names one directory; further runs of the script go below it.
+        return run_dir / f"{settings.name}-{number + 1}"
+    return run_dir
+
+
+def _set_threads(asked: int | None, rendezvous: Rendezvous, replicas: int) -> int:
+    """Let torch use as many threads as the run is to have: its bits depend on their number."""
+    threads = asked or _default_threads(rendezvous, replicas)
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+    return threads
+
+
+def _default_threads(rendezvous: Rendezvous, replicas: int) -> int:
+    """Return one default for all ranks: cores may differ, but a run computes with as many threads."""
+    # A launcher that binds its ranks to cores has told what they share.
+    alone = rendezvous.world.size == 1 or CORES in os.environ
+    cores = None if alone else shared_cores(rendezvous)
+    return int(rendezvous.told("threads", lambda: str(default_threads(replicas, cores)), "begin"))
+
+
+def _open_record(
+    settings: Settings,
+    rendezvous: Rendezvous,
+    identity: Identity,
+    resume_info: ResumeInfo,
+    here: ParallelDims,
+    device: torch.device,
+    method: dict[str, str],
+) -> Recorder:
+    global _before  # noqa: PLW0603 - of this process
+    pid, before = _before or (0, None)
+    asked = RecordSettings(
+        name=settings.name,
+        run_dir=_run_dir(settings, rendezvous.number) or resume_info.found,
+        fresh=settings.fresh and not resume_info.is_ours,
+        progress=settings.progress,
+        trace=settings.trace,
+        generation=resume_info.generations,
+        launch=launch_of(rendezvous.world, os.environ),
+        restarted=resume_info.is_ours,
+        repeats=here.column > 0,
+        before=before if pid == os.getpid() else None,
+        device=device,
+        loggers=settings.loggers,
+        method=method,
+    )
+    with rendezvous.telling():
+        if not rendezvous.world.is_main:  # which may refuse the directory
+            rendezvous.wait(["directory"], "begin")
+        record = Recorder(asked, identity, rendezvous.world, rendezvous.store)
+    if settings.run_dir is not None:
+        taken_directories.add(settings.run_dir)
+    _before = (os.getpid(), record.directory)
+    return record

@@ -1,0 +1,67 @@
+"""Fingerprint of a run: identity, from everything known that its result depends on, and title."""
+
+from __future__ import annotations
+
+import torch
+
+from lockstep.settings import TABLE, Settings
+from lockstep.state.files.run_file import Identity, script_and_arguments, versions
+from lockstep.version import __version__
+
+
+def describe(settings: Settings, *, replicas: int, threads: int, device: str) -> Identity:
+    """Return the identity of a run.
+
+    Args:
+        settings: what it is asked to do.
+        replicas: number of replicas.
+        threads: intra-op threads per process.
+        device: kind of device.
+    """
+    script, arguments = script_and_arguments()
+    return Identity(
+        name=settings.name,
+        script=script,
+        arguments=arguments,
+        seed=settings.seed,
+        replicas=replicas,
+        threads=threads,
+        precision=settings.precision,
+        method=_method(settings),
+        device=device,
+        versions=versions(torch.__version__, __version__),
+    )
+
+
+def method_of(settings: Settings, exchange: str, *, alone: bool) -> dict[str, str]:
+    """Return the strategy, also where it is `auto`, beside the `exchange` that was chosen."""
+    auto = "single" if alone else "ddp"
+    strategy = auto if settings.strategy == "auto" else settings.strategy
+    return {"strategy": strategy, "exchange": exchange}
+
+
+def _method(settings: Settings) -> str:
+    """Return how the run trains, where that may change its result; an exact run keeps its bits anyway."""
+    if settings.exact:  # with a staleness the bits are the same everywhere, but others
+        return f"exact, staleness={settings.staleness}" if settings.staleness else "exact"
+    named = {one.name: getattr(settings, one.name) for one in TABLE.values() if one.changes_result}
+    return ", ".join(f"{name}={value}" for name, value in named.items() if value is not None)
+
+
+def title(name: str, exactness: str, replicas: int, ranks: int) -> str:
+    """Return what runs: its name, its class, and how many replicas on how many ranks."""
+    hosted = f"{_counted(replicas, 'replica')} on {_counted(ranks, 'rank')}"
+    return f"lockstep: {name}: {exactness}, {hosted}"
+
+
+def unset(name: str, replicas: int) -> str:
+    """Return what it means that nothing says how many replicas a run on several ranks has."""
+    return (
+        f"lockstep: {name}: replicas is not set, so that {replicas} ranks mean {replicas} replicas, and "
+        f"another number of ranks is another run; replicas={replicas} gives the same result on 1 to "
+        f"{replicas} ranks"
+    )
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"

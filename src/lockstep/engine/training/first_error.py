@@ -1,0 +1,58 @@
+"""`FirstError`: the error that ends a run, also where the script catches it."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from lockstep.engine.recovery.preemption import Preempted
+from lockstep.errors import LockstepError, StepError
+
+
+class FirstError:
+    """A context of calls that all layouts must make alike; it may be entered again and again.
+
+    The first error that Lockstep raises in one of them is kept, and raised again by every later call: what
+    the script has not computed then on one rank, other ranks may have.
+
+    Args:
+        replicas: number of replicas in all.
+    """
+
+    def __init__(self, replicas: int) -> None:
+        self._replicas = replicas
+        self._error: LockstepError | Preempted | None = None
+
+    def check(self) -> None:
+        """Raise the error that is kept, if there is one."""
+        if self._error is not None:
+            raise self._error
+
+    def keep(self, error: BaseException) -> None:
+        """Keep an error that a loop, or a call, raises to the script.
+
+        With several replicas also an error of the data: other replicas may not have it.
+        """
+        if self._error is not None:
+            return
+        if isinstance(error, LockstepError | Preempted):
+            self._error = error
+        elif self._replicas > 1 and isinstance(error, Exception):
+            what = f"{type(error).__name__}: {error}".partition("\n")[0]
+            self._error = StepError(
+                f"a loop over a loader ended with {what}, and the script continued; expected the run to "
+                "end, since other replicas may have no such error",
+                hint="handle errors of samples in the dataset, which may return another sample",
+            )
+            self._error.__cause__ = error
+
+    def __enter__(self) -> None:
+        self.check()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, LockstepError):
+            self.keep(error)

@@ -1,0 +1,149 @@
+"""Loss scale of fp16, updated as in torch's GradScaler, and the same on every layout.
+
+Gradients below 6e-8 are zero in fp16. So the backward pass starts from a loss that is many times larger,
+and gradients are divided by as much after their sum. Where they do not fit into fp16 any more, the step
+is left out and the scale halved; after many steps without, it is doubled. See Micikevicius et al., "Mixed
+Precision Training", ICLR 2018 (arXiv:1710.03740).
+
+`torch.amp.GradScaler` itself divides at the optimizer's step, by calls that the script makes, and one rank
+decides for itself. Here gradients are divided after their sum, before the script sees them, and what is
+looked at is their sum: the same bits on all ranks. The numbers and the kernel are GradScaler's.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.engine.data.microbatch import Microbatch
+from lockstep.engine.strategies.wrapped_model import WrappedModel
+from lockstep.engine.training.listeners import Listener
+from lockstep.errors import NonFiniteLossError
+from lockstep.state.checkpoint.parts import local
+
+#: The defaults of torch.amp.GradScaler; powers of two, so that scaling changes no bit but the exponent's.
+FIRST = 65536.0
+GROWTH, BACKOFF = 2.0, 0.5
+INTERVAL = 2000
+#: Below this, the smallest normal number of fp16, a scale cannot be what keeps gradients from being finite.
+LEAST = 2.0**-14
+#: Above this, fp32 would not hold scaled numbers.
+_MOST = 2.0**100
+
+
+class Scaler(Listener):
+    """Scales losses, divides gradients by as much, and says which steps are left out.
+
+    Args:
+        group: all ranks, which have to agree where models are split over them; `None` for a single one.
+        device: what this rank computes on.
+        warn: tells the user what must not be missed, on the main rank.
+        log: records values of the current step.
+
+    Attributes:
+        scale: what losses are multiplied with now.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        warn: Callable[[str], None],
+        log: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        self._group, self._device, self._warn, self._log = group, device, warn, log
+        self.scale = FIRST
+        self._good = 0
+        self._found: dict[int, list[torch.Tensor]] = {}
+        self._skipped = False
+
+    # --- a backward pass -------------------------------------------------------------------------
+
+    def before_backward(self, models: Iterable[WrappedModel]) -> None:
+        """Scale gradients that wait for more, as they may where there is one replica."""
+        for model in models:
+            waiting = [] if model.several_replicas else gradients_of(model)
+            if waiting:
+                torch._foreach_mul_(waiting, self.scale)
+
+    def after_backward(self, models: Iterable[WrappedModel]) -> None:
+        """The gradients of `models` are summed: divide them by the scale, and see if they are finite."""
+        for model in models:
+            self._found[id(model)] = found = self._unscale(gradients_of(model))
+            if model.is_split and self._group is not None:
+                found[:] = [self._agree(found)]
+
+    def _unscale(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        groups: defaultdict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(
+            list
+        )
+        for gradient in gradients:
+            groups[gradient.device, gradient.dtype].append(gradient)
+        found = []
+        for (device, _), ours in groups.items():
+            found.append(torch.zeros((), device=device))
+            inverse = torch.full((), 1 / self.scale, device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(ours, found[-1], inverse)
+        return found
+
+    def _agree(self, found: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return what any rank has found: each has another part of the gradients."""
+        mine = torch.zeros((), device=self._device)
+        for one in found:
+            mine = torch.maximum(mine, one.to(self._device))
+        dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self._group)
+        return mine
+
+    # --- a step ----------------------------------------------------------------------------------
+
+    def skips(self, models: Iterable[WrappedModel]) -> bool:
+        """Whether an optimizer of `models` is to leave out the step that it is asked for.
+
+        Raises:
+            NonFiniteLossError: if the scale can do nothing about it.
+        """
+        found = any(one.item() for model in models for one in self._found.get(id(model), ()))
+        if found and self.scale <= LEAST:
+            raise NonFiniteLossError(
+                f"gradients are not finite in fp16 even with a loss scale of {self.scale:g}",
+                hint="look at the data and the learning rate, or take precision='bf16', whose numbers "
+                "are as large as those of fp32",
+            )
+        self._skipped |= found
+        return found
+
+    def step_ends(self, step: int, microbatch: Microbatch) -> None:
+        """Step number `step` is done: choose the scale of the next one."""
+        before = self.scale
+        if self._skipped:
+            self.scale, self._good, self._skipped = self.scale * BACKOFF, 0, False
+            self._warn(
+                f"lockstep: fp16 overflow: skipped step {step}; "
+                f"the loss scale is {self.scale:g} from here on"
+            )
+        else:
+            self._good += 1
+            if self._good == INTERVAL:
+                self.scale, self._good = min(self.scale * GROWTH, _MOST), 0
+        self._found.clear()
+        if self.scale != before:
+            self._log({"scale": self.scale})
+
+    # --- state -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, float]:
+        """Return what the decisions of the steps to come depend on."""
+        return {"scale": self.scale, "good": self._good}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Take what `state_dict` returned."""
+        self.scale, self._good = float(state["scale"]), int(state["good"])
+
+
+def gradients_of(model: WrappedModel) -> list[torch.Tensor]:
+    """Return this rank's gradients; of a sharded one its part."""
+    return [local(p.grad) for p in model.parameters if p.grad is not None]

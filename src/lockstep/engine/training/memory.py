@@ -1,0 +1,84 @@
+"""Shared memory of this rank: its slot on the launcher's status page, and its snapshots."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from lockstep.state.checkpoint.schedule import Schedule
+from lockstep.state.checkpoint.shared_memory import SLOTS, Descriptors, Slot, StatusPage, tag_of
+from lockstep.state.checkpoint.snapshot import Snapshots
+from lockstep.state.files.run_file import Identity
+from lockstep.world.model import World
+from lockstep.world.rendezvous.rank_rendezvous import Rendezvous
+
+#: Which of its launcher's ranks a worker is, and how many they are: `index/count`.
+SLOT_VARIABLE = "LOCKSTEP_SLOT"
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The launcher's memory, as one of its ranks sees it.
+
+    Attributes:
+        page: what the ranks of the launcher see of each other.
+        slot: where this rank says where it stands.
+        snapshots: the state of the run.
+        schedule: when snapshots are taken.
+    """
+
+    page: StatusPage
+    slot: Slot
+    snapshots: Snapshots
+    schedule: Schedule
+
+    @staticmethod
+    def find(
+        environ: Mapping[str, str], rendezvous: Rendezvous, identity: Identity, ahead: int
+    ) -> Memory | None:
+        """Return the memory that the launcher has made; `None` without one, as under `torchrun`.
+
+        Args:
+            environ: the environment of this process.
+            rendezvous: rendezvous of the ranks.
+            identity: of the run.
+            ahead: by how many steps ranks may be ahead of the first one.
+        """
+        world, run = rendezvous.world, rendezvous.number  # of the runs that this process makes
+        if (place := _place(environ, world)) is None:
+            return None
+        descriptors, index, count = place
+        page = StatusPage(descriptors.page)
+        slot = page.slot(index)
+        # An earlier run of this process has left its own numbers here.
+        if index == 0 and run > 0:
+            page.begin_run()
+        slot.run, slot.step = run, 0
+        tag = tag_of(json.dumps(asdict(identity), sort_keys=True).encode(), run)
+        first = world.rank - index
+        snapshots = Snapshots(
+            descriptors, tag=tag, part=index, parts=count, first=first, size=world.size
+        )
+        schedule = Schedule(snapshots, page, leads=index == 0, ahead=ahead)
+        return Memory(page, slot, snapshots, schedule)
+
+    def opened(self) -> None:
+        """The run is open: from here on this rank knows what to do when it is asked to end."""
+        self.slot.pid = os.getpid()
+
+
+def find_slot(environ: Mapping[str, str], world: World) -> Slot | None:
+    """Return where this rank says where it stands; `None` without a launcher's memory."""
+    place = _place(environ, world)
+    return None if place is None else StatusPage(place[0].page).slot(place[1])
+
+
+def _place(environ: Mapping[str, str], world: World) -> tuple[Descriptors, int, int] | None:
+    """Return the launcher's memory, which of its ranks this is, and how many they are."""
+    descriptors = Descriptors.find(environ) if world.environment == "lockstep" else None
+    text, _, number = environ.get(SLOT_VARIABLE, "").partition("/")
+    is_told = text.isdecimal() and number.isdecimal()
+    index, count = (int(text), int(number)) if is_told else (world.local_rank, world.local_size)
+    return None if descriptors is None or index >= SLOTS else (descriptors, index, count)

@@ -1,0 +1,402 @@
+"""Metrics over all samples: each counted once, summed in tree order, the same on every rank.
+
+What they return is part of where the run stands, and so is what one has seen that is under way: a script
+that resumes after a crash finds the values that it had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from lockstep.engine.data.loader import GlobalBatch
+from lockstep.engine.data.microbatch import Microbatch
+from lockstep.engine.training.columns import Columns, of_all
+from lockstep.engine.training.loop import Loop
+from lockstep.errors import StepError
+from lockstep.state.checkpoint.position import MetricEvent
+
+Value = torch.Tensor | float | int | bool
+#: What a metric may be computed from, one per microbatch; in `run.mean` also with what it weighs.
+Item = Value | tuple[Value, Value]
+Number = float | int
+
+
+def _alone(_call: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+class _Seen(Protocol):
+    """What a metric has seen of its items on this rank."""
+
+    def add(self, item: Any, microbatch: Microbatch) -> None:
+        """Take the item of a microbatch."""
+
+    def partial(self) -> Any:
+        """Return what all ranks have seen; all of them call this together."""
+
+    def resume(self, partial: Any) -> None:
+        """Continue from what all ranks had seen."""
+
+    def result(self) -> Any:
+        """Return the metric; all ranks call this together."""
+
+
+class Metrics:
+    """Sums and means of what a script computes per microbatch.
+
+    Args:
+        loop: where the run stands, for the samples behind each value.
+        replicas: number of replicas in all.
+        block: those of this rank.
+        group: the process group, or `None` for a single rank.
+        collective: given a call's name, returns the context of its collective part.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        replicas: int,
+        block: range,
+        group: dist.ProcessGroup | None,
+        collective: Callable[[str], AbstractContextManager[None]] = _alone,
+    ) -> None:
+        self._loop = loop
+        self._replicas, self._block = replicas, block
+        self._group = group
+        self._collective = collective
+        self._under_way: list[tuple[MetricEvent, _Seen]] = []
+        loop.note_partial = self.note_partial
+
+    def mean(self, items: Iterable[Item | Mapping[str, Item]]) -> Any:
+        """Return the mean over all samples, or over what they weigh; of each entry of mappings."""
+        return self._compute("run.mean", items, _Mean(self._columns(), self._columns()))
+
+    def sum(self, items: Iterable[Value | Mapping[str, Value]], *, per_sample: bool = True) -> Any:
+        """Return the sum over all samples, or of whole items of any shape; of each entry of mappings."""
+        return self._compute("run.sum", items, _Sum(self._columns(), per_sample=per_sample))
+
+    def gather(self, items: Iterable[torch.Tensor]) -> torch.Tensor:
+        """Return one row per sample, in dataset order, from tensors of shape `(samples, …)`."""
+        gathered: torch.Tensor = self._compute("run.gather", items, self._rows())
+        return gathered
+
+    def all_gather(
+        self, function: Callable[[Any], torch.Tensor], batch: GlobalBatch
+    ) -> torch.Tensor:
+        """Return one row per sample of a global batch, in its order, without gradients, on the CPU."""
+        call = "run.all_gather"
+        if not isinstance(batch, GlobalBatch):
+            raise StepError(
+                f"{call} was given a {type(batch).__name__}; expected a global batch",
+                hint="for batch in run.batches(loader): run.all_gather(function, batch)",
+            )
+        self._loop.require_common_point(call)
+        seen = self._rows()
+        with torch.no_grad(), self._kept():
+            for data in batch.ahead():
+                item = function(data)
+                if not isinstance(item, torch.Tensor):
+                    raise StepError(
+                        f"the function of {call} was given a microbatch and returned a "
+                        f"{type(item).__name__}; expected a tensor with one row per sample",
+                        hint="torch.stack several of one shape along dimension 1",
+                    )
+                seen.add(item, self._loop.require_microbatch(call))
+        # Nothing is noted for a resume: a batch that is computed again updates nothing.
+        with self._collective(call):
+            everything = seen.partial()
+        assert everything is not None, "a global batch has samples"
+        rows: torch.Tensor = everything[-1]
+        return rows
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """Keep an exception of the body: other ranks may have seen all of their items."""
+        try:
+            yield
+        except BaseException as error:
+            self._loop.fails(error)
+            raise
+
+    def once(self, call: str, compute: Callable[[], str]) -> str:
+        """Return what `compute` does; during replay, what it returned when the script was here first.
+
+        On a rank's earlier microbatches the call is another one: only ranks with several replicas make it.
+        """
+        loop = self._loop
+        if loop.closed or loop.is_audited:
+            return compute()
+        event = loop.progress.metric_begins(
+            call if loop.acts_now() else f"{call}, earlier microbatch"
+        )
+        if event.done:
+            loop.arrive()
+            return str(event.value)
+        try:
+            value = compute()
+        except BaseException:
+            loop.progress.metric_left(event)
+            raise
+        loop.progress.metric_ends(event, value, None)
+        return value
+
+    def _rows(self) -> _Rows:
+        return _Rows(self._group, self._replicas, holds_first=self._block.start == 0)
+
+    def _columns(self) -> Columns:
+        return Columns(self._replicas, self._block, self._group)
+
+    def _compute(self, call: str, items: Iterable[Any], seen: _Seen) -> Any:
+        event = self._begin(call)
+        if event.done:
+            return _copy(event.value)
+        self._loop.require_common_point(call)
+        if event.value is not None:
+            seen.resume(event.value)
+        self._under_way.append((event, seen))
+        try:
+            self._see(call, items, seen)
+            with self._collective(call):
+                value = seen.result()
+        except BaseException:
+            self._loop.progress.metric_left(event)
+            raise
+        finally:
+            self._under_way.pop()
+        self._end(event, value)
+        return _copy(value)
+
+    def _see(self, call: str, items: Iterable[Any], seen: _Seen) -> None:
+        again = self._loop.progress.is_entered_again
+        with self._kept():
+            for item, microbatch in self._with_microbatches(call, items, again=again):
+                seen.add(item, microbatch)
+
+    def _begin(self, call: str) -> MetricEvent:
+        """Return a call that begins now; done, if it was before the position that the run resumes from."""
+        self._loop.approach()
+        event = self._loop.progress.metric_begins(call)
+        if not event.done:
+            self._loop.arrive()  # where the run has ended in its evaluation
+            event.key = self._loop.generators.key
+            return event
+        if event.key is not None:
+            self._loop.generators.set(event.key)
+        self._loop.arrive()
+        return event
+
+    def _end(self, event: MetricEvent, value: Any) -> None:
+        key = None if self._loop.generators.key == event.key else self._loop.generators.key
+        if key is not None:
+            self._loop.generators.set(
+                key
+            )  # what its items have drawn behind their loops is not drawn again
+        self._loop.progress.metric_ends(event, value, key)
+
+    def _with_microbatches(
+        self, call: str, items: Iterable[Any], *, again: bool
+    ) -> Iterator[tuple[Any, Microbatch]]:
+        for item in items:
+            microbatch = self._loop.require_microbatch(call)
+            # During replay it has been seen, when its batch was computed first.
+            if not (microbatch.audit or (again and self._loop.is_on_the_way)):
+                yield item, microbatch
+
+    def note_partial(self) -> None:
+        """Note what the calls under way have seen, as part of the position; all ranks do so together."""
+        for event, seen in self._under_way:
+            with self._collective(event.call):
+                event.value = seen.partial()
+
+
+class _Mean:
+    """The mean of each entry."""
+
+    def __init__(self, sums: Columns, weights: Columns) -> None:
+        self._sums, self._weights = sums, weights
+
+    def add(self, item: Item | Mapping[str, Item], microbatch: Microbatch) -> None:
+        """Add what the samples of a microbatch come to."""
+        for name, value in _named(item).items():
+            summed, weight = _weighed(value, microbatch)
+            self._sums.add(name, microbatch.replica, summed)
+            self._weights.add(name, microbatch.replica, weight)
+
+    def partial(self) -> Any:
+        """Return sums and weights of all replicas."""
+        return [self._sums.complete(), self._weights.complete()]
+
+    def resume(self, partial: Any) -> None:
+        """Continue from them."""
+        self._sums.resume(partial[0])
+        self._weights.resume(partial[1])
+
+    def result(self) -> Any:
+        """Return the means."""
+        sums, weights = self._sums.totals(), self._weights.totals()
+        empty = [name for name, weight in weights.items() if not weight]
+        if empty or not weights:
+            what = f" of {empty[0]!r}" if any(empty) else ""
+            raise StepError(f"run.mean saw no samples{what}; expected at least one")
+        return _unwrap({name: sums[name] / weights[name] for name in sums})
+
+
+class _Sum:
+    """The sum of each entry."""
+
+    def __init__(self, sums: Columns, *, per_sample: bool) -> None:
+        self._sums, self._per_sample = sums, per_sample
+
+    def add(self, item: Value | Mapping[str, Value], microbatch: Microbatch) -> None:
+        """Add what the samples of a microbatch come to."""
+        for name, value in _named(item).items():
+            if self._per_sample:
+                summed: Any = _summed(value, microbatch)
+            else:
+                summed = _whole(value) if microbatch.size else 0 * _whole(value)
+            self._sums.add(name, microbatch.replica, summed)
+
+    def partial(self) -> Any:
+        """Return the sums of all replicas."""
+        return self._sums.complete()
+
+    def resume(self, partial: Any) -> None:
+        """Continue from them."""
+        self._sums.resume(partial)
+
+    def result(self) -> Any:
+        """Return the sums; zero where there was no item."""
+        return _unwrap(self._sums.totals() or {"": 0})
+
+
+class _Rows:
+    """Rows of all samples, with the index of each and its turn."""
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, replicas: int, *, holds_first: bool
+    ) -> None:
+        self._group, self._replicas, self._holds_first = group, replicas, holds_first
+        self._parts: list[tuple[torch.Tensor, ...]] = []
+
+    def add(self, item: torch.Tensor, microbatch: Microbatch) -> None:
+        """Take the rows of a microbatch."""
+        _check_rows(item, microbatch)
+        size = microbatch.size
+        turn = microbatch.step * self._replicas + microbatch.replica
+        indices = torch.from_numpy(microbatch.indices[:size])
+        # A copy, since the script may reuse its tensor.
+        rows = item[:size].detach().as_subclass(torch.Tensor).to("cpu", copy=True)
+        self._parts.append((indices, torch.full((size,), turn), rows))
+
+    def partial(self) -> Any:
+        """Return indices, turns and rows of all ranks."""
+        return _joined([part for part in of_all(_joined(self._parts), self._group) if part])
+
+    def resume(self, partial: Any) -> None:
+        """Continue from them: one rank holds what all had seen."""
+        if self._holds_first:
+            self._parts = [tuple(partial)]
+
+    def result(self) -> torch.Tensor:
+        """Return the rows by sample; those that a sampler drew twice, in the order in which they came."""
+        everything = self.partial()
+        if everything is None:
+            raise StepError("run.gather saw no samples; expected at least one")
+        index, turn, rows = everything
+        by_turn = torch.argsort(turn, stable=True)
+        ordered: torch.Tensor = rows[by_turn[torch.argsort(index[by_turn], stable=True)]]
+        return ordered
+
+
+def _joined(parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor] | None:
+    return [torch.cat(column) for column in zip(*parts, strict=True)] if parts else None
+
+
+def _named(item: Any) -> Mapping[str, Any]:
+    if not isinstance(item, Mapping):
+        return {"": item}
+    for name in item:
+        if not isinstance(name, str):  # other ranks and checkpoints would have it as text
+            raise StepError(
+                f"a mapping of metrics has the key {name!r}, of type {type(name).__name__}; expected "
+                "names of type str",
+                hint=f"take str({name!r})",
+            )
+    return {str(name): value for name, value in item.items()}  # of a subclass, too
+
+
+def _weighed(item: Item, microbatch: Microbatch) -> tuple[Number, Number]:
+    """Return the sum of an item of `run.mean`, and what it weighs: its samples, or as it says."""
+    if not isinstance(item, tuple):
+        return _summed(item, microbatch, mean=True), microbatch.size
+    if len(item) != 2:
+        raise StepError(
+            f"run.mean was given a tuple of {len(item)}; expected a value and its weight",
+            hint="several metrics are a mapping: {'loss': (loss, tokens), 'top1': …}",
+        )
+    if not microbatch.size:
+        return 0 * _kind(item[0]), 0 * _kind(item[1])
+    value, weight = (_number(part) for part in item)
+    return (value * weight if weight else 0 * _kind(item[0])), weight
+
+
+def _summed(value: Value, microbatch: Microbatch, *, mean: bool = False) -> Number:
+    """Return the sum of a value over the microbatch's samples; those of a stand-in count nothing."""
+    if isinstance(value, torch.Tensor) and value.dim() > 0:
+        _check_rows(value, microbatch)
+        value = value[: microbatch.size].detach()
+        return _number(value.double().sum() if value.is_floating_point() else value.sum())
+    if not microbatch.size:
+        return 0 * _kind(value)
+    number = _number(value)
+    return number * microbatch.size if mean else number
+
+
+def _whole(value: Any) -> Any:
+    """Return an item as it is added to others: a number, or a tensor on the CPU."""
+    if isinstance(value, np.ndarray | torch.Tensor):
+        return torch.as_tensor(value).detach().cpu()
+    return _number(value)
+
+
+def _kind(value: Value) -> Number:
+    """Return one, as a float where the value is one: a stand-in's value may be no number at all."""
+    return 1.0 if isinstance(_number(value), float) else 1
+
+
+def _number(value: Value) -> Number:
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        raise StepError(
+            f"run.mean was given a value of shape {tuple(value.shape)} with a weight; expected the mean "
+            "over what it weighs, a single number"
+        )
+    number = value.item() if hasattr(value, "item") else value  # NumPy's scalars have it too
+    return int(number) if isinstance(number, bool) else number
+
+
+def _check_rows(value: torch.Tensor, microbatch: Microbatch) -> None:
+    expected = len(microbatch.indices)
+    if value.dim() == 0 or value.shape[0] != expected:
+        raise StepError(
+            f"a metric of shape {tuple(value.shape)} for a microbatch of {expected} samples; "
+            "expected one number for the microbatch, or one row per sample",
+            hint="take .mean() or .sum() over what is not the samples' own dimension; run.sum takes any "
+            "shape with per_sample=False",
+        )
+
+
+def _unwrap(values: dict[str, Any]) -> Any:
+    return values[""] if list(values) == [""] else values
+
+
+def _copy(value: Any) -> Any:
+    """Return a value of the script's own: what it does with it must not change what is kept."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return {name: _copy(one) for name, one in value.items()} if isinstance(value, dict) else value

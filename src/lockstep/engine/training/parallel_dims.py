@@ -1,0 +1,204 @@
+"""Parallel dimensions: groups of ranks that share one model, and that hold the same part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lockstep.engine.exchange.base import Forest
+from lockstep.engine.exchange.choose import choose_name
+from lockstep.engine.layout.classes import updates_in_servers
+from lockstep.engine.layout.mesh import Mesh, choose
+from lockstep.engine.layout.replicas import block
+from lockstep.engine.layout.server_count import check as check_servers
+from lockstep.errors import ExactnessError, UsageError
+from lockstep.registry import EXCHANGES, STRATEGIES, StrategyEntry
+from lockstep.settings import Settings
+from lockstep.world import World
+from lockstep.world.groups import keep
+
+#: What the dimensions of the mesh are called.
+NAMES = ("data", "model")
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelDims:
+    """Where this rank stands among the others.
+
+    Attributes:
+        mesh: the ranks as a rectangle.
+        row: which of the models this rank holds a part of.
+        column: which part.
+        replicas: number of replicas in all.
+        block: those of this rank's model.
+        forest: the tree nodes of the ranks that hold the same part.
+    """
+
+    mesh: Mesh
+    row: int
+    column: int
+    replicas: int
+    block: range
+    forest: Forest
+
+    @staticmethod
+    def of(mesh: Mesh, rank: int, replicas: int) -> ParallelDims:
+        """Return the dimensions of `replicas` replicas on `mesh`, as `rank` sees it.
+
+        Raises:
+            UsageError: if there are fewer replicas than models.
+        """
+        row, column = mesh.place(rank)
+        own = block(replicas, mesh.data, row)
+        return ParallelDims(mesh, row, column, replicas, own, Forest.of(replicas, mesh.data, row))
+
+    @property
+    def ranks_of_row(self) -> range:
+        """The ranks that hold this rank's model together."""
+        return range(self.row * self.mesh.model, (self.row + 1) * self.mesh.model)
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The process groups of this rank.
+
+    Attributes:
+        everyone: all ranks; `None` for a single one that needs no group.
+        data: those that hold the same part of a model; `None` as before.
+        mesh: torch's own view of them, where models are spread or sharded.
+    """
+
+    everyone: dist.ProcessGroup | None
+    data: dist.ProcessGroup | None
+    mesh: DeviceMesh | None
+
+    @staticmethod
+    def of(
+        everyone: dist.ProcessGroup | None, mesh: Mesh, strategy: str, device: torch.device
+    ) -> Groups:
+        """Make the groups; all ranks do so together."""
+        if everyone is None or not STRATEGIES.find(strategy).meshed:
+            return Groups(everyone, everyone, None)
+        settings: dict[str, Any] = {}
+        if everyone is not dist.group.WORLD:  # which lacks a backend: see connect.py
+            settings = {"backend_override": dict.fromkeys(NAMES, dist.get_backend_config(everyone))}
+        shape = (mesh.data, mesh.model)
+        made = init_device_mesh(device.type, shape, mesh_dim_names=NAMES, **settings)
+        for name in NAMES:
+            keep(made.get_group(name))
+        data = everyone if mesh.model == 1 else made.get_group("data")
+        return Groups(everyone, data, made)
+
+    def require_mesh(self, strategy: str) -> DeviceMesh:
+        """Return torch's view of the ranks.
+
+        Raises:
+            UsageError: with a strategy that gives each rank a whole model.
+        """
+        if self.mesh is None:
+            raise UsageError(
+                f"run.mesh was asked for with strategy={strategy}; expected one that "
+                "shards or spreads models",
+                hint=", ".join(STRATEGIES.where(lambda one: one.meshed)),
+            )
+        return self.mesh
+
+
+def choose_mesh(settings: Settings, world: World) -> Mesh:
+    """Return the mesh of a run.
+
+    Raises:
+        UsageError: if strategy, mesh, number of ranks and of servers cannot go together, or a setting
+            has nothing that it could set.
+    """
+    strategy = STRATEGIES.find(settings.strategy)
+    if strategy.one_rank and world.size > 1:
+        raise UsageError(
+            f"strategy={strategy.name} with {world.size} ranks; expected one rank",
+            hint="strategy='ddp', or leave it to 'auto'",
+        )
+    if strategy.exactness == "approximate" and settings.exact:
+        raise ExactnessError(
+            f"strategy={strategy.name} trains by other mathematics than one process does",
+            hint="strategy='auto', or say exact=False to the run (lockstep run --no-exact)",
+        )
+    _check_servers(settings, world)
+    _check_exchange(strategy, settings.exchange)
+    _check_meetings(settings)
+    return choose(settings.mesh, settings.strategy, world.size)
+
+
+def _check_servers(settings: Settings, world: World) -> None:
+    """Refuse a parameter server's settings where there is none, or none could be."""
+    strategy, late = settings.strategy, settings.staleness
+    if STRATEGIES.find(strategy).has_servers or world.environment == "lockstep":
+        check_servers(strategy, settings.servers)
+    is_meshed = STRATEGIES.find(strategy).meshed
+    if late and (is_meshed or EXCHANGES.find(settings.exchange).hold):
+        by = f"strategy={strategy}" if is_meshed else f"exchange={settings.exchange}"
+        raise UsageError(
+            f"staleness is {late} with {by}, which keeps no older parameters; "
+            "expected strategy ps, ddp, dp or single",
+            hint="--servers S --strategy ps, or leave out the staleness",
+        )
+    if updates_in_servers(strategy, late) and settings.precision == "fp16":
+        raise UsageError(
+            f"precision=fp16 with staleness={late}: only the servers have the whole gradient, whose "
+            "overflows decide on the loss scale",
+            hint="precision='bf16', which needs no loss scale, or leave out the staleness",
+        )
+
+
+def _check_exchange(strategy: StrategyEntry, name: str) -> None:
+    """Refuse an exchange that the strategy cannot go with."""
+    exchange = EXCHANGES.find(name)
+    if name != "auto" and strategy.exchanges is not None and name not in strategy.exchanges:
+        raise UsageError(
+            f"exchange={name} with strategy={strategy.name}, {strategy.why}; expected auto, "
+            f"{', '.join(strategy.exchanges)}",
+            hint="leave the exchange to 'auto', or choose strategy='ddp'",
+        )
+    if exchange.strategy not in (None, strategy.name):
+        raise UsageError(
+            f"exchange={name} with strategy={strategy.name}; expected strategy={exchange.strategy}",
+            hint=f"--strategy {exchange.strategy}, or leave the exchange to 'auto'",
+        )
+
+
+def _check_meetings(settings: Settings) -> None:
+    """Refuse `sync_every` for exchanges that sum in every step."""
+    if settings.sync_every is not None and not EXCHANGES.find(settings.exchange).hold:
+        seldom = EXCHANGES.where(lambda one: one.hold)
+        raise UsageError(
+            f"sync_every is {settings.sync_every} with exchange={settings.exchange}, whose ranks "
+            f"synchronize in every step; expected an exchange of {', '.join(seldom)}",
+            hint="--exchange local-sgd, or leave out --sync-every",
+        )
+
+
+def choose_exchange(settings: Settings, dims: ParallelDims, world: World, device: str) -> str:
+    """Return the name of the exchange to use where there are several ranks.
+
+    Raises:
+        UsageError: for one that cannot work here.
+        ExactnessError: for one that breaks the promise.
+    """
+    strategy, name = STRATEGIES.find(settings.strategy), settings.exchange
+    if strategy.exchanges is not None and len(strategy.exchanges) == 1:
+        return strategy.exchanges[0]
+    if settings.precision == "fp16" and (why := EXCHANGES.find(name).no_loss_scale):
+        raise UsageError(
+            f"precision=fp16 with exchange={name}: {why}",
+            hint="precision='bf16', which needs no loss scale",
+        )
+    return choose_name(
+        name,
+        dims.forest,
+        one_host=world.local_size == world.size,
+        device=device,
+        exact=settings.exact,
+    )

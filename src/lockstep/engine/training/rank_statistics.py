@@ -1,0 +1,130 @@
+"""Statistics of one rank: what a loop of the script computes without training, from its own samples.
+
+A loop over a loader sees the samples of this rank's replicas. `run.mean`, `run.sum` and `run.gather` bring
+all of them together; what a loop adds up by itself is another number on every layout.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Callable, Collection
+from types import FrameType
+from typing import NamedTuple
+
+from lockstep.engine.training import liveness, variables
+from lockstep.engine.training.carried_variables import named
+from lockstep.engine.training.listeners import Listener
+from lockstep.engine.training.loop import Loop
+from lockstep.engine.training.variables import Change, Observation
+from lockstep.state.record import stacks
+from lockstep.world.model import World
+
+#: Loops over each loader that are looked at.
+_LOOPS = 8
+
+
+class _Begun(NamedTuple):
+    """A loop that has begun: the frame that it is in, what its variables held, and passes until then."""
+
+    key: tuple[int, int, int]
+    frame: int
+    seen: Observation
+    passes: int
+
+
+class RankStatistics(Listener):
+    """Names what loops without a backward pass have computed from this rank's samples.
+
+    Args:
+        loop: where the run stands.
+        world: rank and generation of this process.
+        own: returns the ids of objects that belong to the run.
+        passes: returns how many backward passes there were.
+        warn: shows a line.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        world: World,
+        own: Callable[[], Collection[int]],
+        passes: Callable[[], int],
+        warn: Callable[[str], None],
+    ) -> None:
+        self._loop, self._own, self._passes, self._warn = loop, own, passes, warn
+        self._looks = world.is_main and world.generation == 0
+        self._loops: Counter[int] = Counter()  # over each loader
+        self._begun: _Begun | None = None
+
+    def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
+        """A loop over a loader begins: see what variables hold, unless it is in a metric or a batch."""
+        loop = self._loop
+        is_outermost = loop.microbatch is None and not loop.progress.open_metrics
+        if not self._looks or not is_outermost or loop.is_on_the_way:
+            return
+        self._loops[loader] += 1
+        frame = _of_loop(sys._getframe(1)) if self._loops[loader] <= _LOOPS else None
+        if frame is not None and liveness.is_at_for(frame):
+            seen = self._observe(frame)
+            self._begun = _Begun((loader, epoch, round_), id(frame), seen, self._passes())
+
+    def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
+        """A loop over a loader is over."""
+        begun = self._begun
+        if begun is None or begun.key != (loader, epoch, round_):
+            return
+        self._begun = None
+        frame = _of_loop(sys._getframe(1))
+        if frame is None or id(frame) != begun.frame or self._passes() != begun.passes:
+            return
+        changes = self._changes(frame, begun.seen)
+        is_generator = frame.f_code.co_flags & inspect.CO_GENERATOR
+        if changes or is_generator:
+            self._loops[loader] = _LOOPS  # once for each loader
+            file = frame.f_code.co_filename.rpartition("/")[2]
+            place = f"the loop over loader {loader} ({file}:{frame.f_lineno})"
+            what = f"{named(changes)} came from" if changes else f"{place} sees"
+            self._warn(
+                f"lockstep: warning: {what} this rank's samples only"
+                + (f", in {place}" if changes else "")
+                + ", and other layouts have others; hint: run.sum(… for x, y in loader) adds up those of "
+                "all ranks; so do run.mean and run.gather"
+            )
+
+    def _observe(self, frame: FrameType) -> Observation:
+        return variables.observe(frame, self._own(), look=_read, innermost=True)
+
+    def _changes(self, frame: FrameType, before: Observation) -> list[Change]:
+        """Return the variables that the loop has changed, or made, and that are read later."""
+        code = frame.f_code
+        given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        later = {*given, *(one.name for one in liveness.read_after(frame))}
+        after = self._observe(frame)
+        made = [
+            Change(place.name, place.file, now.line, "", now.text)
+            for place, now in after.values.items()
+            if place not in before.values
+        ]
+        return [
+            one
+            for one in (*after.changes_since(before), *made)
+            if "." in one.name or one.name in later
+        ]
+
+
+def _read(frame: FrameType) -> liveness.Lines:
+    return {**liveness.carried(frame), **liveness.read_after(frame)}
+
+
+def _of_loop(frame: FrameType | None) -> FrameType | None:
+    """Return the frame of the script's loop; `None` where a function of a library loops, as `update_bn`."""
+    while frame is not None:
+        file, is_generator = frame.f_code.co_filename, frame.f_code.co_flags & inspect.CO_GENERATOR
+        if stacks.is_users(file):
+            return frame
+        if not is_generator and not stacks.is_own(file):
+            return None
+        frame = frame.f_back
+    return None

@@ -1,0 +1,69 @@
+"""Metrics of `lockstep.Run`: over all samples of all ranks, the same on every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from lockstep.engine.data.loader import GlobalBatch
+from lockstep.engine.training.metrics import Item, Value
+from lockstep.engine.training.run_properties import RunProperties
+
+
+class RunMetrics(RunProperties):
+    """The metrics of a run."""
+
+    def mean(self, items: Iterable[Item | Mapping[str, Item]]) -> Any:
+        """Return the mean over all samples of all ranks.
+
+        Args:
+            items: one per microbatch, computed while this call iterates over a loader: the mean over the
+                microbatch (shape `()`), or one value per sample (shape `(samples, …)`), or a pair of a
+                mean and the number of its elements, as `(loss, tokens)`; or a mapping of these.
+
+        Returns:
+            A float, the same on every rank and layout; a dictionary of floats for mappings.
+
+        Raises:
+            StepError: inside a microbatch, with several replicas; or if there are no samples.
+        """
+        return self._session.metrics.mean(items)
+
+    def sum(self, items: Iterable[Value | Mapping[str, Value]], *, per_sample: bool = True) -> Any:
+        """Return the sum over all samples of all ranks, exact for integers.
+
+        Args:
+            items: as in `mean`, without weights.
+            per_sample: whether items have shape `(samples, …)`; the sum is over all dimensions. If not,
+                an item is the microbatch's sum, of any shape, such as a confusion matrix; the result has
+                that shape.
+        """
+        return self._session.metrics.sum(items, per_sample=per_sample)
+
+    def gather(self, items: Iterable[torch.Tensor]) -> torch.Tensor:
+        """Return one row per sample of the data, in dataset order, on every rank.
+
+        Args:
+            items: one tensor of shape `(samples, …)` per microbatch, computed while this call iterates.
+        """
+        return self._session.metrics.gather(items)
+
+    def all_gather(
+        self, function: Callable[[Any], torch.Tensor], batch: GlobalBatch
+    ) -> torch.Tensor:
+        """Return one row per sample of a global batch, in the order of its replicas, on every rank.
+
+        For losses over the whole batch, such as those with in-batch negatives: a pass over the batch that
+        follows draws the same random numbers, and has its own rows at `run.batch_rows`.
+
+        Args:
+            function: given what an iteration over `batch` yields, returns a tensor of shape
+                `(samples, …)`; it is called without gradients.
+            batch: one of `run.batches`, outside of its passes.
+
+        Raises:
+            StepError: inside a microbatch, with several replicas; or for a result of another shape.
+        """
+        return self._session.metrics.all_gather(function, batch).to(self.device)

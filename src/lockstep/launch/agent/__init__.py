@@ -1,0 +1,1 @@
+"""Start, watch, restart and end the processes of one launcher."""

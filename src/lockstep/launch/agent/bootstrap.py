@@ -1,0 +1,32 @@
+"""A worker in a fresh interpreter: `-m lockstep.launch.agent.bootstrap [--seeded] KIND TARGET ARGS`."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    """Run the target that the command line names, with Lockstep's reporting around it."""
+    from lockstep.launch import functions
+    from lockstep.launch.agent import worker
+    from lockstep.launch.plan import SEEDED
+    from lockstep.launch.target import seeding
+
+    is_seeded = sys.argv[1] == SEEDED
+    kind, name, *args = sys.argv[1 + is_seeded :]
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    faulthandler.enable()
+    if kind == "function":
+        sys.exit(functions.run_spawned(Path(name)))
+    if is_seeded:
+        seeding.seed_generators(os.environ)
+    code = worker.run_target(kind, name, args)
+    worker.hurry(code)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,362 @@
+"""The fork server: a single-threaded child that makes, watches and ends the workers.
+
+It is forked before the launcher starts any thread or store, so that its own forks can never copy a
+lock that some thread holds. Launcher and server talk in small JSON messages over one socket; the
+socket's end of file is what tells the server that the launcher is gone, however it went.
+
+    launcher ── socket ── server ── fork ── worker (session of its own)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NoReturn
+
+from lockstep.errors import RunError
+from lockstep.launch.agent import processes
+from lockstep.launch.devices.binding import PROCESSORS
+
+#: Upper bound of one message; environment additions and a few numbers.
+_MESSAGE = 1 << 17
+#: Servers that are tried with imports, each without a package that the one before it could not share.
+_TRIES = 4
+#: How long killed workers may take to end when the server does.
+_KILL_SECONDS = 5.0
+#: How often the launcher looks for signals meanwhile.
+_CHECK_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What one worker is to be."""
+
+    rank: int
+    local_rank: int
+    env: Mapping[str, str] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exit:
+    """How one worker ended.
+
+    Attributes:
+        rank: its rank.
+        pid: its process id.
+        code: exit code, or minus the signal that killed it.
+        time: when it was reaped, by `time.monotonic`.
+    """
+
+    rank: int
+    pid: int
+    code: int
+    time: float
+
+
+#: Runs in the worker's clean process and never returns.
+Job = Callable[[Request], NoReturn]
+#: Imports what workers share, without some packages; returns one that cannot be shared.
+Preload = Callable[[Collection[str]], str | None]
+
+
+class ForkServer:
+    """The launcher's end: starts workers, hears of their ends, and ends them.
+
+    Args:
+        job: what a worker does; the server keeps it in memory, so it need not be importable.
+        unheard: signals that are meant for launcher and workers alone, whichever process gets them.
+        preload: what the server does before it makes workers.
+        check: called while it does; where it raises, the server is ended.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        unheard: Iterable[signal.Signals] = (),
+        preload: Preload | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._exits: list[Exit] = []
+        # Which import does not go with forks is known when it has been done.
+        skipped: list[str] = []
+        while preload is not None and len(skipped) < _TRIES:
+            self._start_server(job, unheard, partial(preload, skipped))
+            try:
+                problem = self._await(check)["problem"]
+            except RunError:  # an import has ended the server: workers import by themselves
+                self.close()
+                break
+            if problem is None:
+                return
+            self.close()
+            skipped.append(problem)
+        self._start_server(job, unheard, None)
+
+    def _start_server(
+        self,
+        job: Job,
+        unheard: Iterable[signal.Signals],
+        preload: Callable[[], str | None] | None,
+    ) -> None:
+        launcher = os.getpid()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._pid, self._socket = processes.fork(), ours
+        if self._pid == 0:
+            ours.close()
+            _silence(unheard)
+            _serve_and_exit(theirs, job, launcher, preload)
+        theirs.close()
+
+    def start(self, request: Request, streams: Sequence[int]) -> int:
+        """Start a worker; return its process id.
+
+        Args:
+            request: what it is to be.
+            streams: descriptors of its standard input, output and error.
+
+        Raises:
+            RunError: if the server is gone or could not fork.
+        """
+        message = {"rank": request.rank, "local_rank": request.local_rank, "env": dict(request.env)}
+        try:
+            socket.send_fds(self._socket, [json.dumps(message).encode()], streams)
+        except OSError as error:
+            raise self._gone() from error
+        while True:
+            answer = self._receive()
+            if "started" in answer:
+                return int(answer["started"])
+            if "refused" in answer:
+                raise RunError(f"rank {request.rank} could not be started: {answer['refused']}")
+            self._exits.append(Exit(**answer))
+
+    def poll(self) -> list[Exit]:
+        """Return the workers that ended since the last call, without waiting."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._exits.append(Exit(**self._receive(socket.MSG_DONTWAIT)))
+        exits, self._exits = self._exits, []
+        return exits
+
+    def wait(self, seconds: float) -> None:
+        """Wait until there is something to poll, `seconds` at most."""
+        if not self._exits:
+            self._has_news(seconds)
+
+    def signal(self, signum: int, only: Collection[int] | None = None) -> None:
+        """Send `signum` to the sessions of all living workers, or to some workers alone.
+
+        Args:
+            signum: the signal.
+            only: process ids of the workers that get it, and nothing that they have started.
+        """
+        message = {"signal": int(signum), "only": None if only is None else sorted(only)}
+        with contextlib.suppress(OSError):
+            self._socket.send(json.dumps(message).encode())
+
+    def close(self) -> None:
+        """Kill what is left of the workers and wait for the server's end, as long as that can take."""
+        self._socket.close()
+        with contextlib.suppress(ChildProcessError):  # closed before
+            if processes.reap(self._pid, 2 * _KILL_SECONDS) is None:
+                processes.end(self._pid)
+
+    def _await(self, check: Callable[[], None]) -> dict[str, Any]:
+        """Return what the server says when it has imported; it does not listen meanwhile."""
+        try:
+            while not self._has_news(_CHECK_SECONDS):
+                check()
+        except BaseException:
+            processes.signal_session(self._pid, signal.SIGKILL)
+            self.close()
+            raise
+        return self._receive()
+
+    def _has_news(self, seconds: float) -> bool:
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(seconds * 1000))
+
+    def _receive(self, flags: int = 0) -> dict[str, Any]:
+        try:
+            data = self._socket.recv(_MESSAGE, flags)
+        except ConnectionError as error:
+            raise self._gone() from error
+        if not data:
+            raise self._gone()
+        answer: dict[str, Any] = json.loads(data)
+        return answer
+
+    @staticmethod
+    def _gone() -> RunError:
+        return RunError(
+            "the fork server ended during the run; expected it to live as long as the run",
+            hint="it may have been killed for memory, or by hand",
+        )
+
+
+def _silence(unheard: Iterable[signal.Signals]) -> None:
+    # A handler that does nothing, not SIG_IGN: that would pass through `exec` into the workers.
+    for number in {signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, *unheard}:
+        signal.signal(number, lambda *_: None)
+
+
+def _serve_and_exit(
+    connection: socket.socket,
+    job: Job,
+    launcher: int,
+    preload: Callable[[], str | None] | None,
+) -> NoReturn:
+    """Be the server until the launcher closes the socket or dies."""
+    try:
+        os.setsid()
+        # Not SIGKILL: the server outlives its launcher by the moment it takes to kill whole sessions.
+        processes.die_with_parent(launcher, signal.SIGTERM)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until there are workers to end
+        if preload is not None:
+            problem = preload()
+            connection.send(json.dumps({"problem": problem}).encode())
+            if problem is not None:
+                os._exit(0)
+        processes.freeze()
+        _Server(connection, job, launcher).serve()
+    except BaseException:  # whatever happens here, the launcher's stack must not be unwound
+        os._exit(1)
+    os._exit(0)
+
+
+class _Server:
+    def __init__(self, connection: socket.socket, job: Job, launcher: int) -> None:
+        self._connection = connection
+        self._job = job
+        self._launcher = launcher
+        self._ranks: dict[int, int] = {}  # living workers: process id to rank
+        self._ending = False
+        self._wake, wake_writer = os.pipe()
+        self._own = (self._wake, wake_writer)
+        for descriptor in self._own:
+            os.set_blocking(descriptor, False)
+        signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, self._end)
+
+    def _end(self, *_: object) -> None:
+        # Slurm signals every process of a step: as long as the launcher lives, it is asked, not we.
+        self._ending = os.getppid() != self._launcher
+
+    def serve(self) -> None:
+        while not self._ending:
+            readable = self._await_news()
+            if self._wake in readable:
+                self._drain_wake()
+                self._reap()
+            if self._connection.fileno() in readable and not self._answer():
+                break
+        self._kill_all()
+
+    def _await_news(self) -> set[int]:
+        poll = select.poll()
+        for descriptor in (self._connection.fileno(), self._wake):
+            poll.register(descriptor, select.POLLIN)
+        return {descriptor for descriptor, _ in poll.poll()}
+
+    def _drain_wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._wake, 512):
+                pass
+
+    def _answer(self) -> bool:
+        """Serve one message; return whether the launcher is still there."""
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._connection, _MESSAGE, 3)
+        except ConnectionError:
+            return False
+        if not data:
+            return False
+        self._handle(data, descriptors)
+        return True
+
+    def _handle(self, data: bytes, descriptors: list[int]) -> None:
+        message = json.loads(data)
+        if "signal" not in message:
+            self._start(Request(**message), descriptors)
+        elif message["only"] is None:
+            self._signal_all(message["signal"])
+        else:
+            # Those are not reaped, so each id is still the worker's.
+            for pid in self._ranks.keys() & message["only"]:
+                os.kill(pid, message["signal"])
+
+    def _start(self, request: Request, streams: list[int]) -> None:
+        server = os.getpid()
+        # A signal that reaches the child before it has reset its handlers waits until it has.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            pid = processes.fork()
+            if pid == 0:
+                self._become_worker(request, streams, server)
+            self._ranks[pid] = request.rank
+            self._send({"started": pid})
+        except OSError as error:
+            self._send({"refused": str(error)})
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, [])
+            for descriptor in streams:
+                os.close(descriptor)
+
+    def _become_worker(self, request: Request, streams: list[int], server: int) -> NoReturn:
+        try:
+            processes.make_clean(server, streams)
+            processes.bind(request.env.get(PROCESSORS))
+            self._connection.close()
+            for descriptor in self._own:
+                os.close(descriptor)
+            self._job(request)
+        except BaseException as error:  # as in a shell: 127 for a command that cannot be run
+            os.write(2, f"lockstep: rank {request.rank} could not start: {error!r}\n".encode())
+        os._exit(127)
+
+    def _reap(self) -> None:
+        for pid in list(self._ranks):
+            # Seen but not reaped yet: the process id, which names the session, is still ours.
+            seen = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if seen is not None:
+                self._bury(pid)
+
+    def _bury(self, pid: int) -> None:
+        status = os.waitstatus_to_exitcode(_wait_status(pid))
+        self._send(
+            {"rank": self._ranks.pop(pid), "pid": pid, "code": status, "time": time.monotonic()}
+        )
+
+    def _signal_all(self, signum: int) -> None:
+        for pid in self._ranks:
+            processes.signal_session(pid, signum)
+
+    def _kill_all(self) -> None:
+        self._signal_all(signal.SIGKILL)
+        deadline = time.monotonic() + _KILL_SECONDS
+        for pid in list(
+            self._ranks
+        ):  # one that hangs in a driver is left: the launcher has named it
+            processes.reap(pid, deadline - time.monotonic())
+
+    def _send(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # a launcher that is gone is noticed by the next read
+            self._connection.send(json.dumps(message).encode())
+
+
+def _wait_status(pid: int) -> int:
+    """Kill what a failed worker left in its session, then reap it."""
+    seen = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    if seen is not None and not (seen.si_code == os.CLD_EXITED and seen.si_status == 0):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+    return os.waitpid(pid, 0)[1]

@@ -1,0 +1,305 @@
+"""Hang detection: if no rank makes progress, find the rank that others wait for, and its line.
+
+A rank writes a number that grows with everything that happens on it (`checkpoint.shared_memory.Slot`). A
+rank that waits while others move is early, no more. Where no rank moves for the hang timeout, none will:
+then every rank writes its Python stacks, and the rank with the fewest collective calls is behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.launch.agent.failure import Verdict
+from lockstep.launch.agent.restarts import Kind
+from lockstep.launch.plan import WorkerPlan
+from lockstep.state.checkpoint.shared_memory import AFTER_RUN, COLLECTIVES, Slot
+from lockstep.state.files.directory import short
+from lockstep.state.record import stacks
+from lockstep.state.record.stacks import Frame
+from lockstep.world import host
+
+#: The longest time between two looks that counts: a launcher that was stopped has seen nothing meanwhile.
+_LONGEST_LOOK = 5.0
+#: Looks per timeout, so that it is kept well enough, and at most one in so many seconds.
+_LOOKS, _LOOK_SECONDS = 10, 1.0
+_START = "the start of the run"
+#: Seconds that ranks have to write their stacks.
+_DUMP_SECONDS = 2.0
+#: How much longer a launcher waits all of whose ranks wait for those of another: that one knows more.
+_OTHERS_SECONDS = 5.0
+#: The most ranks of which a verdict tells one by one: it fits on a screen.
+_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stand:
+    """Where one rank stands while no rank moves.
+
+    Attributes:
+        worker: its plan.
+        opened: whether it has come to its first run.
+        entered: number of collective calls that it has entered.
+        waiting: at which of `COLLECTIVES` it is; 0 for none.
+        step: how many steps it has done.
+        stopped: whether its process is stopped.
+        frames: its main thread's stack, innermost first; empty where it wrote none.
+        stacks: the file of its stacks, if there is one.
+    """
+
+    worker: WorkerPlan
+    opened: bool
+    entered: int
+    waiting: int
+    step: int
+    stopped: bool
+    frames: tuple[Frame, ...]
+    stacks: Path | None
+
+    @property
+    def order(self) -> tuple[bool, float, int]:
+        """What sorts the rank that the others wait for before them."""
+        return not self.stopped, self.progress, self.worker.rank
+
+    @property
+    def progress(self) -> float:
+        """Its progress: a rank inside a collective call is further than one before it."""
+        if not self.opened:
+            return -1.0
+        return self.entered + (0.5 if self.waiting else 0.0)
+
+    @property
+    def place(self) -> str:
+        """The line of the user's at which it is."""
+        frame = stacks.users(list(self.frames))
+        return f" at {frame}" if frame is not None else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hang:
+    """Nobody moves.
+
+    Attributes:
+        verdict: what is said of it.
+        progress: how far the rank has come that is behind: less is a likelier cause, over all launchers.
+    """
+
+    verdict: Verdict
+    progress: float
+
+
+class HangWatch:
+    """Looks whether the ranks of this launcher move.
+
+    Args:
+        slots: where they stand.
+        timeout: seconds without a sign of life from any of them; 0 for never.
+    """
+
+    def __init__(self, slots: Sequence[Slot], timeout: float) -> None:
+        self._slots = slots
+        self._timeout = timeout
+        self._interval = min(_LOOK_SECONDS, timeout / _LOOKS)
+        self._looked = time.monotonic()
+        self._signs: list[tuple[int, int]] = []
+        self._still = 0.0
+
+    def look(
+        self,
+        workers: Sequence[WorkerPlan],
+        pids: Mapping[int, int],
+        size: int,
+        servers: Sequence[WorkerPlan] = (),
+    ) -> Hang | None:
+        """Return the hang, if there is one; often called, and seldom looks.
+
+        Args:
+            workers: all workers of this launcher, in the order of their slots.
+            pids: process ids of those, and of servers, that have not ended, by rank.
+            size: number of ranks in the launch.
+            servers: its parameter servers, which give no sign of life: they wait for workers.
+        """
+        now = time.monotonic()
+        passed = now - self._looked
+        if not self._timeout or passed < self._interval:
+            return None
+        self._looked = now
+        signs = self._read()
+        if signs != self._signs or not self._expected(signs):
+            self._signs, self._still = signs, 0.0
+            return None
+        self._still += min(passed, _LONGEST_LOOK)
+        if self._still < self._timeout:
+            return None
+        stopped = [one for one in servers if one.rank in pids and is_stopped(pids[one.rank])]
+        if stopped:
+            return Hang(verdict=_of_server(stopped[0], self._timeout), progress=-2.0)
+        return self._examine(workers, pids, size)
+
+    @staticmethod
+    def _expected(signs: list[tuple[int, int]]) -> bool:
+        """Whether any rank has a run open, and so owes signs of life."""
+        return any(beat and waiting != AFTER_RUN for beat, waiting in signs)
+
+    def _read(self) -> list[tuple[int, int]]:
+        return [(slot.beat, slot.waiting) for slot in self._slots]
+
+    def _examine(
+        self, workers: Sequence[WorkerPlan], pids: Mapping[int, int], size: int
+    ) -> Hang | None:
+        living = [
+            (worker, slot, slot.pid or pids[worker.rank])
+            for worker, slot in zip(workers, self._slots, strict=False)
+            if worker.rank in pids and slot.waiting != AFTER_RUN
+        ]
+        if not living:
+            return None
+        all_wait = all(slot.waiting and not is_stopped(pid) for _, slot, pid in living)
+        if all_wait and len(living) < size and self._still < self._timeout + _OTHERS_SECONDS:
+            return None
+        dump([(worker, pid) for worker, _, pid in living])
+        if self._signs != self._read():
+            self._still = 0.0
+            return None  # it continued at the last moment
+        stands = [_stand(worker, slot, pid) for worker, slot, pid in living]
+        behind = min(stands, key=lambda stand: stand.order)
+        return Hang(
+            verdict=verdict(stands, size, self._timeout),
+            # A stopped rank is the cause wherever it is.
+            progress=-2.0 if behind.stopped else behind.progress,
+        )
+
+
+def verdict(stands: Sequence[Stand], size: int, timeout: float) -> Verdict:
+    """Return what is said of ranks that stand still."""
+    cause, *others = sorted(stands, key=lambda stand: stand.order)
+    rank = cause.worker.rank
+    what = "is stopped (SIGSTOP)" if cause.stopped else "hangs"
+    place = f"rank {rank} of {size} on {socket.gethostname()}"
+    lines = [
+        f"lockstep: {place} {what}: no rank has moved for {timeout:g} s",
+        f"  rank {rank} {_doing(cause)}",
+        *(f"  rank {one.worker.rank} {_doing(one)}" for one in others[: _SHOWN - 1]),
+    ]
+    if len(others) >= _SHOWN:
+        lines.append(f"  and {len(others) - _SHOWN + 1} more")
+    lines += _files(cause, stands)
+    return Verdict(
+        text="\n".join(lines),
+        exit_code=1,
+        name=cause.worker.name,
+        traceback=None,
+        kind=Kind.HANG,
+        brief=f"rank {rank} {what}{cause.place}",
+    )
+
+
+def _of_server(server: WorkerPlan, timeout: float) -> Verdict:
+    """Return what is said of ranks that wait for a server that is stopped."""
+    what = f"{server.name} is stopped (SIGSTOP)"
+    lines = [
+        f"lockstep: {what} on {socket.gethostname()}: no rank has moved for {timeout:g} s",
+        f"  log: {short(server.log)}",
+    ]
+    return Verdict(
+        text="\n".join(lines),
+        exit_code=1,
+        name=server.name,
+        traceback=None,
+        kind=Kind.HANG,
+        brief=what,
+    )
+
+
+def _doing(stand: Stand) -> str:
+    if not stand.opened:
+        return f"has not opened the run yet{stand.place}"
+    if stand.waiting:
+        kind = COLLECTIVES[stand.waiting] if stand.waiting < len(COLLECTIVES) else COLLECTIVES[1]
+        step = f" in step {stand.step + 1}" if kind != _START else ""
+        return f"waits in {kind}{step}{stand.place}"
+    return f"is in step {stand.step + 1}{stand.place}"
+
+
+def _files(cause: Stand, stands: Sequence[Stand]) -> list[str]:
+    written = [stand.stacks for stand in stands if stand.stacks is not None]
+    lines = []
+    if written:
+        first = cause.stacks or written[0]
+        name = "rank-*.stacks" if len(written) > 1 else first.name
+        lines.append(f"  stacks: {short(first.parent / name)}")
+    lines.append(f"  log: {short(cause.worker.log)}")
+    return [*lines, f"  hint: {_hint(cause)}"]
+
+
+def _hint(cause: Stand) -> str:
+    if cause.stopped:
+        return "a debugger, kill -STOP or a scheduler that suspends jobs stops a process"
+    if cause.waiting:
+        return "all ranks wait: over a network that is cut, or in collectives of the script's own"
+    return "if it was only slow, --hang-timeout SECONDS gives it longer (0: for ever)"
+
+
+# --- processes -----------------------------------------------------------------------------------
+
+
+def dump(workers: Sequence[tuple[WorkerPlan, int]]) -> None:
+    """Let workers, given with their process ids, write their stacks; copy them beside their logs."""
+    asked = []
+    for worker, pid in workers:
+        if not is_stopped(pid) and _expects_signal(pid):
+            with contextlib.suppress(OSError):
+                os.kill(pid, stacks.SIGNAL)
+                asked.append(worker)
+    deadline = time.monotonic() + _DUMP_SECONDS
+    while not all(map(_is_written, asked)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for worker in asked:
+        with contextlib.suppress(OSError):  # a full disk: the verdict has the lines that matter
+            shutil.copyfile(stacks.beside(worker.error_file), worker.log.with_suffix(".stacks"))
+
+
+def _is_written(worker: WorkerPlan) -> bool:
+    return bool(stacks.main_thread(_text(worker)))
+
+
+def _text(worker: WorkerPlan) -> str:
+    with contextlib.suppress(OSError):
+        return stacks.beside(worker.error_file).read_text(errors="replace")
+    return ""
+
+
+def _stand(worker: WorkerPlan, slot: Slot, pid: int) -> Stand:
+    frames = stacks.main_thread(_text(worker))
+    copy = worker.log.with_suffix(".stacks")
+    return Stand(
+        worker=worker,
+        opened=slot.beat != 0,
+        entered=slot.entered,
+        waiting=slot.waiting,
+        step=slot.step,
+        stopped=is_stopped(pid),
+        frames=tuple(frames),
+        stacks=copy if frames and copy.exists() else None,
+    )
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a process was stopped by a signal or a debugger."""
+    return host.process_fields(pid)[:1] in (["T"], ["t"])
+
+
+def _expects_signal(pid: int) -> bool:
+    """Return whether a process handles the signal, which would end it otherwise."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name == "SigCgt":
+                return bool(int(value, 16) >> (stacks.SIGNAL - 1) & 1)
+    return False

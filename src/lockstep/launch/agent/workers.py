@@ -1,0 +1,126 @@
+"""Worker processes of a generation: start through the fork server, watch, end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+
+from lockstep.errors import RunError
+from lockstep.launch import stdin
+from lockstep.launch.agent.forkserver import Exit, ForkServer, Request
+from lockstep.launch.agent.interrupts import Interrupts
+from lockstep.launch.output import Output, say
+from lockstep.launch.plan import Plan, WorkerPlan
+from lockstep.world.environments.lockstep import END_SERVER
+
+_INTERVAL = 0.01
+#: Seconds that the kernel may take to end a process: one may be in the middle of a long write.
+LAST_GRACE = 30.0
+
+
+class Workers:
+    """The workers and servers of one generation after the other.
+
+    Args:
+        server: makes them.
+        output: takes their output.
+        interrupts: signals that the launcher received.
+        lost: called when the fork server is gone, before the error is raised.
+
+    Attributes:
+        started: process ids, by rank.
+        exits: how those that have ended did, by rank.
+    """
+
+    def __init__(
+        self,
+        server: ForkServer,
+        output: Output,
+        interrupts: Interrupts,
+        lost: Callable[[], None],
+    ) -> None:
+        self._server, self._output = server, output
+        self._interrupts, self._lost = interrupts, lost
+        self._names: dict[int, str] = {}
+        self.started: dict[int, int] = {}
+        self.exits: dict[int, Exit] = {}
+
+    def begin(self) -> None:
+        """Begin another generation: all of the one before have ended."""
+        self.exits.clear()
+        self.started.clear()
+
+    def start(self, plan: Plan, worker: WorkerPlan, more: Mapping[str, str]) -> int:
+        """Start a worker or server of `plan`, with `more` variables; return its process id."""
+        shown = plan.spec.streams.prefixes(worker.rank, worker.local_rank, worker.name)
+        streams = (
+            stdin.descriptor(worker.rank, plan.size, plan.spec.kind),
+            *self._output.open(worker.log, shown),
+        )
+        try:
+            env = {**worker.env, **more}
+            request = Request(rank=worker.rank, local_rank=worker.local_rank, env=env)
+            pid = self._server.start(request, streams)
+        finally:
+            for descriptor in streams:
+                os.close(descriptor)
+        self.started[worker.rank], self._names[worker.rank] = pid, worker.name
+        return pid
+
+    def look(self) -> None:
+        """Take note of those that have ended."""
+        try:
+            for left in self._server.poll():
+                if self.started.get(left.rank) == left.pid:
+                    self.exits[left.rank] = left
+        except RunError:
+            self._lost()
+            raise
+
+    @property
+    def living(self) -> dict[int, int]:
+        """Process ids of those that have not ended, by rank."""
+        return {rank: pid for rank, pid in self.started.items() if rank not in self.exits}
+
+    def end(self, signum: signal.Signals, seconds: float) -> bool:
+        """Send `signum`; return whether all have ended within `seconds`."""
+        if living := self.living:
+            self._server.signal(signum)
+            self._server.signal(END_SERVER, only=[pid for rank, pid in living.items() if rank < 0])
+        deadline = time.monotonic() + seconds
+        while self.living:
+            hurry = self._interrupts.impatient and signum != signal.SIGKILL
+            if hurry or time.monotonic() > deadline:
+                return False
+            self._server.wait(_INTERVAL)
+            self.look()
+        return True
+
+    def kill(self) -> None:
+        """Kill all and wait until the last has ended.
+
+        The kernel ends a process that is in the middle of a system call, such as a write to a file server
+        that does not answer, when that returns. Until then it may change memory and files that the next
+        generation reads.
+
+        Raises:
+            Interrupted: if the launcher was told twice to stop.
+        """
+        told = False
+        while not self.end(signal.SIGKILL, LAST_GRACE):
+            if self._interrupts.impatient:
+                self._interrupts.check()
+            if not told:
+                self.name_living(LAST_GRACE, "the next generation starts when they have ended")
+                told = True
+
+    def forget_living(self) -> None:
+        """Wait no more for those that have not ended."""
+        self.started = {rank: pid for rank, pid in self.started.items() if rank in self.exits}
+
+    def name_living(self, seconds: float, then: str) -> None:
+        """Tell the user which processes SIGKILL has not ended within so many seconds, and what follows."""
+        names = [f"{self._names[rank]} (process {pid})" for rank, pid in self.living.items()]
+        say(f"lockstep: SIGKILL has not ended {', '.join(names)} within {seconds:.0f} s; {then}")

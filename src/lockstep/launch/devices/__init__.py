@@ -1,0 +1,1 @@
+"""Cores and GPUs of this machine, and which of them each rank gets."""

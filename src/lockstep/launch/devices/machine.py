@@ -1,0 +1,104 @@
+"""`Machine`: the facts about this machine that a plan depends on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from dataclasses import dataclass
+
+from lockstep.launch.agent.child import Child, LostError
+from lockstep.launch.devices.gpus import Gpu, Listing, list_gpus, parts, visible
+from lockstep.launch.devices.openmp import untied
+from lockstep.world.cores import Topology, topology, usable_cores
+
+_TIMEOUT = 60.0  # seconds; for a driver that hangs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Facts about one machine, small enough to make up in a test.
+
+    Attributes:
+        cores: cores that this process may use.
+        gpus: accelerators that torch sees.
+        cards: the GPUs of this machine, hidden ones included; none where they cannot be told apart.
+        problem: why there are no GPUs, or no facts about them.
+        visible_variable: the variable that hides GPUs from torch.
+        topology: the cores by NUMA node.
+        loopback: name of the loopback interface, `None` where there is none.
+    """
+
+    cores: int
+    gpus: int = 0
+    cards: tuple[Gpu, ...] = ()
+    problem: str | None = None
+    visible_variable: str = "CUDA_VISIBLE_DEVICES"
+    topology: Topology = ()
+    loopback: str | None = "lo"
+
+
+def look(*, gpus: bool = True) -> Machine:
+    """Return the facts of this machine; imports torch, and does not initialise CUDA.
+
+    Args:
+        gpus: whether anybody wants to know about GPUs.
+    """
+    with untied():
+        import torch
+
+    listing = _listing() if gpus else Listing(problem="they were not asked for")
+    return Machine(
+        cores=usable_cores(),
+        gpus=_count(listing) if gpus else 0,
+        cards=listing.gpus,
+        problem=listing.problem,
+        visible_variable="HIP_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_DEVICES",
+        topology=topology(),
+        loopback=_loopback_interface(),
+    )
+
+
+def _listing() -> Listing:
+    import torch
+
+    if torch.version.cuda is not None:
+        listing = list_gpus()
+        return listing if listing.gpus or listing.problem else Listing(problem="there are none")
+    if torch.version.hip is not None:
+        return Listing(problem="ids are read from nvidia-smi, which ROCm does not have")
+    return Listing(problem=f"torch {torch.__version__} is built for processors only")
+
+
+def _count(listing: Listing) -> int:
+    """Return how many GPUs torch sees."""
+    import torch
+
+    left = visible(listing.gpus, os.environ).gpus
+    # Which MIG devices CUDA shows, and what beside them, has changed with its versions.
+    if listing.gpus and not any(parts(gpu, listing.gpus) for gpu in left):
+        return len(left)
+    if torch.version.cuda is None and torch.version.hip is None:
+        return 0
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return torch.cuda.device_count()
+    return _count_in_a_child()
+
+
+def _count_in_a_child() -> int:
+    """Return CUDA's own count of GPUs; a process that has asked for it cannot be forked any more."""
+    with contextlib.suppress(LostError):  # workers will fail for the same reason, and say it
+        return int(Child(_count_by_cuda).give(None).result(_TIMEOUT))
+    return 0
+
+
+def _count_by_cuda(_: object) -> int:
+    import torch
+
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    return torch.cuda.device_count()
+
+
+def _loopback_interface() -> str | None:
+    names = [name for _, name in socket.if_nameindex()]
+    return "lo" if "lo" in names else None

@@ -1,0 +1,1 @@
+"""What is launched: the script, its imports and what is preloaded for it."""

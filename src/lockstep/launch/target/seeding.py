@@ -1,0 +1,91 @@
+"""Seeds of random generators at the first line of a Lockstep script, the same on all ranks.
+
+Inside a run keys set the generators. What a script draws before it, such as a split of its data, would
+differ from rank to rank. Every launch starts at the same state, so that a restart, another layout and a
+launch that continues with a run directory draw the same again.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import sys
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from lockstep.engine.layout import keys
+
+_Seed = Callable[[ModuleType], object]
+
+
+def seed_generators(environ: Mapping[str, str]) -> None:
+    """Start Python's, NumPy's and torch's generators where those of all ranks start.
+
+    Those of a package that is not imported yet start there when it is.
+    """
+    seed = environ.get("LOCKSTEP_SEED", "0")
+    key = keys.derive(0, keys.SCRIPT, zlib.crc32(seed.encode()))
+    random.seed(key)
+    seeds: dict[str, _Seed] = {
+        "numpy": lambda numpy: numpy.random.seed(key & 0xFFFFFFFF),
+        "torch": lambda torch: torch.manual_seed(key),
+    }
+    for name in seeds.keys() & sys.modules.keys():
+        seeds.pop(name)(sys.modules[name])
+    if seeds:
+        sys.meta_path.insert(0, _SeededWhenImported(seeds))
+
+
+class _SeededWhenImported(MetaPathFinder):
+    """Finds modules as Python does, and seeds them when they have been imported."""
+
+    def __init__(self, seeds: dict[str, _Seed]) -> None:
+        self._seeds = seeds
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        seed = self._seeds.pop(name, None)
+        spec = None if seed is None else importlib.util.find_spec(name)
+        if seed is not None and spec is not None and spec.loader is not None:
+            spec.loader = _SeedingLoader(spec.loader, seed)
+        return spec
+
+
+class _SeedingLoader(Loader):
+    def __init__(self, loader: Loader, seed: _Seed) -> None:
+        self._loader, self._seed = loader, seed
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._loader  # as the module and what inspects it expect
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self._seed(module)
+
+
+def names_run(function: object) -> bool:
+    """Return whether a function, or one of its module's that it calls, names `lockstep` or `Run`."""
+    todo, seen = [function], set[int]()
+    while todo:
+        one = todo.pop()
+        if not isinstance(one, FunctionType) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        names = _names(one.__code__)
+        if names & {"lockstep", "Run"}:
+            return True
+        todo += [one.__globals__.get(name) for name in names]
+    return False
+
+
+def _names(code: CodeType) -> set[str]:
+    inner: list[Any] = [one for one in code.co_consts if isinstance(one, CodeType)]
+    return {*code.co_names, *code.co_freevars}.union(*map(_names, inner))

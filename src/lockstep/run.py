@@ -1,0 +1,419 @@
+"""`lockstep.Run`: the object through which a script makes its models, optimizers and loaders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar, overload
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.engine.data.fetch import Collate
+from lockstep.engine.data.loader import GlobalBatch, Loader
+from lockstep.engine.training import optimizers
+from lockstep.engine.training.batchnorm import synchronise
+from lockstep.engine.training.epochs import epochs_left
+from lockstep.engine.training.run_metrics import RunMetrics
+from lockstep.engine.training.session import Session, explained, show_plainly
+from lockstep.errors import UsageError
+from lockstep.settings import OF_SCRIPTS, Settings, from_environment
+from lockstep.state.checkpoint import weights_only
+from lockstep.world.detect import given
+
+OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
+SchedulerT = TypeVar("SchedulerT")
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+class Run(RunMetrics):
+    """A training run whose result does not depend on its layout.
+
+    Use it as a context manager, and make models, optimizers and loaders through it.
+
+    Args:
+        name: name of the run, and of its directory in `runs/`; without `/`.
+        seed: seed of all random numbers: initial weights, order of samples, dropout, augmentation.
+        replicas: number of logical data-parallel workers, at least as many as ranks; by default as many.
+        exact: refuse settings and calls that make the result depend on the layout.
+        strategy: distribution of models: `auto`, `single`, `ddp`, `dp`, `ps`, `fsdp`, `pipeline`, `tensor`.
+        exchange: how gradients are summed: `shared-memory`, `tree`, `native`, `mpi`, or `auto`, the fastest
+            exact one of the first three; `server`, which is that of `ps`. With `exact=False` also `bf16`,
+            `fp16` and `powersgd`, which compress gradients, and `local-sgd` and `diloco`, which average
+            parameters every `sync_every` steps.
+        sync_every: steps between two averages with `local-sgd` (default 16) and `diloco` (default 50).
+        mesh: `DATAxMODEL`, such as `2x2`: number of copies of the model, and of ranks that hold one copy.
+        staleness: compute gradients with parameters that are exactly so many updates old, on every
+            layout; with strategy `ps`, the servers then run the optimizer.
+        precision: `fp32`; `bf16` or `fp16` run forward passes under autocast; `fp16` scales the loss.
+        devices: `cpu`, `gpu`, `auto`, or a list of indices such as `2,3`, one for each rank of a node.
+        threads: intra-op threads per process; by default the cores divided by the replicas.
+        run_dir: directory of the run; by default `runs/NAME/TIME`.
+        progress: show a progress bar, or lines, on the main rank.
+        stop_on_nan: check every loss, and stop at the first that is not finite.
+        audit: compute a microbatch twice and compare, at first and then every so many steps; `first` for
+            the first batch of loops alone, `off` for none. Without effect with one replica, or exact=False.
+        checkpoint_every: seconds between periodic checkpoints, beside those of `save`; 0 for none.
+        keep: number of latest checkpoints to keep, beside the best.
+        loggers: `tensorboard`, `wandb`, `mlflow` or objects with `log(values, step)`, for `run.log`.
+        init_method: rendezvous of the ranks, in place of that of the environment:
+            `tcp://host:port`, `file:///shared/path` or `env://`.
+        rank: rank of this process; given with `world_size`, or not at all.
+        world_size: number of processes.
+        store: a `torch.distributed` store of the script, the same on all ranks.
+
+    The environment variable `LOCKSTEP_` plus the name of an argument wins over the argument; `name`,
+    `rank`, `world_size` and `store` have none.
+
+    Raises:
+        UsageError: if a setting is invalid, or there are more ranks than replicas.
+        WorldError: if variables of the environment contradict each other, or the rendezvous fails.
+        DeviceError: if there are not enough devices.
+        RunDirectoryError: if the directory cannot be used.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        seed: int = 0,
+        replicas: int | None = None,
+        exact: bool = True,
+        strategy: str = "auto",
+        exchange: str = "auto",
+        precision: str = "fp32",
+        mesh: str | None = None,
+        sync_every: int | None = None,
+        staleness: int | None = None,
+        devices: str = "auto",
+        threads: int | None = None,
+        run_dir: str | Path | None = None,
+        progress: bool = True,
+        stop_on_nan: bool = False,
+        audit: str = "512",
+        checkpoint_every: float = 600.0,
+        keep: int = 3,
+        loggers: Sequence[Any] = (),
+        init_method: str | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        store: dist.Store | None = None,
+    ) -> None:
+        place = None if run_dir is None else Path(run_dir)
+        asked = {**locals(), "run_dir": place, "loggers": tuple(loggers)}
+        show_plainly()
+        # An argument for each setting, under its name; the others are for the rendezvous.
+        settings = Settings(name=name, **{one: asked[one] for one in OF_SCRIPTS})
+        world = given(init_method, rank, world_size, has_store=store is not None)
+        self._session = Session(from_environment(settings), world, store)
+        self._end: str | None = None
+
+    def __enter__(self) -> Self:
+        self._begin_once()
+        self._session.open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # sys.exit(0) is the script's own end, as that of the block is.
+        if error is not None and not (isinstance(error, SystemExit) and not error.code):
+            told = explained(error, self._session.state.models)
+            self._session.close(told or error)
+            if told is not None:
+                raise told.with_traceback(traceback) from error
+            return
+        try:
+            self._end = self._session.finish()
+        except BaseException as late:
+            self._session.close(late)
+            raise
+        self._session.close(None)
+
+    # --- what is trained -------------------------------------------------------------------------
+
+    @overload
+    def model(self, module: ModelT, **settings: Any) -> ModelT: ...
+
+    @overload
+    def model(self, module: Sequence[nn.Module], **settings: Any) -> nn.Sequential: ...
+
+    def model(self, module: nn.Module | Sequence[nn.Module], **settings: Any) -> nn.Module:
+        """Move `module` to the device, give it the same weights on all ranks, and wrap it for the strategy.
+
+        Args:
+            module: the model, changed in place; or a list of modules that are called one after the other.
+            settings: keyword arguments of the strategy, checked on every layout; those of another
+                strategy have no effect. `ddp`: those of DistributedDataParallel; `dp`: those of
+                DataParallel. `fsdp`: `wrap` (modules to shard as units), `gather` (`unit` or `batch`), and
+                those of `fully_shard` (`reshard_after_forward`, `shard_placement_fn`, `mp_policy`,
+                `offload_policy`). `pipeline`: `chunks` (microbatches of the schedule), `chunk_inputs`
+                (arguments with one row per sample), `split` (first modules of stages). `tensor`: `plan`,
+                the plan of `parallelize_module`. Exchange `powersgd`: those of `PowerSGDState`.
+
+        Returns:
+            The module itself; with `dp` on GPUs, a wrapper with the same attributes.
+
+        Raises:
+            ModelError: if ranks built different models, or gradients are sparse.
+            UsageError: if the model cannot be divided over the ranks of the mesh.
+            ExactnessError: if a setting makes the result depend on the layout.
+        """
+        self._count("run.model")
+        return self._session.models.add(module, settings)
+
+    def sync_batchnorm(self, module: ModelT) -> ModelT:
+        """Return `module` with BatchNorm over the global batch, on any device; call it before `model`.
+
+        Like `torch.nn.SyncBatchNorm.convert_sync_batchnorm`, it replaces every BatchNorm, and every
+        SyncBatchNorm, by a layer with the same parameters and buffers. All ranks call it.
+
+        Raises:
+            ExactnessError: with more replicas than ranks: their statistics cannot be summed.
+            ModelError: if `run.model` has taken the module, or a layer cannot be converted.
+        """
+        session = self._session
+        return synchronise(session.context, session.state, self._loop, module)  # type: ignore[return-value]
+
+    def optimizer(self, optimizer: OptimizerT) -> OptimizerT:
+        """Make `optimizer.step()` update the parameters once per global batch; return `optimizer`.
+
+        Raises:
+            ModelError: if a parameter of the optimizer belongs to no model of the run, or its state cannot
+                be saved.
+        """
+        state = self._session.state
+        number = self._count("run.optimizer")
+        gated = optimizers.gate_optimizer(optimizer, self._loop, state.models, number, state.scaler)
+        state.add_optimizer(gated)
+        return gated
+
+    def scheduler(self, scheduler: SchedulerT) -> SchedulerT:
+        """Make `scheduler.step()` act once per global batch in a loop over a loader; return `scheduler`.
+
+        Outside of such a loop every call acts. The state of the scheduler is saved with the run.
+        """
+        self._count("run.scheduler")
+        schedulers = self._session.state.schedulers
+        gated = optimizers.gate_scheduler(scheduler, self._loop, len(schedulers) + 1)
+        schedulers.append(gated)
+        return gated
+
+    def register(self, name: str, value: Any) -> Any:
+        """Save and restore `value` with the run, and return it; it has `state_dict` and `load_state_dict`.
+
+        Raises:
+            ModelError: if a method is missing, or the name is taken.
+        """
+        self._session.register(name, value)
+        return value
+
+    def save(self, *, best: float | None = None) -> None:
+        """Write a checkpoint of the run, in the background.
+
+        Inside a loop over a loader, the checkpoint has the state at the end of the batch. All ranks
+        call it.
+
+        Args:
+            best: score of this state, larger is better; the checkpoint with the best one is kept.
+
+        Raises:
+            CheckpointError: if an earlier checkpoint could not be written.
+        """
+        self._require_open("run.save")
+        self._session.save(None if best is None else float(best))
+
+    # --- data ------------------------------------------------------------------------------------
+
+    def loader(
+        self,
+        data: Any,
+        *,
+        batch_size: int | None = None,
+        shuffle: bool = False,
+        sampler: Any = None,
+        batch_sampler: Any = None,
+        drop_last: bool = False,
+        collate_fn: Collate | None = None,
+        num_workers: int = 0,
+        **workers: Any,
+    ) -> Loader:
+        """Return a loader whose global batches are split over the replicas, each sample once.
+
+        Args:
+            data: a dataset, or a DataLoader whose settings are adopted.
+            batch_size: samples per *global* batch.
+            shuffle: a new keyed order in every epoch.
+            sampler: a sampler of the script, with a length: the order of each epoch.
+            batch_sampler: one that yields the indices of each *global* batch, in place of the others.
+            drop_last: drop a last batch that is short; otherwise its samples weigh as all others do.
+            collate_fn: makes a microbatch of a list of samples, as for a DataLoader.
+            num_workers: DataLoader worker processes per rank.
+            workers: other arguments of the DataLoader, such as `prefetch_factor`.
+
+        Raises:
+            LoaderError: if the data cannot be split over the replicas.
+        """
+        asked = {"batch_size": batch_size, "sampler": sampler, "collate_fn": collate_fn}
+        asked |= {"shuffle": shuffle, "drop_last": drop_last, "num_workers": num_workers}
+        asked |= {"batch_sampler": batch_sampler, **workers}
+        self._require_open("run.loader")
+        return self._session.loaders.make(data, asked)
+
+    def batches(self, loader: Loader) -> Iterator[GlobalBatch]:
+        """Yield global batches; iterate over each one once per update, as for a GAN."""
+        return loader.batches()
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the epochs of the run, `0` to `count - 1`; a resumed run begins at its current one.
+
+        Raises:
+            UsageError: if `count` is negative.
+            StepError: after the end of the run.
+        """
+        if count < 0:
+            raise UsageError(f"{count} epochs; expected 0 or more")
+        self._require_open("run.epochs")
+        return epochs_left(self._loop, count, self._session.context.record.epoch_ends)
+
+    # --- a step ----------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, weight: torch.Tensor | float | None = None) -> None:
+        """Compute gradients: in place of `loss.backward()`.
+
+        `loss` is the mean over this microbatch. Gradients are those of the mean over the global batch.
+
+        Args:
+            loss: a tensor of one element.
+            weight: number of elements that the loss is the mean of, such as tokens; by default the
+                number of samples; with 0 the microbatch is left out, also where its loss is not finite.
+
+        Raises:
+            StepError: outside of a loop over a loader, or twice for a model in one microbatch.
+            ModelError: if the loss has several elements, or no model of the run computed it.
+            NonFiniteLossError: with `stop_on_nan`, if the loss is NaN or infinite.
+            PeerError: if another rank has ended.
+        """
+        self._require_open("run.backward")
+        self._session.backward(loss, weight)
+
+    def clip_grad_norm_(
+        self, parameters: Any, max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Scale gradients to a total norm of at most `max_norm`, once per global batch.
+
+        Args:
+            parameters: a model, or an argument of `torch.nn.utils.clip_grad_norm_`.
+            max_norm: upper limit of the norm.
+            norm_type: order p of the norm; `inf` for the largest element.
+
+        Returns:
+            The norm before clipping, of shape `()`; NaN on microbatches that are not the last of a global
+            batch, where gradients are incomplete.
+
+        Raises:
+            ModelError: if `parameters` are those of several models, of which one is sharded.
+        """
+        if not self._loop.acts_now():
+            return torch.tensor(float("nan"))
+        own = optimizers.listed(parameters)
+        return optimizers.clip(own, max_norm, norm_type, self._session.state.models)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clamp each element of the gradients to `-clip_value` to `clip_value`, once per global batch.
+
+        Args:
+            parameters: a model, or an argument of `torch.nn.utils.clip_grad_value_`.
+            clip_value: upper limit of the magnitude.
+        """
+        if self._loop.acts_now():
+            own = optimizers.listed(parameters)
+            optimizers.clip_values(own, float(clip_value), self._session.state.models)
+
+    def log(self, **values: Any) -> None:
+        """Record values of this step, without waiting for other ranks or the device.
+
+        Args:
+            values: numbers, or tensors of one element, by name.
+        """
+        if not (self._loop.is_on_the_way or self._loop.is_audited):
+            self._session.context.record.log(values)
+
+    # --- together --------------------------------------------------------------------------------
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """Return a context: its body runs on the main rank, then one rank per node, then the others."""
+        self._loop.require_common_point("run.main_process_first", of_models=False)
+        return self._session.rank_order.first()
+
+    def barrier(self) -> None:
+        """Wait until all ranks have called it."""
+        self._loop.require_common_point("run.barrier", of_models=False)
+        self._session.barrier()
+
+    def print(self, *values: object, sep: str = " ") -> None:
+        """Print on the main rank, above the progress bar."""
+        if not (self._loop.is_entered_again or self._loop.is_audited):  # else it is printed twice
+            self._session.context.record.print(sep.join(map(str, values)))
+
+    def digest(self) -> str:
+        """Return the SHA-256 of all models and registered objects, as `sha256:…`.
+
+        Raises:
+            StepError: inside a microbatch, with several replicas and a sharded model.
+        """
+        if self._end is not None and self._session.state.is_split:
+            return self._end  # the other ranks, which hold the rest of the models, have left
+        if self._session.state.is_split:
+            self._loop.require_common_point("run.digest")
+        # During replay models hold the state that is restored, and not the one that is asked for.
+        return self._session.metrics.once("run.digest", self._session.digest)
+
+    def export(self, path: str | Path, model: nn.Module | None = None) -> None:
+        """Write a model's plain `state_dict`, without wrappers' prefixes, on the main rank.
+
+        Args:
+            path: a file `.pt`, for `torch.load(path, weights_only=True)`, or `.safetensors`.
+            model: one of the run's models; the only one by default.
+
+        Raises:
+            ModelError: if `model` is left out and there are several.
+            CheckpointError: if the file cannot be written.
+            UsageError: if the suffix is another one.
+            StepError: inside a microbatch, with several replicas and a sharded model.
+        """
+        held = self._session.models.find(model)
+        if held.is_split or self._loop.microbatch is None:
+            self._loop.require_common_point("run.export")
+        held.check_gathering()
+        # During replay the file has been written, with the weights of then.
+        writes = self.is_main_process and not self._loop.is_on_the_way
+        weights_only.write_weights(Path(path), held.state(), here=writes)
+
+    def load(self, path: str | Path, model: nn.Module | None = None) -> None:
+        """Load a `state_dict` from a file into a model; every rank reads the file.
+
+        A run that resumes from a snapshot or checkpoint keeps that state.
+
+        Args:
+            path: a file `.pt`, `.pth`, `.bin` or `.safetensors`; keys may begin with
+                `module.`, the prefix of DataParallel and DistributedDataParallel.
+            model: one of the run's models; the only one by default.
+
+        Raises:
+            ModelError: if `model` is left out and there are several, or names or shapes don't fit.
+            CheckpointError: if the file cannot be read.
+            UsageError: if the suffix is another one.
+        """
+        self._loop.require_common_point("run.load")
+        self._session.models.load(model, weights_only.read_weights(Path(path)))
+
+
+__all__: Sequence[str] = ["Run"]

@@ -1,0 +1,399 @@
+"""PyTorch's distributed checkpoints (DCP): its planners, writer and reader, without its collectives.
+
+Each rank knows beforehand which parts it writes, and says in a file which ones it has written. So
+threads of their own write a checkpoint, while the main threads, which own the process group, train.
+
+To import DCP takes a second: this module does so where it is first used, in such a thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import io
+import os
+import pickle
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, partial
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import CheckpointError
+from lockstep.state.checkpoint.manifest import DamagedError, Manifest, TensorSpec
+from lockstep.state.checkpoint.parts import Box, Cut, Stored
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+    from torch.distributed.checkpoint.storage import WriteResult
+
+#: The file in which DCP says where each tensor is.
+METADATA = ".metadata"
+
+#: For each writer, which part of which tensors it writes; at most one part of each.
+Shares = Sequence[Mapping[str, Box]]
+
+_FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+_METADATA = "torch.distributed.checkpoint.metadata"
+#: Held while DCP is imported. A process that is forked in that second, a DataLoader's worker for one,
+#: would find modules that are half imported, and the locks of a thread that it doesn't have.
+_importing = threading.RLock()
+os.register_at_fork(
+    before=_importing.acquire,
+    after_in_parent=_importing.release,
+    after_in_child=_importing.release,
+)
+
+#: All that `.metadata`, a pickle, may name; besides these, types of elements.
+_ALLOWED = {
+    *(
+        (_METADATA, name)
+        for name in (
+            "Metadata",
+            "MetadataIndex",
+            "TensorStorageMetadata",
+            "TensorProperties",
+            "ChunkStorageMetadata",
+            "StorageMeta",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    (_FILESYSTEM, "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+}
+
+
+def spec_of(tensor: Tensor) -> TensorSpec:
+    """Return type and shape of a tensor."""
+    return TensorSpec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
+def dtype_of(spec: TensorSpec) -> torch.dtype:
+    """Return the type that a manifest names.
+
+    Raises:
+        DamagedError: if this torch has no such type.
+    """
+    dtype = getattr(torch, spec.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise DamagedError(f"it holds elements of type {spec.dtype!r}, unknown to this torch")
+    return dtype
+
+
+def bytes_of(spec: TensorSpec) -> int:
+    """Return the size of a tensor's elements.
+
+    Raises:
+        DamagedError: if this torch has no such type.
+    """
+    return prod(spec.shape) * dtype_of(spec).itemsize
+
+
+def share_out(
+    specs: Mapping[str, TensorSpec], writers: int, cuts: Mapping[str, Cut] | None = None
+) -> list[dict[str, Box]]:
+    """Return what each writer writes: nearly equal in bytes, and the same on every rank.
+
+    Of a tensor that is cut over ranks each writes its own part, as writer `k` is rank `k`. Of the others
+    the largest come first, each to the writer that has least; names are in the order of `specs`.
+    """
+    cuts = cuts or {}
+    loads = [(0, writer) for writer in range(writers)]
+    owner: dict[str, int] = {}
+    for name in sorted(specs.keys() - cuts.keys(), key=lambda n: (-bytes_of(specs[n]), n)):
+        load, writer = heapq.heappop(loads)
+        owner[name] = writer
+        # Even an empty tensor is some work.
+        heapq.heappush(loads, (load + bytes_of(specs[name]) + 1, writer))
+    shares: list[dict[str, Box]] = [{} for _ in range(writers)]
+    for name, spec in specs.items():
+        if name not in cuts:
+            shares[owner[name]][name] = Box.whole(spec.shape)
+            continue
+        for part in range(cuts[name].count):
+            box = cuts[name].box(spec.shape, part)
+            if box.numel:
+                shares[part][name] = box
+    return shares
+
+
+def write_part(
+    directory: Path,
+    part: int,
+    shares: Shares,
+    specs: Mapping[str, TensorSpec],
+    tensors: Mapping[str, Tensor],
+) -> list[dict[str, Any]]:
+    """Write one writer's file; return what `finish` needs to know of it, as JSON.
+
+    Args:
+        directory: where to write.
+        part: which writer this is.
+        shares: what each writer writes.
+        specs: types and shapes of all tensors.
+        tensors: this writer's parts, on the CPU.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    if not shares[part]:
+        return []
+    load_dcp()
+    writer = _writer(directory)
+    plans, _ = _plans(shares, specs)
+    planner = _writing()[1](tensors)
+    plan = planner.finish_plan(writer.prepare_global_plan(plans)[part])
+    return [_to_json(result) for result in writer.write_data(plan, planner).wait()]
+
+
+def finish(
+    directory: Path,
+    shares: Shares,
+    specs: Mapping[str, TensorSpec],
+    results: Sequence[Sequence[Mapping[str, Any]]],
+) -> None:
+    """Write `.metadata`, once all parts are there.
+
+    Args:
+        directory: where they are.
+        shares: what each writer writes.
+        specs: types and shapes of all tensors.
+        results: what `write_part` returned to each writer.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    load_dcp()
+    _, metadata = _plans(shares, specs)
+    _writer(directory).finish(metadata, [[_from_json(one) for one in part] for part in results])
+
+
+def stored(directory: Path, manifest: Manifest) -> dict[str, Stored]:
+    """Return the tensors of a checkpoint whose files have been verified; they are read when asked for.
+
+    Raises:
+        DamagedError: if its parts contradict each other; so does reading.
+        CheckpointError: if it cannot be read; so does reading.
+    """
+    load_dcp()
+    with _readable(directory):
+        wanted = sum(map(bytes_of, manifest.tensors.values()))
+        if wanted > sum(file.bytes for file in manifest.files.values()):
+            raise DamagedError("its files are too small for the tensors that it names")
+        if not manifest.tensors:
+            return {}
+        contents = _Contents(directory, manifest)
+        return {
+            name: Stored(torch.Size(spec.shape), dtype_of(spec), partial(contents.read, name))
+            for name, spec in manifest.tensors.items()
+        }
+
+
+@contextlib.contextmanager
+def _readable(directory: Path) -> Iterator[None]:
+    """Say of what goes wrong in the body that the checkpoint in `directory` cannot be read."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoint {directory} cannot be read: {error.strerror or error}"
+        ) from error
+    except Exception as error:  # what is wrong with the contents can show itself in any way
+        why = f"its parts contradict each other: {error}"
+        why = error.message if isinstance(error, DamagedError) else why
+        raise DamagedError(f"the checkpoint {directory} cannot be read: {why}") from error
+
+
+class _Contents:
+    """The tensors of a checkpoint."""
+
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        self._directory = directory
+        self._specs = manifest.tensors
+        self._reader = _reading()[0](directory, frozenset(manifest.files))
+        metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        self._there = {name: metadata.state_dict_metadata[name] for name in manifest.tensors}
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """Return a part of a tensor; of what is in the files it reads one part at a time."""
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+        from torch.distributed.checkpoint.planner import LoadPlan
+        from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+        target = torch.empty(box.sizes, dtype=dtype_of(self._specs[name]))
+        if not box.numel:
+            return target
+        with _readable(self._directory):
+            there = self._there[name]
+            if tuple(there.size) != self._specs[name].shape:
+                raise DamagedError(
+                    f"its parts contradict each other: {name} has shape {tuple(there.size)}"
+                )
+            wanted = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+            items = create_read_items_for_chunk_list(name, there, [wanted])
+            if sum(prod(item.lengths) for item in items) != box.numel:
+                raise DamagedError(f"parts of {name} are missing")
+            self._reader.read_data(LoadPlan(items), _reading()[1](target)).wait()
+        return target
+
+
+def load_dcp() -> None:
+    """Import what the other functions use."""
+    with _importing:
+        _writing()
+        _reading()
+
+
+def _plans(shares: Shares, specs: Mapping[str, TensorSpec]) -> tuple[list[SavePlan], Metadata]:
+    """Return each writer's plan, and the metadata of the whole; the same on every rank."""
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.planner import SavePlan
+
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    return planner.create_global_plan(
+        [
+            SavePlan([_write_item(name, specs[name], box) for name, box in share.items()])
+            for share in shares
+        ]
+    )
+
+
+def _write_item(name: str, spec: TensorSpec, box: Box) -> WriteItem:
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        MetadataIndex,
+        TensorProperties,
+    )
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    # Types and shapes alone: a plan has to be the same whatever device tensors are on.
+    shape = torch.empty(spec.shape, dtype=dtype_of(spec), device="meta")
+    offsets = torch.Size(box.offsets)
+    return WriteItem(
+        index=MetadataIndex(name, offsets),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets, torch.Size(box.sizes)),
+            properties=TensorProperties.create_from_tensor(shape),
+            size=shape.size(),
+        ),
+    )
+
+
+def _writer(directory: Path) -> FileSystemWriter:
+    make, _ = _writing()
+    made: FileSystemWriter = make(
+        directory, single_file_per_rank=True, sync_files=True, thread_count=1
+    )
+    made.set_up_storage_writer(is_coordinator=True)
+    return made
+
+
+@cache
+def _writing() -> tuple[Any, Any]:
+    """Return a writer and its planner: made late, since their bases are imported late."""
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+
+    class Writer(FileSystemWriter):
+        """Writes the same bytes for the same state: neither a path nor a random number is in them."""
+
+        def storage_meta(self) -> StorageMeta | None:
+            return StorageMeta()
+
+    class Planner(DefaultSavePlanner):
+        """Knows this writer's parts by the names of their tensors."""
+
+        def __init__(self, parts: Mapping[str, Tensor]) -> None:
+            super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+            self._parts = parts
+
+        def lookup_object(self, index: MetadataIndex) -> Tensor:
+            return self._parts[index.fqn]
+
+    return Writer, Planner
+
+
+@cache
+def _reading() -> tuple[Any, Any]:
+    """Return a reader and its planner: made late, since their bases are imported late."""
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+    class Reader(FileSystemReader):
+        """Reads a checkpoint that may come from anywhere, from its own files alone."""
+
+        def __init__(self, path: Path, files: frozenset[str]) -> None:
+            super().__init__(path)
+            self._files = files
+
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+            data = (Path(self.path) / METADATA).read_bytes()
+            metadata = _Unpickler(io.BytesIO(data)).load()
+            if not isinstance(metadata, Metadata):
+                raise DamagedError(f"{METADATA} describes no checkpoint")
+            for info in metadata.storage_data.values():
+                if info.relative_path not in self._files:
+                    raise DamagedError(
+                        f"{METADATA} names {info.relative_path!r}, no file of its own"
+                    )
+            return metadata
+
+    class Planner(DefaultLoadPlanner):
+        """Knows the one part that is read."""
+
+        def __init__(self, target: Tensor) -> None:
+            super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+            self._target = target
+
+        def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+            return self._target
+
+    return Reader, Planner
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes the objects that describe a checkpoint, and no others, from any file."""
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or (module, name) in _ALLOWED:
+            return super().find_class(module, name)
+        raise DamagedError(f"{METADATA} names {module}.{name}, which no checkpoint needs")
+
+
+def _to_json(result: WriteResult) -> dict[str, Any]:
+    info = result.storage_data
+    return {
+        "name": result.index.fqn,
+        "offset": None if result.index.offset is None else list(result.index.offset),
+        "index": result.index.index,
+        "bytes": result.size_in_bytes,
+        "file": info.relative_path,
+        "start": info.offset,
+        "length": info.length,
+    }
+
+
+def _from_json(told: Mapping[str, Any]) -> WriteResult:
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+    from torch.distributed.checkpoint.storage import WriteResult
+
+    return WriteResult(
+        index=MetadataIndex(told["name"], told["offset"], told["index"]),
+        size_in_bytes=told["bytes"],
+        storage_data=_StorageInfo(told["file"], told["start"], told["length"]),
+    )

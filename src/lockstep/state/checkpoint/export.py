@@ -1,0 +1,126 @@
+"""Export a checkpoint of a run directory to a plain `state_dict` file, without the script."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from lockstep.errors import CheckpointError, UsageError
+from lockstep.state.checkpoint import catalog, dcp
+from lockstep.state.checkpoint.catalog import Found, Key
+from lockstep.state.checkpoint.disk import warn_on_stderr
+from lockstep.state.checkpoint.weights_only import check_suffix, write_weights
+
+#: The file in the run directory, where no name is given.
+DEFAULT = "model.pt"
+#: What the tensors of the K-th model are called in a checkpoint.
+_MODEL = re.compile(r"models\.(\d+)\.(.+)")
+
+
+def export(
+    run_dir: Path,
+    output: Path | None = None,
+    *,
+    step: int | None = None,
+    best: bool = False,
+    model: int | None = None,
+    force: bool = False,
+) -> tuple[Path, Found]:
+    """Write the weights of a model of a run; return the file, and the checkpoint that they are from.
+
+    Args:
+        run_dir: directory of the run.
+        output: the file, by default `model.pt` in the run directory.
+        step: take the checkpoint of this step.
+        best: take the best checkpoint; without both, the newest.
+        model: which of several models, from 0.
+        force: overwrite the file.
+
+    Raises:
+        UsageError: if something that was asked for is not there, or the file is.
+        CheckpointError: if the checkpoint cannot be read, or the file not be written.
+    """
+    target = output or run_dir / DEFAULT
+    check_suffix(target)
+    if target.exists() and not force:
+        raise UsageError(f"{target} exists", hint="--force overwrites it, -o names another file")
+    chosen = choose(run_dir, step=step, best=best)
+    names = _names(chosen, model)
+    tensors = dcp.stored(chosen.path, chosen.manifest)
+    write_weights(target, {own: tensors[name].read() for name, own in names.items()})
+    return target, chosen
+
+
+def choose(run_dir: Path, *, step: int | None = None, best: bool = False) -> Found:
+    """Return a checkpoint of a run, with files that are what was written.
+
+    Args:
+        run_dir: directory of the run.
+        step: the one of this step.
+        best: the best one; without both, the newest that verifies.
+
+    Raises:
+        UsageError: if there is no such run, or no such checkpoint.
+        CheckpointError: if the one that was asked for, or all of them, are damaged.
+    """
+    directory = run_dir / catalog.DIRECTORY
+    there = catalog.paths(directory)
+    if not there:
+        if not (run_dir / "run.json").exists():
+            raise UsageError(f"there is no run in {run_dir}; expected the directory of a run")
+        raise UsageError(
+            f"the run in {run_dir} has no checkpoint yet", hint="run.save() in its script makes one"
+        )
+    if best:
+        path = catalog.best(directory)
+        if path is None:
+            raise UsageError(
+                f"no checkpoint in {directory} says how good it is",
+                hint="run.save(best=...) does; without --best, the newest one is taken",
+            )
+        return _chosen(there, path)
+    if step is not None:
+        return _chosen(there, _of_step(there, step))
+    newest = catalog.newest(directory, None, warn_on_stderr)
+    if newest is None:
+        raise CheckpointError(f"no checkpoint in {directory} is what was written")
+    return newest
+
+
+def _of_step(there: dict[Key, Path], step: int) -> Path:
+    """Return the newest checkpoint of a step."""
+    found = next((path for key, path in there.items() if key[0] == step), None)
+    if found is None:
+        raise UsageError(f"there is no checkpoint of step {step}; expected one of {_steps(there)}")
+    return found
+
+
+def _steps(there: dict[Key, Path]) -> str:
+    return ", ".join(map(str, sorted({step for step, _ in there})))
+
+
+def _chosen(there: dict[Key, Path], path: Path) -> Found:
+    try:
+        return catalog.look(path)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"the checkpoint {path} cannot be used: {error.message}",
+            hint=error.hint or f"--step takes another one, of {_steps(there)}",
+        ) from error
+
+
+def _names(chosen: Found, model: int | None) -> dict[str, str]:
+    """Return the names of a model's tensors in the checkpoint, and in its own `state_dict`."""
+    models: dict[int, dict[str, str]] = {}
+    for name in chosen.manifest.tensors:
+        if match := _MODEL.fullmatch(name):
+            models.setdefault(int(match[1]), {})[name] = match[2]
+    numbers = ", ".join(map(str, sorted(models)))
+    if not models:
+        raise UsageError(f"the checkpoint {chosen.path} holds no model")
+    if model is None and len(models) > 1:
+        raise UsageError(f"the run has models {numbers}", hint="--model says which one")
+    wanted = min(models) if model is None else model
+    if wanted not in models:
+        raise UsageError(f"there is no model {wanted}; expected one of {numbers}")
+    return models[wanted]

@@ -1,0 +1,242 @@
+"""`manifest.json` of a checkpoint: run, step, types and shapes of tensors, checksums of files.
+
+Does not import torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import CheckpointError
+from lockstep.state.files.atomic_file import atomic_write
+from lockstep.version import __version__
+
+NAME = "manifest.json"
+#: Counts changes that an older Lockstep could not read.
+FORMAT = 2
+#: Files and directories hold state: they are for the user alone.
+FILE_MODE, DIRECTORY_MODE = 0o600, 0o700
+
+
+_RATING = (float, int, type(None))
+_KINDS: dict[str, tuple[type, ...]] = {
+    "identity": (dict,),
+    "step": (int,),
+    "best": _RATING,
+    "text": (str,),
+    "lockstep": (str,),
+}
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint that is not what was written."""
+
+
+class NewerFormatError(CheckpointError):
+    """A checkpoint that a newer Lockstep has written."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Type and shape of a tensor.
+
+    Attributes:
+        dtype: such as `float32`.
+        shape: its shape.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FileSpec:
+    """What a file has to look like: `bytes` long, with this SHA-256."""
+
+    bytes: int
+    sha256: str
+
+    @staticmethod
+    def of(path: Path) -> FileSpec:
+        """Return what the file at `path` looks like now."""
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            return FileSpec(os.fstat(file.fileno()).st_size, digest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """All that is known of a checkpoint besides its tensors.
+
+    Attributes:
+        identity: of the run, see `lockstep.state.files.run_file`; JSON.
+        step: updates that the run had done.
+        best: how good this state is, larger is better; `None` where it is not known.
+        text: the rest of the state, as it was given to `save`.
+        tensors: types and shapes, by name.
+        files: all files besides the manifest, by name.
+        lockstep: version of Lockstep that wrote it.
+    """
+
+    identity: Mapping[str, Any]
+    step: int
+    best: float | None
+    text: str
+    tensors: Mapping[str, TensorSpec]
+    files: Mapping[str, FileSpec]
+    lockstep: str = __version__
+
+    def dumps(self) -> str:
+        """Return the text of the file, with a checksum of its own."""
+        content = {"format": FORMAT, **asdict(self)}
+        return json.dumps({**content, "checksum": _checksum(content)}, indent=1) + "\n"
+
+    @staticmethod
+    def loads(text: str) -> Manifest:
+        """Return what `text` says.
+
+        Raises:
+            NewerFormatError: if it is of a later format.
+            DamagedError: if it is not what `dumps` returned.
+        """
+        try:
+            content = json.loads(text)
+            if _is_newer(content):
+                raise NewerFormatError(
+                    f"it has format {content['format']}, written by Lockstep "
+                    f"{content.get('lockstep', '?')}; expected format {FORMAT}",
+                    hint="install that version of Lockstep, or a later one",
+                )
+            checksum = content.pop("checksum")
+            if checksum != _checksum(content):
+                raise DamagedError(f"{NAME} has another checksum than it says")
+            del content["format"]
+            return _manifest(content)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise DamagedError(f"{NAME} is no manifest: {error}") from error
+
+    def differences(self, identity: Mapping[str, Any]) -> list[str]:
+        """Return one line per field in which another identity differs."""
+        now = json.loads(json.dumps(identity))
+        names = [*now, *(name for name in self.identity if name not in now)]
+        return [
+            f"{name}: {self.identity.get(name)!r} recorded, {now.get(name)!r} now"
+            for name in names
+            if self.identity.get(name) != now.get(name)
+        ]
+
+    def verify(self, directory: Path) -> None:
+        """Compare all files in `directory` with what was written.
+
+        Raises:
+            DamagedError: naming the first file that differs.
+        """
+        for name in self.files:
+            self.verify_size(directory, name)
+        for name, expected in self.files.items():
+            if FileSpec.of(directory / name).sha256 != expected.sha256:
+                raise DamagedError(f"{name} has another checksum than when it was written")
+
+    def verify_size(self, directory: Path, name: str) -> None:
+        """Compare the size of one file with what was written.
+
+        Raises:
+            DamagedError: if it differs, or the file is missing.
+        """
+        expected = self.files[name].bytes
+        try:
+            size = (directory / name).stat().st_size
+        except FileNotFoundError:
+            raise DamagedError(f"{name} is missing") from None
+        if size != expected:
+            raise DamagedError(f"{name} has {size} bytes; expected {expected}")
+
+
+def read(directory: Path) -> Manifest:
+    """Return the manifest in `directory`.
+
+    Raises:
+        NewerFormatError: if it is of a later format.
+        DamagedError: if it is missing, or not what was written.
+    """
+    try:
+        text = (directory / NAME).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise DamagedError(f"{NAME} is missing") from None
+    except UnicodeDecodeError as error:
+        raise DamagedError(f"{NAME} is no text: {error}") from error
+    return Manifest.loads(text)
+
+
+def write(directory: Path, manifest: Manifest) -> None:
+    """Write the manifest.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    atomic_write(directory / NAME, manifest.dumps(), FILE_MODE)
+
+
+def note_best(directory: Path, best: float) -> None:
+    """Write into the checkpoint in `directory` how good it is.
+
+    Raises:
+        CheckpointError: if its manifest cannot be read.
+        OSError: if it cannot be written.
+    """
+    manifest = read(directory)
+    if manifest.best != best:
+        write(directory, replace(manifest, best=best))
+
+
+def _is_newer(content: Any) -> bool:
+    return isinstance(content["format"], int) and content["format"] > FORMAT
+
+
+def _manifest(content: dict[str, Any]) -> Manifest:
+    tensors, files = content.pop("tensors"), content.pop("files")
+    for name, kinds in _KINDS.items():
+        _check(name, content[name], kinds)
+    return Manifest(
+        **content,
+        tensors={name: _tensor(name, **spec) for name, spec in tensors.items()},
+        files={_file_name(name): _file(name, **spec) for name, spec in files.items()},
+    )
+
+
+def _tensor(name: str, dtype: Any, shape: Any) -> TensorSpec:
+    _check(name, dtype, (str,))
+    _check(name, shape, (list,))
+    for length in shape:
+        _check(name, length, (int,))
+    return TensorSpec(dtype, tuple(shape))
+
+
+def _file(name: str, bytes: Any, sha256: Any) -> FileSpec:  # noqa: A002 - the word in the file
+    _check(name, bytes, (int,))
+    _check(name, sha256, (str,))
+    return FileSpec(bytes, sha256)
+
+
+def _check(name: str, value: Any, kinds: tuple[type, ...]) -> None:
+    # `True` is an int to Python, and no number in JSON.
+    if type(value) not in kinds or (int in kinds and kinds != _RATING and value < 0):
+        expected = " or ".join("nothing" if k is type(None) else k.__name__ for k in kinds)
+        raise DamagedError(f"{NAME} says {value!r:.40} of {name}; expected {expected}")
+
+
+def _file_name(name: str) -> str:
+    if Path(name).name != name or name == "..":
+        raise DamagedError(f"{NAME} names {name!r}, which is no file of the checkpoint")
+    return name
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return f"sha256:{hashlib.sha256(canonical.encode()).hexdigest()}"

@@ -1,0 +1,239 @@
+"""Encode nested state as JSON text and a flat mapping of tensors, and decode it.
+
+What `state_dict()` returns is made of containers, numbers and tensors. Nothing else is taken, so that
+nothing has to be unpickled when it is read back.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lockstep.errors import CheckpointError
+from lockstep.state.checkpoint.parts import is_dtensor
+
+#: Values that JSON has no word for: name, and how they are written.
+_LEAVES: dict[type, tuple[str, Callable[[Any], Any]]] = {
+    bytes: ("bytes", lambda value: base64.b64encode(value).decode()),
+    complex: ("complex", lambda value: [value.real, value.imag]),
+    torch.dtype: ("dtype", lambda value: str(value).removeprefix("torch.")),
+    torch.device: ("device", str),
+}
+#: Containers that JSON has no word for: type, name, and how its elements are listed.
+_LISTS: dict[type, str] = {tuple: "tuple", deque: "deque", torch.Size: "size"}
+_SETS: dict[type, str] = {set: "set", frozenset: "frozenset"}
+_MAPPINGS: dict[type, str] = {
+    dict: "dict",
+    OrderedDict: "ordered",
+    Counter: "counter",
+    defaultdict: "dict",
+}
+#: What a `defaultdict` may make. Any other factory is code, which state must not bring along.
+_FACTORIES: dict[str, Callable[[], Any] | None] = {
+    "None": None,
+    **{
+        kind.__name__: kind
+        for kind in (bool, int, float, complex, str, bytes, list, *_LISTS, *_SETS, *_MAPPINGS)
+    },
+}
+_MAKERS: dict[str, Callable[[Any], Any]] = {
+    "tuple": tuple,
+    "deque": deque,
+    "bounded": lambda told: deque(told[1], maxlen=told[0]),
+    "size": torch.Size,
+    "set": set,
+    "frozenset": frozenset,
+    "dict": dict,
+    "ordered": OrderedDict,
+    "module": lambda told: _with_metadata(*told),
+    "counter": lambda pairs: Counter(dict(pairs)),
+    "default": lambda told: defaultdict(_FACTORIES[told[0]], told[1]),
+    "bytes": base64.b64decode,
+    "complex": lambda parts: complex(*parts),
+    "number": lambda told: np.frombuffer(base64.b64decode(told[1]), np.dtype(told[0]))[0],
+    "scalar": lambda told: np.dtype(told[0]).type(told[1]),  # of checkpoints of 0.1
+    "dtype": lambda name: getattr(torch, name),
+    "device": torch.device,
+}
+#: Bits of the largest integer: Python writes none of more than 4300 digits.
+_BITS = 14_000
+
+
+def flatten(state: Mapping[str, Any]) -> tuple[str, dict[str, torch.Tensor]]:
+    """Return `state` as JSON text, and its tensors by name; they share memory with those in `state`.
+
+    Raises:
+        CheckpointError: if it holds something that is neither container, number, text nor tensor.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    tree = {name: encode(value, name, tensors) for name, value in state.items()}
+    return json.dumps(tree), tensors
+
+
+def rebuild(text: str, tensor: Callable[[str], Any]) -> dict[str, Any]:
+    """Return the state that `flatten` has taken apart, with what `tensor` returns for each name."""
+    return {name: decode(value, tensor) for name, value in json.loads(text).items()}
+
+
+def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """Return `value` as JSON has it, and add the tensors in it to `tensors`, under names made of `path`.
+
+    Raises:
+        CheckpointError: as `flatten`.
+    """
+    return _Flattener(tensors).encode(value, path)
+
+
+class _Flattener:
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def encode(self, value: Any, path: str) -> Any:
+        kind = type(value)
+        if isinstance(value, torch.Tensor):
+            return self._encode_tensor(value, path)
+        if kind in _MAPPINGS:
+            return self._encode_mapping(value, path)
+        if kind is list or kind in _LISTS:
+            return self._encode_list(value, path)
+        if kind in _SETS:
+            return {_SETS[kind]: [self.encode(item, path) for item in sorted(value, key=repr)]}
+        return self._encode_leaf(value, path)
+
+    def _encode_tensor(self, value: torch.Tensor, path: str) -> Any:
+        if value.layout is not torch.strided or value.is_quantized or value.is_nested:
+            kind = "nested" if value.is_nested else "sparse or quantized"
+            raise CheckpointError(
+                f"the state {path} is a {kind} tensor; expected a dense one",
+                hint="keep it as dense tensors: its indices and its values",
+            )
+        options: dict[str, Any] = {}
+        if value.requires_grad:
+            options["requires_grad"] = True
+        if type(value) is nn.Parameter:
+            options["parameter"] = True
+        kept = value.detach()
+        if not is_dtensor(value) and not value.is_contiguous():
+            # The order of elements in memory is that of sums over them. Views with gaps lose these.
+            options["stride"] = torch.empty_like(kept, device="meta").stride()
+        name = self._keep(kept, path)
+        return {"tensor": [name, options] if options else name}
+
+    def _encode_mapping(self, value: Mapping[Any, Any], path: str) -> Any:
+        pairs = [
+            [self.encode(key, path), self.encode(item, f"{path}.{key}")]
+            for key, item in value.items()
+        ]
+        told = {_MAPPINGS[type(value)]: pairs}
+        if isinstance(value, defaultdict):
+            return {"default": [_factory(value, path), told]}
+        if hasattr(value, "_metadata"):  # the versions of a module's parts
+            return {"module": [told, self.encode(value._metadata, path)]}
+        return told
+
+    def _encode_list(self, value: Any, path: str) -> Any:
+        items = [self.encode(item, f"{path}.{i}") for i, item in enumerate(value)]
+        if isinstance(value, list):
+            return items
+        if isinstance(value, deque) and value.maxlen is not None:
+            return {"bounded": [value.maxlen, items]}
+        return {_LISTS[type(value)]: items}
+
+    def _encode_leaf(self, value: Any, path: str) -> Any:
+        kind = type(value)
+        if kind is int and value.bit_length() > _BITS:
+            raise _refused(path, f"an int of {value.bit_length()} bits")
+        if value is None or kind in (bool, int, float, str):
+            return value
+        if kind is np.ndarray and value.dtype.kind in "biufc":
+            with contextlib.suppress(
+                TypeError, ValueError
+            ):  # a type that torch has not: refused below
+                name = "fortran" if value.flags.fnc else "array"
+                tensor = torch.from_numpy(
+                    np.asarray(value.T if value.flags.fnc else value, order="C")
+                )
+                return {name: self._keep(tensor, path)}
+        if isinstance(value, np.number | np.bool_ | np.datetime64) and value.dtype.char not in "gG":
+            return {"number": [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
+        if kind in _LEAVES:
+            name, encode = _LEAVES[kind]
+            return {name: encode(value)}
+        raise _refused(path, f"a {kind.__name__}")
+
+    def _keep(self, tensor: torch.Tensor, path: str) -> str:
+        name, number = path, 1
+        while name in self._tensors:  # keys may have dots in them, too
+            number += 1
+            name = f"{path}#{number}"
+        self._tensors[name] = tensor
+        return name
+
+
+def _factory(value: defaultdict[Any, Any], path: str) -> str:
+    factory = value.default_factory
+    name = getattr(factory, "__name__", str(factory))
+    if name not in _FACTORIES or _FACTORIES[name] is not factory:
+        raise _refused(path, f"a defaultdict that makes values by {name}")
+    return name
+
+
+def _refused(path: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"the state {path} is {what}; expected tensors, numbers, text, None, or containers of them",
+        hint="let its state_dict() return what those say, and load_state_dict() make it again",
+    )
+
+
+def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
+    """Return the value that `encode` has made JSON of, with what `tensor` returns for each name."""
+    if isinstance(value, list):
+        return [decode(item, tensor) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "tensor":
+        return (
+            tensor(content)
+            if isinstance(content, str)
+            else _as_it_was(tensor(content[0]), content[1])
+        )
+    if kind == "array":
+        return tensor(content).cpu().numpy().copy()
+    if kind == "fortran":
+        return tensor(content).cpu().numpy().copy().T
+    if isinstance(content, list):
+        content = [decode(item, tensor) for item in content]
+    if kind in _MAPPINGS.values():
+        content = [(key, item) for key, item in content]
+    return _MAKERS[kind](content)
+
+
+def _as_it_was(tensor: Any, options: Mapping[str, Any]) -> Any:
+    """Return a tensor with the options that it had; one of which ranks read parts is as they make it."""
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
+    if "stride" in options:
+        strided = torch.empty_strided(
+            tensor.shape, options["stride"], dtype=tensor.dtype, device=tensor.device
+        )
+        tensor = strided.copy_(tensor)
+    needs_grad = options.get("requires_grad", False)
+    if "parameter" in options:
+        return nn.Parameter(tensor, requires_grad=needs_grad)
+    return tensor.requires_grad_(needs_grad)
+
+
+def _with_metadata(
+    state: OrderedDict[str, Any], metadata: OrderedDict[str, Any]
+) -> OrderedDict[str, Any]:
+    state._metadata = metadata  # type: ignore[attr-defined]
+    return state

@@ -1,0 +1,203 @@
+"""Plain weights: read and write a model's `state_dict`, as any PyTorch program does."""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import CheckpointError, ModelError, UsageError
+from lockstep.state.checkpoint.parts import whole
+from lockstep.state.files.atomic_file import replacing
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+_TORCH = (".pt", ".pth", ".bin")
+_SAFETENSORS = ".safetensors"
+SUFFIXES = (*_TORCH, _SAFETENSORS)
+#: Where programs put the weights in a larger file.
+_WRAPPERS = ("state_dict", "model_state_dict", "model")
+#: What DataParallel and DistributedDataParallel put before every name.
+_PREFIX = "module."
+#: How many differences a message lists.
+_LISTED = 5
+
+
+def check_suffix(path: Path) -> None:
+    """Refuse a file whose suffix says nothing, and safetensors where it isn't installed.
+
+    Raises:
+        UsageError: naming what is expected.
+    """
+    if path.suffix not in SUFFIXES:
+        raise UsageError(f"{path} has the suffix {path.suffix!r}; expected {', '.join(SUFFIXES)}")
+    if path.suffix == _SAFETENSORS:
+        _safetensors()
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Return the tensors in a file of weights, on the CPU, without `module.` before each name.
+
+    Of a file of torch, it may be a `state_dict`, or a dictionary with one as `state_dict`,
+    `model_state_dict` or `model`. Nothing but tensors and plain values is unpickled.
+
+    Args:
+        path: a file ending in `.pt`, `.pth`, `.bin` or `.safetensors`.
+
+    Raises:
+        UsageError: if the suffix is another.
+        CheckpointError: if it cannot be read, or holds no weights.
+    """
+    check_suffix(path)
+    if not path.is_file():
+        raise CheckpointError(f"the weights {path} are not there; expected a file")
+    loaded = _read_safetensors(path) if path.suffix == _SAFETENSORS else _read_torch(path)
+    return _without_prefix(_unwrapped(path, loaded))
+
+
+def write_weights(path: Path, state: Mapping[str, Any], *, here: bool = True) -> None:
+    """Write a `state_dict` to a file, which is there as a whole or not at all.
+
+    Where tensors are cut over ranks, all of them call this, and gather one after the other.
+
+    Args:
+        path: a file ending in `.pt`, `.pth`, `.bin` or `.safetensors`.
+        state: tensors by name; what else it holds goes to files of torch only.
+        here: whether this rank writes; the others keep nothing of what is gathered.
+
+    Raises:
+        UsageError: if the suffix is another.
+        CheckpointError: if it cannot be written.
+    """
+    check_suffix(path)
+    tensors: dict[str, Any] = {}
+    for name, value in state.items():
+        one = whole(value)
+        if here:
+            tensors[name] = one.cpu() if isinstance(one, Tensor) else one
+    if not here:
+        return
+    try:
+        with replacing(path) as file:
+            _write(file, tensors, safe=path.suffix == _SAFETENSORS)
+    except (OSError, RuntimeError) as error:
+        cause = error if isinstance(error, OSError) else error.__context__
+        reason = cause.strerror if isinstance(cause, OSError) else None
+        raise CheckpointError(f"{path} cannot be written: {reason or error}") from error
+
+
+def check_fit(model: str, state: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+    """Refuse weights that have not exactly the names and shapes of a model's own.
+
+    Args:
+        model: what the model is called.
+        state: its own `state_dict`.
+        weights: what it is to take.
+
+    Raises:
+        ModelError: naming what is missing, unexpected, or of another shape.
+    """
+    own = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    problems = [
+        *_listed("missing", [name for name in own if name not in weights]),
+        *_listed("unexpected", [name for name in weights if name not in own]),
+        *_listed("of another shape", list(_shapes(own, weights))),
+    ]
+    if problems:
+        raise ModelError(
+            f"the weights don't fit {model}: " + "; ".join(problems),
+            hint="the file is of another model, or of another version of it",
+        )
+
+
+def _shapes(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> list[str]:
+    return [
+        f"{name} ({tuple(weights[name].shape)}, expected {tuple(tensor.shape)})"
+        for name, tensor in own.items()
+        if name in weights and weights[name].shape != tensor.shape
+    ]
+
+
+def _listed(what: str, names: list[str]) -> list[str]:
+    if not names:
+        return []
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return [f"{what}: {', '.join(names[:_LISTED])}{more}"]
+
+
+def _write(file: Any, tensors: dict[str, Any], *, safe: bool) -> None:
+    if not safe:
+        torch.save(tensors, file)
+        return
+    # This format knows neither strides nor tensors that share memory.
+    apart = {
+        name: tensor.clone(memory_format=torch.contiguous_format)
+        for name, tensor in tensors.items()
+        if isinstance(tensor, Tensor)
+    }
+    file.write(_safetensors().save(apart, metadata={"format": "pt"}))
+
+
+def _read_torch(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} is not weights-only, it contains pickled objects: {str(error).splitlines()[0]}",
+            hint="save a state_dict; objects of Python are not read, since they could be programs",
+        ) from error
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise _cannot_read(path, error) from error
+
+
+def _read_safetensors(path: Path) -> Any:
+    import safetensors
+
+    module = _safetensors()
+    try:
+        return module.load_file(path)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise _cannot_read(path, error) from error
+
+
+def _cannot_read(path: Path, error: Exception) -> CheckpointError:
+    reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+    return CheckpointError(f"the weights {path} cannot be read: {reason}")
+
+
+def _unwrapped(path: Path, loaded: Any) -> dict[str, Tensor]:
+    while isinstance(loaded, Mapping) and (
+        inner := next((key for key in _WRAPPERS if isinstance(loaded.get(key), Mapping)), None)
+    ):
+        loaded = loaded[inner]
+    if isinstance(loaded, Mapping) and all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in loaded.items()
+    ):
+        return dict(loaded)
+    raise CheckpointError(
+        f"{path} holds no weights; expected tensors by name, alone or as {', '.join(_WRAPPERS)}",
+        hint="save model.state_dict()",
+    )
+
+
+def _without_prefix(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    if not state or not all(name.startswith(_PREFIX) for name in state):
+        return state
+    return {name.removeprefix(_PREFIX): tensor for name, tensor in state.items()}
+
+
+def _safetensors() -> ModuleType:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise UsageError(
+            f"safetensors cannot be imported: {error}",
+            hint="pip install 'torch-lockstep[safetensors]', or a file that ends in .pt",
+        ) from error
+    return safetensors.torch

@@ -1,0 +1,1 @@
+"""Files of a run directory: atomic writes, the lock, the run file."""

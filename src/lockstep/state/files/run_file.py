@@ -1,0 +1,233 @@
+"""`run.json`: identity of a run, layouts of its generations, and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import RunDirectoryError
+from lockstep.state.files.atomic_file import atomic_write
+
+NAME = "run.json"
+#: Grows when older versions cannot read what a newer one writes.
+FORMAT = 1
+#: How launchers tell old scripts their local rank: other words on each rank, and none under `python`.
+_LOCAL_RANK = ("--local_rank=", "--local-rank=")
+#: Types of what is read again; any may be missing.
+_KINDS: dict[str, tuple[type, ...]] = {
+    "format": (int,),
+    "identity": (dict,),
+    "launch": (str, type(None)),
+    "status": (str,),
+    "step": (int,),
+    "steps": (int,),
+    "seconds": (int, float),
+    "digest": (str,),
+    "generations": (list,),
+    "next": (str,),
+    "complete": (bool,),
+}
+_KINDS_OF_GENERATIONS: dict[str, tuple[type, ...]] = {
+    "ranks": (int,),
+    "nodes": (int,),
+    "time": (int, float),
+}
+_COUNTS_OF_IDENTITY: dict[str, tuple[type, ...]] = {"replicas": (int,), "threads": (int,)}
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Everything that the result of a run depends on, as far as a run can know it.
+
+    Attributes:
+        name: the run's name.
+        script: the script's file name.
+        arguments: the script's arguments.
+        seed: the run's seed.
+        replicas: number of replicas.
+        threads: intra-op threads per process.
+        precision: numeric precision of forward passes.
+        method: `exact`, or how a run trains that need not be.
+        device: kind of device.
+        versions: versions of Python, torch and Lockstep.
+    """
+
+    name: str
+    script: str
+    arguments: list[str]
+    seed: int
+    replicas: int
+    threads: int
+    precision: str
+    device: str
+    method: str = "exact"
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def differences(self, other: dict[str, Any]) -> list[str]:
+        """Return one line per field in which a recorded identity differs."""
+        return [
+            f"{name}: {other.get(name)!r} recorded, {value!r} now"
+            for name, value in asdict(self).items()
+            if other.get(name) != value
+        ]
+
+
+def versions(torch_version: str, lockstep_version: str) -> dict[str, str]:
+    """Return the versions that belong to a run's identity."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch_version,
+        "lockstep": lockstep_version,
+    }
+
+
+def script_and_arguments() -> tuple[str, list[str]]:
+    """Return the running script's file name and its arguments, as far as the user gave them."""
+    own = [word for word in sys.argv[1:] if not word.startswith(_LOCAL_RANK)]
+    return Path(sys.argv[0]).name, own
+
+
+def read(directory: Path) -> dict[str, Any] | None:
+    """Return what `directory` records, or `None` where there is no record.
+
+    Raises:
+        RunDirectoryError: if the record is damaged, or of a newer format.
+    """
+    path = directory / NAME
+    try:
+        recorded = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise _damaged(path, str(error)) from error
+    if not isinstance(recorded, dict):
+        raise _damaged(path, "it is no record of a run")
+    _check_kinds(path, recorded, _KINDS, least=0)
+    if recorded.get("format", FORMAT) > FORMAT:
+        raise RunDirectoryError(
+            f"{path} has format {recorded['format']}; expected {FORMAT} at most",
+            hint="a newer version of Lockstep wrote it: use that one",
+        )
+    _check_kinds(path, recorded.get("identity", {}), _COUNTS_OF_IDENTITY, least=1)
+    if not all(isinstance(generation, dict) for generation in recorded.get("generations", [])):
+        raise _damaged(path, "its generations are not objects")
+    for generation in recorded.get("generations", []):
+        _check_kinds(path, generation, _KINDS_OF_GENERATIONS, least=1)
+    return recorded
+
+
+def _check_kinds(
+    path: Path, content: dict[str, Any], expected: dict[str, tuple[type, ...]], *, least: int
+) -> None:
+    """Refuse values of other types than are written: readers rely on these."""
+    for name in expected.keys() & content.keys():
+        value, kinds = content[name], expected[name]
+        if type(value) not in kinds or (int in kinds and not value >= least):
+            raise _damaged(path, f"{name} is {value!r:.40}")
+
+
+def _damaged(path: Path, what: str) -> RunDirectoryError:
+    return RunDirectoryError(
+        f"{path} cannot be read: {what}",
+        hint="name another directory with --run-dir, or remove the file",
+    )
+
+
+def write(directory: Path, content: dict[str, Any]) -> None:
+    """Write the record so that a reader sees the old or the new one, never a part.
+
+    Raises:
+        RunDirectoryError: if it cannot be written.
+    """
+    try:
+        atomic_write(directory / NAME, json.dumps(content, indent=2) + "\n", 0o600)
+    except OSError as error:
+        raise cannot_write(directory, error) from error
+
+
+def cannot_write(directory: Path, error: OSError) -> RunDirectoryError:
+    """Return the error for a run directory that refuses to be written to."""
+    return RunDirectoryError(
+        f"the run directory {directory} cannot be written: {error.strerror or error}",
+        hint="name another one with --run-dir",
+    )
+
+
+def follow(directory: Path, later: Path) -> None:
+    """Note in the record of a run which one its script has begun after it.
+
+    Raises:
+        RunDirectoryError: if the record is damaged, or cannot be written.
+    """
+    recorded = read(directory)
+    if recorded is not None and later != directory:
+        write(directory, {**recorded, "next": os.path.relpath(later, directory)})
+
+
+def kept(directory: Path) -> dict[str, Any]:
+    """Return what a new record takes over from the one that it replaces: what came after the run."""
+    recorded: dict[str, Any] = {}
+    with contextlib.suppress(RunDirectoryError):  # damaged as it is, it is replaced
+        recorded = read(directory) or {}
+    return {"next": recorded["next"]} if "next" in recorded else {}
+
+
+def forget(directory: Path) -> None:
+    """Remove the record.
+
+    Raises:
+        RunDirectoryError: if it cannot be removed.
+    """
+    try:
+        (directory / NAME).unlink(missing_ok=True)
+    except OSError as error:
+        raise cannot_write(directory, error) from error
+
+
+def continues(directory: Path, recorded: dict[str, Any]) -> bool:
+    """Return whether a script has begun a later run after this one, and not finished it."""
+    seen: set[Path] = set()
+    while later := recorded.get("next"):
+        directory = Path(os.path.normpath(directory / str(later)))
+        if directory in seen:
+            return False  # the directories have been moved
+        seen.add(directory)
+        recorded = read(directory) or {"status": "nothing yet"}
+        if recorded.get("status") != "finished":
+            return True
+    return False
+
+
+def check(directory: Path, identity: Identity, *, fresh: bool, restarted: bool = False) -> None:
+    """Refuse a directory that holds another run, or one that is finished, as its script is.
+
+    Args:
+        directory: the run's directory.
+        identity: of the run that is about to begin.
+        fresh: whether what is there may be overwritten.
+        restarted: whether this launch has made the record itself, before its processes were restarted.
+
+    Raises:
+        RunDirectoryError: naming what differs.
+    """
+    recorded = read(directory)
+    if recorded is None or fresh:
+        return
+    finished = recorded.get("status") == "finished" and not restarted
+    if finished and not continues(directory, recorded):
+        raise RunDirectoryError(
+            f"the run in {directory} is finished; expected a new or an unfinished one",
+            hint="--fresh overwrites it, --run-dir names another directory",
+        )
+    differences = identity.differences(recorded.get("identity", {}))
+    if differences:
+        raise RunDirectoryError(
+            f"the run in {directory} is another one: " + "; ".join(differences),
+            hint="--fresh begins anew there, --run-dir names another directory",
+        )

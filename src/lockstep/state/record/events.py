@@ -1,0 +1,151 @@
+"""Events of a rank or a launcher: one JSON object per line, in `events/rank-K.jsonl`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import UsageError
+from lockstep.state.files.directory import owner_only
+from lockstep.state.files.run_file import cannot_write
+
+_FLUSH_SECONDS = 1.0
+#: Names that every event has of its own.
+_OWN = frozenset({"kind", "time", "step", "replica", "weight"})
+
+
+class Events:
+    """Collects logged values and writes them now and then, without waiting for a device per step.
+
+    Args:
+        directory: the run directory.
+        rank: this rank.
+    """
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        self._directory = directory / "events"
+        self._pending: deque[tuple[float, dict[str, Any]]] = deque()  # threads add, too
+        self._flushed = time.monotonic()
+        self._closed = False
+        try:
+            self._directory.mkdir(mode=0o700, exist_ok=True)
+            path = self._directory / f"rank-{rank}.jsonl"
+            # Closed by `close`, at the end of the run.
+            self._file = open(path, "a", encoding="utf-8", opener=owner_only)  # noqa: SIM115
+            if _is_torn(path):
+                self._file.write("\n")
+        except OSError as error:
+            raise cannot_write(self._directory, error) from error
+
+    def add(self, **fields: Any) -> None:
+        """Record an event; tensors are read when it is written.
+
+        Raises:
+            RunDirectoryError: if pending events are due and cannot be written.
+        """
+        self._pending.append((time.time(), fields))
+        if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+            self.flush()
+
+    def put(self, **fields: Any) -> None:
+        """Record an event from any thread; it is written with the next one of the main thread."""
+        self._pending.append((time.time(), fields))
+
+    def flush(self) -> None:
+        """Write all pending events.
+
+        Raises:
+            RunDirectoryError: if they cannot be written, for instance on a full disk.
+        """
+        self._flushed = time.monotonic()
+        try:
+            while self._pending:
+                self._file.write(_line(*self._pending.popleft()))
+            self._file.flush()
+        except OSError as error:
+            raise cannot_write(self._directory, error) from error
+
+    def close(self) -> None:
+        """Write all pending events and close the file.
+
+        Raises:
+            RunDirectoryError: if they cannot be written.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.flush()
+        finally:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        try:
+            self._file.close()
+        except OSError as error:
+            raise cannot_write(self._directory, error) from error
+
+
+def copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a script logs, with copies of tensors: a running total changes until it is written.
+
+    Raises:
+        UsageError: for a name that every event has of its own, and for tensors in a list or a mapping.
+    """
+    if taken := ", ".join(sorted(_OWN.intersection(values))):
+        raise UsageError(
+            f"run.log cannot record {taken}: every event has its own",
+            hint="log it under another name",
+        )
+    for name, value in values.items():
+        if isinstance(value, list | tuple | dict) and _has_tensors(value):
+            raise UsageError(
+                f"run.log was given {name}, a {type(value).__name__} with tensors in it; expected a "
+                "tensor, a number or text, or a container of numbers and text",
+                hint="torch.stack makes one tensor of several; or log each under a name of its own",
+            )
+    return {k: v.detach().clone() if hasattr(v, "detach") else v for k, v in values.items()}
+
+
+def _has_tensors(value: object) -> bool:
+    inner = list(value.values()) if isinstance(value, dict) else value
+    within = isinstance(inner, list | tuple) and any(map(_has_tensors, inner))
+    return within or hasattr(value, "detach")
+
+
+def _is_torn(path: Path) -> bool:
+    """Return whether a file ends within a line: its writer was killed."""
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - 1))
+        return file.read(1) not in (b"", b"\n")
+
+
+def append(directory: Path, name: str, /, **fields: Any) -> None:
+    """Write one event to `events/NAME.jsonl` of the run directory at once: for launchers, which have few.
+
+    Raises:
+        RunDirectoryError: if it cannot be written.
+    """
+    path = directory / "events" / f"{name}.jsonl"
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        with open(path, "a", encoding="utf-8", opener=owner_only) as file:
+            file.write("\n" * _is_torn(path) + _line(time.time(), fields))
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+_ENCODER = json.JSONEncoder(default=_plain)  # `json.dumps` would make one for each line
+
+
+def _line(moment: float, fields: dict[str, Any]) -> str:
+    return _ENCODER.encode({"time": round(moment, 6), **fields}) + "\n"

@@ -1,0 +1,111 @@
+"""Python stacks of a process: written on a signal, read back, and the user's line in them."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import re
+import signal
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from types import FrameType
+
+import lockstep
+
+#: Asks a worker for its stacks. Nobody else uses it, and it ends a process that does not expect it.
+SIGNAL = signal.SIGRTMIN + 7
+
+_THREAD = re.compile(r"^(Current thread|Thread) 0x", re.MULTILINE)
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_PACKAGE = str(Path(lockstep.__file__).parent) + "/"
+_LIBRARIES = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib"))
+_INSTALLED = ("/site-packages/", "/dist-packages/")
+
+#: The files that stacks are written to; the signal's handler only knows their descriptors.
+_files: list[FileIO] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One line of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{_short(self.file)}:{self.line} in {self.function}"
+
+    @property
+    def is_users(self) -> bool:
+        """Whether the user has written it."""
+        return is_users(self.file)
+
+
+def is_own(file: str) -> bool:
+    """Whether a file of code is Lockstep's."""
+    return file.startswith(_PACKAGE)
+
+
+@functools.cache
+def is_users(file: str) -> bool:
+    """Whether a file of code is the user's: neither ours nor a library's."""
+    foreign = (_PACKAGE, *_LIBRARIES, "<frozen ")
+    return not file.startswith(foreign) and not any(part in file for part in _INSTALLED)
+
+
+def beside(error_file: Path) -> Path:
+    """Return the file in which a worker writes its stacks: private to the launch, as that of its error."""
+    return error_file.with_suffix(".stacks")
+
+
+def offer(environ: Mapping[str, str]) -> None:
+    """Let this process write the stacks of all its threads whenever `SIGNAL` comes.
+
+    A file that cannot be made costs the stacks, and not the run.
+
+    Args:
+        environ: the worker's environment.
+    """
+    error_file = environ.get("TORCHELASTIC_ERROR_FILE")
+    if not error_file:
+        return
+    with contextlib.suppress(OSError):
+        file = FileIO(beside(Path(error_file)), "a")
+        faulthandler.register(SIGNAL, file=file, all_threads=True)
+        for old in _files:
+            old.close()
+        _files[:] = [file]
+
+
+def main_thread(text: str) -> list[Frame]:
+    """Return the main thread's frames in what a process has written, innermost first."""
+    # The interpreter lists its threads from the youngest to the oldest.
+    starts = [match.start() for match in _THREAD.finditer(text)]
+    block = text[starts[-1] :] if starts else ""
+    return [Frame(file, int(line), name) for file, line, name in _FRAME.findall(block)]
+
+
+def of(frame: FrameType | None) -> list[Frame]:
+    """Return the stack of `frame`, innermost first."""
+    frames = []
+    while frame is not None:
+        code = frame.f_code
+        frames.append(Frame(code.co_filename, frame.f_lineno or 0, code.co_name))
+        frame = frame.f_back
+    return frames
+
+
+def users(frames: list[Frame]) -> Frame | None:
+    """Return the innermost line that the user has written; else the innermost of all."""
+    return next((frame for frame in frames if frame.is_users), frames[0] if frames else None)
+
+
+def _short(file: str) -> str:
+    with contextlib.suppress(OSError, ValueError):
+        return str(Path(file).relative_to(Path.cwd()))
+    return file

@@ -1,0 +1,104 @@
+"""Trace: samples, losses and digests of every step, exact to the bit, to compare two layouts.
+
+Every rank has a file for each generation, with one JSON object per line. `{"kind": "microbatch", …}` holds
+the bits of a replica's loss and its sample ids, `{"kind": "seen", …}` the ids of a microbatch without a
+backward pass, as in an evaluation; `{"kind": "step", …}` the digests of models and registered objects after
+an update, `{"kind": "end", …}` those at the end of the run; the first line says after which step the
+generation continues.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from lockstep.engine.data.microbatch import Microbatch
+
+
+class Trace:
+    """Writes the trace of one rank to a file of its own.
+
+    Args:
+        directory: where the traces of all ranks go.
+        rank: this rank.
+        generation: how many times the processes of the run were started before.
+    """
+
+    def __init__(self, directory: Path, rank: int, generation: int = 0) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / f"rank-{rank}.{generation}.jsonl"
+        self._file = path.open("w", encoding="utf-8")
+
+    def begin(self, step: int) -> None:
+        """Record after which step this generation continues: what others saw after it is computed again."""
+        self._write(kind="begin", step=step)
+        self._file.flush()
+
+    def microbatch(self, step: int, microbatch: Microbatch, loss: torch.Tensor) -> None:
+        """Record a backward pass of step number `step`."""
+        place, samples = _place(microbatch), _samples(microbatch)
+        bits, value = loss_bits(loss), loss.item()
+        self._write(kind="microbatch", step=step, **place, loss=bits, value=value, samples=samples)
+
+    def seen(self, step: int, microbatch: Microbatch) -> None:
+        """Record a microbatch without a backward pass, seen after step number `step`."""
+        self._write(kind="seen", step=step, **_place(microbatch), samples=_samples(microbatch))
+        self._file.flush()  # an evaluation whose result is saved is not computed again
+
+    def step(self, step: int, digests: Mapping[str, str]) -> None:
+        """Record the state after step number `step`: a digest for each model and registered object."""
+        self._write(kind="step", step=step, digests=digests)
+        self._file.flush()  # a rank may be killed; what it did until then is what one wants to know
+
+    def end(self, digests: Mapping[str, str]) -> None:
+        """Record the state at the end of the run."""
+        self._write(kind="end", digests=digests)
+        self._file.flush()
+
+    def loader(self, number: int, length: int | None, *, exhaustive: bool) -> None:
+        """Record how many samples a loader has, and whether one loop is to see each exactly once."""
+        self._write(kind="loader", loader=number, length=length, exhaustive=exhaustive)
+
+    def loop(self, loader: int, epoch: int, round_: int, *, complete: bool) -> None:
+        """Record that a loop over a loader is over."""
+        self._write(kind="loop", loader=loader, epoch=epoch, round=round_, complete=complete)
+        self._file.flush()  # a state that is saved now has what an evaluation has found
+
+    def _write(self, **fields: Any) -> None:
+        self._file.write(json.dumps(fields) + "\n")
+
+    def close(self) -> None:
+        """Write what is pending and close the file."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _place(microbatch: Microbatch) -> dict[str, int]:
+    loader, epoch, round_, batch, replica = microbatch.numbers
+    place = {"loader": loader, "epoch": epoch, "round": round_, "batch": batch}
+    return {**place, "turn": microbatch.turn, "replica": replica}
+
+
+def _samples(microbatch: Microbatch) -> list[int]:
+    samples: list[int] = microbatch.indices[: microbatch.size].tolist()
+    return samples
+
+
+def loss_bits(loss: torch.Tensor) -> str:
+    """Return the bytes of a loss in hexadecimal digits."""
+    return loss.detach().reshape(1).cpu().view(torch.uint8).numpy().tobytes().hex()

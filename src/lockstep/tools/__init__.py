@@ -1,0 +1,1 @@
+"""Tools beside a run: check, convert, bench, doctor, verify, report, watch, submit."""

@@ -1,0 +1,126 @@
+"""`Benchmark`: the validated options, all launches, and the content of the results file."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from lockstep.errors import UsageError
+from lockstep.launch.command import RunCommand
+from lockstep.tools.bench.combinations import Combination, check_gpus, visible_gpus
+from lockstep.tools.bench.comparing import FORMAT, RESULT, check_scripts, compare, load
+from lockstep.tools.bench.launches import Launches, Listener
+from lockstep.tools.bench.projecting import project
+from lockstep.tools.bench.projection import Link
+from lockstep.tools.bench.trials import Work, choose_threads
+from lockstep.version import __version__
+from lockstep.world.cores import usable_cores
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Benchmark:
+    """What is to be measured, and what is to be said of it.
+
+    Attributes:
+        command: the script, and the options of `lockstep run`.
+        combinations: on what it runs.
+        repeat: how many rounds.
+        restarts: whether a restart of each combination is measured.
+        wanted: numbers of ranks to project to.
+        link: what is given of the link to project to.
+        other: name of the results to compare with, if any.
+    """
+
+    command: RunCommand
+    combinations: Sequence[Combination]
+    repeat: int
+    restarts: bool
+    wanted: Sequence[int]
+    link: Link
+    other: str | None
+
+    def __post_init__(self) -> None:
+        if self.repeat < 1:
+            raise UsageError(f"--repeat is {self.repeat}; expected at least 1")
+        check_gpus(self.combinations, visible_gpus())
+        if self.other is not None:  # before anything runs
+            check_scripts(self._script(), load(self.other), self.other)
+
+    def _script(self) -> dict[str, Any]:
+        path, *arguments = self.command.script
+        return describe_script(path, arguments)
+
+    def run(self, directory: Path, say: Listener, *, keep: bool) -> dict[str, Any]:
+        """Measure, and return the content of the file of results.
+
+        Args:
+            directory: for the runs.
+            say: is told of each launch in one line.
+            keep: whether the runs stay.
+        """
+        machine = describe_machine()
+        ranks = [one.ranks for one in self.combinations]
+        work = Work(self.command, choose_threads(machine["cores"], ranks), visible_gpus())
+        launches = Launches(work, self.combinations, directory, keep, say)
+        launches.run(self.repeat, restarts=self.restarts)
+        rows = launches.rows(machine["cores"])
+        content: dict[str, Any] = {
+            "format": FORMAT,
+            "kind": RESULT,
+            "script": self._script(),
+            "machine": machine,
+            "options": [*self.command.options, *self.command.of_servers],
+            "results": rows,
+        }
+        if self.wanted:
+            projection = project(rows, self.wanted, self.link)
+            content |= {"projection": projection.rows, "model": projection.model}
+        return content
+
+    def compare(self, content: dict[str, Any]) -> UsageError | None:
+        """Set the other results beside these; return why they do not compare, if so."""
+        if self.other is None:
+            return None
+        try:
+            found = compare(content, load(self.other), self.other)
+        except UsageError as error:
+            return error
+        content["comparison"] = found.as_json()
+        return None
+
+
+def describe_script(path: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """Return the identity of a script and its arguments."""
+    return {
+        "name": Path(path).name,
+        "arguments": list(arguments),
+        "sha256": hashlib.sha256(Path(path).read_bytes()).hexdigest(),
+    }
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return the identity of this machine, and the versions that are installed."""
+    return {
+        "processor": _processor(),
+        "cores": usable_cores(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": metadata.version("torch"),
+            "lockstep": __version__,
+        },
+    }
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()

@@ -1,0 +1,248 @@
+"""Measured rows to points of the model, and the fitted model to rows of a projection."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from lockstep.registry import STRATEGIES
+from lockstep.tools.bench.cost import AT_SERVERS, SHARDED, Cost, cost_of
+from lockstep.tools.bench.projection import Batches, Link, Model, Point, fit_model
+from lockstep.tools.bench.results import BY_STEPS, Row, belongs, group
+
+#: Strategies whose ranks do other work than a share of the samples each.
+_NOT_SHARED = STRATEGIES.where(lambda one: one.scatters or one.spreads)
+_COMPETES = "more threads than cores: ranks wait for each other's cores"
+
+
+@dataclass(slots=True)
+class Projection:
+    """What a model says, in rows as the results have them.
+
+    Attributes:
+        rows: one per projected number of ranks and group of results.
+        parameters: of the model, one row per group.
+        residuals: one per measured point.
+        assumptions: in words.
+        refused: why groups have no projection, in words.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    parameters: list[Row] = field(default_factory=list)
+    residuals: list[Row] = field(default_factory=list)
+    assumptions: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """What the file of results has under `model`."""
+        return {
+            "formula": "step = overhead + compute * samples + data * samples + latency * messages "
+            "+ bytes / bandwidth",
+            "parameters": self.parameters,
+            "residuals": self.residuals,
+            "assumptions": self.assumptions,
+            "refused": self.refused,
+        }
+
+
+def project(rows: Sequence[Row], wanted: Sequence[int], link: Link) -> Projection:
+    """Return what each group of results would take on other numbers of ranks.
+
+    Args:
+        rows: the results.
+        wanted: numbers of ranks.
+        link: what is given of the link between ranks.
+    """
+    done = Projection()
+    is_alone = all(one["ranks"] == 1 for one in rows)
+    for of in dict.fromkeys(group(one) for one in rows if one["ranks"] > 1 or is_alone):
+        members = [one for one in rows if belongs(one, of)]
+        named = "/".join(filter(None, of)) or "the script's own strategy"
+        _project_group(done, of, members, wanted, link, named)
+    return done
+
+
+def _project_group(
+    done: Projection,
+    of: tuple[str | None, str | None],
+    members: Sequence[Row],
+    wanted: Sequence[int],
+    link: Link,
+    named: str,
+) -> None:
+    usable = [one for one in members if one.get("measured_by") == BY_STEPS]
+    strategy = next((one["strategy_used"] for one in reversed(usable)), of[0])
+    points = [_point(one) for one in usable]
+    used = [point for point in points if not point.left_out]
+    batches = Batches.of(used) if used else None
+    cost = _cost(usable, strategy)
+    why = _refusal(strategy, members, used, batches, cost, link)
+    if why is not None or batches is None or cost is None:
+        done.refused.append(f"{named}: {why}")
+        return
+    fitted = fit_model(points, cost, batches)
+    over = _over_link(cost, link)
+    model = fitted.over(link, over)
+    names = {"strategy": of[0], "exchange": of[1]}
+    done.parameters.append(names | _parameters(model, link))
+    done.residuals += [names | one for one in residuals(fitted, points)]
+    base = min(usable, key=lambda one: one["ranks"])
+    done.rows += [names | _row(model, ranks, base) for ranks in wanted]
+    assumed = _assumptions(model, cost, link, used)
+    done.assumptions += [line for line in assumed if line not in done.assumptions]
+
+
+def _point(one: Row) -> Point:
+    return Point(
+        ranks=one["ranks"],
+        batch=one["batch"],
+        replicas=one["replicas"] or one["ranks"],
+        step=one["step_seconds"],
+        data=one["data_seconds"],
+        exchange=one["exchange_seconds"] if one["ranks"] > 1 else 0.0,
+        left_out=_COMPETES if one["competing"] else "",
+    )
+
+
+def _cost(usable: Sequence[Row], strategy: str | None) -> Cost | None:
+    """Return the cost of the exchange that a group used, by what its largest layout sent."""
+    if not usable:
+        return None
+    last = max(usable, key=lambda one: one["ranks"])
+    several = last["ranks"] > 1
+    sent, gradients = last.get("sent_bytes_per_step"), last.get("gradient_bytes")
+    if strategy in SHARDED and gradients is not None:
+        gradients *= last["ranks"]  # a rank has its share of them
+    return cost_of(
+        last.get("exchange_used") or "none" if several else "tree",
+        strategy,
+        sent=(last["ranks"], sent) if several and sent is not None else None,
+        gradients=gradients,
+    )
+
+
+def _over_link(cost: Cost, link: Link) -> Cost:
+    """Return the cost over a given link: between hosts there is no shared memory."""
+    is_given = link.bandwidth is not None or link.latency is not None
+    return replace(cost, exchange="tree") if is_given and cost.exchange == "shared-memory" else cost
+
+
+def _refusal(
+    strategy: str | None,
+    members: Sequence[Row],
+    used: Sequence[Point],
+    batches: Batches | None,
+    cost: Cost | None,
+    link: Link,
+) -> str | None:
+    """Return why there can be no model; `None` if there can."""
+    alone = all(one.ranks == 1 for one in used)
+    checks = {
+        f"with {strategy} ranks do not share the samples evenly; there is no model of that": strategy
+        in _NOT_SHARED,
+        "no steps were measured": not any(one.get("measured_by") == BY_STEPS for one in members),
+        "every layout has more threads than this machine has cores": not used,
+        "the samples of a step are neither the same on all layouts nor the same for each rank": batches
+        is None,
+        "the bytes that its exchange sends are not recorded": cost is None,
+        "no layout with several ranks is left to fit the exchange to; --bandwidth says its cost": alone
+        and link.bandwidth is None,
+    }
+    return next((why for why, applies in checks.items() if applies), None)
+
+
+def residuals(model: Model, points: Sequence[Point]) -> list[Row]:
+    """Return for each point what the model says of it, and by which share it is off."""
+    return [
+        {
+            "ranks": point.ranks,
+            "step_seconds": point.step,
+            "predicted_step_seconds": _rounded(model.step(point.ranks)),
+            "error": _rounded(model.step(point.ranks) / point.step - 1),
+            "left_out": point.left_out or None,
+        }
+        for point in points
+    ]
+
+
+def _parameters(model: Model, link: Link) -> Row:
+    per_byte = model.parameters.seconds_per_byte
+    return {
+        **{name: _rounded(value) for name, value in asdict(model.parameters).items()},
+        "bandwidth_bytes_per_second": _rounded(1 / per_byte) if per_byte else None,
+        "given": [name for name, value in asdict(link).items() if value is not None],
+        "exchange_modelled": model.cost.exchange,
+        "shared_bytes": _rounded(model.cost.volume),
+        "sums": _rounded(model.cost.sums),
+        "batch": _rounded(model.batches.total),
+        "batch_per_rank": model.batches.per_rank,
+    }
+
+
+def _row(model: Model, ranks: int, base: Mapping[str, Any]) -> Row:
+    gain = model.rate(ranks) / base["samples_per_second"]
+    return {
+        "ranks": ranks,
+        "samples_per_second": _rounded(model.rate(ranks)),
+        "step_seconds": _rounded(model.step(ranks)),
+        "speedup": _rounded(gain),
+        "efficiency": _rounded(gain * base["ranks"] / ranks),
+        "compute_seconds": _rounded(model.compute(ranks)),
+        "exchange_seconds": _rounded(model.exchange(ranks)),
+        "data_seconds": _rounded(model.data(ranks)),
+    }
+
+
+def _assumptions(model: Model, cost: Cost, link: Link, used: Sequence[Point]) -> list[str]:
+    """Return in words what the model takes for granted."""
+    counted = ", ".join(str(one.ranks) for one in used)
+    return [
+        f"fitted to {counted} ranks, medians of the repeats",
+        "every rank has a processor of its own, as fast as the measured ones",
+        *_on_batches(model.batches),
+        *_on_exchange(model, cost, link, used),
+    ]
+
+
+def _on_batches(batches: Batches) -> list[str]:
+    if batches.per_rank:
+        return [
+            f"each rank has {batches.total:.4g} samples in a step: the batch grows with the ranks"
+        ]
+    said = [
+        f"a step has {batches.total:.4g} samples on any number of ranks; a rank computes at least one"
+    ]
+    if batches.replicas is not None:
+        said.append(f"on more than {batches.replicas} ranks a run has as many replicas as ranks")
+    return said
+
+
+def _on_exchange(model: Model, cost: Cost, link: Link, used: Sequence[Point]) -> list[str]:
+    several = [one for one in used if one.ranks > 1]
+    by_ring = "a rank sends 2 (N - 1) messages per sum, and 2 (N - 1) / N of the shared bytes"
+    by_server = "all ranks send their gradients over the one link of each server"
+    said = [by_server if model.cost.exchange in AT_SERVERS else by_ring]
+    if link.bandwidth is None:
+        said.append("what of the exchange is hidden behind the backward pass stays hidden")
+    else:
+        said.append("over the given link nothing of the exchange is hidden")
+    if model.cost.exchange != cost.exchange:
+        between = f"over a link between hosts the exchange is {model.cost.exchange}"
+        said.append(f"{cost.exchange} was measured; {between}")
+    elif cost.exchange == "shared-memory":
+        said.append("all ranks are on one host, whose memory is as fast for more of them")
+    if len(several) == 1 and None in (link.bandwidth, link.latency):
+        said.append(
+            f"only {several[0].ranks} ranks were measured: bandwidth and latency are not told apart"
+        )
+    if several and all(one.exchange is None for one in several):
+        said.append(
+            "the exchange is not measured apart from computing: it is fitted to the whole step"
+        )
+    return said
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.6g}")

@@ -1,0 +1,173 @@
+"""Rows of results: medians and ranges over the repeats of a combination, and speed-ups."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from lockstep.tools.bench.combinations import Combination
+from lockstep.tools.bench.measuring import Measured
+from lockstep.tools.bench.trials import Trial
+
+Row = dict[str, Any]
+
+#: How the rate of a row was measured.
+BY_STEPS, BY_WALL = "steps", "wall time"
+
+
+def row(
+    combination: Combination, trials: Sequence[Trial], restart: float | None, cores: int
+) -> Row:
+    """Return what is known of one combination.
+
+    Args:
+        combination: the combination.
+        trials: its launches, in order; one that failed is the last.
+        restart: seconds that a restart took, where that was measured.
+        cores: how many this machine has.
+    """
+    good = [trial for trial in trials if not trial.verdict]
+    failed = next((trial for trial in trials if trial.verdict), None)
+    made: Row = {
+        "ranks": combination.ranks,
+        "strategy": combination.strategy,
+        "exchange": combination.exchange,
+        "repeats": len(good),
+        "exit_code": failed.exit_code if failed else 0,
+        "verdict": failed.verdict if failed else None,
+    }
+    if good:
+        made |= _spread("wall_seconds", [trial.wall_seconds for trial in good])
+        made |= _of_runs(good, restart, cores)
+    return made
+
+
+def _of_runs(trials: Sequence[Trial], restart: float | None, cores: int) -> Row:
+    """Return what runs recorded; of a script without `lockstep.Run` the wall time is all there is."""
+    runs = [trial.measured for trial in trials if trial.measured is not None]
+    if not runs:
+        return {"measured_by": BY_WALL}
+    last, identity = runs[-1], trials[-1].identity
+    return {
+        "measured_by": BY_STEPS,
+        "steps": last.steps,
+        "batch": _rounded(last.batch),
+        "replicas": identity.get("replicas"),
+        "threads": identity.get("threads"),
+        "device": identity.get("device"),
+        "devices": list(last.devices),
+        "strategy_used": last.strategy,
+        "exchange_used": last.exchange,
+        "digest": trials[-1].digest,
+        **_spread("samples_per_second", [run.batch / run.step_seconds for run in runs]),
+        **_spread("step_seconds", [run.step_seconds for run in runs]),
+        "slowest_step_seconds": _rounded(max(run.slowest_step for run in runs)),
+        **_where_time_goes(runs),
+        **_resources(runs),
+        "start_seconds": _median(run.start_seconds for run in runs),
+        "restart_seconds": _rounded(restart),
+        "competing": _competes(trials[-1], cores),
+    }
+
+
+def _where_time_goes(runs: Sequence[Measured]) -> Row:
+    return {
+        "compute_seconds": _median(run.split.compute for run in runs),
+        "exchange_seconds": _median(run.split.exchange for run in runs),
+        "data_seconds": _median(run.split.data for run in runs),
+        "exchange_share": _median(run.exchange_share for run in runs),
+        "data_share": _median(run.data_share for run in runs),
+        "sent_bytes_per_step": _median(run.sent for run in runs),
+        "gradient_bytes": runs[-1].gradients,
+    }
+
+
+def _resources(runs: Sequence[Measured]) -> Row:
+    host, device = _largest(run.host for run in runs), _largest(run.device for run in runs)
+    return {
+        "host_bytes": host,
+        "host_imbalance": _imbalance(host),
+        "device_bytes": device,
+        "device_imbalance": _imbalance(device),
+        "device_busy": _median(run.busy for run in runs),
+        "cpu": _median(run.cpu for run in runs),
+    }
+
+
+def _competes(trial: Trial, cores: int) -> bool:
+    """Return whether ranks have less than a core for each of their threads."""
+    threads = trial.identity.get("threads")
+    wanted = trial.combination.ranks * (threads if isinstance(threads, int) else 1)
+    return trial.identity.get("device") == "cpu" and wanted > cores
+
+
+def add_speedups(rows: Sequence[Row]) -> None:
+    """Add to each row its speed-up against the smallest number of ranks, and its efficiency.
+
+    A row of one rank, whose exchange does not matter, is what all exchanges are compared with.
+    """
+    for one in rows:
+        base = _base(one, rows)
+        if base is None or rate(one) is None:
+            one |= {"speedup": None, "efficiency": None, "speedup_against": None}
+            continue
+        gain = rate(one) / rate(base)
+        one["speedup"] = _rounded(gain)
+        one["efficiency"] = _rounded(gain * base["ranks"] / one["ranks"])
+        one["speedup_against"] = base["ranks"]
+
+
+def rate(one: Mapping[str, Any]) -> Any:
+    """Return samples per second, or where steps are not known whole runs per second; `None` for neither."""
+    if one.get("samples_per_second") is not None:
+        return one["samples_per_second"]
+    return 1 / one["wall_seconds"] if one.get("wall_seconds") else None
+
+
+def group(one: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Return what rows have in common that differ in the number of ranks alone."""
+    return one.get("strategy"), one.get("exchange")
+
+
+def belongs(one: Mapping[str, Any], to: tuple[str | None, str | None]) -> bool:
+    """Return whether a row is one of a group: on one rank strategy and exchange may be without a name."""
+    return all(
+        mine == theirs or (one["ranks"] == 1 and mine is None)
+        for mine, theirs in zip(group(one), to, strict=True)
+    )
+
+
+def _base(one: Row, rows: Sequence[Row]) -> Row | None:
+    known = [row for row in rows if rate(row) is not None and belongs(row, group(one))]
+    return min(known, key=lambda row: row["ranks"], default=None)
+
+
+def _spread(name: str, values: Sequence[float]) -> Row:
+    """Return the median of `values`, and their range."""
+    return {
+        name: _rounded(statistics.median(values)),
+        f"{name}_range": [_rounded(min(values)), _rounded(max(values))],
+    }
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return _rounded(statistics.median(known)) if known else None
+
+
+def _rounded(value: float | None) -> Any:
+    """Return six significant digits: more of a time are noise."""
+    return None if value is None else float(f"{value:.6g}")
+
+
+def _largest(peaks: Iterable[Mapping[int, int]]) -> list[int] | None:
+    """Return each rank's largest peak, in the order of ranks."""
+    merged: dict[int, int] = {}
+    for one in peaks:
+        merged |= {rank: max(value, merged.get(rank, 0)) for rank, value in one.items()}
+    return [merged[rank] for rank in sorted(merged)] or None
+
+
+def _imbalance(values: Sequence[int] | None) -> float | None:
+    return _rounded(max(values) / statistics.fmean(values)) if values else None

@@ -1,0 +1,144 @@
+"""One trial: the script on one combination, in a launch of its own."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lockstep.errors import PREEMPTED
+from lockstep.launch.command import RunCommand, verdict_in
+from lockstep.launch.devices.gpus import Gpu
+from lockstep.state.files import run_file
+from lockstep.state.record.reading import Recorded
+from lockstep.tools.bench.combinations import Combination
+from lockstep.tools.bench.measuring import Measured, measure, restart_seconds
+
+#: Seconds of training before the kill of a measured restart.
+_BEFORE_KILL = 3.0
+#: Steps of the run after it.
+_AFTER_KILL = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What came of one launch.
+
+    Attributes:
+        combination: what ran.
+        exit_code: of the launch.
+        wall_seconds: from the command to its end.
+        measured: what the run recorded; `None` for a script without `lockstep.Run`.
+        identity: of the run, as recorded; empty for a script without `lockstep.Run`.
+        digest: of the weights at the end.
+        verdict: why the launch is no measurement; empty where it is one.
+    """
+
+    combination: Combination
+    exit_code: int
+    wall_seconds: float
+    measured: Measured | None = None
+    identity: Mapping[str, object] = field(default_factory=dict)
+    digest: str | None = None
+    verdict: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is measured.
+
+    Attributes:
+        command: the script, and the options of `lockstep run`.
+        threads: intra-op threads of each rank, where neither the script nor a flag says how many.
+        gpus: that may be used.
+    """
+
+    command: RunCommand
+    threads: int
+    gpus: Sequence[Gpu] = ()
+
+    def run(self, combination: Combination, directory: Path) -> Trial:
+        """Run the script; `directory` is new, and its parent exists."""
+        exit_code, launched, wall = self._launch(combination, directory)
+        if exit_code:
+            return Trial(
+                combination=combination,
+                exit_code=exit_code,
+                wall_seconds=wall,
+                verdict=verdict_in(directory / "errors.txt"),
+            )
+        record = run_file.read(directory / "run")
+        if record is None:
+            return Trial(combination=combination, exit_code=0, wall_seconds=wall)
+        measured = measure(Recorded.of(directory / "run"), launched)
+        return Trial(
+            combination=combination,
+            exit_code=0,
+            wall_seconds=wall,
+            measured=measured,
+            identity=record.get("identity", {}),
+            digest=record.get("digest"),
+            verdict=_too_short(record.get("steps", 0)) if measured is None else "",
+        )
+
+    def restart(self, combination: Combination, trial: Trial, directory: Path) -> float | None:
+        """Run the script once more, kill a rank, and return how long the run took to resume.
+
+        Args:
+            combination: what to run.
+            trial: what an undisturbed run took.
+            directory: as in `run`.
+
+        Returns:
+            seconds, or `None` where the run did not resume after the kill.
+        """
+        assert trial.measured is not None
+        kill = min(
+            max(2, trial.measured.steps // 2),
+            2 + math.ceil(_BEFORE_KILL / trial.measured.step_seconds),
+        )
+        faults = f"kill@{kill},term@{kill + _AFTER_KILL}"
+        exit_code, _, _ = self._launch(combination, directory, {"LOCKSTEP_FAULTS": faults})
+        recorded = run_file.read(directory / "run") if exit_code in (0, PREEMPTED) else None
+        return None if recorded is None else restart_seconds(Recorded.of(directory / "run"))
+
+    def _launch(
+        self, combination: Combination, directory: Path, variables: Mapping[str, str] | None = None
+    ) -> tuple[int, float, float]:
+        """Return the exit code, the Unix time of the launch and its seconds."""
+        directory.mkdir(parents=True)
+        words = ["-n", str(combination.processes), "--run-dir", str(directory / "run")]
+        words += self.command.words(combination.strategy, os.environ)
+        words += [] if combination.exchange is None else ["--exchange", combination.exchange]
+        environ = self._environ(combination) | dict(variables or {})
+        launched, began = time.time(), time.monotonic()
+        launcher = self.command.start(
+            words, environ, directory / "output.txt", directory / "errors.txt"
+        )
+        try:
+            exit_code = launcher.wait()
+        finally:
+            launcher.kill()  # its workers go with it
+            launcher.wait()
+        return exit_code, launched, time.monotonic() - began
+
+    def _environ(self, combination: Combination) -> dict[str, str]:
+        ours = {"LOCKSTEP_PROGRESS": "0", "LOCKSTEP_DEFAULT_THREADS": str(self.threads)}
+        plain = {"OMP_NUM_THREADS": str(self.threads)}  # without effect inside of a Run
+        shown = combination.environ(self.gpus)
+        return plain | self.command.environ(combination.strategy, os.environ) | shown | ours
+
+
+def _too_short(steps: object) -> str:
+    return (
+        f"the run has {steps} steps, of which the first warms up; expected at least 2 of each rank\n"
+        "hint: arguments for the script come after `--`: more samples, more epochs"
+    )
+
+
+def choose_threads(cores: int, ranks: Sequence[int]) -> int:
+    """Return so many threads for each rank that the most ranks have them, too."""
+    return max(1, cores // max(ranks))

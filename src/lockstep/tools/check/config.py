@@ -1,0 +1,90 @@
+"""Selection of rules: `[tool.lockstep.check]` of the nearest pyproject.toml, and the flags."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from lockstep.errors import UsageError
+from lockstep.tools.check.rules import RULES, SYNTAX, UNKNOWN
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Codes, or beginnings of codes, of rules that run and of rules that do not.
+
+    Attributes:
+        select: what runs; `None` for all rules that run by default.
+        ignore: what does not.
+        origin: what said so, for messages.
+
+    Raises:
+        UsageError: if a code is none.
+    """
+
+    select: tuple[str, ...] | None = None
+    ignore: tuple[str, ...] = ()
+    origin: str = "the flags"
+
+    def __post_init__(self) -> None:
+        known = [*RULES, SYNTAX, UNKNOWN]
+        for code in (*(self.select or ()), *self.ignore):
+            if code != "ALL" and not (code and any(one.startswith(code) for one in known)):
+                raise UsageError(
+                    f"{self.origin}: no rule has the code {code!r}; expected one like LS201, or LS2",
+                    hint="lockstep check --list shows all rules",
+                )
+
+    def has(self, code: str) -> bool:
+        """Return whether the rule with a code runs."""
+        if self.select is None:
+            chosen = code not in RULES or RULES[code].default
+        else:
+            whole = {"ALL", code}.intersection(self.select)
+            chosen = code not in RULES or bool(whole)
+            chosen = chosen or (RULES[code].default and _named(code, self.select))
+        return chosen and not _named(code, self.ignore)
+
+
+def _named(code: str, words: Iterable[str]) -> bool:
+    return any(word == "ALL" or code.startswith(word) for word in words)
+
+
+def of_file(path: Path, flags: Selection) -> Selection:
+    """Return which rules run on a file: flags win over the nearest pyproject.toml.
+
+    Raises:
+        UsageError: if a pyproject.toml cannot be read, or says what cannot be.
+    """
+    written = _above(path.resolve().parent)
+    return Selection(
+        written.select if flags.select is None else flags.select,
+        flags.ignore or written.ignore,
+        written.origin,
+    )
+
+
+@cache
+def _above(directory: Path) -> Selection:
+    file = directory / "pyproject.toml"
+    if file.is_file():
+        return _read(file)
+    return Selection() if directory.parent == directory else _above(directory.parent)
+
+
+def _read(file: Path) -> Selection:
+    try:
+        table = tomllib.loads(file.read_text()).get("tool", {}).get("lockstep", {}).get("check", {})
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{file} cannot be read: {error}") from None
+    origin = f"{file}, [tool.lockstep.check]"
+    for key, value in table.items():
+        if key not in ("select", "ignore"):
+            raise UsageError(f"{origin}: no setting {key}; expected select or ignore")
+        if not (isinstance(value, list) and all(isinstance(code, str) for code in value)):
+            raise UsageError(f"{origin}: {key} is {value!r}; expected a list of codes")
+    select = tuple(table["select"]) if "select" in table else None
+    return Selection(select, tuple(table.get("ignore", ())), origin)

@@ -1,0 +1,99 @@
+"""`Rule`: a code, its texts, examples, and the function that yields its findings."""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from lockstep.tools.check.fix import Edit
+from lockstep.tools.check.script import Script
+
+#: What comes of it: ranks wait for ever, weights or files are wrong, time is lost, numbers mislead.
+Harm = Literal["hangs", "corrupts", "fails", "misleads", "slow"]
+#: Codes of files that cannot be read as Python, and of comments that name no rule.
+SYNTAX, UNKNOWN = "LS001", "LS002"
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A place that a rule has found.
+
+    Attributes:
+        node: where.
+        message: says more than the rule's own message, or nothing.
+        edits: what would mend it, or nothing.
+        harm: what comes of it, where that is not the rule's own harm.
+    """
+
+    node: ast.expr | ast.stmt
+    message: str | None = None
+    edits: tuple[Edit, ...] = ()
+    harm: Harm | None = None
+
+
+Finder = Callable[[Script], Iterator[Hit]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule; its page in the manual is written from its text.
+
+    Attributes:
+        code: by its first digit one of a family.
+        name: in words, for the manual's headings.
+        message: one line beside the place.
+        harm: what comes of it.
+        why: why it is bad.
+        bad: code that the rule finds.
+        good: what to use instead.
+        find: yields the places in a file.
+        fix: what `--fix` does, or nothing.
+        default: whether it runs where it is not selected by its code.
+    """
+
+    code: str
+    name: str
+    message: str
+    harm: Harm
+    why: str
+    bad: str
+    good: str
+    find: Finder
+    fix: str = ""
+    default: bool = True
+
+
+#: All rules, by code.
+RULES: dict[str, Rule] = {}
+
+
+def rule(
+    code: str,
+    name: str,
+    message: str,
+    harm: Harm,
+    *,
+    why: str,
+    bad: str,
+    good: str,
+    fix: str = "",
+    default: bool = True,
+) -> Callable[[Finder], Finder]:
+    """Enter a function among the rules; the arguments are those of `Rule`."""
+
+    def enter(find: Finder) -> Finder:
+        assert code not in RULES, code
+        told = " ".join(why.split())
+        RULES[code] = Rule(
+            code, name, message, harm, told, _code(bad), _code(good), find, fix, default
+        )
+        return find
+
+    return enter
+
+
+def _code(text: str) -> str:
+    return textwrap.dedent(text).strip("\n") + "\n"

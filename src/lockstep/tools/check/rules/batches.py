@@ -1,0 +1,252 @@
+"""LS2, third part: size of the batch over all ranks, and its consequences."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from lockstep.tools.check.arguments import argument, true
+from lockstep.tools.check.rule import Hit, rule
+from lockstep.tools.check.rules.sampling import for_evaluation
+from lockstep.tools.check.script import Script
+from lockstep.tools.check.source import dotted
+
+#: Names and help texts of a batch size that is meant for all ranks together.
+_WHOLE_NAME = re.compile(r"(global|total|effective|overall)_?(train_?)?(batch|bs\b|bsz)")
+_WHOLE_HELP = re.compile(r"\b(total|global|overall|effective|across|all (gpus|processes|ranks))\b")
+
+
+def _of_one_rank(script: Script, call: ast.Call) -> bool:
+    """Whether a loader gives its batches to one rank, and the others have theirs."""
+    sampler = argument(call, "sampler", 3)
+    if sampler is not None and script.made_by(sampler, "DistributedSampler"):
+        return True
+    prepared = {".prepare", ".setup_dataloaders"} & script.called
+    return bool(prepared) and not script.says(r"split_batches|dispatch_batches")
+
+
+def option(script: Script, node: ast.expr) -> ast.Call | None:
+    """Return the `add_argument` of the command-line option that a value is read from: `args.batch_size`."""
+    for module in script.program if isinstance(node, ast.Attribute) else ():
+        for call in script.of(module).methods("add_argument"):
+            words = [str(one.value) for one in call.args if isinstance(one, ast.Constant)]
+            given = argument(call, "dest")
+            longest = max(words, key=len, default="").lstrip("-").replace("-", "_")
+            name = given.value if isinstance(given, ast.Constant) else longest
+            if name == dotted(node).rpartition(".")[2]:
+                return call
+    return None
+
+
+@rule(
+    "LS204",
+    "batch size multiplied by the ranks",
+    "this batch_size is that of one rank: times the ranks, the whole is their square",
+    "corrupts",
+    why="""Each rank has a loader of its own. With a DistributedSampler, and in loaders that Accelerate and Fabric have
+    prepared, `batch_size` samples go to each rank, and the global batch has `batch_size * world_size`: multiplied once more, it
+    grows with the square of the ranks.""",
+    bad="""
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    def load(dataset, per_rank):
+        dist.init_process_group()
+        batch = per_rank * dist.get_world_size()
+        return DataLoader(dataset, batch_size=batch, sampler=DistributedSampler(dataset))
+    """,
+    good="""
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    def load(dataset, per_rank):
+        dist.init_process_group()
+        return DataLoader(dataset, batch_size=per_rank, sampler=DistributedSampler(dataset))
+    """,
+)
+def multiplied_batch(script: Script) -> Iterator[Hit]:
+    """Find loaders of one rank's samples whose batch size has the number of ranks as a factor."""
+    for call in script.calls("DataLoader"):
+        size = argument(call, "batch_size", 1)
+        if size is None or not _of_one_rank(script, call):
+            continue
+        for value in script.sources(size):
+            factor = isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult)
+            factors = [one for one in ast.walk(value) if isinstance(one, ast.Name | ast.Attribute)]
+            world = any(script.is_world_size(of) for one in factors for of in script.sources(one))
+            if factor and (world or script.is_world_size(value)):
+                yield Hit(call)
+                break
+
+
+@rule(
+    "LS216",
+    "global batch size given to each rank",
+    "this batch size is meant for all ranks together, and each of them gets it: divide it by their number",
+    "corrupts",
+    why="""`batch_size` of a rank's loader is that of one rank. A number that the script calls the global or the total batch
+    size, given to every rank as it is, makes the batch as many times larger as there are ranks.""",
+    bad="""
+    import argparse
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batch-size", type=int, default=256, help="total batch size of all GPUs")
+    args = parser.parse_args()
+
+    def load(dataset):
+        dist.init_process_group()
+        return DataLoader(dataset, args.batch_size, sampler=DistributedSampler(dataset))
+    """,
+    good="""
+    import argparse
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batch-size", type=int, default=256, help="total batch size of all GPUs")
+    args = parser.parse_args()
+
+    def load(dataset):
+        dist.init_process_group()
+        own = args.batch_size // dist.get_world_size()
+        return DataLoader(dataset, own, sampler=DistributedSampler(dataset))
+    """,
+)
+def whole_batch(script: Script) -> Iterator[Hit]:
+    """Find loaders of one rank's samples with a batch size that is named, or explained, as that of all."""
+    for call in script.calls("DataLoader"):
+        size = argument(call, "batch_size", 1)
+        if size is not None and _of_one_rank(script, call) and _means_all(script, size):
+            yield Hit(call)
+
+
+def _means_all(script: Script, size: ast.expr) -> bool:
+    values = script.sources(size)
+    divided = any("/" in ast.unparse(value) for value in values)
+    if divided or script.says(r"batch_?size\w*\s*/"):
+        return False
+    for value in (size, *values):
+        asked = option(script, value)
+        text = argument(asked, "help") if asked is not None else None
+        told = str(text.value).lower() if isinstance(text, ast.Constant) else ""
+        if _WHOLE_NAME.search(dotted(value).lower()) or _WHOLE_HELP.search(told):
+            return True
+    return False
+
+
+@rule(
+    "LS213",
+    "evaluation that drops samples",
+    "drop_last=True leaves the last samples out of the evaluation",
+    "misleads",
+    why="""The samples of the last, smaller batch are never measured, and how many these are depends on batch size and
+    number of ranks.""",
+    bad="""
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader
+
+    def load(val_set):
+        dist.init_process_group()
+        return DataLoader(val_set, batch_size=32, drop_last=True)
+    """,
+    good="""
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader
+
+    def load(val_set):
+        dist.init_process_group()
+        return DataLoader(val_set, batch_size=32)
+    """,
+)
+def dropped_evaluation(script: Script) -> Iterator[Hit]:
+    """Find loaders of evaluation data that drop."""
+    for call in script.calls("DataLoader"):
+        if for_evaluation(script, call) and true(argument(call, "drop_last", 8)):
+            yield Hit(call)
+
+
+@rule(
+    "LS215",
+    "learning rate that ignores the ranks",
+    "each rank adds its batch to the global batch, and this learning rate is the same for any number: scale it, or say why not",
+    "misleads",
+    why="""With a batch size per rank the global batch grows with the ranks, and each epoch has fewer steps. Whether the
+    learning rate follows (linearly, with a warm-up) or the batch is divided is a decision that a script should show.""",
+    bad="""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    def build(net):
+        dist.init_process_group()
+        model = DDP(net)
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+    """,
+    good="""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    def build(net):
+        dist.init_process_group()
+        model = DDP(net)
+        lr = 0.1 * dist.get_world_size()
+        return torch.optim.SGD(model.parameters(), lr=lr)
+    """,
+    default=False,
+)
+def plain_learning_rate(script: Script) -> Iterator[Hit]:
+    """Find learning rates that stand fast in programs that neither scale them nor divide a batch."""
+    if not script.plain or "DDP" not in script.called:
+        return
+    if script.says(
+        r"(lr|learning_rate)\w*\s*\*|\*\s*[\w.]*(lr|learning_rate)|batch_size\s*/|=\s*[\d.]+\s*\*\s*[\w.]*world"
+    ):
+        return
+    for call in script.module.calls:
+        if not re.match(r"torch\.optim\.[A-Z]\w*$", script.name(call.func)):
+            continue
+        rate = argument(call, "lr", 1)
+        values = [] if rate is None else script.sources(rate)
+        fixed = any(isinstance(one, ast.Constant) or option(script, one) for one in values)
+        if rate is None or fixed:
+            yield Hit(call)
+
+
+@rule(
+    "LS217",
+    "samples that are left out of each epoch",
+    "drop_last=True leaves samples out of each epoch, and how many these are depends on the number of ranks",
+    "misleads",
+    why="""Each rank drops its own last batch, or the sampler drops what cannot be shared out equally. An epoch on 8 ranks has
+    other samples, and another number of steps, than one on 4.""",
+    bad="""
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    def load(dataset):
+        dist.init_process_group()
+        sampler = DistributedSampler(dataset)
+        return DataLoader(dataset, batch_size=32, sampler=sampler, drop_last=True)
+    """,
+    good="""
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    def load(dataset):
+        dist.init_process_group()
+        sampler = DistributedSampler(dataset)
+        return DataLoader(dataset, batch_size=32, sampler=sampler)
+    """,
+    default=False,
+)
+def dropped_training(script: Script) -> Iterator[Hit]:
+    """Find samplers and loaders of one rank's training data that drop."""
+    for name, place in (("DistributedSampler", 5), ("DataLoader", 8)):
+        for call in script.calls(name):
+            drops = true(argument(call, "drop_last", place)) and not for_evaluation(script, call)
+            if drops and (name == "DistributedSampler" or _of_one_rank(script, call)):
+                yield Hit(call)

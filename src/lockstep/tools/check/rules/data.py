@@ -1,0 +1,364 @@
+"""LS2, second part: datasets: downloads, listings, splits, memory."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from lockstep.tools.check.arguments import argument, spread, true
+from lockstep.tools.check.fix import Edit
+from lockstep.tools.check.order import launcher_only
+from lockstep.tools.check.rule import Hit, rule
+from lockstep.tools.check.script import Script
+from lockstep.tools.check.source import Function, dotted
+
+
+@rule(
+    "LS206",
+    "download on all ranks",
+    "all ranks download or unpack to one place at once: let one rank do it, and the others wait",
+    "corrupts",
+    why="""Ranks of a node write the same files at the same time, and read them half written: checksums fail, archives
+    are corrupt, now and then.""",
+    bad="""
+    import torch.distributed as dist
+    from torchvision.datasets import MNIST
+
+    def load():
+        dist.init_process_group()
+        return MNIST("data", download=True)
+    """,
+    good="""
+    import os
+    import torch.distributed as dist
+    from torchvision.datasets import MNIST
+
+    def load():
+        dist.init_process_group()
+        if int(os.environ["LOCAL_RANK"]) == 0:
+            MNIST("data", download=True)
+        dist.barrier()
+        return MNIST("data")
+    """,
+)
+def download_everywhere(script: Script) -> Iterator[Hit]:
+    """Find downloads that no branch leaves to one rank."""
+    if script.says("FileLock") or not script.flavours - {"lockstep"}:
+        return
+    for call in script.module.calls:
+        method = isinstance(call.func, ast.Attribute) and call.func.attr == "extractall"
+        fetches = method or script.name(call.func) in _FETCHES or true(argument(call, "download"))
+        if fetches and script.guard(call) is None and _by_ranks(script, call):
+            yield Hit(call)
+
+
+#: Functions that leave files half written for others to read; `load_dataset`, `from_pretrained` lock theirs.
+_FETCHES = {
+    *("urllib.request.urlretrieve", "wget.download", "gdown.download", "nltk.download"),
+    *("torch.hub.load", "shutil.unpack_archive"),
+    *("torchvision.datasets.utils.download_and_extract_archive",),
+    *("torchvision.datasets.utils.download_url",),
+}
+
+
+def _by_ranks(script: Script, call: ast.Call) -> bool:
+    """Whether ranks make a call: neither the launcher, nor a hub that loads a model."""
+    return script.module.path.name != "hubconf.py" and not launcher_only(script, call)
+
+
+@rule(
+    "LS207",
+    "listing without an order",
+    "a listing has another order on another machine: sort it",
+    "corrupts",
+    why="""`os.listdir`, `glob` and `Path.iterdir` return files in the order of the file system, which differs between
+    machines, and a set of texts has another order in every process. Ranks that deal samples out by number then read some
+    twice and others never.""",
+    bad="""
+    import os
+    import torch.distributed as dist
+    from torch.utils.data import Dataset
+
+    class Images(Dataset):
+        def __init__(self, root):
+            self.files = os.listdir(root)
+
+    dist.init_process_group()
+    dist.destroy_process_group()
+    """,
+    good="""
+    import os
+    import torch.distributed as dist
+    from torch.utils.data import Dataset
+
+    class Images(Dataset):
+        def __init__(self, root):
+            self.files = sorted(os.listdir(root))
+
+    dist.init_process_group()
+    dist.destroy_process_group()
+    """,
+    fix="puts `sorted(…)` around it",
+)
+def unordered(script: Script) -> Iterator[Hit]:
+    """Find listings in datasets that are not sorted."""
+    for call in script.module.calls:
+        if _numbers_set(script, call):
+            name = ast.unparse(call)
+            yield Hit(call, f"{name} has another order in every process: sort it")
+        owner = script.module.enclosing_class(call)
+        bases = "" if owner is None else " ".join(ast.unparse(base) for base in owner.bases)
+        if "Dataset" not in bases or not _lists(script, call) or _sorted(script, call):
+            continue
+        entries = script.name(call.func) == "os.scandir"  # which have no order of their own
+        managed = isinstance(script.module.parents.get(call), ast.withitem)
+        edit = Edit("replace", call, f"sorted({script.module.source(call)})")
+        how = "sort it by name" if entries else "sort it"
+        message = f"{ast.unparse(call.func)} has another order on another machine: {how}"
+        yield Hit(call, message, () if entries or managed else (edit,))
+
+
+def _numbers_set(script: Script, call: ast.Call) -> bool:
+    """Whether the elements of a set get numbers here; in a dataset, also by a list of them."""
+    owner = script.module.enclosing_class(call)
+    within = owner is not None and any("Dataset" in ast.unparse(base) for base in owner.bases)
+    match call:
+        case ast.Call(func=ast.Name(id="enumerate" | "list" as name), args=[first, *_]):
+            made = isinstance(first, ast.Call) and dotted(first.func) in ("set", "frozenset")
+            literal = isinstance(first, ast.Set | ast.SetComp)
+            return (
+                (made or literal) and (name == "enumerate" or within) and not _sorted(script, call)
+            )
+    return False
+
+
+#: Functions whose result does not depend on the order of what they are given.
+_ORDERED = {"sorted", "len", "any", "max", "min", "natsorted"}
+
+
+def _lists(script: Script, call: ast.Call) -> bool:
+    name = script.name(call.func)
+    method = isinstance(call.func, ast.Attribute) and call.func.attr in ("iterdir", "rglob")
+    method = method or (isinstance(call.func, ast.Attribute) and call.func.attr == "glob")
+    return method or name in ("os.listdir", "os.scandir", "glob.glob", "glob.iglob")
+
+
+def _sorted(script: Script, call: ast.Call) -> bool:
+    """Whether a listing is sorted, in its expression or later in the file, or only counted."""
+    current: ast.AST | None = call
+    while current is not None and not isinstance(current, ast.stmt):
+        around = current.func if isinstance(current, ast.Call) and current is not call else None
+        if around is not None and dotted(around).rpartition(".")[2] in _ORDERED:
+            return True
+        current = script.module.parents.get(current)
+    return ".sort(" in script.module.text or isinstance(current, ast.If)
+
+
+@rule(
+    "LS208",
+    "IterableDataset that every rank reads whole",
+    "__iter__ looks neither at the rank nor at get_worker_info(): every rank reads all of it",
+    "corrupts",
+    why="""A sampler cannot deal out a stream. Unless `__iter__` skips what belongs to other ranks and workers, each
+    sample is seen once per rank and once per worker.""",
+    bad="""
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader, IterableDataset
+
+    class Lines(IterableDataset):
+        def __iter__(self):
+            yield from open("data.txt")
+
+    dist.init_process_group()
+    loader = DataLoader(Lines(), batch_size=32)
+    dist.destroy_process_group()
+    """,
+    good="""
+    import itertools
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader, IterableDataset
+
+    class Lines(IterableDataset):
+        def __iter__(self):
+            rank, size = dist.get_rank(), dist.get_world_size()
+            yield from itertools.islice(open("data.txt"), rank, None, size)
+
+    dist.init_process_group()
+    loader = DataLoader(Lines(), batch_size=32)
+    dist.destroy_process_group()
+    """,
+)
+def whole_stream(script: Script) -> Iterator[Hit]:
+    """Find streams of plain programs that know of no rank."""
+    if not script.plain or script.says(r"split_dataset_by_node|IterableDatasetShard"):
+        return
+    for owner in script.module.classes.values():
+        if not any(dotted(base).endswith("IterableDataset") for base in owner.bases):
+            continue
+        text = ast.unparse(owner)
+        method = [one for one in owner.body if isinstance(one, Function) and one.name == "__iter__"]
+        if method and not re.search(
+            r"rank|world|worker|shard|replica|num_parts|start|offset", text
+        ):
+            yield Hit(method[0])
+
+
+@rule(
+    "LS209",
+    "random split that differs between ranks",
+    "each rank draws its own split: pass generator=torch.Generator().manual_seed(0)",
+    "corrupts",
+    why="""Ranks start with different random states. `random_split` then cuts the data differently on each, and a sample
+    that one rank tests with is one that another trains on.""",
+    bad="""
+    import torch
+    import torch.distributed as dist
+    from torch.utils.data import random_split
+
+    def load(dataset):
+        dist.init_process_group()
+        return random_split(dataset, [0.9, 0.1])
+    """,
+    good="""
+    import torch
+    import torch.distributed as dist
+    from torch.utils.data import random_split
+
+    def load(dataset):
+        dist.init_process_group()
+        return random_split(dataset, [0.9, 0.1], generator=torch.Generator().manual_seed(0))
+    """,
+    fix="passes a generator with seed 0, where torch is imported by its name",
+)
+def random_split(script: Script) -> Iterator[Hit]:
+    """Find splits without a generator, in programs that seed nothing or seed by rank."""
+    splits = list(script.calls("torch.utils.data.random_split"))
+    if "lockstep" in script.flavours or not splits:
+        return
+    seeds = [
+        call
+        for module in script.program
+        for call in module.calls
+        if dotted(call.func).rpartition(".")[2] in ("manual_seed", "seed_everything", "set_seed")
+    ]
+    alike = [one for one in seeds if not any(script.is_rank(value) for value in one.args)]
+    for call in splits:
+        if argument(call, "generator", 2) is None and not alike and not spread(call):
+            code = "torch.Generator().manual_seed(0)"
+            edit = Edit("argument", call, code, "generator")
+            yield Hit(call, None, (edit,) if script.module.imports.get("torch") == "torch" else ())
+
+
+@rule(
+    "LS211",
+    "non_blocking copy from memory that is not pinned",
+    "non_blocking=True waits all the same, since no loader pins memory: pass pin_memory=True",
+    "slow",
+    why="""A copy to the GPU overlaps with computing only if it comes from pinned memory. From other memory it is made in
+    two parts, and the step waits.""",
+    bad="""
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    def train(model, dataset, optimizer):
+        dist.init_process_group("nccl")
+        loader = DataLoader(dataset, batch_size=32, sampler=DistributedSampler(dataset))
+        for x in loader:
+            model(x.to("cuda:0", non_blocking=True)).backward()
+            optimizer.step()
+        dist.destroy_process_group()
+    """,
+    good="""
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    def train(model, dataset, optimizer):
+        dist.init_process_group("nccl")
+        sampler = DistributedSampler(dataset)
+        loader = DataLoader(dataset, batch_size=32, sampler=sampler, pin_memory=True)
+        for x in loader:
+            model(x.to("cuda:0", non_blocking=True)).backward()
+            optimizer.step()
+        dist.destroy_process_group()
+    """,
+    fix="adds `pin_memory=True` to the loader",
+)
+def not_pinned(script: Script) -> Iterator[Hit]:
+    """Find loaders of programs that copy without waiting and never pin."""
+    waits = not script.says(r"non_blocking\s*=\s*True")
+    if waits or script.says(r"pin_?memory"):
+        return
+    for call in script.calls("DataLoader"):
+        if call in script.loaders and not spread(call):
+            yield Hit(call, None, (Edit("argument", call, "True", "pin_memory"),))
+
+
+@rule(
+    "LS212",
+    "images decoded in the training process",
+    "images are decoded between steps: pass num_workers",
+    "slow",
+    why="""With `num_workers=0`, the default, the process that trains decodes every image itself, and the GPU waits.""",
+    bad="""
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader, DistributedSampler
+    from torchvision.datasets import ImageFolder
+
+    def load():
+        dist.init_process_group("nccl")
+        images = ImageFolder("data")
+        return DataLoader(images, batch_size=32, sampler=DistributedSampler(images))
+    """,
+    good="""
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader, DistributedSampler
+    from torchvision.datasets import ImageFolder
+
+    def load():
+        dist.init_process_group("nccl")
+        images = ImageFolder("data")
+        return DataLoader(images, batch_size=32, sampler=DistributedSampler(images), num_workers=4)
+    """,
+)
+def no_workers(script: Script) -> Iterator[Hit]:
+    """Find loaders of image folders without workers, where there is a GPU to wait."""
+    folders = {"ImageFolder", "VOCSegmentation", "VOCDetection", "CocoDetection", "ImageNet"}
+    for call in script.calls("DataLoader"):
+        dataset, workers = argument(call, "dataset", 0), argument(call, "num_workers", 5)
+        if dataset is None or spread(call) or not script.cuda:
+            continue
+        names = [dotted(one.func) for one in script.sources(dataset) if isinstance(one, ast.Call)]
+        images = any(name.rpartition(".")[2] in folders for name in names)
+        none = workers is None or (isinstance(workers, ast.Constant) and workers.value == 0)
+        if images and none:
+            yield Hit(call)
+
+
+@rule(
+    "LS214",
+    "no seed",
+    "nothing is seeded: two runs of this script have different results",
+    "misleads",
+    why="""Initial weights, dropout and augmentation come from a random state that differs in every run.""",
+    bad="""
+    import torch.distributed as dist
+
+    dist.init_process_group()
+    dist.destroy_process_group()
+    """,
+    good="""
+    import torch
+    import torch.distributed as dist
+
+    torch.manual_seed(0)
+    dist.init_process_group()
+    dist.destroy_process_group()
+    """,
+    default=False,
+)
+def no_seed(script: Script) -> Iterator[Hit]:
+    """Find process groups of programs that seed nothing."""
+    if not script.says(r"manual_seed|seed_everything|set_seed"):
+        for call in script.calls("dist.init_process_group", "Accelerator", "Fabric"):
+            yield Hit(call)

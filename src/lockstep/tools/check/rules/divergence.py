@@ -1,0 +1,160 @@
+"""LS4, third part: ranks that take different branches."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from lockstep.tools.check.rule import Hit, rule
+from lockstep.tools.check.rules.sampling import for_evaluation
+from lockstep.tools.check.script import Script
+
+
+@rule(
+    "LS407",
+    "leaving the loop by one rank's value",
+    "a rank decides this by a value of its own, and the others wait for it: reduce the value over ranks first",
+    "hangs",
+    why="""A loss is that of one rank's samples, and so is an evaluation whose data is dealt out. A rank that leaves a loop or
+    skips a step by it, or because it is rank 0, makes fewer reductions than the others, which wait for it until the timeout.""",
+    bad="""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    def train(net, loader, optimizer):
+        dist.init_process_group()
+        model = DDP(net)
+        for x in loader:
+            loss = model(x)
+            if torch.isnan(loss):
+                break
+            loss.backward()
+            optimizer.step()
+        dist.destroy_process_group()
+    """,
+    good="""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    def train(net, loader, optimizer):
+        dist.init_process_group()
+        model = DDP(net)
+        for x in loader:
+            loss = model(x)
+            mean = loss.detach().clone()
+            dist.all_reduce(mean)
+            if torch.isnan(mean):
+                break
+            loss.backward()
+            optimizer.step()
+        dist.destroy_process_group()
+    """,
+)
+def leaves_alone(script: Script) -> Iterator[Hit]:
+    """Find `break`, `continue` and `return` in training that depend on the rank or on its own values."""
+    if not script.plain or "DDP" not in script.called:
+        return
+    for branch in script.module.parents:
+        if not isinstance(branch, ast.If) or not isinstance(
+            branch.body[-1], ast.Break | ast.Continue | ast.Return
+        ):
+            continue
+        if script.evaluates(branch):
+            continue
+        if _by_rank(script, branch):
+            yield Hit(branch.body[-1], _SOME_LEAVE)
+        elif _by_own_loss(script, branch) or _by_own_samples(script, branch):
+            yield Hit(branch.body[-1])
+
+
+_SOME_LEAVE = "only some ranks end here, and the others wait for them: let all ranks end together"
+
+
+def _by_own_loss(script: Script, branch: ast.If) -> bool:
+    """Whether a step is left by the loss of this rank's batch."""
+    text = ast.unparse(branch.test)
+    own = re.search(r"is(nan|finite|inf)\(|\bloss(\.item\(\))? *[<>]", text)
+    if not own or script.step_loop(branch) is None:
+        return False
+    return not re.search(r"reduce|gather|broadcast", ast.unparse(script.module.scope(branch)))
+
+
+def _by_rank(script: Script, branch: ast.If) -> bool:
+    """Whether only some ranks come to the end of a loop that trains."""
+    guarded = script.by_rank(branch.test) or isinstance(script.guard(branch), ast.If)
+    ends = isinstance(branch.body[-1], ast.Break | ast.Return) and not branch.orelse
+    return guarded and ends and _in_training(script, branch)
+
+
+def _by_own_samples(script: Script, branch: ast.If) -> bool:
+    """Whether the training ends by an evaluation of this rank's samples, which nothing reduces."""
+    early = re.search(r"patience|early_?stop|should_stop|no_improve", ast.unparse(branch.test))
+    if not early or not _in_training(script, branch):
+        return False
+    if script.says(r"all_reduce|\breduce\(|all_gather|broadcast"):
+        return False
+    others = [script.of(module) for module in script.program]
+    return any(
+        for_evaluation(one, made) for one in others for made in one.calls("DistributedSampler")
+    )
+
+
+def _in_training(script: Script, branch: ast.If) -> bool:
+    """Whether the innermost loop around a branch trains."""
+    node: ast.AST | None = branch
+    while node is not None and not isinstance(node, ast.For | ast.While | ast.FunctionDef):
+        node = script.module.parents.get(node)
+    return node in script.step_loops or node in script.epoch_loops
+
+
+@rule(
+    "LS408",
+    "step of some ranks only",
+    "only some ranks come to this: the others wait for its gradients, or have other weights afterwards",
+    "hangs",
+    why="""A backward pass of DistributedDataParallel is a collective call: all ranks have to make it. An optimizer that steps on
+    one rank changes that rank's weights alone.""",
+    bad="""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    def train(net, loader, optimizer):
+        dist.init_process_group()
+        model = DDP(net)
+        for x in loader:
+            model(x).backward()
+            if dist.get_rank() == 0:
+                optimizer.step()
+        dist.destroy_process_group()
+    """,
+    good="""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    def train(net, loader, optimizer):
+        dist.init_process_group()
+        model = DDP(net)
+        for x in loader:
+            model(x).backward()
+            optimizer.step()
+        dist.destroy_process_group()
+    """,
+)
+def step_of_some(script: Script) -> Iterator[Hit]:
+    """Find backward passes and optimizer steps under a guard by the rank."""
+    backward = "only some ranks run this backward pass, which waits for the gradients of the others"
+    step = "only some ranks take this step: the others have other weights afterwards"
+    others = {"dist.send", "dist.recv", "dist.isend", "dist.irecv"}
+    if "DDP" not in script.called or others & script.called or script.says("dist.rpc"):
+        return
+    for call in script.methods("backward", "step"):
+        assert isinstance(call.func, ast.Attribute)
+        optimizer = re.search(r"optim|opt$", ast.unparse(call.func.value))
+        if call.func.attr == "step" and not optimizer:
+            continue
+        if isinstance(script.guard(call), ast.If) and script.step_loop(call) is not None:
+            alone = call.func.attr == "step"
+            yield Hit(call, step if alone else backward, harm="corrupts" if alone else "hangs")

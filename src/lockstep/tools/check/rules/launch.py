@@ -1,0 +1,358 @@
+"""LS1, first part: start and end of ranks, addresses, devices."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from lockstep.tools.check.arguments import argument
+from lockstep.tools.check.fix import Edit
+from lockstep.tools.check.rule import Hit, rule
+from lockstep.tools.check.rules.wrapping import always_wrapped
+from lockstep.tools.check.script import Script
+
+
+@rule(
+    "LS101",
+    "hard-coded address or port",
+    "MASTER_ADDR and MASTER_PORT are written over with constants: two runs on a machine collide, and a launcher's values are lost",
+    "fails",
+    why="""torchrun and other launchers set `MASTER_ADDR` and `MASTER_PORT`. A script that assigns constants sends every
+    rank to its own machine when there are several nodes, and a second run on the machine meets the first one's port.
+    A constant `init_method="tcp://…"` does the same.""",
+    bad="""
+    import os
+    import torch.distributed as dist
+
+    os.environ["MASTER_ADDR"] = "localhost"
+    os.environ["MASTER_PORT"] = "12355"
+    dist.init_process_group("gloo")
+    dist.destroy_process_group()
+    """,
+    good="""
+    import os
+    import torch.distributed as dist
+
+    os.environ.setdefault("MASTER_ADDR", "localhost")
+    os.environ.setdefault("MASTER_PORT", "12355")
+    dist.init_process_group("gloo")
+    dist.destroy_process_group()
+    """,
+    fix="writes `os.environ.setdefault` for the assignment",
+)
+def hard_coded_address(script: Script) -> Iterator[Hit]:
+    """Find constants for `os.environ["MASTER_…"]`, outside conditions, and for the rendezvous address."""
+    for call in script.calls("dist.init_process_group"):
+        place = argument(call, "init_method", 1)
+        if isinstance(place, ast.Constant) and str(place.value).startswith("tcp://"):
+            yield Hit(place, _WRITTEN_PLACE)
+    for node, key, value in _environment(script):
+        if not re.search(r"^MASTER_(ADDR|PORT)$", key) or not isinstance(value, ast.Constant):
+            continue
+        if isinstance(script.module.parents.get(node), ast.If | ast.ExceptHandler):
+            continue
+        target = node.targets[0]
+        assert isinstance(target, ast.Subscript)
+        code = f'{ast.unparse(target.value)}.setdefault("{key}", {script.module.source(value)})'
+        message = f"{key} is written over with a constant: two runs on a machine collide, and a launcher's value is lost"
+        yield Hit(node, message, (Edit("statement", node, code),))
+
+
+_WRITTEN_PLACE = "this address and port are the same in every run: two runs on a machine collide; let a launcher choose them"
+
+
+def _environment(script: Script) -> Iterator[tuple[ast.Assign, str, ast.expr]]:
+    """Yield the assignments to items of `os.environ`, with key and value."""
+    for node in script.module.parents:
+        if not isinstance(node, ast.Assign) or len(node.targets) != 1:
+            continue
+        match node.targets[0]:
+            case ast.Subscript(value=base, slice=ast.Constant(value=str(key))):
+                if script.name(base) == "os.environ":
+                    yield node, key, node.value
+
+
+@rule(
+    "LS102",
+    "--local_rank that torchrun does not pass",
+    "torchrun passes no such option, so every rank has the default: read the variable LOCAL_RANK",
+    "fails",
+    why="""`torch.distributed.launch` passed `--local_rank`; torchrun sets the variable `LOCAL_RANK` and passes nothing.
+    Under torchrun every rank has the default: all use one GPU, or none. (`lockstep run` passes the option where a
+    script declares it.)""",
+    bad="""
+    import argparse
+    import torch
+    import torch.distributed as dist
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int, default=0)
+    args = parser.parse_args()
+    torch.cuda.set_device(args.local_rank)
+    dist.init_process_group("nccl")
+    dist.destroy_process_group()
+    """,
+    good="""
+    import os
+    import torch
+    import torch.distributed as dist
+
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    dist.destroy_process_group()
+    """,
+)
+def local_rank_option(script: Script) -> Iterator[Hit]:
+    """Find the option in programs that do not read the variable."""
+    if script.says(r"\bLOCAL_RANK\b") or script.flavours - {"ddp"}:
+        return
+    for call in script.methods("add_argument"):
+        words = [one.value for one in call.args if isinstance(one, ast.Constant)]
+        if {"--local_rank", "--local-rank"} & set(words):
+            yield Hit(call)
+
+
+@rule(
+    "LS103",
+    "no device set for NCCL",
+    "no rank sets its device: collectives of objects use GPU 0 on every rank; call torch.cuda.set_device",
+    "fails",
+    why="""Collectives of objects (`broadcast_object_list`, `all_gather_object` and the like) send tensors of the current
+    device. Where a rank has not set its device, that is GPU 0 on every rank, and NCCL fails with a duplicate GPU.""",
+    bad="""
+    import torch.distributed as dist
+
+    def main(settings):
+        dist.init_process_group("nccl")
+        dist.broadcast_object_list(settings)
+        dist.destroy_process_group()
+    """,
+    good="""
+    import os
+    import torch
+    import torch.distributed as dist
+
+    def main(settings):
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl")
+        dist.broadcast_object_list(settings)
+        dist.destroy_process_group()
+    """,
+)
+def no_device(script: Script) -> Iterator[Hit]:
+    """Find collectives of objects over NCCL in programs that set no device.
+
+    `barrier` is none of them: it takes the device of the group's earlier collectives, or one by the rank.
+    """
+    if sets_device(script) or not script.plain:
+        return
+    backends = [
+        script.constants_of(argument(call, "backend", 0))
+        for module in script.program
+        for call in script.of(module).calls("dist.init_process_group")
+    ]
+    if not backends or any(values != ["nccl"] for values in backends):
+        return
+    for call in script.calls(*_OF_OBJECTS):
+        group = argument(call, "group", _OF_OBJECTS[script.name(call.func)])
+        if group is None and argument(call, "device") is None:
+            yield Hit(call)
+
+
+_OF_OBJECTS = {  # and the position of their argument `group`
+    "dist.broadcast_object_list": 2,
+    "dist.all_gather_object": 2,
+    "dist.gather_object": 3,
+    "dist.scatter_object_list": 3,
+}
+
+
+def sets_device(script: Script) -> bool:
+    """Whether a program says which GPU is a rank's own."""
+    return script.says(r"set_device|device_id\s*=|CUDA_VISIBLE_DEVICES|cuda\.device\(")
+
+
+@rule(
+    "LS104",
+    "cuda without an index",
+    "without torch.cuda.set_device this is GPU 0 on every rank: set the device, or name the index",
+    "fails",
+    why="""`.cuda()`, `.to("cuda")` and `torch.device("cuda")` mean the current device, which is GPU 0 until
+    `torch.cuda.set_device` is called: all ranks of a node share GPU 0, run out of memory, or NCCL finds a duplicate GPU.""",
+    bad="""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    def main(net):
+        dist.init_process_group("nccl")
+        model = DistributedDataParallel(net.cuda())
+        dist.destroy_process_group()
+    """,
+    good="""
+    import os
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    def main(net):
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl")
+        model = DistributedDataParallel(net.cuda())
+        dist.destroy_process_group()
+    """,
+)
+def cuda_without_index(script: Script) -> Iterator[Hit]:
+    """Find the first move to a GPU without a number, in programs that set no device."""
+    if sets_device(script) or not script.plain or "DDP" not in script.called:
+        return
+    for call in script.module.calls:
+        bare = (
+            isinstance(call.func, ast.Attribute) and call.func.attr == "cuda" and not _given(call)
+        )
+        bare = bare and not script.name(call.func).startswith("torch")
+        to = isinstance(call.func, ast.Attribute) and call.func.attr == "to"
+        to = to or (script.name(call.func) == "torch.device" and argument(call, "index", 1) is None)
+        first = call.args[0] if call.args else None
+        if bare or (to and isinstance(first, ast.Constant) and first.value == "cuda"):
+            yield Hit(call)
+            return
+
+
+def _given(call: ast.Call) -> bool:
+    return bool(call.args) or any(one.arg == "device" for one in call.keywords)
+
+
+@rule(
+    "LS105",
+    "CUDA_VISIBLE_DEVICES set too late",
+    "CUDA has been started above, and does not look at CUDA_VISIBLE_DEVICES again: set it first",
+    "fails",
+    why="""CUDA reads the variable once, when the process first uses a GPU. Set after that it has no effect, and all
+    ranks compute on the same GPUs.""",
+    bad="""
+    import os
+    import torch
+    import torch.distributed as dist
+
+    def main(rank):
+        dist.init_process_group("nccl")
+        print(torch.cuda.get_device_name())
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+        dist.destroy_process_group()
+    """,
+    good="""
+    import os
+    import torch
+    import torch.distributed as dist
+
+    def main(rank):
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+        dist.init_process_group("nccl")
+        print(torch.cuda.get_device_name())
+        dist.destroy_process_group()
+    """,
+)
+def visible_devices_late(script: Script) -> Iterator[Hit]:
+    """Find assignments of the variable after a use of CUDA in the same function."""
+    for node, key, _ in _environment(script):
+        if key != "CUDA_VISIBLE_DEVICES":
+            continue
+        scope = script.module.scope(node)
+        for call in script.module.calls:
+            name = script.name(call.func)
+            starts = name.startswith("torch.cuda.") and name not in _BEFORE_START
+            starts = starts or (isinstance(call.func, ast.Attribute) and call.func.attr == "cuda")
+            same = script.module.scope(call) is scope and call.lineno < node.lineno
+            if starts and same and not script.exclusive(call, node):
+                yield Hit(node)
+                break
+
+
+#: Functions of `torch.cuda` that read no devices.
+_BEFORE_START = {
+    "torch.cuda.manual_seed",
+    "torch.cuda.manual_seed_all",
+    "torch.cuda.amp.GradScaler",
+}
+
+
+@rule(
+    "LS107",
+    "no destroy_process_group",
+    "the process group is never destroyed: call dist.destroy_process_group() at the end",
+    "misleads",
+    why="""NCCL's process group warns at exit that it was not destroyed and that resources may leak. The warning stands last
+    in the log, where the reason of a failure is looked for.""",
+    bad="""
+    import torch.distributed as dist
+
+    def main(model, loader, optimizer):
+        dist.init_process_group("nccl")
+        for x in loader:
+            model(x).backward()
+            optimizer.step()
+    """,
+    good="""
+    import torch.distributed as dist
+
+    def main(model, loader, optimizer):
+        dist.init_process_group("nccl")
+        for x in loader:
+            model(x).backward()
+            optimizer.step()
+        dist.destroy_process_group()
+    """,
+)
+def no_destroy(script: Script) -> Iterator[Hit]:
+    """Find groups that may be NCCL's and are never destroyed, in scripts of their own."""
+    if script.says("destroy_process_group") or not script.plain or not script.trains:
+        return
+    for call in script.calls("dist.init_process_group"):
+        backends = script.constants_of(argument(call, "backend", 0))
+        if any("nccl" in str(one) for one in backends) or (not backends and script.cuda):
+            yield Hit(call)
+            return
+
+
+@rule(
+    "LS109",
+    "DataParallel beside DistributedDataParallel",
+    "this model is in DistributedDataParallel already: leave DataParallel out",
+    "fails",
+    why="""Each rank has one device. DataParallel around or inside DistributedDataParallel copies the model to all GPUs of
+    the node in every rank, and gradients of the copies are not reduced.""",
+    bad="""
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    def build(net):
+        dist.init_process_group("nccl")
+        model = DDP(net)
+        model = nn.DataParallel(model)
+        dist.destroy_process_group()
+        return model
+    """,
+    good="""
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    def build(net, distributed):
+        if distributed:
+            dist.init_process_group("nccl")
+            model = DDP(net)
+        else:
+            model = nn.DataParallel(net)
+        return model
+
+    dist.destroy_process_group()
+    """,
+)
+def both_wrappers(script: Script) -> Iterator[Hit]:
+    """Find a model that is given to one wrapper after the other."""
+    for mine, other in (("DataParallel", "DDP"), ("DDP", "DataParallel")):
+        for call in script.calls(mine):
+            if call.args and always_wrapped(script, call.args[0], other):
+                yield Hit(call)

@@ -1,0 +1,190 @@
+"""LS6, second part: Lockstep scripts whose result depends on the layout."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from lockstep.tools.check.rule import Hit, rule
+from lockstep.tools.check.rules.loops import runs
+from lockstep.tools.check.script import Script
+from lockstep.tools.check.source import Function, Module, dotted
+
+#: Calls whose arguments decide the result, by their last name.
+_DECIDES = {
+    *("loader", "DataLoader", "DistributedSampler", "Subset", "random_split", "backward", "Run"),
+    *("manual_seed", "manual_seed_all", "seed", "default_rng", "RandomState", "Random"),
+}
+#: Arguments that do not, on any layout.
+_FREE = {"num_workers", "prefetch_factor", "pin_memory", "name", "run_dir", "rank", "world_size"}
+_GENERATORS = {
+    *("torch.Generator", "random.Random"),
+    *("numpy.random.default_rng", "numpy.random.RandomState"),
+}
+_SEEDS = {"manual_seed", "seed", "set_state", "get_state", "setstate", "getstate", "initial_seed"}
+
+
+@rule(
+    "LS608",
+    "rank in what is computed",
+    "another layout has other ranks, and computes something else here: use the rank for output only",
+    "corrupts",
+    why="""The run deals samples out, weights losses and seeds each microbatch, the same on any number of ranks. A seed, a part of
+    the data, a batch size or a learning rate that has the rank or the number of ranks in it differs between layouts, and
+    after a restart on fewer ranks.""",
+    bad="""
+    import lockstep
+
+    with lockstep.Run("toy", seed=0, replicas=2) as run:
+        loader = run.loader(data(), batch_size=32 // run.world.size)
+    """,
+    good="""
+    import lockstep
+
+    with lockstep.Run("toy", seed=0, replicas=2) as run:
+        loader = run.loader(data(), batch_size=32)
+    """,
+)
+def computed_by_rank(script: Script) -> Iterator[Hit]:
+    """Find seeds, data, batch sizes, losses and learning rates with the rank or the world size in them."""
+    for call in script.module.calls if runs(script) else ():
+        last = dotted(call.func).rpartition(".")[2]
+        if last not in _DECIDES and not re.match(r"torch\.optim\.", script.name(call.func)):
+            continue
+        named = [one.value for one in call.keywords if one.arg not in _FREE]
+        if any(_of_layout(script, one) for one in (*call.args, *named)):
+            yield Hit(call)
+    for node in script.module.parents if runs(script) else ():
+        match node:
+            case ast.Subscript(slice=ast.Slice(step=ast.expr() as step)) if _of_layout(
+                script, step
+            ):
+                yield Hit(node)
+
+
+def _of_layout(script: Script, node: ast.expr) -> bool:
+    """Whether a value has the rank or the number of ranks in it."""
+    return any(
+        script.is_rank(one) or script.is_world_size(one) for one in (node, *script.sources(node))
+    )
+
+
+@rule(
+    "LS609",
+    "random generator of the script's own",
+    "the run neither sets nor saves this generator: draw from the global ones, or make it here from torch.initial_seed()",
+    "corrupts",
+    why="""The run sets the global generators of torch, NumPy and Python for each sample and each microbatch, so that draws depend
+    on neither the layout nor a restart. A generator that the script keeps continues from draw to draw: a rank that hosts
+    two replicas draws twice as often, and after a crash it begins anew.""",
+    bad="""
+    import lockstep
+    import torch
+
+    with lockstep.Run("toy", seed=0, replicas=2) as run:
+        own = torch.Generator().manual_seed(0)
+        for x, y in run.loader(data(), batch_size=32):
+            x = x + torch.randn(x.shape, generator=own)
+            run.backward(loss_of(model(x), y))
+            optimizer.step()
+    """,
+    good="""
+    import lockstep
+    import torch
+
+    with lockstep.Run("toy", seed=0, replicas=2) as run:
+        for x, y in run.loader(data(), batch_size=32):
+            x = x + torch.randn(x.shape)
+            run.backward(loss_of(model(x), y))
+            optimizer.step()
+    """,
+)
+def own_generator(script: Script) -> Iterator[Hit]:
+    """Find draws, in steps and in `__getitem__`, from generators that were made outside of them."""
+    for call in script.module.calls if runs(script) else ():
+        if not _per_sample(script, call) and script.step_loop(call) is None:
+            continue
+        if any(_kept(script, one) for one in _drawn_from(call)):
+            yield Hit(call)
+
+
+def _drawn_from(call: ast.Call) -> list[ast.expr]:
+    """Return the generators that a call may draw from."""
+    given = [one.value for one in call.keywords if one.arg == "generator"]
+    match call.func:
+        case ast.Attribute(value=ast.Name() | ast.Attribute() as of, attr=name) if (
+            name not in _SEEDS
+        ):
+            return [*given, of]
+    return given
+
+
+def _per_sample(script: Script, node: ast.AST) -> bool:
+    scope = script.module.scope(node)
+    owner = script.module.enclosing_class(node)
+    bases = [] if owner is None else [ast.unparse(base) for base in owner.bases]
+    within = isinstance(scope, Function) and scope.name == "__getitem__"
+    return within and any("Dataset" in base for base in bases)
+
+
+def _kept(script: Script, node: ast.expr) -> bool:
+    """Whether a value is a generator that was made outside of steps and of `__getitem__`."""
+    return any(
+        _makes_generator(script, home, value)
+        and not _per_sample(script.of(home), value)
+        and script.of(home).step_loop(value) is None
+        for home, value in script.project.sources(script.module, node)
+    )
+
+
+def _makes_generator(script: Script, home: Module, value: ast.expr) -> bool:
+    match value:
+        case ast.Call(func=ast.Attribute(value=ast.Call() as made, attr="manual_seed")):
+            return script.project.name(home, made.func) in _GENERATORS
+        case ast.Call(func=func):
+            return script.project.name(home, func) in _GENERATORS
+    return False
+
+
+@rule(
+    "LS610",
+    "stream that splits itself",
+    "the loader deals out what this yields, and it yields a part that depends on the rank or the worker: yield everything",
+    "corrupts",
+    why="""A Lockstep loader takes a stream whole and assigns its items to replicas. One that skips items by its rank or by
+    `get_worker_info()` is another stream on another layout, or with another number of workers.""",
+    bad="""
+    import lockstep
+    from torch.utils.data import IterableDataset, get_worker_info
+
+    class Lines(IterableDataset):
+        def __iter__(self):
+            worker = get_worker_info()
+            yield from list(open("data.txt"))[worker.id :: worker.num_workers]
+
+    with lockstep.Run("toy", seed=0, replicas=2) as run:
+        loader = run.loader(Lines(), batch_size=32)
+    """,
+    good="""
+    import lockstep
+    from torch.utils.data import IterableDataset
+
+    class Lines(IterableDataset):
+        def __iter__(self):
+            yield from open("data.txt")
+
+    with lockstep.Run("toy", seed=0, replicas=2) as run:
+        loader = run.loader(Lines(), batch_size=32)
+    """,
+)
+def split_stream(script: Script) -> Iterator[Hit]:
+    """Find streams that know of ranks or workers."""
+    for owner in script.module.classes.values() if runs(script) else ():
+        if not any(dotted(base).endswith("IterableDataset") for base in owner.bases):
+            continue
+        for one in owner.body:
+            if isinstance(one, Function) and one.name == "__iter__":
+                text = ast.unparse(one)
+                if re.search(r"get_worker_info|get_rank|\b(world_size|rank)\b", text):
+                    yield Hit(one)

@@ -1,0 +1,256 @@
+"""LS6, first part: loops of `lockstep.Run`; operations per microbatch are in `microbatches.py`."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from lockstep.tools.check.arguments import argument
+from lockstep.tools.check.rule import Hit, rule
+from lockstep.tools.check.rules.step import every_nth
+from lockstep.tools.check.script import Script
+from lockstep.tools.check.source import Function, Loop, dotted
+
+
+def runs(script: Script) -> bool:
+    """Whether the program is a Lockstep script, and not one that has loops of others as well."""
+    return script.flavours == {"lockstep"}
+
+
+@rule(
+    "LS601",
+    "value that decides later and is not kept",
+    "this decides in a later epoch, and a run that resumes after a crash starts with its first value: keep it in run.state(…)",
+    "corrupts",
+    why="""A resumed run passes over the epochs that are done, so a variable of the script has its first value. A value
+    that decides something later, such as the best accuracy so far, is part of the state.""",
+    bad="""
+    import lockstep
+
+    with lockstep.Run("toy", seed=0, replicas=2) as run:
+        best = 0.0
+        for epoch in run.epochs(10):
+            accuracy = run.mean(measure())
+            if accuracy > best:
+                best = accuracy
+                run.save(best=accuracy)
+    """,
+    good="""
+    import lockstep
+
+    with lockstep.Run("toy", seed=0, replicas=2) as run:
+        state = run.state(best=0.0)
+        for epoch in run.epochs(10):
+            accuracy = run.mean(measure())
+            if accuracy > state.best:
+                state.best = accuracy
+                run.save(best=accuracy)
+    """,
+)
+def not_registered(script: Script) -> Iterator[Hit]:
+    """Find constants from before the loop over epochs that its body compares and changes."""
+    for loop in script.module.loops if runs(script) else ():
+        over = script.iterated(loop)
+        if not (isinstance(over, ast.Call) and dotted(over.func).endswith(".epochs")):
+            continue
+        scope = script.module.scope(loop)
+        tested = {
+            one.id
+            for branch in ast.walk(loop)
+            if isinstance(branch, ast.If)
+            for one in ast.walk(branch.test)
+            if isinstance(one, ast.Name)
+        }
+        for node in ast.walk(loop):
+            name = _changed(node)
+            before = _starts_before(script, loop, name) if name in tested else False
+            if before and script.module.scope(node) is scope and isinstance(node, ast.stmt):
+                message = f"{name} decides in a later epoch, and a run that resumes after a crash starts with its first value: keep it in run.state(…)"
+                yield Hit(node, message)
+
+
+def _changed(node: ast.AST) -> str:
+    match node:
+        case ast.Assign(targets=[ast.Name(id=name)]) | ast.AugAssign(target=ast.Name(id=name)):
+            return name
+    return ""
+
+
+def _starts_before(script: Script, loop: Loop, name: str) -> bool:
+    """Whether a name is bound to a constant before a loop, and not again at the head of its body."""
+    for value in script.module.bound.get((script.module.scope(loop), name), ()):
+        if not isinstance(value, ast.expr) or value.lineno >= loop.lineno:
+            continue
+        first = isinstance(value, ast.Constant | ast.UnaryOp) or ast.unparse(value).startswith(
+            "float("
+        )
+        if first and not any(
+            _changed(one) == name for one in loop.body[:-1] if isinstance(one, ast.Assign)
+        ):
+            return True
+    return False
+
+
+@rule(
+    "LS602",
+    "random draw before the Run",
+    "the run seeds its generators when it begins: this draw comes from another state; move it inside",
+    "misleads",
+    why="""`lockstep.Run` sets the generators from its seed. A draw before that is not a function of the seed, and
+    changes with the way the script is started.""",
+    bad="""
+    import lockstep
+    import torch
+
+    data = torch.randn(256, 8)
+    with lockstep.Run("toy", seed=0, replicas=2) as run:
+        loader = run.loader(data, batch_size=32)
+    """,
+    good="""
+    import lockstep
+    import torch
+
+    with lockstep.Run("toy", seed=0, replicas=2) as run:
+        data = torch.randn(256, 8)
+        loader = run.loader(data, batch_size=32)
+    """,
+)
+def early_draw(script: Script) -> Iterator[Hit]:
+    """Find draws from the global generators before the Run, in the same function."""
+    if not runs(script) or script.says(r"manual_seed|random\.seed"):
+        return
+    draws = r"torch\.(rand|randn|randint|randperm|normal|bernoulli|multinomial)$|(numpy\.)?random\.(?!default_rng|Generator|RandomState|SeedSequence|Random)\w+$"
+    for run in script.calls("lockstep.Run"):
+        for call in script.module.calls:
+            drawn = re.match(draws, script.name(call.func)) and argument(call, "generator") is None
+            if drawn and script.earlier(call, run):
+                yield Hit(call)
+
+
+@rule(
+    "LS603",
+    "optimizer or scheduler not given to the run",
+    "the run does not know this: it acts on every microbatch, and is not saved; pass it through run.optimizer or run.scheduler",
+    "corrupts",
+    why="""`run.optimizer` and `run.scheduler` let `step()` act once per global batch, and make the object part of what is
+    saved. Others act once per microbatch, of which a rank has as many as it hosts replicas.""",
+    bad="""
+    import lockstep
+    import torch
+
+    with lockstep.Run("toy", seed=0, replicas=2) as run:
+        model = run.model(torch.nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    """,
+    good="""
+    import lockstep
+    import torch
+
+    with lockstep.Run("toy", seed=0, replicas=2) as run:
+        model = run.model(torch.nn.Linear(8, 1))
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    """,
+)
+def not_given(script: Script) -> Iterator[Hit]:
+    """Find optimizers and schedulers of torch that no call of the run is given."""
+    if not runs(script):
+        return
+    given = {
+        value
+        for module in script.program
+        for call in script.of(module).methods("optimizer", "scheduler", "register")
+        for one in call.args
+        for value in script.of(module).sources(one)
+    }
+    inner = {
+        value
+        for call in script.module.calls
+        if script.name(call.func).startswith("torch.optim.lr_scheduler.")
+        for one in [*call.args, *(keyword.value for keyword in call.keywords)]
+        for part in ast.walk(one)
+        if isinstance(part, ast.expr)
+        for value in script.sources(part)
+    }
+    for call in script.module.calls:
+        name = script.name(call.func)
+        kind = "scheduler" if name.startswith("torch.optim.lr_scheduler.") else "optimizer"
+        if not re.match(r"torch\.optim\.(lr_scheduler\.)?[A-Z]\w+$", name) or call in given:
+            continue
+        scope = script.module.scope(call)
+        if isinstance(scope, Function) and not re.search(r"\brun\b|lockstep", ast.unparse(scope)):
+            continue  # a loop of another kind beside
+        if kind == "optimizer" or call not in inner:
+            message = f"the run does not know this {kind}: it acts on every microbatch, and is not saved; pass it through run.{kind}"
+            yield Hit(call, message)
+
+
+@rule(
+    "LS606",
+    "loss.backward() in a Lockstep loop",
+    "this backward pass goes around the run: call run.backward(loss)",
+    "corrupts",
+    why="""`run.backward` weights the loss of each microbatch and reduces gradients in a fixed order. The loss's own `backward`
+    leaves the gradients of one microbatch.""",
+    bad="""
+    import lockstep
+
+    with lockstep.Run("toy", seed=0, replicas=2) as run:
+        for x, y in run.loader(data(), batch_size=32):
+            loss = loss_of(model(x), y)
+            loss.backward()
+            optimizer.step()
+    """,
+    good="""
+    import lockstep
+
+    with lockstep.Run("toy", seed=0, replicas=2) as run:
+        for x, y in run.loader(data(), batch_size=32):
+            loss = loss_of(model(x), y)
+            run.backward(loss)
+            optimizer.step()
+    """,
+)
+def own_backward(script: Script) -> Iterator[Hit]:
+    """Find backward passes of a loss in loops over a run's loader."""
+    for loop in script.step_loops if runs(script) else ():
+        over = script.iterated(loop)
+        if over is None or isinstance(loop, ast.While):
+            continue
+        made = [one for one in script.sources(over) if isinstance(one, ast.Call)]
+        if not any(dotted(one.func).endswith(".loader") for one in made):
+            continue
+        for call in script.methods("backward"):
+            if script.step_loop(call) is loop and "loss" in ast.unparse(call.func).lower():
+                yield Hit(call)
+
+
+@rule(
+    "LS607",
+    "step taken every n-th time",
+    "the run refuses this with several replicas: call optimizer.step() in every iteration, and raise batch_size",
+    "fails",
+    why="""`optimizer.step()` acts once per global batch by itself. To accumulate over more samples, raise `batch_size`, and
+    set `replicas` above the number of ranks where memory is short.""",
+    bad="""
+    import lockstep
+
+    with lockstep.Run("toy", seed=0, replicas=2) as run:
+        for i, (x, y) in enumerate(run.loader(data(), batch_size=32)):
+            run.backward(loss_of(model(x), y))
+            if (i + 1) % 4 == 0:
+                optimizer.step()
+    """,
+    good="""
+    import lockstep
+
+    with lockstep.Run("toy", seed=0, replicas=8) as run:
+        for x, y in run.loader(data(), batch_size=128):
+            run.backward(loss_of(model(x), y))
+            optimizer.step()
+    """,
+)
+def nth_step(script: Script) -> Iterator[Hit]:
+    """Find steps under a modulo in Lockstep loops."""
+    for call in every_nth(script) if runs(script) else ():
+        yield Hit(call)

@@ -1,0 +1,150 @@
+"""LS5: metrics that are logged or printed."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from lockstep.tools.check.rule import Hit, rule
+from lockstep.tools.check.script import Script
+from lockstep.tools.check.source import Loop, dotted
+
+_REDUCED = r"all_reduce|\breduce\(|all_gather|\bgather|torchmetrics|synchronize_between|broadcast"
+#: Names of a loss of training; `losses` may be those of an evaluation.
+_LOSS = re.compile(r"(train_|total_|running_|avg_|mean_|batch_|epoch_)?loss(f|_value|_item)?$")
+_SHOWS = {"print", "add_scalar", "info", "log", "log_metric", "log_metrics", "write"}
+
+
+@rule(
+    "LS501",
+    "loss of one rank shown as the loss",
+    "this is the loss of rank 0's samples: reduce it over ranks to show the loss",
+    "misleads",
+    why="""Each rank has its own samples. The loss on rank 0 is the mean over a part of the batch: it is noisier than the loss that
+    is minimised, and on other numbers of ranks it is the mean over another part.""",
+    bad="""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    def train(net, loader, optimizer):
+        dist.init_process_group()
+        model = DDP(net)
+        for step, x in enumerate(loader):
+            loss = model(x)
+            loss.backward()
+            optimizer.step()
+            if dist.get_rank() == 0 and step % 100 == 0:
+                print(f"step {step}: loss {loss.item()}")
+        dist.destroy_process_group()
+    """,
+    good="""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    def train(net, loader, optimizer):
+        dist.init_process_group()
+        model = DDP(net)
+        for step, x in enumerate(loader):
+            loss = model(x)
+            loss.backward()
+            optimizer.step()
+            if step % 100 == 0:
+                mean = loss.detach() / dist.get_world_size()
+                dist.all_reduce(mean)
+                if dist.get_rank() == 0:
+                    print(f"step {step}: loss {mean.item()}")
+        dist.destroy_process_group()
+    """,
+)
+def loss_of_one_rank(script: Script) -> Iterator[Hit]:
+    """Find what rank 0 shows of a loss, in programs that reduce nothing."""
+    if not script.plain or "DDP" not in script.called or script.says(_REDUCED):
+        return
+    for call in script.module.calls:
+        if dotted(call.func).rpartition(".")[2] not in _SHOWS or script.guard(call) is None:
+            continue
+        read = [
+            one
+            for value in (*call.args, *(keyword.value for keyword in call.keywords))
+            for one in ast.walk(value)
+            if isinstance(one, ast.Name) and _LOSS.match(one.id)
+        ]
+        if read and not script.evaluates(call):
+            yield Hit(call)
+
+
+@rule(
+    "LS502",
+    "mean over batches of unlike size",
+    "the last batch is smaller and counts as much: add loss times samples, and divide by the samples",
+    "misleads",
+    why="""The mean of the batches' means is not the mean over samples, unless all batches are equally large. Over several ranks
+    each has a small last batch, so that the number changes with the layout.""",
+    bad="""
+    import torch
+    import torch.distributed as dist
+
+    @torch.no_grad()
+    def evaluate(model, loader, loss_of):
+        total = 0.0
+        for x, y in loader:
+            total += loss_of(model(x), y).item()
+        return total / len(loader)
+
+    dist.init_process_group()
+    dist.destroy_process_group()
+    """,
+    good="""
+    import torch
+    import torch.distributed as dist
+
+    @torch.no_grad()
+    def evaluate(model, loader, loss_of):
+        total, count = 0.0, 0
+        for x, y in loader:
+            total += loss_of(model(x), y).item() * len(x)
+            count += len(x)
+        return total / count
+
+    dist.init_process_group()
+    dist.destroy_process_group()
+    """,
+)
+def mean_of_means(script: Script) -> Iterator[Hit]:
+    """Find sums of batches' losses in evaluations that are divided by the number of batches."""
+    if "lockstep" in script.flavours or script.says(r"drop_last\s*=\s*True"):
+        return
+    for node in script.module.parents:
+        match node:
+            case ast.BinOp(left=ast.Name(id=total), op=ast.Div(), right=divisor):
+                pass
+            case ast.AugAssign(target=ast.Name(id=total), op=ast.Div(), value=divisor):
+                pass
+            case _:
+                continue
+        match divisor:
+            case ast.Call(func=ast.Name(id="len"), args=[ast.Name(id=loader)]):
+                if _adds(script, node, total, loader):
+                    yield Hit(node)
+
+
+def _adds(script: Script, node: ast.AST, total: str, loader: str) -> bool:
+    """Whether a loop over the loader, in an evaluation of the same function, adds losses up."""
+    for loop in script.module.loops:
+        over = script.iterated(loop)
+        same = script.module.scope(loop) is script.module.scope(node)
+        if same and isinstance(over, ast.Name) and over.id == loader and _sums(script, loop, total):
+            return True
+    return False
+
+
+def _sums(script: Script, loop: Loop, total: str) -> bool:
+    for one in ast.walk(loop):
+        match one:
+            case ast.AugAssign(target=ast.Name(id=name), op=ast.Add(), value=value):
+                text = ast.unparse(value)
+                mean = "loss" in text and not re.search(r"\*|reduction|\.sum\(", text)
+                if name == total and mean and script.evaluates(one):
+                    return not script.says(r"reduction\s*=\s*['\"]sum")
+    return False

@@ -1,0 +1,233 @@
+"""LS6: operations of a global batch that a loop of `lockstep.Run` does per microbatch."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from lockstep.tools.check.arguments import argument
+from lockstep.tools.check.rule import Hit, rule
+from lockstep.tools.check.rules.loops import runs
+from lockstep.tools.check.script import Script
+from lockstep.tools.check.source import Loop, Module, dotted
+
+#: What shows values, and computes nothing with them.
+_SHOWS = {
+    "print", "log", "info", "debug", "warning", "write", "append", "add_scalar", "add_scalars", "add_histogram",
+    "set_description", "set_postfix", "watch",
+}  # fmt: skip
+#: Methods of a model that give what it consists of.
+_STATES = ("parameters", "named_parameters", "buffers", "named_buffers", "state_dict")
+
+
+@rule(
+    "LS604",
+    "mean over tokens without a weight",
+    "this loss is a mean over the targets that are not ignored: give run.backward their number as weight=",
+    "corrupts",
+    why="""`run.backward` weights microbatches by their samples. A mean over tokens, or pixels, has another count in each
+    microbatch, so that the sum is not the gradient of the mean over the global batch.""",
+    bad="""
+    import lockstep
+    import torch.nn.functional as F
+
+    with lockstep.Run("toy", seed=0, replicas=2) as run:
+        for x, y in run.loader(data(), batch_size=32):
+            loss = F.cross_entropy(model(x), y, ignore_index=0)
+            run.backward(loss)
+    """,
+    good="""
+    import lockstep
+    import torch.nn.functional as F
+
+    with lockstep.Run("toy", seed=0, replicas=2) as run:
+        for x, y in run.loader(data(), batch_size=32):
+            loss = F.cross_entropy(model(x), y, ignore_index=0)
+            run.backward(loss, weight=(y != 0).sum())
+    """,
+)
+def no_weight(script: Script) -> Iterator[Hit]:
+    """Find losses with `ignore_index` that are sent backward without a weight."""
+    for call in script.methods("backward") if runs(script) else ():
+        if not call.args or argument(call, "weight", 1) is not None:
+            continue
+        losses = [one for one in script.sources(call.args[0]) if isinstance(one, ast.Call)]
+        said = {name for one in losses for name in counts_otherwise(script, one)}
+        if "ignore_index" in said:
+            yield Hit(call)
+        elif said:
+            yield Hit(
+                call,
+                "this loss is a mean over class weights: give run.backward the sum of those as weight=",
+            )
+
+
+def counts_otherwise(script: Script, call: ast.Call) -> Iterator[str]:
+    """Yield the arguments by which a loss is a mean over something else than samples."""
+    functions = ("torch.nn.functional.cross_entropy", "torch.nn.functional.nll_loss")
+    modules = script.made_by(call.func, "torch.nn.CrossEntropyLoss", "torch.nn.NLLLoss")
+    for one in [call] if script.name(call.func) in functions else modules:
+        for name, place in (("ignore_index", None), ("weight", 2 if one is call else 0)):
+            given = argument(one, name, place)
+            absent = given is None or (isinstance(given, ast.Constant) and given.value is None)
+            if not absent and argument(one, "reduction") is None:
+                yield name
+
+
+@rule(
+    "LS605",
+    "work of the step done per microbatch",
+    "this is done once per microbatch, and belongs to the step",
+    "corrupts",
+    why="""The body of `for x, y in loader` runs once per replica that a rank hosts, so what is counted or averaged there
+    depends on the layout. Between the batches of `run.batches(loader)` code runs once per step; `run.step` counts steps.""",
+    bad="""
+    import lockstep
+
+    with lockstep.Run("toy", seed=0, replicas=2) as run:
+        loader = run.loader(data(), batch_size=32)
+        for x, y in loader:
+            run.backward(loss_of(model(x), y))
+            optimizer.step()
+            ema.update_parameters(model)
+    """,
+    good="""
+    import lockstep
+
+    with lockstep.Run("toy", seed=0, replicas=2) as run:
+        loader = run.loader(data(), batch_size=32)
+        for batch in run.batches(loader):
+            for x, y in batch:
+                run.backward(loss_of(model(x), y))
+                optimizer.step()
+            ema.update_parameters(model)
+    """,
+)
+def per_microbatch(script: Script) -> Iterator[Hit]:
+    """Find averages of models, gradients that are changed, and counts of steps, in loops over microbatches."""
+    if not runs(script):
+        return
+    updates = [call for call in script.module.calls if _updates(script, call)]
+    for call in updates:
+        yield Hit(
+            call,
+            "this is done with the model once per microbatch: do it between the batches of run.batches",
+        )
+    inside = {script.project.callee(script.module, call) for call in updates}
+    for node in ast.walk(script.module.tree):
+        match node:
+            case ast.For(iter=over) | ast.comprehension(iter=over) if (
+                script.module.scope(over) not in inside
+            ):
+                if _over_parameters(script, over) and _in_step(script, over):
+                    yield Hit(
+                        over,
+                        "parameters are changed, or gradients read, once per microbatch: the whole gradient is "
+                        "there in the last one, for run.clip_grad_norm_ and the optimizer",
+                    )
+            case ast.AugAssign(target=target, op=ast.Add(), value=ast.Constant(value=1)):
+                name = dotted(target)
+                if name and _in_step(script, node) and _decides(script, node, name):
+                    yield Hit(
+                        node,
+                        f"{name} counts microbatches, whose number depends on the layout: use run.step",
+                    )
+
+
+def _in_step(script: Script, node: ast.AST) -> bool:
+    """Whether a node belongs to each microbatch: it is in a training loop, and not in one over batches."""
+    loop = script.step_loop(node)
+    return isinstance(loop, ast.For) and not ast.unparse(loop.iter).count(".batches(")
+
+
+def _updates(script: Script, call: ast.Call) -> bool:
+    """Whether a statement hands a model of the run, or what was made of one, to something else than the run."""
+    module, func = script.module, call.func
+    statement, name = module.parents.get(call), dotted(func).rpartition(".")[2]
+    if not isinstance(statement, ast.Expr) or name in _SHOWS or not _in_step(script, call):
+        return False
+    owner = func.value if isinstance(func, ast.Attribute) else None
+    called = script.project.callee(module, call)
+    if called is not None and script.level(called.body) is not None:
+        return False  # it trains
+    if owner is not None and (script.made_by(owner, "lockstep.Run") or _is_model(script, owner)):
+        return False
+    made = [one for one in script.sources(owner) if isinstance(one, ast.Call)] if owner else []
+    given = [*call.args, *(arg for one in made for arg in one.args)]
+    return name == "update_parameters" or any(_is_model(script, one) for one in given)
+
+
+def _is_model(script: Script, node: ast.expr) -> bool:
+    """Whether a value is a model of the run, or its parameters."""
+    match node:
+        case ast.Call(func=ast.Attribute(value=owner, attr=name)) if name in _STATES:
+            return _is_model(script, owner)
+        case ast.Name() | ast.Attribute():
+            return any(
+                isinstance(one, ast.Call)
+                and isinstance(one.func, ast.Attribute)
+                and one.func.attr == "model"
+                and bool(script.made_by(one.func.value, "lockstep.Run"))
+                for one in script.sources(node)
+            )
+    return False
+
+
+def _over_parameters(script: Script, over: ast.expr) -> bool:
+    """Whether a loop, or a comprehension, goes over parameters, and changes them or reads gradients."""
+    if not any(f".{name}()" in ast.unparse(over) for name in _STATES):
+        return False
+    loop = next(one for one in script.module.above(over) if not isinstance(one, ast.comprehension))
+    names = [node.attr for node in ast.walk(loop) if isinstance(node, ast.Attribute)]
+    return any(re.fullmatch(r"grad|[a-z]\w*(?<!requires_grad)_", name) for name in names)
+
+
+def _decides(script: Script, node: ast.AugAssign, name: str) -> bool:
+    """Whether a count is read otherwise than to be shown, returned, or to divide a sum by it."""
+    module = script.module
+    own = module.enclosing_class(node) if name.startswith("self.") else module.scope(node)
+    for read in ast.walk(own or module.tree):
+        if not isinstance(read, ast.Name | ast.Attribute) or dotted(read) != name:
+            continue
+        other = module.scope(read) is not own and _is_local(module, read)
+        if isinstance(read.ctx, ast.Load) and not (
+            other or is_shown(script, read) or _divides(script, read)
+        ):
+            return True
+    return False
+
+
+def _is_local(module: Module, read: ast.Name | ast.Attribute) -> bool:
+    """Whether a name is one of the function that it is read in."""
+    scope = module.scope(read)
+    names = [] if isinstance(scope, ast.Module) else ast.walk(scope.args)
+    taken = any(isinstance(one, ast.arg) and one.arg == dotted(read) for one in names)
+    return taken or (scope, dotted(read)) in module.bound
+
+
+def is_shown(script: Script, read: ast.AST) -> bool:
+    """Whether a value is read to be shown, and for nothing else."""
+    for above in script.module.above(read):
+        if isinstance(above, Loop):
+            return False
+        shows = isinstance(above, ast.Call) and dotted(above.func).rpartition(".")[2] in _SHOWS
+        if shows or isinstance(above, ast.JoinedStr):
+            return True
+    return False
+
+
+def _divides(script: Script, read: ast.AST) -> bool:
+    """Whether a value is returned, or a sum is divided by it."""
+    current = read
+    for above in script.module.above(read):
+        if (
+            isinstance(above, ast.BinOp)
+            and isinstance(above.op, ast.Div)
+            and above.right is current
+        ):
+            return True
+        if isinstance(above, ast.stmt):
+            return isinstance(above, ast.Return)
+        current = above
+    return False

@@ -1,0 +1,151 @@
+"""LS1, second part: processes that a script starts itself."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from lockstep.tools.check.arguments import argument
+from lockstep.tools.check.rule import Hit, rule
+from lockstep.tools.check.script import Script
+from lockstep.tools.check.source import Function
+
+
+@rule(
+    "LS106",
+    "fork after CUDA, or what cannot be pickled",
+    "a forked process cannot use CUDA, and a local function cannot be pickled: spawn a function of the module",
+    "fails",
+    why="""A process forked from one that has used CUDA cannot use it: "Cannot re-initialize CUDA in forked subprocess".
+    `mp.spawn` starts fresh processes and sends the function by pickle, which takes functions of a module's top level only:
+    no lambda, and no function defined in another.""",
+    bad="""
+    import torch
+    import torch.multiprocessing as mp
+    import torch.distributed as dist
+
+    def work(rank):
+        dist.init_process_group("nccl", rank=rank)
+        dist.destroy_process_group()
+
+    if __name__ == "__main__":
+        mp.spawn(lambda rank: work(rank), nprocs=torch.cuda.device_count())
+    """,
+    good="""
+    import torch
+    import torch.multiprocessing as mp
+    import torch.distributed as dist
+
+    def work(rank):
+        dist.init_process_group("nccl", rank=rank)
+        dist.destroy_process_group()
+
+    if __name__ == "__main__":
+        mp.spawn(work, nprocs=torch.cuda.device_count())
+    """,
+)
+def cannot_start(script: Script) -> Iterator[Hit]:
+    """Find `mp.spawn` of what has no importable name, and fork where CUDA is used."""
+    for call in script.calls("mp.spawn"):
+        target = argument(call, "fn", 0)
+        definition = None if target is None else script.project.definition(script.module, target)
+        local = definition is not None and definition in script.module.parents
+        local = local and isinstance(script.module.scope(definition or call), Function)
+        if isinstance(target, ast.Lambda) or local:
+            what = "mp.spawn pickles its function: define it at the top of the module"
+            yield Hit(call, what)
+    for call in script.calls("mp.set_start_method", "mp.get_context", "mp.start_processes"):
+        method = argument(call, "method", 0) or argument(call, "start_method")
+        starts = "mp.Process" in script.called or ".Process" in script.called
+        starts = starts or script.name(call.func) != "mp.get_context"
+        forks = method is not None and script.constants(method) == ["fork"]
+        if starts and forks and script.says("nccl"):
+            yield Hit(
+                call, "a forked process cannot use CUDA if this one has: start processes by spawn"
+            )
+
+
+@rule(
+    "LS108",
+    "processes started outside the main guard",
+    "each process that starts imports this module and comes here again: put it under if __name__ == '__main__'",
+    "fails",
+    why="""Spawned processes import the main module, and its top level runs in each of them: they would start processes
+    themselves, which Python refuses with "bootstrapping phase".""",
+    bad="""
+    import torch.multiprocessing as mp
+    import torch.distributed as dist
+
+    def work(rank):
+        dist.init_process_group("gloo", rank=rank, world_size=2)
+        dist.destroy_process_group()
+
+    mp.spawn(work, nprocs=2)
+    """,
+    good="""
+    import torch.multiprocessing as mp
+    import torch.distributed as dist
+
+    def work(rank):
+        dist.init_process_group("gloo", rank=rank, world_size=2)
+        dist.destroy_process_group()
+
+    if __name__ == "__main__":
+        mp.spawn(work, nprocs=2)
+    """,
+)
+def no_main_guard(script: Script) -> Iterator[Hit]:
+    """Find starts of fresh processes that importing the script comes to."""
+    spawns = script.says(r"set_start_method\(\s*[^)]*['\"](spawn|forkserver)")
+    for call in script.module.calls:
+        if _starts_fresh(script, call, always=spawns) and _at_import(script, call):
+            yield Hit(call)
+
+
+def _starts_fresh(script: Script, call: ast.Call, *, always: bool) -> bool:
+    """Whether a call starts processes that import the script's module.
+
+    Args:
+        script: the file.
+        call: what may start processes.
+        always: whether the program has chosen such processes for all that it starts.
+    """
+    name = script.name(call.func)
+    if name in ("mp.spawn", "mp.start_processes"):
+        return script.constants_of(argument(call, "start_method")) != ["fork"]
+    if name == "mp.Process":
+        return always
+    match call.func:
+        case ast.Attribute(value=ast.expr() as context, attr="Process"):
+            made = script.made_by(context, "mp.get_context")
+            return any(script.constants_of(argument(one, "method", 0)) == ["spawn"] for one in made)
+    workers = argument(call, "multiprocessing_context") if name == "DataLoader" else None
+    return script.constants_of(workers) == ["spawn"]
+
+
+def _at_import(script: Script, call: ast.Call, depth: int = 4) -> bool:
+    """Whether importing a module comes to a call, itself or by calls of its function, without a guard."""
+    scope = script.module.scope(call)
+    if any(_keeps_out(one, scope) for one in _above(script, call)):
+        return False
+    sites = script.project.sites.get(scope, ()) if depth else ()
+    return isinstance(scope, ast.Module) or any(
+        _at_import(script.of(module), site.call, depth - 1) for module, site in sites
+    )
+
+
+def _keeps_out(node: ast.AST, scope: ast.AST) -> bool:
+    """Whether a branch may keep fresh processes out: any at the top of a module, in functions by its words."""
+    if not isinstance(node, ast.If):
+        return False
+    words = r"__name__|environ|getenv|rank|RANK|parent_process"
+    return isinstance(scope, ast.Module) or bool(re.search(words, ast.unparse(node.test)))
+
+
+def _above(script: Script, node: ast.AST) -> Iterator[ast.AST]:
+    """Yield what a node stands in, up to its function."""
+    current: ast.AST | None = script.module.parents.get(node)
+    while current is not None and not isinstance(current, Function):
+        yield current
+        current = script.module.parents.get(current)

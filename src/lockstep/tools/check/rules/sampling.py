@@ -1,0 +1,254 @@
+"""LS2, first part: samplers, and the samples that a rank gets."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from lockstep.tools.check.arguments import argument, spread, true
+from lockstep.tools.check.fix import Edit
+from lockstep.tools.check.rule import Hit, rule
+from lockstep.tools.check.script import EVALUATION, Script
+
+
+def for_evaluation(script: Script, call: ast.Call) -> bool:
+    """Whether a sampler, a loader or a dataset is for evaluation, by the names around it."""
+    words = [script.bound_name(call), *(ast.unparse(one) for one in call.args[:1])]
+    dataset = argument(call, "dataset")
+    words += [] if dataset is None else [ast.unparse(dataset)]
+    return any(EVALUATION.search(word.lower()) for word in words)
+
+
+@rule(
+    "LS201",
+    "sampler without set_epoch",
+    "the sampler shuffles every epoch alike: call set_epoch(epoch) before each epoch",
+    "corrupts",
+    why="""DistributedSampler shuffles by its seed and its epoch number. Without `set_epoch` the number stays 0,
+    and every epoch has the same order.""",
+    bad="""
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader
+    from torch.utils.data.distributed import DistributedSampler
+
+    def train(model, dataset, optimizer):
+        dist.init_process_group("gloo")
+        sampler = DistributedSampler(dataset)
+        loader = DataLoader(dataset, batch_size=32, sampler=sampler)
+        for epoch in range(10):
+            for x, y in loader:
+                model(x, y).backward()
+                optimizer.step()
+        dist.destroy_process_group()
+    """,
+    good="""
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader
+    from torch.utils.data.distributed import DistributedSampler
+
+    def train(model, dataset, optimizer):
+        dist.init_process_group("gloo")
+        sampler = DistributedSampler(dataset)
+        loader = DataLoader(dataset, batch_size=32, sampler=sampler)
+        for epoch in range(10):
+            sampler.set_epoch(epoch)
+            for x, y in loader:
+                model(x, y).backward()
+                optimizer.step()
+        dist.destroy_process_group()
+    """,
+    fix="puts `set_epoch` at the head of the loop over epochs, where sampler and loop are in one function",
+)
+def no_set_epoch(script: Script) -> Iterator[Hit]:
+    """Find samplers of training data in programs that never call `set_epoch`."""
+    framework = {".prepare", ".setup_dataloaders"} & script.called
+    if ".set_epoch" in script.called or framework or script.says("set_epoch"):
+        return
+    epochs = [loop for one in script.program for loop in script.of(one).epoch_loops]
+    for call in script.calls("DistributedSampler"):
+        shuffle = argument(call, "shuffle", 3)
+        if not epochs or for_evaluation(script, call) or False in script.constants_of(shuffle):
+            continue
+        yield Hit(call, None, tuple(_set_epoch(script, call)))
+
+
+def _set_epoch(script: Script, call: ast.Call) -> Iterator[Edit]:
+    """Yield the edit that calls `set_epoch`, where the sampler's name is known in the loop."""
+    name = script.bound_name(call)
+    scope = script.module.scope(call)
+    for loop in script.epoch_loops:
+        known = name.isidentifier() and script.module.scope(loop) is scope
+        target = loop.target if known and isinstance(loop, ast.For) else None
+        if isinstance(target, ast.Name) and target.id != "_" and _always_bound(script, call):
+            yield Edit("first", loop, f"{name}.set_epoch({target.id})")
+            return
+
+
+def _always_bound(script: Script, call: ast.Call) -> bool:
+    parent = script.module.parents.get(call)
+    above = script.module.parents.get(parent) if parent is not None else None
+    return isinstance(parent, ast.Assign | ast.AnnAssign) and not isinstance(above, ast.If)
+
+
+@rule(
+    "LS202",
+    "shuffle beside a sampler",
+    "DataLoader refuses shuffle=True beside a sampler: leave shuffle out, the sampler shuffles",
+    "fails",
+    why="""DataLoader raises ValueError for the pair. The sampler decides the order: DistributedSampler shuffles
+    by default.""",
+    bad="""
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    def load(dataset):
+        dist.init_process_group()
+        sampler = DistributedSampler(dataset)
+        return DataLoader(dataset, batch_size=32, sampler=sampler, shuffle=True)
+    """,
+    good="""
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    def load(dataset):
+        dist.init_process_group()
+        sampler = DistributedSampler(dataset)
+        return DataLoader(dataset, batch_size=32, sampler=sampler)
+    """,
+    fix="removes `shuffle=True`",
+)
+def shuffle_with_sampler(script: Script) -> Iterator[Hit]:
+    """Find loaders that are given both."""
+    for call in script.calls("DataLoader"):
+        sampler = argument(call, "sampler", 3)
+        both = sampler is not None and true(argument(call, "shuffle", 2))
+        if sampler is None or not both or None in script.constants(sampler):
+            continue
+        keyword = any(one.arg == "shuffle" for one in call.keywords)
+        yield Hit(call, None, (Edit("argument", call, name="shuffle"),) if keyword else ())
+
+
+@rule(
+    "LS203",
+    "evaluation sampler that pads",
+    "this sampler repeats samples until ranks have equally many: metrics over them count some twice",
+    "misleads",
+    why="""Without `drop_last`, DistributedSampler repeats the first samples so that every rank has as many. An accuracy
+    over all ranks counts these twice, and depends on the number of ranks.""",
+    bad="""
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    def load(val_set):
+        dist.init_process_group()
+        sampler = DistributedSampler(val_set, shuffle=False)
+        return DataLoader(val_set, batch_size=32, sampler=sampler)
+    """,
+    good="""
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader, Subset
+
+    def load(val_set):
+        dist.init_process_group()
+        mine = range(dist.get_rank(), len(val_set), dist.get_world_size())
+        return DataLoader(Subset(val_set, mine), batch_size=32)
+    """,
+    default=False,
+)
+def padding_sampler(script: Script) -> Iterator[Hit]:
+    """Find samplers of evaluation data without `drop_last`."""
+    if script.says("gather_for_metrics"):
+        return
+    for call in script.calls("DistributedSampler"):
+        if for_evaluation(script, call) and not true(argument(call, "drop_last", 5)):
+            yield Hit(call)
+
+
+@rule(
+    "LS205",
+    "no sampler for several ranks",
+    "every rank reads the whole dataset: give the loader a DistributedSampler",
+    "misleads",
+    why="""Each rank has a loader of its own. Without a sampler that deals samples out, every rank goes over all of them:
+    an epoch takes as many steps as on one rank, and sees each sample once per rank.""",
+    bad="""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel as DDP
+    from torch.utils.data import DataLoader
+
+    def train(net, dataset, optimizer):
+        dist.init_process_group()
+        model = DDP(net)
+        for x, y in DataLoader(dataset, batch_size=32, shuffle=True):
+            model(x, y).backward()
+            optimizer.step()
+        dist.destroy_process_group()
+    """,
+    good="""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel as DDP
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    def train(net, dataset, optimizer):
+        dist.init_process_group()
+        model = DDP(net)
+        sampler = DistributedSampler(dataset)
+        for x, y in DataLoader(dataset, batch_size=32, sampler=sampler):
+            model(x, y).backward()
+            optimizer.step()
+        dist.destroy_process_group()
+    """,
+)
+def no_sampler(script: Script) -> Iterator[Hit]:
+    """Find loaders of training loops without a sampler, in programs with nothing that deals samples out."""
+    if not script.plain or "DDP" not in script.called or script.says("IterableDataset"):
+        return
+    dealt = r"[sS]ampler|Subset|split_dataset_by_node|\.shard\(|\[\s*\w*rank\w*\s*::"
+    if script.says(dealt):
+        return
+    for call in script.calls("DataLoader"):
+        whole = call in script.loaders and not spread(call) and not for_evaluation(script, call)
+        dataset = argument(call, "dataset", 0)
+        if whole and dataset is not None and not any(map(script.is_rank, script.sources(dataset))):
+            yield Hit(call)
+
+
+@rule(
+    "LS210",
+    "seed with the rank in it",
+    "ranks have to draw alike here to share samples out: give all of them one seed",
+    "corrupts",
+    why="""Every DistributedSampler shuffles the whole dataset and takes each n-th sample, and every rank cuts the dataset by
+    itself in `random_split`. With a seed of its own, a rank does so in another order: samples are read twice, and others
+    never, or one rank tests with what another trains on.""",
+    bad="""
+    import torch.distributed as dist
+    from torch.utils.data import DistributedSampler
+
+    def load(dataset, rank):
+        dist.init_process_group()
+        return DistributedSampler(dataset, seed=42 + rank)
+    """,
+    good="""
+    import torch.distributed as dist
+    from torch.utils.data import DistributedSampler
+
+    def load(dataset, rank):
+        dist.init_process_group()
+        return DistributedSampler(dataset, seed=42)
+    """,
+)
+def seed_by_rank(script: Script) -> Iterator[Hit]:
+    """Find samplers and splits whose seed has the rank in it."""
+    for call in script.calls("DistributedSampler"):
+        seed = argument(call, "seed", 4)
+        if seed is not None and any(script.is_rank(value) for value in script.sources(seed)):
+            yield Hit(call)
+    for call in script.calls("torch.utils.data.random_split"):
+        generator = argument(call, "generator", 2)
+        for made in () if generator is None else script.sources(generator):
+            match made:
+                case ast.Call(func=ast.Attribute(attr="manual_seed"), args=[seed]) if any(
+                    script.is_rank(value) for value in script.sources(seed)
+                ):
+                    yield Hit(call)

@@ -1,0 +1,308 @@
+"""LS4, first part: what happens in each step: collectives, gradients, waiting."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from lockstep.tools.check.arguments import argument
+from lockstep.tools.check.rule import Hit, rule
+from lockstep.tools.check.script import Script
+from lockstep.tools.check.source import dotted
+
+_COLLECTIVES = {
+    *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast"),
+    *("broadcast_object_list", "reduce", "gather", "gather_object", "scatter", "barrier"),
+    *("scatter_object_list", "reduce_scatter", "reduce_scatter_tensor", "all_to_all"),
+    *("all_to_all_single", "monitored_barrier", "new_group"),
+}
+#: Methods of Accelerator, Fabric and Run that all ranks have to call together.
+_METHODS = {
+    "Accelerator": {
+        "wait_for_everyone",
+        "gather",
+        "gather_for_metrics",
+        "reduce",
+        "pad_across_processes",
+    },
+    "Fabric": {"barrier", "all_reduce", "all_gather", "broadcast"},
+    "lockstep.Run": {"barrier", "mean", "sum", "gather", "save", "digest", "export", "backward"},
+}
+_GROUP = {"barrier": 0, "monitored_barrier": 0, "all_reduce": 2, "broadcast": 2, "all_gather": 2}
+
+
+def collective(script: Script, call: ast.Call) -> str | None:
+    """Return the name of the collective call that this is."""
+    name = script.name(call.func)
+    if name.startswith("dist.") and name.removeprefix("dist.") in _COLLECTIVES:
+        return name
+    if isinstance(call.func, ast.Attribute):
+        for made, methods in _METHODS.items():
+            if call.func.attr in methods and script.made_by(call.func.value, made):
+                return f"{ast.unparse(call.func)}"
+    return None
+
+
+@rule(
+    "LS401",
+    "collective in a branch of one rank",
+    "a collective call is made by some ranks only, and waits for the others: call it on all ranks",
+    "hangs",
+    why="""A collective call returns when all ranks have made it. In a branch that depends on the rank, some ranks
+    never make it: the others wait until the timeout, or are matched with another call and get its bytes.""",
+    bad="""
+    import torch.distributed as dist
+
+    def report(loss):
+        dist.init_process_group()
+        if dist.get_rank() == 0:
+            dist.all_reduce(loss)
+            print(loss / dist.get_world_size())
+    """,
+    good="""
+    import torch.distributed as dist
+
+    def report(loss):
+        dist.init_process_group()
+        dist.all_reduce(loss)
+        if dist.get_rank() == 0:
+            print(loss / dist.get_world_size())
+    """,
+)
+def collective_of_one_rank(script: Script) -> Iterator[Hit]:
+    """Find collective calls under a guard by the rank, unless the other ranks make the same call."""
+    for call in script.module.calls:
+        name = collective(script, call)
+        if name is None or _of_a_group(call, name):
+            continue
+        guard = script.guard(call)
+        if guard is None or not isinstance(guard, ast.If | ast.IfExp | ast.With | ast.expr):
+            continue
+        if isinstance(guard, ast.With) or _matched(script, call, guard):
+            continue
+        yield Hit(
+            call,
+            f"{name} is called by some ranks only, and waits for the others: call it on all ranks",
+        )
+
+
+def _of_a_group(call: ast.Call, name: str) -> bool:
+    """Whether a call is made in a group, whose members may be those of the branch."""
+    place = _GROUP.get(name.removeprefix("dist."))
+    return argument(call, "group", place) is not None
+
+
+def _matched(script: Script, call: ast.Call, guard: ast.AST) -> bool:
+    """Whether the same call stands in the other branch, or in a branch of its own for the other ranks."""
+    scope = script.module.scope(call)
+    for other in script.module.calls:
+        if other is call or script.name(other.func) != script.name(call.func):
+            continue
+        around = script.guard(other) if script.module.scope(other) is scope else None
+        if around is not None and (around is not guard or script.exclusive(call, other)):
+            return True
+    return False
+
+
+_TENSOR = re.compile(r"loss|logits|outputs?\b|preds?\b|grad|norm|correct|acc")
+#: What makes a text or a number of what it is given, whether that is shown or not.
+_SHOWS = {"print", "info", "add_scalar", "set_postfix", "set_description", "float"}
+
+
+@rule(
+    "LS402",
+    "waiting for the GPU in each step",
+    "reading a tensor waits for the GPU in each step: keep the tensor, and read it every so many steps",
+    "slow",
+    why="""`.item()`, `.cpu()`, `.tolist()`, `float(…)`, and printing a tensor or giving it to a progress bar or a logger wait
+    until the GPU has done all that was asked of it. In each step the CPU then cannot run ahead, and the GPU waits for the next step's kernels.""",
+    bad="""
+    import torch.distributed as dist
+
+    def train(model, loader, optimizer):
+        dist.init_process_group("nccl")
+        total = 0.0
+        for x in loader:
+            loss = model(x.cuda(0))
+            loss.backward()
+            optimizer.step()
+            total += loss.item()
+        dist.destroy_process_group()
+    """,
+    good="""
+    import torch.distributed as dist
+
+    def train(model, loader, optimizer):
+        dist.init_process_group("nccl")
+        total = 0.0
+        for x in loader:
+            loss = model(x.cuda(0))
+            loss.backward()
+            optimizer.step()
+            total += loss.detach()
+        print(total.item())
+        dist.destroy_process_group()
+    """,
+)
+def waits_each_step(script: Script) -> Iterator[Hit]:
+    """Find reads of tensors in every step of training, where there is a GPU."""
+    if not script.cuda or "lockstep" in script.flavours:
+        return
+    for call in script.module.calls:
+        what = _reads(script, call)
+        if what and not script.evaluates(call) and script.step_loop(call, always=True) is not None:
+            yield Hit(
+                call,
+                f"{what} waits for the GPU in each step: keep the tensor, and read it every so many steps",
+            )
+
+
+def _reads(script: Script, call: ast.Call) -> str:
+    """Return how a call reads a tensor, nothing where it reads none."""
+    match call.func:
+        case ast.Attribute(value=of, attr="item" | "tolist" | "cpu" | "numpy" as method):
+            text = ast.unparse(of)
+            fits = _TENSOR.search(text.lower()) and ".cpu()" not in text
+            return f"{text}.{method}()" if fits else ""
+    name = dotted(call.func).rpartition(".")[2]
+    given = [*call.args, *(one.value for one in call.keywords)] if name in _SHOWS else []
+    for value in given:
+        for one in _shown(value):
+            if _is_tensor(script, one):
+                return f"{name} of {ast.unparse(one)}"
+    return ""
+
+
+def _shown(value: ast.expr) -> list[ast.expr]:
+    """Return what a text is made of, or the value itself."""
+    match value:
+        case ast.JoinedStr(values=parts):
+            return [part.value for part in parts if isinstance(part, ast.FormattedValue)]
+        case ast.Call(func=ast.Attribute(attr="format"), args=given):
+            return given
+        case ast.BinOp(op=ast.Mod(), right=ast.Tuple(elts=given)):
+            return given
+        case ast.BinOp(op=ast.Mod(), right=given):
+            return [given]
+    return [value]
+
+
+def _is_tensor(script: Script, node: ast.expr) -> bool:
+    """Whether a value is called a loss or an output, and comes from a call that reads no tensor."""
+    name = dotted(node).rpartition(".")[2]
+    if not re.search(r"(^|_)(loss|logits|outputs?)$", name):
+        return False
+    values = script.sources(node)
+    read = r"\.item\(|\.tolist\(|\bfloat\(|\bnp\.|numpy|\.avg\b|round\("
+    made = any(isinstance(one, ast.Call) for one in values)
+    return made and not any(re.search(read, ast.unparse(one)) for one in values)
+
+
+@rule(
+    "LS403",
+    "barrier in each step",
+    "the ranks wait for each other in every step: reducing gradients keeps them together already",
+    "slow",
+    why="""DistributedDataParallel's reduction lets no rank run ahead by more than a step. A barrier beside it adds a
+    round trip, and takes the overlap between steps away.""",
+    bad="""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    def train(net, loader, optimizer):
+        dist.init_process_group()
+        model = DDP(net)
+        for x in loader:
+            model(x).backward()
+            optimizer.step()
+            dist.barrier()
+        dist.destroy_process_group()
+    """,
+    good="""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    def train(net, loader, optimizer):
+        dist.init_process_group()
+        model = DDP(net)
+        for x in loader:
+            model(x).backward()
+            optimizer.step()
+        dist.barrier()
+        dist.destroy_process_group()
+    """,
+)
+def barrier_each_step(script: Script) -> Iterator[Hit]:
+    """Find barriers in every step."""
+    for call in script.module.calls:
+        name = collective(script, call) or ""
+        waits = name.endswith(("barrier", "wait_for_everyone")) and script.guard(call) is None
+        if waits and script.step_loop(call, always=True) is not None:
+            yield Hit(call)
+
+
+@rule(
+    "LS404",
+    "accumulation without no_sync",
+    "gradients are reduced in every backward pass, and used in every n-th: put the others under model.no_sync()",
+    "slow",
+    why="""DistributedDataParallel reduces gradients in each backward pass. Where several passes add up to one step, all but
+    the last reduction are for nothing.""",
+    bad="""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    def train(net, loader, optimizer):
+        dist.init_process_group()
+        model = DDP(net)
+        for i, x in enumerate(loader):
+            model(x).backward()
+            if (i + 1) % 4 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        dist.destroy_process_group()
+    """,
+    good="""
+    import contextlib
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    def train(net, loader, optimizer):
+        dist.init_process_group()
+        model = DDP(net)
+        for i, x in enumerate(loader):
+            last = (i + 1) % 4 == 0
+            with contextlib.nullcontext() if last else model.no_sync():
+                model(x).backward()
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+        dist.destroy_process_group()
+    """,
+)
+def no_no_sync(script: Script) -> Iterator[Hit]:
+    """Find steps that are taken every n-th time, in programs that always reduce."""
+    if "DDP" not in script.called or not script.plain:
+        return
+    if script.says(r"no_sync|grad_sync|gradient_sync"):
+        return
+    for call in every_nth(script):
+        yield Hit(call)
+
+
+def every_nth(script: Script) -> Iterator[ast.Call]:
+    """Yield the steps of optimizers under `if i % n == 0` in a loop whose backward pass is not."""
+    for call in script.methods("step"):
+        assert isinstance(call.func, ast.Attribute)
+        branch = script.module.parents.get(script.module.statement(call) or call)
+        if not re.search(r"optim|opt$|scaler", ast.unparse(call.func.value)) or not isinstance(
+            branch, ast.If
+        ):
+            continue
+        modulo = any(isinstance(one, ast.Mod) for one in ast.walk(branch.test))
+        inside = any(
+            isinstance(one, ast.Attribute) and one.attr == "backward" for one in ast.walk(branch)
+        )
+        if modulo and not inside and script.step_loop(branch) is not None:
+            yield call

@@ -1,0 +1,299 @@
+"""LS3, first part: models in their wrappers, and the optimizer."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from lockstep.tools.check.arguments import argument, true
+from lockstep.tools.check.order import conditions, wrapped_before
+from lockstep.tools.check.rule import Hit, rule
+from lockstep.tools.check.script import Script
+from lockstep.tools.check.source import dotted
+
+
+@rule(
+    "LS304",
+    "optimizer made before the model is complete",
+    "the optimizer above has the parameters from before this: make it after",
+    "corrupts",
+    why="""FSDP replaces parameters: an optimizer made before updates tensors that the model no longer uses. `.cuda()` and
+    `.to()` keep the parameters, and PyTorch's documentation asks for the same order.""",
+    bad="""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    def build(model):
+        dist.init_process_group("nccl")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model = FSDP(model)
+        return model, optimizer
+    """,
+    good="""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    def build(model):
+        dist.init_process_group("nccl")
+        model = FSDP(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, optimizer
+    """,
+)
+def early_optimizer(script: Script) -> Iterator[Hit]:
+    """Find a move or a sharding of a model, by its name, after the optimizer of its parameters."""
+    if script.says(r"\[['\"]params['\"]\]\s*="):
+        return  # gives the optimizer other parameters by hand
+    for made in script.module.calls:
+        if not script.name(made.func).startswith("torch.optim."):
+            continue
+        match argument(made, "params", 0):
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="parameters")):
+                calls = [call for call in script.module.calls if script.earlier(made, call)]
+                sharded = [call for call in calls if _shards(script, call, name)]
+                moved = [call for call in calls if _moves(script, call, name)]
+                yield from (Hit(call) for call in sharded[:1])
+                if not sharded:
+                    yield from (Hit(call, _MOVED, harm="misleads") for call in moved[:1])
+
+
+#: Of a move, where parameters stay the same objects, but PyTorch asks for the order all the same.
+_MOVED = "the optimizer above was made before the model is moved: make it after"
+
+
+def _shards(script: Script, call: ast.Call, name: str) -> bool:
+    first = call.args[0] if call.args else None
+    sharding = script.name(call.func) in ("FSDP", "fully_shard")
+    return sharding and isinstance(first, ast.Name) and first.id == name
+
+
+def _moves(script: Script, call: ast.Call, name: str) -> bool:
+    """Whether a call moves a model before the function's first training loop."""
+    match call.func:
+        case ast.Attribute(value=ast.Name(id=moved), attr="to" | "cuda") if moved == name:
+            scope = script.module.scope(call)
+            loops = [one for one in script.step_loops if script.module.scope(one) is scope]
+            return all(call.lineno < loop.lineno for loop in loops)
+    return False
+
+
+@rule(
+    "LS305",
+    "SyncBatchNorm after the wrapper",
+    "the model is in its wrapper already: convert it before, as PyTorch's documentation does",
+    "misleads",
+    why="""`convert_sync_batchnorm` makes new layers from the old ones' parameters. FSDP gathers parameters for the layers that it
+    has wrapped, and the new ones compute with shards. DistributedDataParallel finds the same parameters in them, and PyTorch's
+    documentation asks for the same order.""",
+    bad="""
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    def build(net):
+        dist.init_process_group("nccl")
+        model = DDP(net)
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    """,
+    good="""
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    def build(net):
+        dist.init_process_group("nccl")
+        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
+        return DDP(net)
+    """,
+)
+def late_sync_batchnorm(script: Script) -> Iterator[Hit]:
+    """Find conversions of a model that is wrapped."""
+    for call in script.methods("convert_sync_batchnorm"):
+        model = argument(call, "module", 0)
+        if model is None:
+            continue
+        if always_wrapped(script, model, "FSDP") or _sharded_before(script, model):
+            yield Hit(call, _NEW_LAYERS, harm="fails")
+        elif always_wrapped(script, model, "DDP"):
+            yield Hit(call)
+
+
+def always_wrapped(script: Script, model: ast.expr, wrapper: str) -> bool:
+    """Whether a model has its wrapper on every way by which the program comes here."""
+    wrapped = wrapped_before(script, model, wrapper)
+    if wrapped is None:
+        return False
+    homes = [script.of(one) for one in script.program if wrapped in one.parents]
+    around = conditions(homes[0], wrapped) - conditions(script, model)
+    return not around and not script.exclusive(wrapped, model)
+
+
+#: Of FSDP, which knows the layers that it has wrapped.
+_NEW_LAYERS = "FSDP gathers parameters for the layers before this, and the new ones compute with shards: convert before"
+
+
+def _sharded_before(script: Script, model: ast.expr) -> bool:
+    """Whether `fully_shard`, which returns its model, was called for a name before."""
+    if not isinstance(model, ast.Name):
+        return False
+    made = script.calls("fully_shard")
+    return any(_shards(script, one, model.id) and script.earlier(one, model) for one in made)
+
+
+@rule(
+    "LS306",
+    "find_unused_parameters without need",
+    "the forward pass has no branch, so no parameter is left out: find_unused_parameters only costs time",
+    "slow",
+    why="""With it every step walks the graph of the loss for parameters that got no gradient. A model whose forward pass
+    always goes the same way needs that only if a layer is never used.""",
+    bad="""
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def forward(self, x):
+            return self.layer(x)
+
+    dist.init_process_group()
+    model = DDP(Net(), find_unused_parameters=True)
+    dist.destroy_process_group()
+    """,
+    good="""
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def forward(self, x):
+            return self.layer(x)
+
+    dist.init_process_group()
+    model = DDP(Net())
+    dist.destroy_process_group()
+    """,
+)
+def needless_search(script: Script) -> Iterator[Hit]:
+    """Find the setting where the model is a class of this file whose forward pass uses each of its layers."""
+    for call in script.calls("DDP"):
+        if not call.args or not true(argument(call, "find_unused_parameters")):
+            continue
+        made = [one for one in script.sources(call.args[0]) if isinstance(one, ast.Call)]
+        owners = [script.module.classes.get(dotted(one.func)) for one in made]
+        known = [owner for owner in owners if owner is not None]
+        if len(known) == len(made) == 1 and _straight(known[0]):
+            message = f"forward of {known[0].name} has no branch, so no parameter is left out: "
+            yield Hit(call, message + "find_unused_parameters only costs time")
+
+
+def _straight(owner: ast.ClassDef) -> bool:
+    """Whether the forward pass of a class has no branch and uses every attribute that is set."""
+    methods = {one.name: one for one in owner.body if isinstance(one, ast.FunctionDef)}
+    if set(methods) != {"__init__", "forward"} or re.search(
+        r"requires_grad|detach", ast.unparse(owner)
+    ):
+        return False
+    forward, made = methods["forward"], methods["__init__"]
+    branches = ast.If | ast.IfExp | ast.For | ast.While | ast.BoolOp
+    if any(isinstance(one, branches) for one in ast.walk(forward)):
+        return False
+    stores = [
+        one.attr
+        for one in ast.walk(made)
+        if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store)
+    ]
+    used = {one.attr for one in ast.walk(forward) if isinstance(one, ast.Attribute)}
+    return bool(stores) and set(stores) <= used
+
+
+@rule(
+    "LS308",
+    "model moved after it is wrapped",
+    "DistributedDataParallel has made its buckets where the model was: move the model before",
+    "fails",
+    why="""The wrapper checks devices and makes the buckets of gradients when it is made. A model that moves afterwards
+    has its gradients on another device than its buckets.""",
+    bad="""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    def build(net, device):
+        dist.init_process_group("nccl")
+        model = DDP(net)
+        model.to(device)
+        return model
+    """,
+    good="""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    def build(net, device):
+        dist.init_process_group("nccl")
+        net.to(device)
+        model = DDP(net)
+        return model
+    """,
+)
+def moved_wrapper(script: Script) -> Iterator[Hit]:
+    """Find moves of a variable that the same function has bound to a wrapper."""
+    for call in script.methods("to", "cuda"):
+        assert isinstance(call.func, ast.Attribute)
+        model = call.func.value
+        for made in script.made_by(model, "DDP") if isinstance(model, ast.Name) else ():
+            if made in script.module.parents and script.earlier(made, call):
+                yield Hit(call)
+                break
+
+
+@rule(
+    "LS309",
+    "forward pass around the wrapper",
+    "model.module(…) goes around DistributedDataParallel: gradients are not reduced; call the wrapper",
+    "corrupts",
+    why="""DistributedDataParallel prepares each reduction in its own `forward`. A call of `model.module` skips that: each
+    rank steps by its own gradients, and the copies drift apart.""",
+    bad="""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    def train(net, loader, optimizer):
+        dist.init_process_group()
+        model = DDP(net)
+        for x in loader:
+            model.module(x).sum().backward()
+            optimizer.step()
+        dist.destroy_process_group()
+    """,
+    good="""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    def train(net, loader, optimizer):
+        dist.init_process_group()
+        model = DDP(net)
+        for x in loader:
+            model(x).sum().backward()
+            optimizer.step()
+        dist.destroy_process_group()
+    """,
+)
+def around_wrapper(script: Script) -> Iterator[Hit]:
+    """Find calls of `module` of a wrapper in the steps of training."""
+    for call in script.module.calls:
+        match call.func:
+            case ast.Attribute(value=ast.expr() as model, attr="module"):
+                wrapped = script.made_by(model, "DDP") and script.step_loop(call) is not None
+                if wrapped and not script.evaluates(call):
+                    yield Hit(call)

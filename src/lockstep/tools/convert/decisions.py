@@ -1,0 +1,138 @@
+"""Questions about decisions by the values of one rank, or by a count of microbatches."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from lockstep.tools.check.source import Loop, dotted
+from lockstep.tools.convert import loops, questions
+from lockstep.tools.convert.draft import Draft, origins, root
+
+#: The time, of which each rank has its own.
+_CLOCK = re.compile(r"\b(time|monotonic|perf_counter)\(\)")
+
+#: Functions whose value is that of their arguments, put together.
+_ARITHMETIC = {"sum", "mean", "float", "round", "min", "max"}
+
+#: What optimizers keep in `param_groups`.
+_SETTINGS = {"lr", "momentum", "betas", "weight_decay", "eps"}
+
+#: Methods whose value is that of their object.
+_SAME = {"item", "detach", "cpu"}
+
+
+def convert(draft: Draft) -> None:
+    """Ask about learning rates and early ends that follow from what one rank sees."""
+    script = draft.script
+    for call in script.methods("step"):
+        loop, values = script.step_loop(call), [*call.args, *(one.value for one in call.keywords)]
+        if isinstance(loop, ast.For) and any(_counts(loop, one) for one in values):
+            draft.ask(call, questions.RATE)
+        elif loop is None and any(_of_training(draft, one) for one in values):
+            draft.ask(call, questions.OWN)
+    for node in ast.walk(draft.module.tree):
+        if _sets_rate(node):
+            if script.step_loop(node) is not None:
+                draft.ask(node, questions.RATE)
+            elif any(_of_training(draft, one) for one in _tests(draft, node)):
+                draft.ask(node, questions.OWN)
+        elif (
+            isinstance(node, ast.Break | ast.Return) or loops.exits(draft, node)
+        ) and _leaves_by_training(draft, node):
+            draft.ask(node, questions.OWN)
+
+
+def _counts(loop: ast.For, node: ast.expr) -> bool:
+    """Whether an expression has the number that `enumerate` gives in a loop."""
+    enumerates = isinstance(loop.iter, ast.Call) and dotted(loop.iter.func) == "enumerate"
+    if not enumerates or not isinstance(loop.target, ast.Tuple):
+        return False
+    number = ast.unparse(loop.target.elts[0])
+    return any(isinstance(one, ast.Name) and one.id == number for one in ast.walk(node))
+
+
+def _sets_rate(node: ast.AST) -> bool:
+    """Whether a statement is `group["lr"] = …`, or sets another setting of an optimizer."""
+    match node:
+        case ast.Assign(targets=[ast.Subscript(slice=ast.Constant(value=name))]):
+            return name in _SETTINGS
+        case ast.AugAssign(target=ast.Subscript(slice=ast.Constant(value=name))):
+            return name in _SETTINGS
+    return False
+
+
+def _leaves_by_training(draft: Draft, node: ast.AST) -> bool:
+    """Whether a loop over epochs is left by what training has returned, or by the time it took."""
+    loop = next((one for one in draft.module.above(node) if isinstance(one, Loop)), None)
+    return loop in draft.script.epoch_loops and any(
+        _of_training(draft, test) or _CLOCK.search(ast.unparse(test))
+        for test in _tests(draft, node)
+        if loop in draft.module.above(test)
+    )
+
+
+def _of_training(draft: Draft, node: ast.expr, depth: int = 3) -> bool:
+    """Whether a value was computed in a training loop: of each rank's own microbatches."""
+    script, module = draft.script, draft.module
+    for name in _operands(node):
+        if _filled(draft, name, depth):
+            return True
+        for value in script.sources(name):
+            if value not in module.parents:
+                continue
+            if any(one in script.step_loops for one in module.above(value)):
+                return True
+            called = script.project.callee(module, value) if isinstance(value, ast.Call) else None
+            if called is not None and script.level(called.body) is not None:
+                return True
+            given = [] if value is name or not depth else [value, *_tests(draft, value)]
+            if any(_of_training(draft, one, depth - 1) for one in given):
+                return True
+    return False
+
+
+def _tests(draft: Draft, node: ast.AST) -> list[ast.expr]:
+    """Return the conditions that a node stands under."""
+    return [one.test for one in draft.module.above(node) if isinstance(one, ast.If)]
+
+
+def _filled(draft: Draft, name: ast.expr, depth: int) -> bool:
+    """Whether an object, such as a list, a meter or a stopper, is given what was computed in training."""
+    script, module, owner = draft.script, draft.module, root(name)
+    if owner is None or dotted(owner) in ("", "self") or draft.held & set(origins(script, owner)):
+        return False
+    for call in module.calls:
+        receiver = root(call.func)
+        if not call.args or call is name or receiver is None or dotted(receiver) != dotted(owner):
+            continue
+        if isinstance(owner, ast.Name) and module.scope(call) is not module.scope(name):
+            continue
+        if isinstance(call.func, ast.Attribute) and script.step_loop(call) is not None:
+            return True
+        if depth and any(_of_training(draft, one, depth - 1) for one in call.args):
+            return True
+    return False
+
+
+def _operands(node: ast.expr) -> list[ast.expr]:
+    """Return the variables and calls that a value is put together from by arithmetic."""
+    parts: list[ast.expr] = []
+    match node:
+        case ast.Name() | ast.Attribute():
+            return [node]
+        case ast.Call(func=ast.Attribute(value=owner, attr=method)) if method in _SAME:
+            parts = [owner]
+        case ast.Call(func=func, args=args) if dotted(func).rpartition(".")[2] in _ARITHMETIC:
+            parts = args
+        case ast.Call():
+            return [node]
+        case ast.Subscript(value=value):
+            parts = [value]
+        case ast.BinOp(left=left, right=right):
+            parts = [left, right]
+        case ast.Compare(left=left, comparators=others):
+            parts = [left, *others]
+        case ast.BoolOp(values=values):
+            parts = values
+    return [one for part in parts for one in _operands(part)]

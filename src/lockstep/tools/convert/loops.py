@@ -1,0 +1,299 @@
+"""Loops and steps: `run.epochs`, `run.backward`, clipping, accumulation."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from lockstep.tools.check.arguments import argument
+from lockstep.tools.check.source import Loop, dotted
+from lockstep.tools.convert import questions
+from lockstep.tools.convert.draft import (
+    RUN,
+    Draft,
+    calls,
+    latest,
+    method_calls,
+    origins,
+    root,
+    sent_backward,
+)
+
+_CLIPPING = {
+    "torch.nn.utils.clip_grad_norm_": "clip_grad_norm_",
+    "torch.nn.utils.clip_grad_norm": "clip_grad_norm_",
+    "torch.nn.utils.clip_grad.clip_grad_norm_": "clip_grad_norm_",
+    "torch.nn.utils.clip_grad_value_": "clip_grad_value_",
+}
+_EXITS = ("sys.exit", "exit", "quit", "os._exit", "os.abort")
+
+
+def convert(draft: Draft) -> None:
+    """Let the run count epochs and send losses backward."""
+    for loop in draft.script.epoch_loops:
+        if draft.script.level(loop.body) == 1:
+            _epochs(draft, _counting(draft, loop))
+    for call in draft.script.methods("backward"):
+        if not any(edit.node is call for edit in draft.edits):  # of a loss that is scaled
+            _backward(draft, call)
+    for loop in draft.script.step_loops:
+        _accumulation(draft, loop)
+    _leaving(draft)
+    for name, method in _CLIPPING.items():
+        for call in draft.script.calls(name):
+            draft.edit("callee", call, f"{RUN}.{method}")
+
+
+def _counting(draft: Draft, loop: Loop) -> Loop:
+    """Return the loop that counts epochs: this one, or one around it, as around phases of an epoch."""
+    around = [one for one in draft.module.above(loop) if isinstance(one, Loop)]
+    for one in (loop, *around):
+        if isinstance(one, ast.For) and _counted(draft, one.iter)[1]:
+            return one
+    return loop
+
+
+def _epochs(draft: Draft, loop: Loop) -> None:
+    bar, counted = (None, None) if isinstance(loop, ast.While) else _counted(draft, loop.iter)
+    if counted is None or not isinstance(loop, ast.For):
+        draft.ask(loop, questions.EPOCHS)
+        return
+    *start, last = counted.args
+    source = draft.module.source
+    first = next((one for one in start if ast.unparse(one) != "0"), None)
+    count = source(last) if first is None else _difference(draft, first, last)
+    draft.edit("replace", counted, _with_bar(draft, counted, count))
+    if bar is not None and argument(bar, "total") is None:
+        draft.edit("argument", bar, count, "total")
+    if first is None:
+        return
+    if any(
+        isinstance(n, ast.Subscript) for one in draft.script.sources(first) for n in ast.walk(one)
+    ):
+        draft.ask(loop, questions.START)
+    read = isinstance(loop.target, ast.Name) and any(
+        draft.mentions(loop.target.id, statement) for statement in loop.body
+    )
+    if read:
+        draft.edit("first", loop, f"{source(loop.target)} += {source(first)}")
+
+
+def _counted(draft: Draft, node: ast.expr) -> tuple[ast.Call | None, ast.Call | None]:
+    """Return the bar that a loop goes over, if there is one, and the `range` of its numbers."""
+    for one in origins(draft.script, node.value if isinstance(node, ast.NamedExpr) else node):
+        match one:
+            case ast.Call(func=func, args=[ast.Call() as inner, *_]) if _last(func) == "tqdm":
+                return one, _counted(draft, inner)[1]
+            case ast.Call(func=func, args=[_] | [_, _]) if _last(func) in ("range", "trange"):
+                return None, one
+    return None, None
+
+
+def _last(node: ast.expr) -> str:
+    return dotted(node).rpartition(".")[2]
+
+
+def _with_bar(draft: Draft, counted: ast.Call, count: str) -> str:
+    """Return the epochs of a run, with the bar of a `trange`."""
+    epochs, source = f"{RUN}.epochs({count})", draft.module.source
+    if _last(counted.func) == "range":
+        return epochs
+    home = draft.script.name(counted.func).rpartition(".")[0]
+    if home and isinstance(counted.func, ast.Name) and "tqdm" not in draft.module.imports:
+        draft.imports.append(f"from {home} import tqdm")
+    words = [f"{word.arg}={source(word.value)}" for word in counted.keywords]
+    bar = source(counted.func).removesuffix("trange") + "tqdm"
+    return f"{bar}({', '.join([epochs, f'total={count}', *words])})"
+
+
+def _difference(draft: Draft, first: ast.expr, last: ast.expr) -> str:
+    """Return how many there are from `first` up to `last`, as one would write it."""
+    match last:
+        case ast.BinOp(op=ast.Add(), left=left, right=right):
+            for one, other in ((left, right), (right, left)):
+                if ast.dump(one) == ast.dump(first):
+                    return draft.module.source(other)
+    return f"{draft.operand(last)} - {draft.operand(first)}"
+
+
+def _backward(draft: Draft, call: ast.Call) -> None:
+    if draft.script.step_loop(call) is None:
+        draft.ask(call, questions.OUTSIDE)
+    elif call.args or call.keywords:
+        draft.ask(call, questions.BACKWARD)
+    else:
+        draft.edit("owner", call, f"{RUN}.backward")
+
+
+# Steps that are not taken in each iteration -------------------------------------------------------------
+
+
+def _accumulation(draft: Draft, loop: Loop) -> None:
+    """Make of a step that every n-th batch takes one batch that is n times as large."""
+    for branch in _inside(draft, loop, ast.If):
+        number = _modulus(branch.test)
+        if not calls(branch, "step") or not (number or _varies(loop, branch.test)):
+            continue
+        sized = [argument(one, "batch_size", 1) for one in _loaders(draft, loop)]
+        divided = [] if number is None else _divisions(draft, loop, number)
+        if number is None or not divided or not _accumulates(loop, branch) or not all(sized):
+            draft.ask(branch, questions.EVERY)
+            continue
+        draft.edit("splice", branch)
+        count = draft.module.source(number)
+        for size in sized:
+            assert size is not None
+            draft.edit("replace", size, f"{_factor(draft, size)} * {count}")
+        for node in divided:
+            _undivide(draft, node)
+        draft.notes.append(questions.ACCUMULATED.format(count))
+
+
+def _factor(draft: Draft, node: ast.expr) -> str:
+    """Return an expression as a factor; what it is to be replaced by already counts."""
+    known = [edit.code for edit in draft.edits if edit.kind == "replace" and edit.node is node]
+    draft.edits = [
+        edit for edit in draft.edits if not (edit.kind == "replace" and edit.node is node)
+    ]
+    return known[0] if known else draft.operand(node)
+
+
+def _inside(draft: Draft, loop: Loop, *kind: type[ast.stmt]) -> list[Any]:
+    """Return the nodes of a kind whose innermost loop is this one."""
+    found = []
+    for node in ast.walk(loop):
+        if isinstance(node, kind):
+            nearest = next(one for one in draft.module.above(node) if isinstance(one, Loop))
+            if nearest is loop:
+                found.append(node)
+    return found
+
+
+def _accumulates(loop: Loop, branch: ast.If) -> bool:
+    """Whether all steps of a loop are in a branch, and all of its backward passes before it."""
+    updates = ("step", "zero_grad")
+    return (
+        not branch.orelse
+        and calls(branch, *updates) == calls(loop, *updates)
+        and not calls(branch, "backward")
+        and calls(loop, "backward") > 0
+    )
+
+
+def _varies(loop: Loop, test: ast.expr) -> bool:
+    """Whether a condition reads what the loop binds."""
+    stored = {
+        one.id
+        for one in ast.walk(loop)
+        if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)
+    }
+    return any(isinstance(one, ast.Name) and one.id in stored for one in ast.walk(test))
+
+
+def _modulus(test: ast.expr) -> ast.expr | None:
+    """Return `n` of `(i + 1) % n == 0`, also beside `i + 1 == len(loader)`."""
+    first = test
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or):
+        first, *others = test.values
+        if not all(isinstance(one, ast.Compare) and "len(" in ast.unparse(one) for one in others):
+            return None
+    match first:
+        case ast.Compare(left=ast.BinOp(op=ast.Mod(), right=number), ops=[ast.Eq()]):
+            return number
+    return None
+
+
+def _loaders(draft: Draft, loop: Loop) -> list[ast.Call]:
+    given = draft.script.iterated(loop)
+    return [] if given is None else draft.script.made_by(given, "DataLoader")
+
+
+def _divisions(draft: Draft, loop: Loop, number: ast.expr) -> list[ast.AugAssign | ast.BinOp]:
+    """Return where the losses that are sent backward are divided by a number, and what follows from it.
+
+    None where one of them is not: a sum over batches is another loss when the batch is larger.
+    """
+    same = ast.dump(number)
+    sent = [_divided(draft, sent_backward(call), same) for call in method_calls(loop, "backward")]
+    if not all(sent):
+        return []
+    found = list(dict.fromkeys(one for divided in sent for one in divided))
+    names = {_target(draft, one) for one in found} - {""}  # `loss` of `loss = loss / n`
+    loaders = set(_loaders(draft, loop))
+    for node in ast.walk(draft.module.tree):
+        if isinstance(node, ast.BinOp) and ast.dump(node.right) == same and node not in found:
+            length = isinstance(node.op, ast.Div | ast.FloorDiv) and _length(draft, node, loaders)
+            logged = isinstance(node.op, ast.Mult) and dotted(root(node.left) or loop) in names
+            if length or (logged and draft.module.scope(node) is draft.module.scope(loop)):
+                found.append(node)
+    return found
+
+
+def _divided(draft: Draft, node: ast.expr, same: str) -> list[ast.AugAssign | ast.BinOp]:
+    """Return the divisions by a number that a whole loss has gone through; none where a part has not."""
+    match node:
+        case ast.BinOp(op=ast.Div(), right=right) if ast.dump(right) == same:
+            above = draft.module.parents.get(node)
+            return [above if isinstance(above, ast.AugAssign) else node]
+        case ast.BinOp(op=ast.Mult() | ast.Div(), left=left):
+            return _divided(draft, left, same)
+        case ast.Name() | ast.Attribute():
+            values = [value for _, value in latest(draft.script, node)]
+            found = [_divided(draft, one, same) for one in values if isinstance(one, ast.expr)]
+            return [one for part in found for one in part] if all(found) else []
+    return []
+
+
+def _target(draft: Draft, division: ast.AugAssign | ast.BinOp) -> str:
+    """Return the variable that a divided loss is bound to."""
+    if isinstance(division, ast.AugAssign):
+        return dotted(division.target)
+    return draft.script.bound_name(division)
+
+
+def _length(draft: Draft, node: ast.BinOp, loaders: set[ast.Call]) -> bool:
+    """Whether a number is computed from the length of one of some loaders."""
+    return any(
+        isinstance(one, ast.Call)
+        and dotted(one.func) == "len"
+        and loaders.intersection(draft.script.made_by(one.args[0], "DataLoader"))
+        for one in ast.walk(node.left)
+    )
+
+
+def _undivide(draft: Draft, node: ast.AugAssign | ast.BinOp) -> None:
+    if isinstance(node, ast.AugAssign):
+        draft.remove(node)
+        return
+    above = draft.module.parents.get(node)
+    inner = isinstance(above, ast.BinOp | ast.UnaryOp | ast.Attribute)
+    left = draft.operand(node.left) if inner else draft.module.source(node.left)
+    draft.edit("replace", node, left)
+    if isinstance(above, ast.Assign) and ast.unparse(above.targets[0]) == ast.unparse(node.left):
+        draft.remove(above)  # `loss = loss / n`
+
+
+def _leaving(draft: Draft) -> None:
+    """Ask about what leaves a training loop, or the script, or passes over a part of a batch."""
+    script, module = draft.script, draft.module
+    for loop in script.step_loops:
+        for node in _inside(draft, loop, ast.Break):
+            draft.ask(node, questions.LEAVES)
+        for node in _inside(draft, loop, ast.Continue):
+            draft.ask(node, questions.SKIPS)
+        for node in ast.walk(loop):
+            if isinstance(node, ast.Return) and module.scope(node) is module.scope(loop):
+                draft.ask(node, questions.LEAVES)
+    for node in ast.walk(module.tree):
+        if exits(draft, node) and script.step_loop(node) is not None:
+            draft.ask(node, questions.LEAVES)
+
+
+def exits(draft: Draft, node: ast.AST) -> bool:
+    """Whether a node ends the script, or raises an exception of the script's own."""
+    if isinstance(node, ast.Call):
+        return draft.script.name(node.func) in _EXITS
+    if not isinstance(node, ast.Raise) or node.exc is None:
+        return False
+    raised = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+    return dotted(raised) in {"SystemExit", "KeyboardInterrupt", *draft.module.classes}

@@ -1,0 +1,236 @@
+"""Set-up of a DDP script that a run replaces: process group, ranks, samplers, devices, seeds."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from lockstep.tools.check.arguments import argument
+from lockstep.tools.check.script import Script
+from lockstep.tools.check.source import Function
+from lockstep.tools.convert import questions, unused
+from lockstep.tools.convert.carried import stored
+from lockstep.tools.convert.draft import REPLICAS, RUN, Draft
+from lockstep.tools.convert.home import Home
+
+_GOES = ("dist.init_process_group", "dist.destroy_process_group")
+_ADDRESS = re.compile(r"^MASTER_(ADDR|PORT)$")
+_COLLECTIVE = re.compile(
+    r"^dist\.(all_\w+|reduce\w*|broadcast\w*|gather\w*|scatter\w*|monitored_barrier)$"
+)
+
+
+def convert(draft: Draft) -> None:
+    """Take away what the run does, and ask it what ranks are asked for."""
+    _devices(draft)
+    if "ddp" not in draft.script.flavours:
+        return
+    script = draft.script
+    for call in [
+        *script.calls(*_GOES),
+        *script.methods("set_epoch"),
+        *script.calls("torch.cuda.set_device"),
+    ]:
+        _remove(draft, call)
+    for statement in ast.walk(draft.module.tree):
+        if isinstance(statement, ast.Assign) and _sets_address(statement):
+            draft.remove(statement)
+    for call in draft.module.calls:
+        _call(draft, call)
+    for call in list(script.calls("DataLoader")):
+        _sampler(draft, call)
+
+
+def _remove(draft: Draft, call: ast.Call) -> None:
+    statement = draft.module.statement(call)
+    if isinstance(statement, ast.Expr) and statement.value is call:
+        draft.remove(statement)
+    else:
+        draft.ask(call, questions.TAKEN)
+
+
+def _sets_address(statement: ast.Assign) -> bool:
+    target = statement.targets[0]
+    return (
+        isinstance(target, ast.Subscript)
+        and isinstance(target.slice, ast.Constant)
+        and bool(_ADDRESS.match(str(target.slice.value)))
+    )
+
+
+def _call(draft: Draft, call: ast.Call) -> None:
+    script, name = draft.script, draft.script.name(call.func)
+    if name == "dist.barrier":
+        draft.edit("replace", call, f"{RUN}.barrier()")
+    elif _COLLECTIVE.match(name):
+        if script.evaluates(call) and script.step_loop(call) is None:
+            _remove(draft, call)  # each rank measures on all of the data
+        else:
+            draft.ask(call, questions.COLLECTIVE.format(name))
+
+
+# Samplers ------------------------------------------------------------------------------------------
+
+
+def _sampler(draft: Draft, call: ast.Call) -> None:
+    """Give a DataLoader the order of its DistributedSampler, and the batch of all replicas."""
+    script, given = draft.script, argument(call, "sampler")
+    made = [] if given is None else script.made_by(given, "DistributedSampler")
+    trains = call in script.loaders
+    if made:
+        order = argument(made[0], "shuffle", 3)
+        asked = "True" if order is None else draft.module.source(order)
+        draft.edit("argument", call, name="sampler")
+        draft.edit("argument", call, "" if asked == "False" else asked, "shuffle")
+        for one in made:
+            _forget(draft, one)
+            left_out = argument(one, "drop_last", 5)
+            drops = left_out is not None and ast.unparse(left_out) != "False"
+            if trains and (drops or argument(one, "seed", 4) is not None):
+                draft.ask(call, questions.SAMPLER)
+    if trains and made:
+        _batch(draft, call)
+    elif trains and argument(call, "batch_sampler") is None:
+        draft.ask(call, questions.BATCH_SIZE)
+
+
+def _forget(draft: Draft, made: ast.Call) -> None:
+    statement = draft.module.statement(made)
+    if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+        draft.fading.add(statement)
+
+
+def _batch(draft: Draft, call: ast.Call) -> None:
+    """Make the batch of a rank that of all replicas."""
+    given = argument(call, "batch_size", 1)
+    script, source = draft.script, draft.module.source
+    if given is None:
+        draft.edit("argument", call, f"{RUN}.replicas", "batch_size")
+    elif (
+        isinstance(given, ast.BinOp)
+        and isinstance(given.op, ast.Div | ast.FloorDiv)
+        and script.is_world_size(given.right)
+    ):
+        draft.edit("replace", given, source(given.left))
+    elif any(script.is_world_size(one) for one in script.sources(given)):
+        draft.ask(call, questions.BATCH_SIZE)
+    else:
+        text = draft.operand(given)
+        draft.edit("replace", given, f"{text} * {RUN}.replicas")
+        draft.notes.append(questions.PER_RANK.format(text, REPLICAS))
+
+
+# Devices -------------------------------------------------------------------------------------------
+
+
+def _devices(draft: Draft) -> None:
+    """Replace devices that are named by a number: each rank has its own."""
+    script, module = draft.script, draft.module
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Constant) and re.fullmatch(r"cuda:\d+", str(node.value)):
+            draft.edit("replace", node, '"cuda"')
+    for call in module.calls:
+        method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+        if script.name(call.func) == "torch.device" and any(
+            _of_rank(script, one) for one in call.args
+        ):
+            draft.edit("replace", call, f"{RUN}.device")
+        elif method in ("to", "cuda") and call.args and _of_rank(script, call.args[0]):
+            if method == "cuda":
+                assert isinstance(call.func, ast.Attribute)
+                draft.edit("replace", call.func, f"{draft.operand(call.func.value)}.to")
+            draft.edit("replace", call.args[0], f"{RUN}.device")
+    for values in (*module.bound.values(), *module.attributes.values()):
+        for value in values:
+            text = isinstance(value, ast.JoinedStr) and "cuda" in ast.unparse(value)
+            modulo = isinstance(value, ast.BinOp) and "device_count" in ast.unparse(value)
+            if (text or modulo) and isinstance(value, ast.expr) and script.is_rank(value):
+                draft.edit("replace", value, f"{RUN}.device")
+
+
+def _of_rank(script: Script, node: ast.expr) -> bool:
+    """Whether a device is the number of a rank, or a text with it."""
+    if isinstance(node, ast.Call):
+        return False
+    return script.is_rank(node) or any(
+        script.is_rank(value)
+        for value in script.sources(node)
+        if isinstance(value, ast.Name | ast.Attribute) or "int(" in ast.unparse(value)[:4]
+    )
+
+
+# Together with the home ----------------------------------------------------------------------------
+
+
+def seeds(draft: Draft, home: Home) -> None:
+    """Make the seed of the script that of the run."""
+    script, module = draft.script, draft.module
+    for call in script.calls("torch.manual_seed", "torch.random.manual_seed"):
+        statement = module.statement(call)
+        if not call.args or not isinstance(statement, ast.Expr):
+            continue
+        given = _without_rank(script, call.args[0])
+        numbers = [one for one in script.constants(given) if type(one) is int]
+        if statement in home.block and (known := _known_before(script, home, statement, given)):
+            draft.seed = module.source(known)
+            draft.remove(statement)
+            home.start = min(home.start, home.block.index(statement))
+            return
+        above = module.parents.get(statement)
+        if (
+            isinstance(above, ast.If)
+            and above in home.block
+            and ast.unparse(given) in ast.unparse(above.test)
+        ):
+            draft.seed = f"{module.source(given)} or 0"
+        elif len(numbers) == 1 and len(script.sources(given)) == 1:
+            draft.seed = str(numbers[0])
+        else:
+            draft.ask(call, questions.SEED)
+
+
+def _known_before(
+    script: Script, home: Home, statement: ast.stmt, seed: ast.expr
+) -> ast.expr | None:
+    """Return a seed, or an only value of it, whose names the run's block does not bind before it is set."""
+    inside = home.block[home.start : home.block.index(statement)]
+    bound = {name for one in inside for name in stored(one)}
+    values = [_without_rank(script, one) for one in script.sources(seed)]
+    for one in [seed, *(values if len(values) == 1 else [])]:
+        if not any(isinstance(n, ast.Name) and n.id in bound for n in ast.walk(one)):
+            return one
+    return None
+
+
+def _without_rank(script: Script, node: ast.expr) -> ast.expr:
+    """Return a seed without the rank that is added to it."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) and script.is_rank(node):
+        return node.left if script.is_rank(node.right) else node.right
+    return node
+
+
+def in_home(draft: Draft, home: Home) -> None:
+    """Call what `mp.spawn` would start on each rank."""
+    script = draft.script
+    for call in script.calls("mp.spawn"):
+        target = script.project.definition(draft.module, call.args[0]) if call.args else None
+        given = argument(call, "args", 1)
+        if (
+            target is not home.scope
+            or not isinstance(target, Function)
+            or not isinstance(given, ast.Tuple)
+        ):
+            draft.ask(call, questions.SPAWN)
+            continue
+        words = [draft.module.source(one) for one in given.elts]
+        draft.edit("replace", call, f"{draft.module.source(call.args[0])}({', '.join(words)})")
+        draft.edit("parameter", target, "")
+        dead = set(unused.gone(draft))
+        rank, *others = [one.arg for one in target.args.args]
+        numbers = {rank: "world.rank"} | {
+            one: "replicas" for one in others if script.is_world_size(ast.Name(one))
+        }
+        start = home.block[home.start]
+        for name, value in numbers.items():
+            if any(one not in dead for one in draft.mentions(name, target)):
+                draft.edit("before", start, f"{name} = {RUN}.{value}")

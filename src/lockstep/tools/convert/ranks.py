@@ -1,0 +1,158 @@
+"""Rank and world size in a DDP script, and values computed from them."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from lockstep.tools.check.script import Script
+from lockstep.tools.check.source import dotted
+from lockstep.tools.convert import questions
+from lockstep.tools.convert.draft import RUN, Draft
+
+#: Variables of the environment, and what a run calls their values. The number of ranks is that of replicas:
+#: what is computed from it is the same on every layout.
+_VARIABLES = {
+    r"RANK$": "world.rank",
+    r"LOCAL_RANK$": "world.local_rank",
+    r"WORLD_SIZE$": "replicas",
+}
+_ANSWERS = {"dist.get_rank": "world.rank", "dist.get_world_size": "replicas"}
+_REDUCES = re.compile(r"^dist\.(all_)?(reduce|gather)\w*$")
+
+
+def convert(draft: Draft) -> None:
+    """Let the run say what ranks are asked for."""
+    if "ddp" not in draft.script.flavours:
+        return
+    _asked(draft)
+    for node in ast.walk(draft.module.tree):
+        if _takes_part(draft.script, node):
+            draft.ask(node, questions.PART)
+        elif _divides_sum(draft, node):
+            draft.ask(node, questions.DIVIDED)
+        elif _computes(draft, node):
+            draft.ask(node, questions.RANK)
+
+
+# The rank and the number of ranks --------------------------------------------------------------------
+
+
+def _asked(draft: Draft) -> None:
+    """Replace what asks for the rank, for the number of ranks, and whether there are any."""
+    options = _options(draft)
+    for node in ast.walk(draft.module.tree):
+        if isinstance(node, ast.Subscript | ast.Call) and (named := _variable(node)):
+            draft.edit("replace", _number(draft, node), f"{RUN}.{named}")
+        elif isinstance(node, ast.Call):
+            _answer(draft, node)
+        elif isinstance(node, ast.Compare) and _asks_environment(node):
+            draft.edit("replace", node, "True")
+        elif isinstance(node, ast.Attribute) and dotted(node) in options:
+            draft.edit("replace", node, f"{RUN}.world.local_rank")
+
+
+def _variable(node: ast.Subscript | ast.Call) -> str:
+    """Return what a run calls the value of `os.environ["RANK"]` or `os.environ.get("RANK", 0)`."""
+    match node:
+        case ast.Subscript(value=owner, slice=ast.Constant(value=key)):
+            return _named(key) if dotted(owner).endswith("environ") else ""
+        case ast.Call(func=func, args=[ast.Constant(value=key), *_]):
+            return _named(key) if dotted(func).endswith(("environ.get", "getenv")) else ""
+    return ""
+
+
+def _named(key: object) -> str:
+    return next((name for form, name in _VARIABLES.items() if re.match(form, str(key))), "")
+
+
+def _number(draft: Draft, node: ast.expr) -> ast.expr:
+    """Return `int(…)` around an expression, if it is there."""
+    parent = draft.module.parents.get(node)
+    return parent if isinstance(parent, ast.Call) and dotted(parent.func) == "int" else node
+
+
+def _asks_environment(node: ast.Compare) -> bool:
+    """Whether a comparison is `"RANK" in os.environ`: whether there are ranks."""
+    match node:
+        case ast.Compare(left=ast.Constant(value=key), ops=[ast.In()], comparators=[where]):
+            return bool(_named(key)) and dotted(where).endswith("environ")
+    return False
+
+
+def _answer(draft: Draft, call: ast.Call) -> None:
+    name, parent = draft.script.name(call.func), draft.module.parents.get(call)
+    if name == "dist.is_initialized":
+        draft.edit("replace", call, "True")
+    elif name in _ANSWERS and not call.args:
+        match parent:
+            case ast.Compare(ops=[ast.Eq()], comparators=[ast.Constant(value=0)]) if (
+                name == "dist.get_rank"
+            ):
+                draft.edit("replace", parent, f"{RUN}.is_main_process")
+            case _:
+                draft.edit("replace", call, f"{RUN}.{_ANSWERS[name]}")
+
+
+def _options(draft: Draft) -> set[str]:
+    """Return the variables that have the option `--local_rank`, which no launcher gives any more."""
+    script, module = draft.script, draft.module
+    texts = [ast.unparse(one) for call in script.methods("add_argument") for one in call.args]
+    if not any(re.fullmatch("'--local[-_]rank'", text) for text in texts):
+        return set()
+    read = {dotted(node) for node in ast.walk(module.tree) if isinstance(node, ast.Attribute)}
+    return {
+        one
+        for one in read
+        if re.fullmatch(r"(?!self\.)\w+\.local_rank", one) and (None, one) not in module.attributes
+    }
+
+
+# What follows from them ------------------------------------------------------------------------------
+
+
+def _takes_part(script: Script, node: ast.AST) -> bool:
+    """Whether data are split by the rank: `data[rank::n]`, `range(rank, …)`, `i % n == rank`."""
+    match node:
+        case ast.Slice():
+            return script.is_rank(node)
+        case ast.Subscript(slice=ast.Name() | ast.Attribute() as index):
+            device = re.search("local|gpu|device", ast.unparse(node))
+            return script.is_rank(index) and not device
+        case ast.Call(func=func, args=args):
+            counts = dotted(func).endswith(("range", "islice"))
+            return counts and any(script.is_rank(one) for one in args)
+        case ast.BinOp(left=left, op=ast.Mod(), right=right):
+            shown = isinstance(left, ast.Constant | ast.JoinedStr)
+            return script.is_world_size(right) and not (shown or script.is_rank(left))
+    return False
+
+
+def _divides_sum(draft: Draft, node: ast.AST) -> bool:
+    """Whether a number is divided by that of ranks, in a function that adds up over ranks."""
+    script, module = draft.script, draft.module
+    match node:
+        case ast.BinOp(op=ast.Div() | ast.FloorDiv(), right=number):
+            pass
+        case ast.AugAssign(op=ast.Div() | ast.FloorDiv(), value=number):
+            pass
+        case _:
+            return False
+    scope = module.scope(node)
+    calls = [call for call in module.calls if module.scope(call) is scope]
+    reduces = any(_REDUCES.match(script.name(call.func)) for call in calls)
+    return reduces and script.is_world_size(number)
+
+
+def _computes(draft: Draft, node: ast.AST) -> bool:
+    """Whether a number is computed from the rank that is no seed of torch, and not only shown."""
+    match node:
+        case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult(), right=right):
+            sides = [one for one in (left, right) if not isinstance(one, ast.BinOp)]
+            if not any(draft.script.is_rank(one) for one in sides):
+                return False
+            above = draft.module.above(node)
+            calls = [dotted(one.func) for one in above if isinstance(one, ast.Call)]
+            shown = any(isinstance(one, ast.JoinedStr) for one in draft.module.above(node))
+            return not shown and not any(re.search("print|torch.manual_seed", one) for one in calls)
+    return False

@@ -1,0 +1,106 @@
+"""Files: writes by every rank become writes by the main rank."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+from lockstep.tools.check.arguments import argument
+from lockstep.tools.check.source import Function
+from lockstep.tools.convert import questions
+from lockstep.tools.convert.draft import RUN, Draft, origins
+
+_WRITES = re.compile(
+    r"^shutil\.(copy\w*|move|rmtree)$|^os\.(rename|replace|remove|unlink|symlink)$"
+)
+#: What writes files by other names than torch's.
+_OTHERS = re.compile(
+    r"(^|\.)(savefig|save_image|SummaryWriter|FileHandler|to_csv|to_json|to_parquet|to_pickle)$"
+    r"|(^|\.)(write_text|write_bytes|save_pretrained|save_file)$|^torch\.(jit\.save|onnx\.export)$"
+    r"|^numpy\.save\w*$|^(json|pickle)\.dump$|^wandb\.init$|^mlflow\.start_run$"
+)
+
+
+def convert(draft: Draft) -> None:
+    """Let the main rank write what `torch.save` writes."""
+    script = draft.script
+    for call in script.calls("torch.save"):
+        statement = draft.module.statement(call)
+        if not isinstance(statement, ast.Expr) or statement.value is not call:
+            draft.ask(call, questions.SAVE)
+        elif not _is_guarded(draft, call):
+            _save(draft, call, statement)
+    for call in draft.module.calls:
+        statement = draft.module.statement(call)
+        alone = isinstance(statement, ast.Expr) and statement.value is call
+        if _WRITES.match(script.name(call.func)) and alone and _near_save(draft, call):
+            draft.edit("guard", draft.line_statement(call), f"{RUN}.is_main_process")
+        elif _writes(draft, call) and not _is_guarded(draft, call):
+            draft.ask(call, questions.SAVE)
+
+
+def _is_guarded(draft: Draft, node: ast.AST) -> bool:
+    """Whether one rank alone comes to a node; not where `or` lets others come, too."""
+    guard = draft.script.guard(node)
+    return guard is not None and not (
+        isinstance(guard, ast.If)
+        and any(
+            isinstance(one, ast.BoolOp)
+            and isinstance(one.op, ast.Or)
+            and not all(draft.script.by_rank(value) for value in one.values)
+            for one in ast.walk(guard.test)
+        )
+    )
+
+
+def _writes(draft: Draft, call: ast.Call) -> bool:
+    """Whether a call writes a file, and not into one that was asked about."""
+    name = draft.script.name(call.func)
+    if name.rpartition(".")[2] == "open":
+        mode = argument(call, "mode", 0 if isinstance(call.func, ast.Attribute) else 1)
+        return isinstance(mode, ast.Constant) and bool(re.search("[wax+]", str(mode.value)))
+    inside = any(one in draft.questions for one in draft.module.above(call))
+    return bool(_OTHERS.search(name) or _WRITES.match(name)) and not inside
+
+
+def _save(draft: Draft, call: ast.Call, statement: ast.Expr) -> None:
+    module = draft.module
+    match call.args:
+        case [ast.Call(func=ast.Attribute(value=model, attr="state_dict"), args=[]), path] if (
+            not call.keywords
+        ):
+            if isinstance(model, ast.Attribute) and model.attr == "module":
+                model = model.value
+            given = draft.held.intersection(origins(draft.script, model))
+            if given and _exports(draft, path) and not _by_value(draft, call):
+                code = f"{RUN}.export({module.source(path)}, {module.source(model)})"
+                draft.edit("replace", call, code)
+                return
+    draft.edit("guard", statement, f"{RUN}.is_main_process")
+
+
+def _exports(draft: Draft, path: ast.expr) -> bool:
+    """Whether `run.export` takes a file's suffix, as far as it is seen."""
+    texts = [one.value for one in ast.walk(path) if isinstance(one, ast.Constant)]
+    suffixes = [Path(str(one)).suffix for one in [*texts, *draft.script.constants(path)]]
+    return all(one in ("", ".pt", ".pth", ".bin") for one in suffixes)
+
+
+def _by_value(draft: Draft, node: ast.AST) -> bool:
+    """Whether a node stands under a condition that may differ between ranks: of a step, or a comparison."""
+    for one in draft.module.above(node):
+        if one in draft.script.step_loops:
+            return True
+        if isinstance(one, Function):
+            return False
+        if isinstance(one, ast.If) and "__name__" not in ast.unparse(one.test):
+            return any(isinstance(part, ast.Compare) for part in ast.walk(one.test))
+    return False
+
+
+def _near_save(draft: Draft, node: ast.AST) -> bool:
+    """Whether a function, or the file, also saves."""
+    scope = draft.module.scope(node)
+    calls = draft.script.calls("torch.save")
+    return not _is_guarded(draft, node) and any(draft.module.scope(one) is scope for one in calls)

@@ -1,0 +1,168 @@
+"""`Check`: a name, measurements on each node or between nodes, and a verdict over all nodes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from lockstep.tools.doctor.node_rendezvous import Rendezvous
+
+Level = Literal["ok", "skipped", "warning", "failure"]
+#: What a node has found, in JSON's types.
+Facts = Any
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        level: how bad it is; a failure breaks trainings, a warning slows or misleads.
+        text: what was seen, on which node.
+        advice: what to do about it; empty where nothing is to be done.
+    """
+
+    level: Level
+    text: str
+    advice: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the user said.
+
+    Attributes:
+        run_dir: where runs are to be kept.
+        address: host of the rendezvous, if it has one.
+    """
+
+    run_dir: Path
+    address: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What all nodes have told, as far as they could.
+
+    Attributes:
+        labels: what to call each node.
+        told: by node, what it found for each check.
+        asked: how many nodes there were to be.
+    """
+
+    labels: tuple[str, ...]
+    told: tuple[Mapping[str, Facts], ...]
+    asked: int = 1
+
+    def of(self, name: str) -> list[tuple[str, Facts]]:
+        """Return the label and the facts of each node that found something for a check."""
+        pairs = zip(self.labels, self.told, strict=True)
+        return [(label, told[name]) for label, told in pairs if told.get(name) is not None]
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is one node."""
+        return len(self.labels) == 1
+
+    @property
+    def missed(self) -> bool:
+        """Whether nodes were asked for that did not come."""
+        return len(self.labels) < self.asked
+
+    def on(self, label: str) -> str:
+        """Return how a line about a node begins; a node that is alone needs no name."""
+        return "" if self.alone else f"{label}: "
+
+
+Look = Callable[[Asked], Facts]
+Together = Callable[[Rendezvous, Seen, Asked], Facts]
+Judge = Callable[[Seen], Iterator[Finding]]
+JudgeOne = Callable[[Facts], list[Finding] | str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """A check.
+
+    Attributes:
+        name: one word, at the beginning of its lines.
+        judge: yields its lines, from what all nodes told.
+        look: what each node looks at by itself, in a process of its own.
+        together: what the nodes do with each other, after all have looked.
+        seconds: how long a node may take.
+    """
+
+    name: str
+    judge: Judge
+    look: Look | None = None
+    together: Together | None = None
+    seconds: float = 10.0
+
+
+#: The checks of all groups that were imported.
+ENTERED: list[Check] = []
+
+
+def check(
+    name: str,
+    *,
+    look: Look | None = None,
+    together: Together | None = None,
+    seconds: float = 10.0,
+) -> Callable[[Judge], Judge]:
+    """Enter a judgement among the checks; the arguments are those of `Check`."""
+
+    def enter(judge: Judge) -> Judge:
+        entered = Check(name=name, judge=judge, look=look, together=together, seconds=seconds)
+        ENTERED.append(entered)
+        return judge
+
+    return enter
+
+
+def check_each(name: str, *, look: Look, seconds: float = 10.0) -> Callable[[JudgeOne], JudgeOne]:
+    """Enter a judgement of one node's facts: what is wrong there, or in words what is right."""
+
+    def enter(judge_one: JudgeOne) -> JudgeOne:
+        def judge(seen: Seen) -> Iterator[Finding]:
+            fine = []
+            for label, facts in seen.of(name):
+                found = judge_one(facts)
+                if isinstance(found, str):
+                    fine.append((label, found))
+                    continue
+                for one in found:
+                    yield replace(one, text=f"{seen.on(label)}{one.text}")
+            if fine:
+                yield Finding("ok", listed(fine, seen))
+
+        judge.__module__ = judge_one.__module__
+        check(name, look=look, seconds=seconds)(judge)
+        return judge_one
+
+    return enter
+
+
+def listed(values: Sequence[tuple[str, str]], seen: Seen) -> str:
+    """Return what nodes have, by label; in one phrase where all have the same."""
+    words = {value for _, value in values}
+    if len(words) == 1 and len(values) == len(seen.labels):
+        return words.pop()
+    return "; ".join(f"{label}: {value}" for label, value in values)
+
+
+def one_line(text: str) -> str:
+    """Return a message of several lines in one."""
+    return re.sub(r"\n\s*", "; ", re.sub(r":\n\s*", ": ", text))
+
+
+def size(count: float) -> str:
+    """Return a number of bytes in words."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{count:.0f} {unit}" if unit == "bytes" or count >= 100 else f"{count:.1f} {unit}"

@@ -1,0 +1,234 @@
+"""Run all checks in order, on each node and between nodes, and make the report."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+from lockstep.errors import WorldError
+from lockstep.launch.agent.child import Child, LostError, bounded
+from lockstep.launch.nodes.config import Nodes, RendezvousConfig
+from lockstep.launch.output import say
+from lockstep.tools.doctor import (
+    gpus,
+    limits,
+    links,
+    network,
+    reduction,
+    software,
+    storage,
+    training,
+)
+from lockstep.tools.doctor.check import ENTERED, Asked, Check, Finding, Level, Seen, one_line
+from lockstep.tools.doctor.node_rendezvous import PATIENCE, Rendezvous, join_nodes
+from lockstep.world import host
+from lockstep.world.rendezvous.rank_rendezvous import chosen_interface, join_timeout
+
+#: All checks by name, in the order of the report: each group imported has entered its own.
+_GROUPS = (software, gpus, limits, storage, network, links, reduction, training)
+CHECKS = {
+    one.name: one for group in _GROUPS for one in ENTERED if one.judge.__module__ == group.__name__
+}
+#: Exit codes: no failure, failures, and nodes that did not arrive.
+OK, FAILED, APART = 0, 1, 3
+#: All-reduces, each by another backend, that may be started at most.
+_STARTERS = 2
+#: What facts of another version of Lockstep may raise.
+_UNLIKE = (KeyError, TypeError, ValueError, IndexError, AttributeError)
+#: How much longer a node waits for the others than they may take.
+_SLACK = 20.0
+#: How long a node may take to look by itself: as long as the slowest check, and a little more.
+_LOOKS_SECONDS = 25.0
+_AT_LEAST = 0.1
+_LEAVING_SECONDS = 5.0
+#: Among what a node tells: how its looks failed, by check.
+_PROBLEMS = "problems"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What came of an examination.
+
+    Attributes:
+        seen: what the nodes told.
+        findings: the lines, each after the name of its check.
+        exit_code: 0, 1 or 3.
+        seconds: how long it took, without the wait for nodes to come.
+        speaks: whether this node tells the user.
+    """
+
+    seen: Seen
+    findings: tuple[tuple[str, Finding], ...]
+    exit_code: int
+    seconds: float
+    speaks: bool
+
+    @property
+    def lines(self) -> Iterator[str]:
+        """The report as text."""
+        wide = max(len(name) for name, _ in self.findings)
+        for name, one in self.findings:
+            advice = f". Do: {one.advice}" if one.advice else ""
+            yield f"{one.level:8} {name:{wide}}  {one.text}{advice}"
+        counts = Counter(one.level for _, one in self.findings)
+        told = ", ".join(f"{counts[level]} {level}" for level in get_args(Level))
+        count = len(self.seen.labels)
+        nodes = f"{count} of {self.seen.asked} nodes" if self.seen.missed else f"{count} node(s)"
+        yield f"{nodes}, {self.seconds:.1f} s: {told}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the report in JSON's types."""
+        return {
+            "exit_code": self.exit_code,
+            "seconds": round(self.seconds, 2),
+            "nodes": list(self.seen.labels),
+            "nodes_asked": self.seen.asked,
+            "findings": [
+                {"check": name, "level": one.level, "text": one.text, "advice": one.advice}
+                for name, one in self.findings
+            ],
+            "facts": dict(zip(self.seen.labels, self.seen.told, strict=True)),
+        }
+
+
+def examine(
+    asked: Asked, config: RendezvousConfig | None = None, nodes: Nodes | None = None
+) -> Report:
+    """Examine this node, and all others where there are several.
+
+    Args:
+        asked: what the user said.
+        config: how the nodes find each other; `None` for one that is alone.
+        nodes: what the user said of them.
+    """
+    began = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        # Forked before anything here starts a thread, or touches a GPU.
+        looks = {name: Child(_looks(one, asked)) for name, one in CHECKS.items() if one.look}
+        starters = tuple(Child(reduction.start) for _ in range(_STARTERS))
+        for child in (*looks.values(), *starters):
+            stack.callback(child.close)
+        for child in looks.values():
+            child.give(None)
+        rendezvous, apart = _join(config, nodes or Nodes())
+        waited = time.monotonic() - began
+        rendezvous.starters = starters
+        stack.callback(_leave, rendezvous)
+        own = _results(looks)
+        findings = [] if apart is None else [("nodes", apart)]
+        told: list[Any] = [{_PROBLEMS: {}} for _ in rendezvous.labels]
+        told[rendezvous.index] = own
+        seen = Seen(rendezvous.labels, tuple(told), 1 if config is None else config.count)
+        stage = "nodes"
+        try:
+            told = _bounded(rendezvous, "looks", own, _LOOKS_SECONDS)
+            seen = replace(seen, told=tuple(told))
+            for stage in CHECKS:
+                seen = _together(stage, rendezvous, seen, asked)
+        except LostError as error:
+            text = f"{rendezvous.gone() or error}; what nodes do together ended there"
+            advice = "look at the output of the others, and at the kernel's log"
+            findings.append((stage, Finding("failure", text, advice)))
+        findings += [(name, one) for name in CHECKS for one in _judged(name, seen)]
+        failed = any(one.level == "failure" for _, one in findings)
+        return Report(
+            seen=seen,
+            findings=tuple(findings),
+            exit_code=APART if apart else FAILED if failed else OK,
+            seconds=time.monotonic() - began - (0 if rendezvous.alone else waited),
+            speaks=rendezvous.index == 0 or config is None or not config.shares_output,
+        )
+
+
+def _looks(one: Check, asked: Asked) -> Callable[[Any], Any]:
+    """Return what a child does for a check."""
+    look = one.look
+    assert look is not None
+    return lambda _: look(asked)
+
+
+def _join(config: RendezvousConfig | None, nodes: Nodes) -> tuple[Rendezvous, Finding | None]:
+    """Join the rendezvous of the nodes; if it fails, return one of this node alone, and why."""
+    alone = Rendezvous(labels=(host.name(),))
+    if config is None:
+        return alone, None
+    seconds = nodes.join_timeout or join_timeout().total_seconds()
+    say(f"lockstep: waiting for the other nodes at {config.place}, {seconds:g} s at most")
+    try:
+        return join_nodes(config, seconds, nodes.interface or chosen_interface()), None
+    except WorldError as error:
+        return alone, Finding("failure", one_line(error.message), error.hint or "")
+
+
+def _results(looks: dict[str, Child]) -> dict[str, Any]:
+    """Return what the children have found, and how those failed that did not."""
+    own: dict[str, Any] = {_PROBLEMS: {}}
+    began = time.monotonic()
+    for name, child in looks.items():
+        left = began + CHECKS[name].seconds - time.monotonic()
+        try:
+            own[name] = child.result(max(_AT_LEAST, left))
+        except LostError as error:
+            own[_PROBLEMS][name] = str(error)
+    return own
+
+
+def _together(name: str, rendezvous: Rendezvous, seen: Seen, asked: Asked) -> Seen:
+    """Run the part of a check that nodes do together; return what is known then.
+
+    Raises:
+        LostError: if a node is lost.
+    """
+    one = CHECKS[name]
+    if one.together is None:
+        return seen
+    work, problem = one.together, None
+    try:
+        facts = bounded(lambda: work(rendezvous, seen, asked), one.seconds)
+    except (WorldError, OSError, RuntimeError) as error:
+        facts, problem = None, str(error).partition("\n")[0]
+    except _UNLIKE as error:
+        facts, problem = None, f"{type(error).__name__} in what nodes told: {error}"
+    told = _bounded(rendezvous, f"check/{name}", [facts, problem], PATIENCE)
+    more = []
+    for (its, why), before in zip(told, seen.told, strict=True):
+        problems = before[_PROBLEMS] | ({} if why is None else {name: why})
+        more.append({**before, name: its, _PROBLEMS: problems})
+    return replace(seen, told=tuple(more))
+
+
+def _bounded(rendezvous: Rendezvous, question: str, own: Any, seconds: float) -> list[Any]:
+    told: list[Any] = bounded(lambda: rendezvous.gather(question, own, seconds), seconds + _SLACK)
+    return told
+
+
+def _leave(rendezvous: Rendezvous) -> None:
+    with contextlib.suppress(LostError, RuntimeError):
+        bounded(rendezvous.close, _LEAVING_SECONDS)
+
+
+def _judged(name: str, seen: Seen) -> Iterator[Finding]:
+    """Yield the lines of a check."""
+    for label, told in zip(seen.labels, seen.told, strict=True):
+        why = told[_PROBLEMS].get(name)
+        if why is not None:
+            advice = "run it again; if it stays, look at the kernel's log of this node"
+            yield Finding("failure", f"{seen.on(label)}{why}", advice)
+    if CHECKS[name].together is None or seen.of(name):  # else a node was lost before
+        try:
+            yield from list(CHECKS[name].judge(seen))
+        except _UNLIKE as error:
+            each = "; ".join(f"{label} has {_version(told)}" for label, told in seen.of("versions"))
+            text = f"what nodes told cannot be compared ({type(error).__name__}: {error}): {each}"
+            yield Finding("failure", text, "install one version of Lockstep on all nodes")
+
+
+def _version(told: Any) -> str:
+    try:
+        return f"lockstep {told['bits']['lockstep']}"
+    except _UNLIKE:
+        return "another version of lockstep"

@@ -1,0 +1,152 @@
+"""GPUs: memory, processes on them, throttling, ECC, and peer access."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lockstep.launch.devices.gpus import list_gpus
+from lockstep.tools.doctor.check import Asked, Facts, Finding, Seen, check, listed, size
+
+#: Bits of NVML's reasons for lower clocks that are no wish of anything that runs: NVML calls them
+#: HwSlowdown, SwThermalSlowdown, HwThermalSlowdown and HwPowerBrakeSlowdown.
+_SLOWED = {0x8: "hardware slowdown", 0x20: "heat", 0x40: "heat", 0x80: "power brake"}
+_NO_NVML = "throttling, ECC and processes are not looked at: pip install 'torch-lockstep[gpu]'"
+
+
+def _look(_: Asked) -> Facts:
+    import torch
+
+    if torch.version.cuda is None and torch.version.hip is None:
+        return {"none": f"torch {torch.__version__} is built for processors only", "gpus": []}
+    count, listing = torch.cuda.device_count(), list_gpus()
+    if not count:
+        if listing.gpus:
+            return {"unseen": len(listing.gpus), "gpus": []}
+        return {"none": f"torch sees no GPU: {listing.problem or 'there is none'}", "gpus": []}
+    nvml = _nvml()
+    return {
+        "gpus": [_gpu(index, nvml) for index in range(count)],
+        "nvml": nvml is not None,
+        "peers": [
+            [a != b and torch.cuda.can_device_access_peer(a, b) for b in range(count)]
+            for a in range(count)
+        ],
+    }
+
+
+def _nvml() -> Any:
+    """Return NVML's module, ready for use; `None` where it is not installed, or there is no NVML."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    return pynvml
+
+
+def _gpu(index: int, nvml: Any) -> dict[str, Any]:
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    free, total = torch.cuda.mem_get_info(index)
+    facts = {"name": properties.name, "total": total, "free": free}
+    if nvml is None:
+        return facts
+    try:  # by its id: NVML counts all GPUs of the machine, torch those that this process sees
+        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}")
+    except nvml.NVMLError:
+        return facts  # a part of a GPU (MIG)
+    asked: dict[str, Callable[[], Any]] = {
+        "processes": lambda: [
+            one.pid
+            for one in nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+            if _is_of_another(one.pid)
+        ],
+        "slowed": lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle),
+        "ecc": lambda: nvml.nvmlDeviceGetTotalEccErrors(
+            handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+        ),
+    }
+    for name, ask in asked.items():
+        try:
+            facts[name] = ask()
+        except nvml.NVMLError:
+            facts[name] = None  # this model does not tell
+    return facts
+
+
+def _is_of_another(pid: int) -> bool:
+    """Whether a process is there, and none of this doctor's; NVML may know those of other containers."""
+    import psutil
+
+    try:
+        return bool(psutil.Process(pid).ppid() != os.getppid())
+    except psutil.NoSuchProcess:
+        return False
+
+
+@check("gpus", look=_look, seconds=20)
+def gpus(seen: Seen) -> Iterator[Finding]:
+    """Find GPUs that are in use, slowed, defective or unlike, and pairs without a way to each other."""
+    for label, facts in seen.of("gpus"):
+        on = seen.on(label)
+        if "unseen" in facts:
+            text = f"{on}nvidia-smi lists {facts['unseen']} GPUs, and torch sees none"
+            advice = "look at CUDA_VISIBLE_DEVICES, the driver's version, docker run --gpus all"
+            yield Finding("failure", text, advice)
+        for index, gpu in enumerate(facts["gpus"]):
+            yield from _problems(f"{on}GPU {index} ({gpu['name']})", gpu)
+        yield from _peers(on, facts.get("peers", []))
+        if facts.get("nvml") is False:
+            yield Finding("skipped", f"{on}{_NO_NVML}")
+    each = [(label, _words(facts)) for label, facts in seen.of("gpus") if "unseen" not in facts]
+    kinds = {gpu["name"] for _, facts in seen.of("gpus") for gpu in facts["gpus"]}
+    if len(kinds) > 1:
+        text = (
+            f"GPUs are of {len(kinds)} kinds: {', '.join(sorted(kinds))}; each computes other bits"
+        )
+        yield Finding("warning", text, "train on GPUs of one kind: --devices")
+    if each:
+        yield Finding("ok" if kinds else "skipped", listed(each, seen))
+
+
+def _problems(where: str, gpu: Facts) -> Iterator[Finding]:
+    if gpu["free"] < gpu["total"] // 2:
+        text = f"{where}: {size(gpu['free'])} of {size(gpu['total'])} are free"
+        yield Finding("warning", text, "end what uses it (nvidia-smi), or choose others: --devices")
+    if gpu.get("processes"):
+        numbers = ", ".join(map(str, gpu["processes"]))
+        text = f"{where}: other processes compute on it: {numbers}"
+        yield Finding("warning", text, "end them, or choose other GPUs: --devices")
+    if slowed := {name for bit, name in _SLOWED.items() if (gpu.get("slowed") or 0) & bit}:
+        text = f"{where}: its clocks are lowered by {', '.join(sorted(slowed))}"
+        yield Finding("warning", text, "look at cooling and power: nvidia-smi -q -d PERFORMANCE")
+    if gpu.get("ecc"):
+        text = f"{where}: {gpu['ecc']} memory errors that were not corrected since the driver was loaded"
+        yield Finding(
+            "failure", text, "reset it (nvidia-smi --gpu-reset); replace it if they come back"
+        )
+
+
+def _peers(on: str, peers: list[list[bool]]) -> Iterator[Finding]:
+    pairs = [(a, b) for a in range(len(peers)) for b in range(len(peers)) if a < b]
+    without = [f"{a}-{b}" for a, b in pairs if not (peers[a][b] and peers[b][a])]
+    if without and len(without) < len(pairs):
+        text = f"{on}GPUs without a way to each other's memory: {', '.join(without)}; the others have one"
+        yield Finding("warning", text, "look at nvidia-smi topo -m, and at ACS in the BIOS")
+
+
+def _words(facts: Facts) -> str:
+    if not facts["gpus"]:
+        return str(facts["none"])
+    pairs = facts["peers"]
+    direct = sum(map(sum, pairs)) // 2
+    each = [
+        f"{gpu['name']}, {size(gpu['free'])} of {size(gpu['total'])} free" for gpu in facts["gpus"]
+    ]
+    return f"{'; '.join(each)}; {direct} pairs reach each other's memory"

@@ -1,0 +1,231 @@
+"""Bandwidth and latency between every two nodes, measured in bounded time.
+
+Nodes pair up in rounds, so that each is in one pair at a time. What arrives is measured, where it arrives:
+what was sent may still lie in a buffer.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import statistics
+import time
+from collections.abc import Iterator
+
+from lockstep.launch.agent.child import LostError
+from lockstep.tools.doctor.check import Asked, Facts, Finding, Seen, check
+from lockstep.tools.doctor.node_rendezvous import Rendezvous
+from lockstep.world.network import listen, why_unreached
+
+#: Seconds for one direction of a pair, at most; and for one direction of all rounds together.
+_MOST, _ALL, _LEAST = 0.25, 3.0, 0.03
+_PATIENCE = 2.0
+#: How long a node may keep the others waiting at the end of a round: longer than a pair may take.
+_BARRIER = 8.0
+_PINGS = 20
+_BLOCK = bytes(1 << 14)
+_TOKEN = 16  # bytes
+#: Below it, an exchange of 100 MB takes two seconds or more.
+_SLOW_MBIT = 500.0
+_SLOW_MS = 5.0
+#: A pair is slow for its network below this part of the median pair.
+_PART = 1 / 4
+
+
+def tournament(count: int) -> list[list[tuple[int, int]]]:
+    """Return rounds of pairs, in which all pairs of `count` nodes appear once, and a node once a round.
+
+    The circle method: one stays, the others go round.
+    """
+    circle = [*range(count), *([-1] * (count % 2))]
+    rounds = []
+    for _ in range(len(circle) - 1):
+        pairs = zip(circle, reversed(circle), strict=True)
+        rounds.append([(a, b) if a < b else (b, a) for a, b in list(pairs)[: len(circle) // 2]])
+        circle.insert(1, circle.pop())
+    return [[pair for pair in pairs if -1 not in pair] for pairs in rounds]
+
+
+def _together(rendezvous: Rendezvous, _: Seen, __: Asked) -> Facts:
+    """Measure all pairs that this node is in; return what it has received, or how that failed."""
+    if not rendezvous.reach:
+        return []
+    token = secrets.token_bytes(_TOKEN)
+    with listen(0, loopback=False) as listener:
+        listener.settimeout(_PATIENCE)
+        own = [listener.getsockname()[1], token.hex()]
+        places = rendezvous.gather("links/places", own)
+        rounds = tournament(len(rendezvous.labels))
+        seconds = max(_LEAST, min(_MOST, _ALL / len(rounds)))
+        found = []
+        for number, pairs in enumerate(rounds):
+            pair = next((one for one in pairs if rendezvous.index in one), None)
+            if pair is not None:
+                found.append(
+                    {"pair": pair, **_measure(rendezvous, pair, places, listener, seconds)}
+                )
+            rendezvous.gather(f"links/{number}", True, _BARRIER)
+        return found
+
+
+def _measure(
+    rendezvous: Rendezvous,
+    pair: tuple[int, int],
+    places: list[Facts],
+    listener: socket.socket,
+    seconds: float,
+) -> dict[str, Facts]:
+    try:
+        if rendezvous.index == pair[0]:
+            port, token = places[pair[1]]
+            place = (rendezvous.reach[pair[1]].address, port)
+            return _call(place, bytes.fromhex(token), seconds)
+        return _answer(listener, bytes.fromhex(places[rendezvous.index][1]), seconds)
+    except OSError as error:
+        if text := rendezvous.gone():
+            raise LostError(text) from error
+        return {"failure": why_unreached(error)}
+
+
+def _call(place: tuple[str, int], token: bytes, seconds: float) -> dict[str, Facts]:
+    with _connect(place, token) as line:
+        times = []
+        for _ in range(_PINGS):
+            began = time.perf_counter()
+            line.sendall(b".")
+            _receive(line, 1)
+            times.append(time.perf_counter() - began)
+        _send(line, seconds)
+    with _connect(place, token) as line:
+        rate = _receive_for(line, seconds)
+    return {"mbit": rate, "ms": 1000 * statistics.median(times)}
+
+
+def _answer(listener: socket.socket, token: bytes, seconds: float) -> dict[str, Facts]:
+    with _accept(listener, token) as line:
+        for _ in range(_PINGS):
+            line.sendall(_receive(line, 1))
+        rate = _receive_for(line, seconds)
+    with _accept(listener, token) as line:
+        _send(line, seconds)
+    return {"mbit": rate}
+
+
+def _connect(place: tuple[str, int], token: bytes) -> socket.socket:
+    line = socket.create_connection(place, timeout=_PATIENCE)
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    line.sendall(token)
+    return line
+
+
+def _accept(listener: socket.socket, token: bytes) -> socket.socket:
+    """Return the next connection that shows the token."""
+    deadline = time.monotonic() + 2 * _PATIENCE
+    while time.monotonic() < deadline:
+        line, _ = listener.accept()
+        line.settimeout(_PATIENCE)
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            shown = _receive(line, _TOKEN)
+        except OSError:
+            shown = b""
+        if hmac.compare_digest(shown, token):
+            return line
+        line.close()
+    raise TimeoutError
+
+
+def _receive(line: socket.socket, count: int) -> bytes:
+    text = b""
+    while len(text) < count:
+        part = line.recv(count - len(text))
+        if not part:
+            raise ConnectionResetError
+        text += part
+    return text
+
+
+def _receive_for(line: socket.socket, seconds: float) -> float:
+    """Return how many Mbit/s arrive, for so many seconds from the first byte on."""
+    buffer = bytearray(1 << 20)
+    line.recv_into(buffer)
+    began, total, elapsed = time.perf_counter(), 0, 0.0
+    while elapsed < seconds:
+        part = line.recv_into(buffer)
+        elapsed = time.perf_counter() - began
+        if not part:
+            raise ConnectionResetError
+        total += part
+    return total * 8 / elapsed / 1e6
+
+
+def _send(line: socket.socket, seconds: float) -> None:
+    """Send until the other end has measured enough, and closes."""
+    deadline = time.monotonic() + seconds + _PATIENCE
+    try:
+        while time.monotonic() < deadline:
+            line.sendall(_BLOCK)
+    except (BrokenPipeError, ConnectionResetError):
+        return
+    raise TimeoutError
+
+
+@check("links", together=_together, seconds=40)
+def links(seen: Seen) -> Iterator[Finding]:
+    """Find pairs of nodes with little bandwidth, or a long way."""
+    ways: dict[tuple[str, str], float] = {}
+    delays: dict[tuple[str, str], float] = {}
+    failures: dict[tuple[str, str], str] = {}
+    for label, found in seen.of("links"):
+        for one in found:
+            low, high = (seen.labels[index] for index in one["pair"])
+            other = high if label == low else low
+            if "failure" in one:
+                failures.setdefault((low, high), f"{label} {one['failure']}")
+                continue
+            ways[other, label] = one["mbit"]
+            if "ms" in one:
+                delays[low, high] = one["ms"]
+    if not ways and not failures:
+        parted = any("problem" in facts for _, facts in seen.of("network"))
+        why = "not all nodes reach each other" if parted else "one host"
+        why = "the other nodes did not come" if seen.missed else why
+        yield Finding("skipped", f"{why}: nothing to measure")
+        return
+    for (low, high), why in failures.items():
+        text = f"{low} and {high} lost each other while the link between them was measured: {why}"
+        yield Finding(
+            "failure", text, "look at cables, the interface, and the kernel's log on both"
+        )
+    yield from _judge(ways, delays)
+
+
+def _judge(
+    ways: dict[tuple[str, str], float], delays: dict[tuple[str, str], float]
+) -> Iterator[Finding]:
+    median = statistics.median(ways.values()) if ways else 0.0
+    slow = {pair for pair, rate in ways.items() if rate < max(_SLOW_MBIT, _PART * median)}
+    advice = (
+        "look at the interface (ethtool), the switch, and other traffic; docs/manual/slow-links.md has "
+        "exchanges that send less"
+    )
+    for place, (sender, receiver) in enumerate(sorted(slow, key=lambda pair: ways[pair])):
+        text = f"{sender} to {receiver}: {_rate(ways[sender, receiver])}{', the slowest' * (place == 0)}"
+        beside = f"; the median of all is {_rate(median)}" if len(ways) > 2 else ""
+        yield Finding("warning", f"{text}{beside}", advice)
+    for (low, high), delay in delays.items():
+        if delay > _SLOW_MS:
+            text = f"{low} and {high}: {delay:.1f} ms there and back; expected at most {_SLOW_MS:g}"
+            yield Finding("warning", text, advice)
+    if ways and not slow:
+        slowest = min(ways, key=lambda pair: ways[pair])
+        worst = max(delays.values(), default=0.0)
+        text = (
+            f"{len(ways)} ways; the slowest is {slowest[0]} to {slowest[1]}: {_rate(ways[slowest])}"
+        )
+        yield Finding("ok", f"{text}; at most {worst:.2f} ms there and back")
+
+
+def _rate(mbit: float) -> str:
+    return f"{mbit / 1000:.1f} Gbit/s" if mbit >= 1000 else f"{mbit:.0f} Mbit/s"

@@ -1,0 +1,106 @@
+"""Network between nodes: names, interfaces, connections in both directions, clocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lockstep.errors import UnreachableError, UsageError
+from lockstep.tools.doctor.check import Asked, Facts, Finding, Seen, check, listed, one_line
+from lockstep.tools.doctor.node_rendezvous import Rendezvous
+from lockstep.world import host
+from lockstep.world.network import addresses_of, interfaces, is_loopback
+from lockstep.world.rendezvous.connectivity_check import CLOCK_TOLERANCE, check_connectivity
+
+
+def _look_names(asked: Asked) -> Facts:
+    names = dict.fromkeys((host.name(), *filter(None, (asked.address,))))
+    found = {}
+    for name in names:
+        try:
+            found[name] = list(addresses_of(name))
+        except UnreachableError:
+            found[name] = []
+    return {"own": host.name(), "addresses": found}
+
+
+@check("names", look=_look_names)
+def names(seen: Seen) -> Iterator[Finding]:
+    """Find host names that mean the loopback interface, where other nodes are to use them."""
+    fine = []
+    for label, facts in seen.of("names"):
+        for name, addresses in facts["addresses"].items():
+            text = (
+                f"{seen.on(label)}{name} is {', '.join(addresses) or 'not known to the resolver'}"
+            )
+            if (seen.alone and not seen.missed) or not all(map(is_loopback, addresses)):
+                if name == facts["own"]:
+                    fine.append(text)
+                continue
+            which = "its own name" if name == facts["own"] else "the host of the rendezvous"
+            advice = "give it the address of the network in /etc/hosts: Gloo, NCCL and torchrun may use it"
+            yield Finding("warning", f"{text}: {which} leads to no other node", advice)
+    if fine:
+        yield Finding("ok", "; ".join(fine))
+
+
+def _connect(rendezvous: Rendezvous, _: Seen, __: Asked) -> Facts:
+    """Let all nodes connect to each other; note where each is reached."""
+    own = [f"{one.name} {one.address}" for one in interfaces() if not one.loopback]
+    facts: dict[str, Facts] = {"interfaces": own, "clocks": []}
+    if not rendezvous.several_hosts:
+        return facts | {"alone": True}
+    try:
+        rendezvous.reach = check_connectivity(
+            rendezvous.part("network"),
+            index=rendezvous.index,
+            labels=rendezvous.labels,
+            interface=rendezvous.interface,
+            patience=10,
+            warn=facts["clocks"].append,
+        )
+    except UsageError as error:
+        return facts | {"problem": one_line(error.message), "hint": error.hint}
+    return facts | {"reach": [str(one) for one in rendezvous.reach]}
+
+
+@check("network", together=_connect, seconds=40)
+def network(seen: Seen) -> Iterator[Finding]:
+    """Find pairs of nodes of which one does not reach the other."""
+    told = seen.of("network")
+    if not told:
+        return
+    facts = told[0][1]
+    if "problem" in facts:
+        yield Finding("failure", facts["problem"], facts["hint"] or "")
+    elif "reach" in facts:
+        places = zip(seen.labels, facts["reach"], strict=True)
+        text = ", ".join(f"{label} at {place}" for label, place in places)
+        yield Finding("ok", f"{text}; each connects to each other")
+    else:
+        each = [(label, ", ".join(one["interfaces"]) or "no interface") for label, one in told]
+        why = "the other nodes did not come" if seen.missed else "one host"
+        yield Finding("ok", f"{listed(each, seen)}; {why}, nothing to connect to")
+
+
+@check("clocks")
+def clocks(seen: Seen) -> Iterator[Finding]:
+    """Find nodes whose clock differs from that of node 0."""
+    told = [facts for _, facts in seen.of("network")]
+    for text in told[0]["clocks"] if told else ():
+        yield Finding("warning", text, "set it: timedatectl set-ntp true, or chronyc makestep")
+    if why := _not_compared(seen, told):
+        yield Finding("skipped", why)
+    elif not told[0]["clocks"]:
+        yield Finding("ok", f"within {CLOCK_TOLERANCE:g} s of that of {seen.labels[0]}")
+
+
+def _not_compared(seen: Seen, told: list[Facts]) -> str:
+    """Return why clocks were not compared, or not all of them."""
+    if seen.missed:
+        return "not compared: the other nodes did not come"
+    if told and "alone" in told[0]:
+        return "one host has one clock"
+    if not told and not any("network" in one["problems"] for one in seen.told):
+        return "not compared: a node was lost before"
+    failed = not told or ("problem" in told[0] and not told[0]["clocks"])
+    return "not compared: the network check failed" if failed else ""

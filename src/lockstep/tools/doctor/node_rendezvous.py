@@ -1,0 +1,170 @@
+"""Rendezvous of the examined nodes, as of launchers, and all-gather of their results."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import secrets
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import WorldError
+from lockstep.launch.agent.child import Child, LostError
+from lockstep.launch.nodes.config import RendezvousConfig
+from lockstep.launch.nodes.endpoint import Endpoint, enter, missing_hint
+from lockstep.launch.nodes.join import Join
+from lockstep.launch.nodes.keys import Card, RendezvousKeys
+from lockstep.launch.nodes.membership import Common, Launcher
+from lockstep.launch.nodes.server import Place
+from lockstep.world import host
+from lockstep.world.network import interfaces
+from lockstep.world.rendezvous.connectivity_check import Reach
+from lockstep.world.rendezvous.members import Members
+from lockstep.world.rendezvous.membership_check import NodeInfo
+from lockstep.world.waiting import await_any, go_on
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+#: How long a node may keep the others waiting for what it has found.
+PATIENCE = 12.0
+_LEAVING_SECONDS = 3.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Rendezvous:
+    """The nodes, as one of them sees them.
+
+    Attributes:
+        index: number of this node.
+        labels: what to call each.
+        hosts: which host each is on.
+        endpoint: of the rendezvous; `None` for a single node.
+        interface: the one that the user chose.
+        reach: interface and address of each, once all have reached each other.
+        starters: children that may start others: they were forked before this process had threads.
+    """
+
+    index: int = 0
+    labels: tuple[str, ...]
+    hosts: tuple[str, ...] = ()
+    endpoint: Endpoint | None = None
+    interface: str | None = None
+    reach: tuple[Reach, ...] = ()
+    starters: tuple[Child, ...] = ()
+    _lost: set[int] = field(default_factory=set)
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is one node."""
+        return len(self.labels) == 1
+
+    @property
+    def several_hosts(self) -> bool:
+        """Whether the nodes are on more than one host."""
+        return len(set(self.hosts)) > 1
+
+    @property
+    def store(self) -> dist.Store:
+        """The store of the rendezvous."""
+        assert self.endpoint is not None, "several nodes have met"
+        return self.endpoint.store
+
+    def part(self, name: str) -> dist.Store:
+        """Return a part of the store for one purpose."""
+        from torch.distributed import PrefixStore
+
+        return PrefixStore(f"doctor/{name}", self.store)
+
+    def gather(self, question: str, own: Any, seconds: float = PATIENCE) -> list[Any]:
+        """Give this node's value; return those of all, in their order.
+
+        Raises:
+            LostError: if a node does not give its value within `seconds`.
+        """
+        if self.alone:
+            return [own]
+        members = Members(self.part("questions"), self.index, self.labels, hint="", check=go_on)
+        try:
+            told = members.ask(question, [own], lambda values: values, seconds)
+        except WorldError as error:
+            raise LostError(error.message) from error
+        self._lost |= {index for index, one in enumerate(told) if one is None}
+        if self._lost:
+            names = ", ".join(self.labels[index] for index in sorted(self._lost))
+            raise LostError(f"nothing more was heard of {names} within {seconds:g} s")
+        return [one[0] for one in told]
+
+    def gone(self) -> str:
+        """Return in words that the interface at which the others reach this node is gone, if it is."""
+        if not self.reach:
+            return ""
+        own = self.reach[self.index]
+        if any((one.name, one.address) == (own.interface, own.address) for one in interfaces()):
+            return ""
+        return f"the interface {own} of {self.labels[self.index]} is gone"
+
+    def close(self) -> None:
+        """Leave; the host of the store leaves last."""
+        if self.endpoint is None:
+            return
+        store = self.part("left")
+        store.set(str(self.index), "")
+        if self.endpoint.hosts:
+            others = [str(k) for k in range(len(self.labels)) if k not in self._lost]
+            await_any(store, [others], _LEAVING_SECONDS)
+        self.endpoint.close()
+
+
+def join_nodes(config: RendezvousConfig, seconds: float, interface: str | None) -> Rendezvous:
+    """Meet the other nodes.
+
+    Args:
+        config: how they find each other.
+        seconds: how long they may take to come.
+        interface: the one that the user chose for this node.
+
+    Raises:
+        WorldError: if one does not come; of those that came, all get the same.
+    """
+    with contextlib.ExitStack() as stack:
+        config = replace(config, least=None, seconds=seconds)
+        endpoint = enter(config, go_on)
+        stack.callback(endpoint.close)
+        token = secrets.token_hex(8)
+        cards = _join(config, endpoint, token)
+        stack.pop_all()
+    return Rendezvous(
+        index=[one.token for one in cards].index(token),
+        labels=tuple(f"node {k} ({one.launcher.name})" for k, one in enumerate(cards)),
+        hosts=tuple(one.node.host for one in cards),
+        endpoint=endpoint,
+        interface=interface,
+    )
+
+
+def _join(config: RendezvousConfig, endpoint: Endpoint, token: str) -> tuple[Card, ...]:
+    """Join the only round of this rendezvous; return the cards of all nodes in their order."""
+    keys = RendezvousKeys(endpoint.store, go_on)
+    first = 0 if endpoint.hosts else config.count
+    card = Card(
+        token=token,
+        node=NodeInfo.here(os.getpid()),
+        launcher=Launcher(ranks=1, name=host.name()),
+        common=Common.new(replicas=1),
+        place=Place(port=0, token=""),
+        round=0,
+        index=first if config.index is None else config.index,
+        generation=0,
+    )
+    hint = functools.partial(missing_hint, config, hosts=endpoint.hosts)
+    try:
+        cards = Join(keys, 1, card, (), may_close=True, config=config, hint=hint).wait()
+    except WorldError:
+        if endpoint.hosts:
+            keys.linger(1)
+        raise
+    if cards is None:
+        raise WorldError(f"{config.count} nodes have joined at {config.place} without this one")
+    return cards

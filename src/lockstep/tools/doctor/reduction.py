@@ -1,0 +1,132 @@
+"""A small all-reduce on each backend, with a known result."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+from lockstep.launch.agent.child import Child, LostError
+from lockstep.tools.doctor.check import Asked, Facts, Finding, Seen, check
+from lockstep.tools.doctor.node_rendezvous import Rendezvous
+from lockstep.world.network import LOOPBACK, interfaces
+from lockstep.world.rendezvous.store import connect_store, host_store
+
+_SECONDS = 8.0
+_ELEMENTS = 1 << 18  # 1 MiB
+_DEBUG = {"gloo": "TORCH_DISTRIBUTED_DEBUG=DETAIL", "nccl": "NCCL_DEBUG=INFO"}
+_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+
+
+def ranks(facts: Facts | None, *, alone: bool) -> int:
+    """Return how many ranks a node has here: one for each GPU, at least one, and two where it is alone."""
+    gpus = len((facts or {}).get("gpus", ()))
+    return gpus or (2 if alone else 1)
+
+
+def start(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Run this node's ranks of one all-reduce, in processes of their own: the work of a child.
+
+    Args:
+        job: `backend`, where the store is, the first rank, how many ranks in all and here, the interface.
+    """
+    children = [
+        Child(reduce).give({**job, "rank": job["first"] + local, "local": local})
+        for local in range(job["here"])
+    ]
+    told: list[dict[str, Any]] = []
+    for child in children:
+        try:
+            told.append(child.result(2 * _SECONDS))
+        except LostError as error:
+            told.append({"problem": str(error)})
+    return told
+
+
+def reduce(job: dict[str, Any]) -> dict[str, Any]:
+    """Take part in an all-reduce as one rank; return how many elements are wrong, and the milliseconds."""
+    import torch
+    import torch.distributed as dist
+
+    for name in _VARIABLES:
+        if job["interface"]:
+            os.environ.setdefault(name, job["interface"])
+    torch.set_num_threads(1)
+    on_gpu = job["backend"] == "nccl"
+    device = torch.device("cuda", job["local"]) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    rank, size = job["rank"], job["size"]
+    store = dist.PrefixStore(job["backend"], connect_store(job["address"], job["port"]))
+    timeout = timedelta(seconds=_SECONDS)
+    dist.init_process_group(
+        job["backend"], store=store, rank=rank, world_size=size, timeout=timeout
+    )
+    pattern = (torch.arange(_ELEMENTS) % 1024).float()  # sums are whole numbers, which are exact
+    values = (pattern + rank).to(device)
+    began = time.perf_counter()
+    dist.all_reduce(values)
+    summed = values.cpu()
+    milliseconds = 1000 * (time.perf_counter() - began)
+    expected = pattern * size + size * (size - 1) // 2
+    return {"wrong": int((summed != expected).sum()), "ms": milliseconds}
+
+
+def _together(rendezvous: Rendezvous, seen: Seen, _: Asked) -> Facts:
+    """Reduce with all other nodes, by each backend that all of them have."""
+    kinds = {str((told.get("versions") or {}).get("bits")) for told in seen.told}
+    if len(kinds) > 1:
+        return {"skipped": "nodes have unlike versions, which a launch refuses"}
+    if rendezvous.several_hosts and not rendezvous.reach:
+        return {"skipped": "not all nodes reach each other"}
+    counts = [ranks(told.get("gpus"), alone=seen.alone) for told in seen.told]
+    gpus = all((told.get("gpus") or {}).get("gpus") for told in seen.told)
+    here = rendezvous.reach[rendezvous.index].interface if rendezvous.reach else _loopback()
+    store = host_store(0, loopback=not rendezvous.reach) if rendezvous.index == 0 else None
+    job = {
+        "address": rendezvous.reach[0].address if rendezvous.reach else LOOPBACK,
+        "port": rendezvous.gather("all-reduce", store and int(store.port))[0],
+        "first": sum(counts[: rendezvous.index]),
+        "here": counts[rendezvous.index],
+        "size": sum(counts),
+        "interface": here,
+    }
+    backends = ("gloo", "nccl") if gpus else ("gloo",)
+    return {
+        backend: starter.give({**job, "backend": backend}).result(3 * _SECONDS)
+        for backend, starter in zip(backends, rendezvous.starters, strict=False)
+    }
+
+
+def _loopback() -> str | None:
+    return next((one.name for one in interfaces() if one.loopback), None)
+
+
+@check("all-reduce", together=_together, seconds=60)
+def all_reduce(seen: Seen) -> Iterator[Finding]:
+    """Find backends whose all-reduce fails, or gives wrong sums."""
+    told = seen.of("all-reduce")
+    if told and "skipped" in told[0][1]:
+        yield Finding("skipped", told[0][1]["skipped"])
+        return
+    for backend in told[0][1] if told else ():
+        each = [(label, one) for label, facts in told for one in facts[backend]]
+        failed = [(label, one["problem"]) for label, one in each if "problem" in one]
+        wrong = [(label, one["wrong"]) for label, one in each if one.get("wrong")]
+        if failed:
+            label, why = failed[0]
+            text = f"{backend} on {len(each)} ranks: {seen.on(label)}{why}"
+            advice = f"--interface NAME, a firewall, or {_DEBUG[backend]} to see more"
+            yield Finding("failure", text, advice)
+        for label, count in wrong:
+            text = f"{backend} on {len(each)} ranks: {seen.on(label)}{count} of {_ELEMENTS} sums are wrong"
+            yield Finding(
+                "failure", text, "take this node out: its memory or its network is defective"
+            )
+        if not failed and not wrong:
+            slowest = max(one["ms"] for _, one in each)
+            yield Finding(
+                "ok", f"{backend} on {len(each)} ranks: 1 MiB in {slowest:.0f} ms, all sums right"
+            )

@@ -1,0 +1,64 @@
+"""Versions of Python, PyTorch, CUDA and drivers, compared over all nodes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from lockstep.tools.doctor.check import Asked, Facts, Finding, Seen, check, listed
+from lockstep.world import host
+from lockstep.world.rendezvous.membership_check import HINTS, differing_versions
+
+_DRIVER = Path("/proc/driver/nvidia/version")
+_NUMBER = re.compile(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s")
+
+
+def _look(_: Asked) -> Facts:
+    import torch
+
+    more: dict[str, str] = {}
+    if torch.version.cuda is not None:
+        more["CUDA"] = torch.version.cuda
+        more["cuDNN"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
+    if torch.distributed.is_nccl_available():
+        nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        more["NCCL"] = ".".join(map(str, nccl))
+    if torch.version.hip is not None:
+        more["ROCm"] = torch.version.hip
+    if _DRIVER.is_file() and (found := _NUMBER.search(_DRIVER.read_text())):
+        more["NVIDIA driver"] = found[1]
+    return {"bits": host.versions(), "more": more}
+
+
+@check("versions", look=_look, seconds=20)
+def versions(seen: Seen) -> Iterator[Finding]:
+    """Find nodes with other versions than the first."""
+    told = seen.of("versions")
+    if not told:
+        return
+    (first, expected), others = told[0], told[1:]
+    fine = True
+    for label, facts in others:
+        text = differing_versions(label, facts["bits"], first, expected["bits"])
+        if text is not None:
+            fine = False
+            yield Finding("failure", text, HINTS["versions"])
+        for name in sorted({*facts["more"], *expected["more"]}):
+            mine, its = facts["more"].get(name, "none"), expected["more"].get(name, "none")
+            if mine != its:
+                fine = False
+                yield Finding(
+                    # NCCL of two versions does not connect; the others may compute other bits.
+                    "failure" if name == "NCCL" else "warning",
+                    f"{label} has {name} {mine}, {first} has {its}; expected the same",
+                    "install the same on all nodes",
+                )
+    if fine:
+        each = [(label, _words(facts)) for label, facts in told]
+        yield Finding("ok", listed(each, seen))
+
+
+def _words(facts: Facts) -> str:
+    known = {**facts["bits"], **facts["more"]}
+    return ", ".join(f"{name} {version}" for name, version in known.items())

@@ -1,0 +1,159 @@
+"""The file system of the run directory: locks, rename, space, and whether nodes share it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from lockstep.tools.doctor.check import Asked, Facts, Finding, Level, Seen, check, check_each, size
+from lockstep.tools.doctor.node_rendezvous import Rendezvous
+
+_GIB = 1 << 30
+_PREFIX = ".lockstep-doctor-"
+
+
+def _place(run_dir: Path) -> Path:
+    """Return the directory in which a run would make its own: the nearest that this process can see."""
+    return next(one for one in (run_dir, *run_dir.absolute().parents) if _is_there(one))
+
+
+def _is_there(path: Path) -> bool:
+    """Whether a path exists; `Path.exists` raises below a directory that may not be searched."""
+    return os.access(path, os.F_OK)
+
+
+def _look(asked: Asked) -> Facts:
+    place = _place(asked.run_dir)
+    facts = {"place": str(place.absolute())}
+    if not place.is_dir():
+        return facts | {"problem": "is a file; expected a directory"}
+    try:
+        found = os.statvfs(place)
+        with tempfile.TemporaryDirectory(dir=place, prefix=_PREFIX) as name:
+            tried = {"locks": _locks(Path(name)), "renames": _renames(Path(name))}
+    except OSError as error:
+        return facts | {"problem": f"cannot be written: {error.strerror}"}
+    return facts | tried | {"free": found.f_bavail * found.f_frsize}
+
+
+def _locks(directory: Path) -> str:
+    """Return what is wrong with locks there; nothing if they keep a second one out."""
+    with (directory / "lock").open("w") as first, (directory / "lock").open("w") as second:
+        try:
+            fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return f"has no locks (flock): {error.strerror}"
+        return "gives one lock (flock) twice" if _takes(second.fileno()) else ""
+
+
+def _takes(file: int) -> bool:
+    """Return whether a lock can be had; not where another holds it.
+
+    Raises:
+        OSError: if the file system has no locks.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _renames(directory: Path) -> str:
+    """Return what is wrong with renaming there: a file over another, and a directory to a new name."""
+    old, new = directory / "old", directory / "new"
+    old.write_text("1")
+    new.write_text("2")
+    with old.open("rb") as file:
+        os.fsync(file.fileno())
+    try:
+        old.replace(new)
+        (directory / "draft").mkdir()
+        (directory / "draft").rename(directory / "whole")
+    except OSError as error:
+        return f"does not rename in place: {error.strerror}"
+    is_right = new.read_text() == "1" and not old.exists() and (directory / "whole").is_dir()
+    return "" if is_right else "does not rename in place: the old file is still there"
+
+
+@check_each("storage", look=_look)
+def storage(facts: Facts) -> list[Finding] | str:
+    """Judge a file system: its locks, its rename, its room for checkpoints."""
+    place = facts["place"]
+    if "problem" in facts:
+        advice = "choose another place with --run-dir"
+        return [Finding("failure", f"{place} {facts['problem']}", advice)]
+    advice = "checkpoints need it: choose another place with --run-dir, or mount it with locks"
+    found = [
+        Finding("failure", f"the file system of {place} {problem}", advice)
+        for problem in (facts["locks"], facts["renames"])
+        if problem
+    ]
+    if facts["free"] < _GIB:
+        text = f"{size(facts['free'])} are free at {place}; expected at least 1 GiB"
+        level: Level = "failure" if facts["free"] < _GIB // 64 else "warning"
+        found.append(Finding(level, text, "free it, or choose another place with --run-dir"))
+    return found or f"{place}: locks, rename, {size(facts['free'])} free"
+
+
+def _together(rendezvous: Rendezvous, seen: Seen, asked: Asked) -> Facts:
+    """Find out whether this node sees what node 0 has made there, and its lock."""
+    if rendezvous.alone:
+        return None
+    path = (
+        _place(asked.run_dir)
+        / f"{_PREFIX}{rendezvous.gather('shared/name', secrets.token_hex(8))[0]}"
+    )
+    facts = {"sees": False, "takes": False, "problem": ""}
+    with contextlib.ExitStack() as stack:
+        if rendezvous.index == 0:
+            try:
+                held = stack.enter_context(path.open("w"))
+                stack.callback(lambda: path.unlink(missing_ok=True))
+                _takes(held.fileno())
+            except OSError as error:
+                facts["problem"] = f"{error.strerror}"
+        rendezvous.gather("shared/made", own=True)
+        facts["sees"] = _is_there(path)
+        if not os.access(path.parent, os.X_OK):
+            facts["problem"] = os.strerror(errno.EACCES)
+        if rendezvous.index > 0 and facts["sees"]:
+            try:
+                with path.open("r+") as other:
+                    facts["takes"] = _takes(other.fileno())
+            except OSError as error:
+                facts["problem"] = f"{error.strerror}"
+        rendezvous.gather("shared/seen", own=True)
+    return facts
+
+
+@check("shared", together=_together)
+def shared(seen: Seen) -> Iterator[Finding]:
+    """Find run directories that nodes do not share, and locks that do not reach from node to node."""
+    told = seen.of("shared")
+    failed = [(label, facts["problem"]) for label, facts in told if facts["problem"]]
+    for label, problem in failed:
+        text = f"{label} cannot open and lock a file in the run directory: {problem}"
+        yield Finding("failure", text, "choose a place with --run-dir that all nodes can write")
+    if told and told[0][1]["problem"]:
+        return
+    apart = [label for label, facts in told if not facts["sees"] and not facts["problem"]]
+    for label, facts in told:
+        if facts["takes"]:
+            text = f"{label} takes a lock in the run directory that {told[0][0]} holds"
+            advice = "mount it with locks between nodes: NFS 4, or Lustre with the option flock"
+            yield Finding("failure", text, advice)
+    if apart:
+        text = f"the run directory is not shared: {', '.join(apart)} does not see files of {told[0][0]}"
+        advice = (
+            "a checkpoint is lost with the node that wrote it: --run-dir on a shared file system"
+        )
+        yield Finding("warning", text, advice)
+    elif told and not failed and not any(facts["takes"] for _, facts in told):
+        yield Finding("ok", "all nodes share the run directory, and its locks")

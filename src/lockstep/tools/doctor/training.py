@@ -1,0 +1,102 @@
+"""Whether all devices of all nodes compute the same bits, and the right ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from lockstep.tools.doctor.check import Asked, Facts, Finding, Seen, check
+from lockstep.world.devices import make_deterministic
+
+_ADVICE = (
+    "take it out: look for machine checks (journalctl -k), test its memory (memtester); a library that "
+    "replaces PyTorch's kernels does the same"
+)
+
+
+def _look(_: Asked) -> Facts:
+    import torch
+
+    from lockstep.tools.doctor.arithmetic import exact_digest, ordinary_digest
+
+    torch.set_num_threads(1)
+    devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    facts = {}
+    for device in devices:
+        make_deterministic(torch.device(device))
+        facts[device] = {
+            "kind": _kind(device),
+            "exact": exact_digest(device),
+            "twice": [ordinary_digest(device) for _ in range(2)],
+        }
+    return facts
+
+
+def _kind(device: str) -> str:
+    """Return the kind of hardware: the promise of the same bits is for one kind."""
+    import torch
+
+    if device != "cpu":
+        return torch.cuda.get_device_properties(device).name
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((one.partition(": ")[2] for one in lines if one.startswith("model name")), "?")
+    return f"{model} ({torch.backends.cpu.get_cpu_capability()})"
+
+
+@check("training", look=_look, seconds=20)
+def training(seen: Seen) -> Iterator[Finding]:
+    """Find devices that compute wrong bits, or other ones than those of their kind."""
+    from lockstep.tools.doctor.arithmetic import EXACT
+
+    known = {
+        (label, device): told
+        for label, facts in seen.of("training")
+        for device, told in facts.items()
+    }
+    good = {}
+    for (label, device), told in known.items():
+        where = f"{seen.on(label)}{device}"
+        first, second = told["twice"]
+        if told["exact"] != EXACT:
+            text = f"{where} computes wrong bits: ten exact steps give {_short(told['exact'])}"
+            yield Finding("failure", f"{text}; expected {_short(EXACT)}", _ADVICE)
+        elif first != second:
+            text = f"{where} computes other bits each time: {_short(first)}, then {_short(second)}"
+            yield Finding("failure", f"{text}; expected the same", _ADVICE)
+        else:
+            good[label, device] = told
+    yield from _compare(seen, good)
+
+
+def _compare(seen: Seen, good: dict[tuple[str, str], Facts]) -> Iterator[Finding]:
+    """Compare the digests of devices of one kind; say which digest each kind has."""
+    versions = dict(seen.of("versions"))
+    kinds: dict[tuple[str, str], dict[str, str]] = {}
+    for (label, device), told in good.items():
+        of = (told["kind"], str(versions.get(label, {}).get("bits")))
+        kinds.setdefault(of, {})[f"{seen.on(label)}{device}"] = told["twice"][0]
+    fine: dict[str, list[str]] = {}
+    for (kind, _), digests in kinds.items():
+        (most, often), *others = Counter(digests.values()).most_common()
+        if not others:
+            fine.setdefault(most, []).append(f"{', '.join(digests)} ({kind})")
+        elif often > others[0][1]:
+            for where, other in digests.items():
+                if other != most:
+                    text = f"{where} computes other bits than the others: {_short(other)}"
+                    yield Finding("failure", f"{text}; expected {_short(most)}", _ADVICE)
+        else:
+            each = ", ".join(f"{place}: {_short(one)}" for place, one in digests.items())
+            text = f"{each}; expected the same on {kind}: one of them computes wrong bits"
+            yield Finding("failure", text, _ADVICE)
+    each = "; ".join(f"{_short(one)} on {', '.join(places)}" for one, places in fine.items())
+    if len(fine) > 1:
+        text = f"unlike devices or versions compute other bits: {each}"
+        yield Finding("warning", text, "train on one kind, with one set of versions")
+    elif fine:
+        yield Finding("ok", f"ten steps, twice: {each}")
+
+
+def _short(digest: str) -> str:
+    return digest[: len("sha256:") + 12]

@@ -1,0 +1,248 @@
+"""HTML page of titled sections: text, tables, figures of plotly. It loads nothing from elsewhere.
+
+All text is escaped, that of figures too: markup is read only in `hovertemplate` and `texttemplate`.
+A figure takes its colours of text, grid and background from the page, light or dark.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import OutputError, UsageError
+from lockstep.state.files.atomic_file import atomic_write
+
+#: Colours of traces, in order: each can be told from the others, on white and on black.
+COLOURS = (
+    "#3b82f6", "#e8710a", "#12a150", "#c44fd0", "#0d9aa5", "#e5484d", "#b08800", "#7c6cf0",
+)  # fmt: skip
+
+_NUMBER = ' class="number"'
+#: Keys of a figure whose strings are markup of plotly's.
+_TEMPLATES = {"hovertemplate", "texttemplate"}
+#: Nothing is loaded: a browser that follows this refuses what a page should not ask for.
+_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A paragraph."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Names with their values, one below the other."""
+
+    values: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table; numbers stand at the right, `None` is a dash.
+
+    Attributes:
+        head: names of the columns.
+        rows: as many values in each as there are columns.
+        caption: what the table shows; may be empty.
+    """
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[object]]
+    caption: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A figure of plotly, without a title of its own.
+
+    Attributes:
+        figure: a `plotly.graph_objects.Figure`.
+        title: what the chart shows.
+        note: what a reader has to know besides; may be empty.
+        height: in pixels.
+        wide: whether the chart gets the page's whole width, also where two fit beside each other.
+        log: whether a switch turns the y axis into a logarithmic one.
+    """
+
+    figure: Any
+    title: str
+    note: str = ""
+    height: int = 320
+    wide: bool = False
+    log: bool = False
+
+
+Part = Text | Facts | Table | Chart
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Parts of a page below one title."""
+
+    title: str
+    parts: Sequence[Part]
+
+
+def graph_objects() -> Any:
+    """Return `plotly.graph_objects`.
+
+    Raises:
+        UsageError: if plotly is not installed.
+    """
+    try:
+        from plotly import graph_objects as objects
+    except ImportError as error:
+        raise UsageError(
+            f"charts need plotly, which cannot be imported: {error}",
+            hint="pip install 'torch-lockstep[report]'",
+        ) from None
+    return objects
+
+
+def write(path: Path, title: str, sections: Sequence[Section]) -> None:
+    """Write a page to `path`; what is there is replaced, whole or not at all.
+
+    Raises:
+        OutputError: if it cannot be written.
+        UsageError: if plotly is not installed.
+    """
+    text = build(title, sections)
+    try:
+        atomic_write(path, text.encode(errors="replace"))
+    except OSError as error:
+        raise OutputError(
+            f"the page {path} cannot be written: {error.strerror}",
+            hint="expected a file in a directory that exists and can be written",
+        ) from None
+
+
+def build(title: str, sections: Sequence[Section]) -> str:
+    """Return the text of a page.
+
+    Raises:
+        UsageError: if plotly is not installed.
+    """
+    body = "\n".join(_section(section) for section in sections)
+    own = _own("page.js").replace("COLOURWAY", json.dumps(COLOURS))
+    script = f"<script>{_plotly_js()}</script>\n<script>{own}</script>"
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f'<link rel="icon" href="data:,">\n<title>{_text(title)}</title>\n'
+        f"<style>{_own('page.css')}</style>\n</head>\n<body>\n"
+        f"<h1>{_text(title)}</h1>\n{body}\n{script}\n</body>\n</html>\n"
+    )
+
+
+def _section(section: Section) -> str:
+    parts = "\n".join(_part(part) for part in section.parts)
+    return f'<section>\n<h2>{_text(section.title)}</h2>\n<div class="parts">\n{parts}\n</div>\n</section>'
+
+
+def _part(part: Part) -> str:
+    match part:
+        case Text(text):
+            return f'<p class="wide">{_text(text)}</p>'
+        case Facts(values):
+            rows = (f"<dt>{_text(k)}</dt><dd>{_text(_shown(v))}</dd>" for k, v in values.items())
+            return f'<dl class="wide">{"".join(rows)}</dl>'
+        case Table():
+            return _table(part)
+        case Chart():
+            return _chart(part)
+
+
+def _table(table: Table) -> str:
+    columns = zip(*table.rows, strict=True) if table.rows else [()] * len(table.head)
+    head = "".join(_heading(name, column) for name, column in zip(table.head, columns, strict=True))
+    rows = "\n".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in table.rows)
+    caption = f"<caption>{_text(table.caption)}</caption>" if table.caption else ""
+    return (
+        f'<div class="table wide"><table>{caption}<thead><tr>{head}</tr></thead>\n'
+        f"<tbody>\n{rows}\n</tbody></table></div>"
+    )
+
+
+def _heading(name: str, column: Sequence[object]) -> str:
+    numbers = any(map(_is_number, column)) and all(one is None or _is_number(one) for one in column)
+    return f'<th scope="col"{_NUMBER if numbers else ""}>{_text(name)}</th>'
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _cell(value: object) -> str:
+    kind = _NUMBER if _is_number(value) or value is None else ""
+    return f"<td{kind}>{_text(_shown(value))}</td>"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.4g}"
+    if _is_number(value):
+        return f"{value:,}"
+    return "\N{EN DASH}" if value is None else str(value)
+
+
+def _chart(chart: Chart) -> str:
+    note = f"<p>{_text(chart.note)}</p>" if chart.note else ""
+    switch = '<label><input type="checkbox"> log scale</label>' if chart.log else ""
+    return (
+        f"<figure{' class=wide' if chart.wide else ''}>"
+        f"<figcaption>{switch}<h3>{_text(chart.title)}</h3>{note}</figcaption>"
+        f'<div class="chart" role="img" aria-label="{_text(chart.title)}" '
+        f'style="height:{chart.height}px"></div>'
+        f'<script type="application/json">{_figure(chart.figure)}</script></figure>'
+    )
+
+
+def _figure(figure: Any) -> str:
+    """Return a figure as JSON that cannot end the script element around it."""
+    content = json.loads(figure.to_json())
+    content["layout"].pop(
+        "template", None
+    )  # plotly's own, 7 kB for each figure: the page has its own
+    return json.dumps(_escaped(content), separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _escaped(value: Any, key: str = "") -> Any:
+    """Return JSON in which plotly reads no text as markup."""
+    if isinstance(value, dict):
+        return {name: _escaped(one, name) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_escaped(one, key) for one in value]
+    return (
+        html.escape(value, quote=False)
+        if isinstance(value, str) and key not in _TEMPLATES
+        else value
+    )
+
+
+def _text(text: str) -> str:
+    return html.escape(text)
+
+
+def _plotly_js() -> str:
+    graph_objects()
+    from plotly.offline import get_plotlyjs
+
+    code: str = get_plotlyjs()
+    return code
+
+
+@cache
+def _own(name: str) -> str:
+    return resources.files("lockstep.tools.report").joinpath(name).read_text(encoding="utf-8")

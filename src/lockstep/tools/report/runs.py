@@ -1,0 +1,114 @@
+"""Runs of a report: their records, and their names in it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import RunDirectoryError, UsageError
+from lockstep.state.files.lock import in_use, status
+from lockstep.state.record.curves import Life, curves, lives
+from lockstep.state.record.reading import Event, Recorded
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A run of a report.
+
+    Attributes:
+        label: what the run is called in the report; no other has the same.
+        recorded: what it has recorded.
+        used: whether a launch uses its directory; `None` where that is not known.
+    """
+
+    label: str
+    recorded: Recorded
+    used: bool | None
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What the run's result depends on."""
+        return dict(self.recorded.run.get("identity", {}))
+
+    @property
+    def status(self) -> str:
+        """How the run ended, or that it continues; `dead` where it has no process any more."""
+        return status(str(self.recorded.run.get("status")), self.used)
+
+    @property
+    def generations(self) -> list[dict[str, Any]]:
+        """The layout of each start."""
+        return list(self.recorded.run.get("generations", []))
+
+    @cached_property
+    def launchers(self) -> list[Event]:
+        """The events of all launchers, in order."""
+        found = [event for events in self.recorded.launchers.values() for event in events]
+        return sorted(found, key=lambda event: float(event["time"]))
+
+    @cached_property
+    def began(self) -> float:
+        """When the first rank started, in Unix seconds."""
+        return min(float(events[0]["time"]) for events in self.ranks.values())
+
+    @cached_property
+    def ended(self) -> float:
+        """When the last thing happened, in Unix seconds."""
+        events = [*self.ranks.values(), self.launchers]
+        return max(float(one[-1]["time"]) for one in events if one)
+
+    @cached_property
+    def ranks(self) -> dict[int, list[Event]]:
+        """The events of each rank that has any."""
+        return {rank: events for rank, events in self.recorded.ranks.items() if events}
+
+    @cached_property
+    def lives(self) -> dict[int, list[Life]]:
+        """The same, generation by generation."""
+        return {rank: lives(events) for rank, events in self.ranks.items()}
+
+    @cached_property
+    def curves(self) -> dict[str, dict[int, float]]:
+        """Each logged number by step."""
+        return curves(self.ranks)
+
+
+def read(directories: Sequence[Path]) -> list[Shown]:
+    """Return the runs in `directories`, each once.
+
+    Raises:
+        UsageError: if there is no such directory.
+        RunDirectoryError: if it holds no record of a run that can be read, or no events.
+    """
+    found = list(dict.fromkeys(directories))
+    for directory in found:
+        if not directory.is_dir():
+            raise UsageError(f"there is no directory {directory}; expected that of a run")
+    shown = [_shown(label, one) for label, one in zip(labels(found), found, strict=True)]
+    for run, directory in zip(shown, found, strict=True):
+        if not run.ranks:
+            raise RunDirectoryError(
+                f"{directory / 'events'} holds no events of a rank; expected some in rank-0.jsonl",
+                hint="a run writes them from its beginning on: was the whole directory copied?",
+            )
+    return shown
+
+
+def _shown(label: str, directory: Path) -> Shown:
+    # In this order: a run records its end before it gives its lock back.
+    used = in_use(directory)
+    return Shown(label, Recorded.of(directory), used)
+
+
+def labels(directories: Sequence[Path]) -> list[str]:
+    """Return a name for each directory: as few of its last parts as tell all of them apart."""
+    paths = [directory.absolute() for directory in directories]
+    for count in range(1, max((len(path.parts) for path in paths), default=1)):
+        names = [str(Path(*path.parts[-count:])) for path in paths]
+        if max(Counter(names).values(), default=1) == 1:
+            return names
+    return [str(path) for path in paths]

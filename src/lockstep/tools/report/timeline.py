@@ -1,0 +1,153 @@
+"""Timeline of a run: starts, failures, restarts, checkpoints, end; as a chart and in words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.state.record.curves import Life
+from lockstep.state.record.reading import Event
+from lockstep.tools.report.charts import Clock
+from lockstep.tools.report.page import Chart, Table, graph_objects
+from lockstep.tools.report.runs import Shown
+
+#: Rows of a chart, and lines of a table: what goes beyond is left out, and that is said.
+_ROWS, _LINES = 64, 200
+_LAUNCHER = "launcher"
+#: Mark, size and colour of each kind of moment.
+_MARKS = {
+    "start": ("triangle-right", 11, "#12a150"),
+    "checkpoint": ("diamond", 8, "#3b82f6"),
+    "failure": ("x", 11, "#e5484d"),
+    "restart": ("star", 12, "#e8710a"),
+    "end": ("square", 10, "#80858f"),
+}
+_RANK = re.compile(r"rank (\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Something that happened.
+
+    Attributes:
+        time: when, in Unix seconds.
+        kind: one of the chart's marks.
+        row: its subject: a rank, or the launcher.
+        text: what it was.
+    """
+
+    time: float
+    kind: str
+    row: str
+    text: str
+
+
+def moments(run: Shown) -> list[Moment]:
+    """Return what happened, in order."""
+    found = [one for rank in run.ranks for one in _of_rank(run, rank)]
+    return sorted([*found, *map(_of_launcher, _known(run))], key=lambda one: one.time)
+
+
+def _of_rank(run: Shown, rank: int) -> Iterator[Moment]:
+    row = f"rank {rank}"
+    for life in run.lives[rank]:
+        yield Moment(life.time, "start", row, _start(row, life))
+    for event in run.ranks[rank]:
+        if event["kind"] == "checkpoint":
+            best = "" if event.get("best") is None else f", best={event['best']:.4g}"
+            text = f"checkpoint {event['name']}, written in {event['seconds']:.2f} s{best}"
+            yield Moment(event["time"], "checkpoint", row, text)
+
+
+def _start(row: str, life: Life) -> str:
+    said = {
+        key: event[key] for event in life.events[:2] for key in ("host", "source") if key in event
+    }
+    where = f" on {said['host']}" if "host" in said else ""
+    source = f" ({said['source'].rpartition('/')[2]})" if "source" in said else ""
+    return f"{row} starts{where}" + (
+        f", resumed after step {life.step}{source}" if life.step else ""
+    )
+
+
+def _known(run: Shown) -> list[Event]:
+    return [event for event in run.launchers if event["kind"] in ("failure", "restart", "end")]
+
+
+def _of_launcher(event: Event) -> Moment:
+    if event["kind"] == "failure":
+        named = _RANK.search(event.get("name") or event["text"])
+        return Moment(event["time"], "failure", named[0] if named else _LAUNCHER, event["text"])
+    if event["kind"] == "restart":
+        return Moment(event["time"], "restart", _LAUNCHER, f"restart {event['generation']}")
+    return Moment(
+        event["time"], "end", _LAUNCHER, f"the launch ends with exit code {event['exit_code']}"
+    )
+
+
+def chart(run: Shown, clock: Clock, title: str) -> Chart:
+    """Return the timeline of a run: a row for each rank, with a bar for each time that it ran."""
+    objects = graph_objects()
+    rows = [f"rank {rank}" for rank in run.ranks][:_ROWS]
+    rows += [_LAUNCHER] * bool(_known(run))
+    found = [one for one in moments(run) if one.row in rows]
+    traces = [_bars(objects, run, clock, rows)]
+    traces += [_marks(objects, run, clock, found, kind) for kind in _MARKS]
+    layout = {
+        "xaxis": {"title": {"text": clock.title}},
+        "yaxis": {
+            "type": "category",
+            "categoryorder": "array",
+            "categoryarray": rows[::-1],
+            "range": [-0.6, len(rows) - 0.4],
+        },
+        "hovermode": "closest",
+    }
+    more = len(run.ranks) - _ROWS
+    note = f"The first {_ROWS} ranks; {more} more are not drawn." if more > 0 else ""
+    return Chart(
+        objects.Figure([trace for trace in traces if trace is not None], layout),
+        title,
+        note,
+        height=130 + 26 * len(rows),
+        wide=True,
+    )
+
+
+def _bars(objects: Any, run: Shown, clock: Clock, rows: Sequence[str]) -> Any:
+    x: list[float | None] = []
+    y: list[str | None] = []
+    for rank, found in run.lives.items():
+        if f"rank {rank}" in rows:
+            for life in found:
+                x += [clock.of(run, life.time), clock.of(run, life.events[-1]["time"]), None]
+                y += [f"rank {rank}", f"rank {rank}", None]
+    line = {"width": 9, "color": "rgba(59,130,246,0.35)"}
+    return objects.Scatter(x=x, y=y, mode="lines", line=line, name="runs", hoverinfo="skip")
+
+
+def _marks(objects: Any, run: Shown, clock: Clock, found: Sequence[Moment], kind: str) -> Any:
+    of_kind = [one for one in found if one.kind == kind]
+    if not of_kind:
+        return None
+    symbol, size, colour = _MARKS[kind]
+    return objects.Scatter(
+        x=[clock.of(run, one.time) for one in of_kind],
+        y=[one.row for one in of_kind],
+        text=[one.text for one in of_kind],
+        mode="markers",
+        marker={"symbol": symbol, "size": size, "color": colour},
+        name=kind,
+        hoverinfo="text",
+    )
+
+
+def table(run: Shown, caption: str) -> Table:
+    """Return what happened in words; without checkpoints, which may be many."""
+    found = [one for one in moments(run) if one.kind != "checkpoint"]
+    rows = [[f"{one.time - run.began:.1f}", one.text] for one in found[:_LINES]]
+    if len(found) > _LINES:
+        rows.append(["", f"… {len(found) - _LINES} more"])
+    return Table(["s", "what happened"], rows, caption)

@@ -1,0 +1,251 @@
+"""Chaos: kill workers of a running launch at random steps, read from its traces.
+
+Every moment is to be hit: before the first step, inside of steps and exchanges, while a snapshot commits,
+in evaluations, in the last step, and while the next generation starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import statistics
+import subprocess
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from lockstep.tools.verify.traces import generations
+
+#: Share of the kills that don't wait for a step of the generation that they hit.
+_HASTY = 0.2
+#: Seconds within which such a kill comes after a generation has its first process, or at its first step.
+_START_SECONDS = 0.6
+_LOOK = 0.002
+_LOOK_FOR_WORKERS = 0.02
+_LOOK_FOR_GENERATIONS = 0.02
+#: Seconds after a kill within which a launcher may still make workers of the same generation.
+_SAME_GENERATION = 0.02
+#: Seconds that a step is taken to last before any has been seen.
+_PACE = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Strike:
+    """One kill to come.
+
+    Attributes:
+        step: how many steps the run has to have done.
+        hasty: whether it comes without waiting for a step since the kill before.
+        delay: how long it waits then, from 0 to 1: a whole step, or the start of a generation.
+        choice: which of the workers, from 0 to 1.
+    """
+
+    step: int
+    hasty: bool
+    delay: float
+    choice: float
+
+
+def draw(kills: int, seed: int, steps: int) -> list[Strike]:
+    """Draw the kills of a storm: the first before the first step, the last in the last step.
+
+    Args:
+        kills: how many.
+        seed: what draws them.
+        steps: how many steps the run will do.
+    """
+    dice = random.Random(seed)  # noqa: S311 - it need not be hard to guess
+    ends = [0, steps - 1] if kills > 1 else []
+    moments = sorted(ends + [dice.randrange(steps) for _ in range(kills - len(ends))])
+    return [
+        Strike(step, step == 0 or dice.random() < _HASTY, dice.random(), dice.random())
+        for step in moments
+    ]
+
+
+class Chaos:
+    """A storm over one launch.
+
+    Args:
+        launcher: a running `lockstep run`.
+        trace: where its ranks write their traces.
+        steps: how many steps it will do.
+    """
+
+    def __init__(self, launcher: subprocess.Popen[bytes], trace: Path, steps: int) -> None:
+        self._launcher = launcher
+        self._workers = _Workers(launcher.pid)
+        self._seen = _Progress(trace)
+        self._last = steps - 1
+
+    def work(self, strikes: Sequence[Strike]) -> int:
+        """Kill until all strikes are done or the launch is over; return how many were killed."""
+        for done, strike in enumerate(strikes):
+            while not self._strike(strike):
+                # Nobody is there yet, or they ended before their moment came.
+                if self._launcher.poll() is not None:
+                    return done
+                time.sleep(_LOOK_FOR_WORKERS)
+            self._seen.forget()
+        return len(strikes)
+
+    def _strike(self, strike: Strike) -> bool:
+        """Wait for the moment of `strike`, and kill; return whether there was anybody to kill."""
+        if not self._workers.arrive():
+            return False
+        # Where all steps are done, a generation that starts has little left to do.
+        if strike.hasty and self._seen.highest <= self._last:
+            self._wait_in_start(strike.delay * _START_SECONDS)
+            self._workers.arrive()
+            return self._workers.kill(strike.choice)
+        while not self._is_due(strike):
+            if not self._workers.live():
+                return False
+            time.sleep(_LOOK)
+        moment = time.monotonic() + strike.delay * self._seen.pace
+        self._workers.arrive()
+        time.sleep(max(0.0, moment - time.monotonic()))
+        return self._workers.kill(strike.choice)
+
+    def _wait_in_start(self, seconds: float) -> None:
+        """Wait, but not longer than the generation takes to its first step."""
+        moment = time.monotonic() + seconds
+        while time.monotonic() < moment and not self._seen.moved:
+            time.sleep(_LOOK)
+            self._seen.look()
+
+    def _is_due(self, strike: Strike) -> bool:
+        seen = self._seen
+        seen.look()
+        # After the last step but one, the next thing to be seen may be the end of the run.
+        return seen.highest >= strike.step and (seen.moved or seen.highest >= self._last)
+
+
+class _Workers:
+    """The workers of a launch, and not its fork servers: the launcher catches what they print."""
+
+    def __init__(self, launcher: int) -> None:
+        self._launcher = launcher
+        self._now: list[psutil.Process] = []
+        self._struck: set[psutil.Process] = set()
+
+    def arrive(self) -> bool:
+        """Look for workers that have come since the last kill; return whether there are any."""
+        self._now = [one for one in self._all() if one not in self._struck]
+        return bool(self._now)
+
+    def live(self) -> bool:
+        """Return whether any of those that have come is still there."""
+        return any(_lives(one) for one in self._now)
+
+    def kill(self, choice: float) -> bool:
+        """Kill one of those that have come; the others will go with it, and are not killed again."""
+        victims = [one for one in self._now if _lives(one)]
+        if not victims:
+            return False
+        victims[int(choice * len(victims))].kill()
+        moment = time.clock_gettime(time.CLOCK_BOOTTIME)
+        self._struck.update(self._now)
+        # One of them may have been made a moment later, and this look may take as long as a restart.
+        late = [one for one in self._all() if _born(one) < moment + _SAME_GENERATION]
+        self._struck.update(late)
+        return True
+
+    def _all(self) -> list[psutil.Process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            below = psutil.Process(self._launcher).children(recursive=True)
+            caught = {one.pid for one in below if _is_caught(one.pid)}
+            # What a worker has started, such as loaders of data, has the output of the worker.
+            return [one for one in below if one.pid in caught and _parent(one) not in caught]
+        return []
+
+
+def _is_caught(pid: int) -> bool:
+    """Return whether what a process prints goes to a launcher that reads it, or to a log."""
+    try:
+        place = str(Path(f"/proc/{pid}/fd/1").readlink())
+    except OSError:
+        return False
+    return place.startswith("pipe:") or place.endswith(".log")
+
+
+def _born(process: psutil.Process) -> float:
+    """Return when a process was made, by the clock that counts from the machine's start."""
+    try:
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0  # it is over
+    return int(fields[19]) / os.sysconf("SC_CLK_TCK")
+
+
+def _parent(process: psutil.Process) -> int:
+    try:
+        return int(process.ppid())
+    except psutil.NoSuchProcess:
+        return 0
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+class _Progress:
+    """How far a run is, read from the traces of its newest generation as they grow."""
+
+    def __init__(self, trace: Path) -> None:
+        self._trace = trace
+        self._files: list[Path] = []
+        self._scanned = 0.0
+        self._read: dict[Path, int] = {}
+        self._times: deque[float] = deque(maxlen=20)
+        self._step: tuple[int, float] | None = None
+        self.highest = 0
+        self.moved = False
+
+    @property
+    def pace(self) -> float:
+        """Seconds per step."""
+        return statistics.median(self._times) if self._times else _PACE
+
+    def forget(self) -> None:
+        """Take all steps so far for old."""
+        self.look()
+        self.moved = False
+        self._step = None
+
+    def look(self) -> None:
+        """Read what is new."""
+        if time.monotonic() > self._scanned + _LOOK_FOR_GENERATIONS:
+            found = generations(self._trace)
+            self._files = [*found[max(found)].values()] if found else []
+            self._scanned = time.monotonic()
+        for path in self._files:
+            self._follow(path)
+
+    def _follow(self, path: Path) -> None:
+        with path.open("rb") as file:
+            file.seek(self._read.get(path, 0))
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._read[path] = self._read.get(path, 0) + len(line)
+                if b'"step"' in line and (entry := json.loads(line))["kind"] == "step":
+                    self._take(entry["step"])
+
+    def _take(self, step: int) -> None:
+        now = time.monotonic()
+        if self._step is not None and step > self._step[0]:
+            self._times.append((now - self._step[1]) / (step - self._step[0]))
+        if self._step is None or step > self._step[0]:
+            self._step = (step, now)
+        self.highest = max(self.highest, step)
+        self.moved = True

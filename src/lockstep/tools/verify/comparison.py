@@ -1,0 +1,169 @@
+"""Comparison of two layouts: the first difference, and samples seen twice or never."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from lockstep.tools.verify.traces import Digests, Key, LoopKey, Seen, Traces, few, names, values
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first thing that differs.
+
+    Attributes:
+        step: in which step, counted from 1.
+        what: `samples`, `loss`, `parameters`, `state`, `length` or `redone`.
+        text: in words, with both values.
+    """
+
+    step: int
+    what: str
+    text: str
+
+
+def compare(one: Traces, other: Traces, name: str, other_name: str) -> Difference | None:
+    """Return the first step in which two layouts differ, or `None` where they never do.
+
+    Within a step, what was seen comes before what was made: samples, losses, parameters, other state.
+    """
+    found = (_compare_evaluated, _compare_steps, _compare_ends)
+    differences = [compare(one, other, name, other_name) for compare in found]
+    return min(filter(None, differences), key=lambda difference: difference.step, default=None)
+
+
+def _compare_steps(one: Traces, other: Traces, name: str, other_name: str) -> Difference | None:
+    for number in sorted({*one.steps, *other.steps}):
+        a, b = one.steps.get(number), other.steps.get(number)
+        if a is None or b is None:
+            short, long = (name, other_name) if a is None else (other_name, name)
+            return Difference(number, "length", f"step {number} happens on {long}, not on {short}")
+        difference = _compare_seen(number, a.passes, b.passes, name, other_name) or _compare_made(
+            number, a.digests, b.digests, name, other_name
+        )
+        if difference is not None:
+            return difference
+    return None
+
+
+def _compare_ends(one: Traces, other: Traces, name: str, other_name: str) -> Difference | None:
+    """Compare what is there at the end: evaluations and callbacks may change it after the last step."""
+    last = max([*one.steps, *other.steps], default=0)
+    return _compare_made(last, one.ends, other.ends, name, other_name, is_end=True)
+
+
+def _compare_evaluated(one: Traces, other: Traces, name: str, other_name: str) -> Difference | None:
+    """Compare the samples of evaluations; those that only one layout saw are a matter of coverage."""
+    for key in sorted(one.evaluated.keys() & other.evaluated.keys(), key=one.evaluated.__getitem__):
+        (step, a), (_, b) = one.evaluated[key], other.evaluated[key]
+        if a != b:
+            loader, epoch, _, batch, _, replica = key
+            place = f"after step {step} (loader {loader}, epoch {epoch}, batch {batch}), replica {replica}"
+            text = f"{place}: samples {few(a)} on {name}, {few(b)} on {other_name}, without a backward pass"
+            return Difference(step, "samples", text)
+    return None
+
+
+def _compare_seen(
+    step: int, one: dict[Key, Seen], other: dict[Key, Seen], name: str, other_name: str
+) -> Difference | None:
+    for key in sorted({*one, *other}):
+        _, _, epoch, _, batch, _, replica, nth = key
+        place = f"step {step} (epoch {epoch}, batch {batch}), replica {replica}"
+        a, b = one.get(key), other.get(key)
+        if a is None or b is None:
+            missing = name if a is None else other_name
+            which = f"backward pass {nth + 1}" if nth else "backward pass"
+            return Difference(step, "samples", f"{place}: no {which} on {missing}")
+        if a.samples != b.samples:
+            text = f"{place}: samples {few(a.samples)} on {name}, {few(b.samples)} on {other_name}"
+            return Difference(step, "samples", text)
+        if a.bits != b.bits:
+            text = (
+                f"{place}: the loss is {a.value!r} ({a.bits}) on {name}, "
+                f"{b.value!r} ({b.bits}) on {other_name}"
+            )
+            return Difference(step, "loss", text)
+    return None
+
+
+def _compare_made(
+    number: int, one: Digests, other: Digests, name: str, other_name: str, *, is_end: bool = False
+) -> Difference | None:
+    place = "the end of the run" if is_end else f"step {number}"
+    for part in dict.fromkeys([*names(one), *names(other)]):
+        what = "parameters" if part.startswith("parameters") else "state"
+        for digests, layout in ((one, name), (other, other_name)):
+            if len(values(digests, part)) > 1:
+                text = f"{place}: the ranks of {layout} hold different {part}"
+                return Difference(number, what, text)
+        a, b = values(one, part), values(other, part)
+        if one and other and a != b:
+            verb = "are" if what == "parameters" else "is"
+            equal = "equal steps" if is_end else "equal samples and losses"
+            text = (
+                f"{place}: {equal}, but the {part} {verb} "
+                f"{_any(a)} on {name}, {_any(b)} on {other_name}"
+            )
+            return Difference(number, what, text)
+    return None
+
+
+def _any(digests: AbstractSet[str]) -> str:
+    return next(iter(digests), "missing")[:19]
+
+
+def redone(traces: Traces, name: str) -> Difference | None:
+    """Return the first step that a layout did again after a crash with another result."""
+    if not traces.redone:
+        return None
+    first = min(traces.redone, key=lambda found: found.step)
+    text = f"step {first.step} was computed again after a crash on {name} and differs: {first.text}"
+    return Difference(first.step, "redone", text)
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """How often samples were seen in loops that should show each exactly once.
+
+    Attributes:
+        loops: how many such loops there were.
+        twice: samples seen more than once in one loop: `(loader, epoch, sample)`.
+        never: samples missed in one loop: `(loader, epoch, sample)`.
+    """
+
+    loops: int
+    twice: tuple[tuple[int, int, int], ...]
+    never: tuple[tuple[int, int, int], ...]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether each loop saw each sample once."""
+        return not self.twice and not self.never
+
+
+def coverage(traces: Traces, complete: AbstractSet[LoopKey] = frozenset()) -> Coverage:
+    """Count the samples of all microbatches, loop by loop; second passes are not counted.
+
+    Args:
+        traces: what a layout saw.
+        complete: loops to be judged besides those of which it says that they were complete.
+    """
+    samples = {key: samples for key, (_, samples) in traces.evaluated.items()}
+    for step in traces.steps.values():
+        samples |= {key[1:-1]: seen.samples for key, seen in step.passes.items()}
+    seen: dict[LoopKey, Counter[int]] = {}
+    for (loader, epoch, round_, _, turn, _), own in samples.items():
+        if turn == 0:
+            seen.setdefault((loader, epoch, round_), Counter()).update(own)
+    twice, never = [], []
+    whole = traces.complete | complete
+    loops = [key for key in sorted(seen) if key in whole and key[0] in traces.lengths]
+    for loader, epoch, round_ in loops:
+        counts = seen[loader, epoch, round_]
+        twice += [(loader, epoch, sample) for sample, count in counts.items() if count > 1]
+        expected = range(traces.lengths[loader])
+        never += [(loader, epoch, sample) for sample in expected if sample not in counts]
+    return Coverage(len(loops), tuple(twice), tuple(never))

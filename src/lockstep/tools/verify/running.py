@@ -1,0 +1,168 @@
+"""Run a script on one layout, in launches of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.errors import PREEMPTED, AuditError, DivergenceError, UsageError
+from lockstep.launch.command import RunCommand, verdict_in
+from lockstep.settings import TABLE
+from lockstep.state.files import run_file
+from lockstep.tools.verify.chaos import Chaos, draw
+from lockstep.tools.verify.layouts import Layout, Stage
+from lockstep.tools.verify.traces import Traces, read
+
+AUDIT = TABLE["audit"]
+#: Restarts that `lockstep run` allows without being told.
+_RESTARTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What every layout runs.
+
+    Attributes:
+        command: the script, and the options of `lockstep run`.
+        replicas: number of replicas for scripts that name none.
+    """
+
+    command: RunCommand
+    replicas: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a script on one layout.
+
+    Attributes:
+        layout: the layout.
+        exit_code: of the last launch.
+        digest: of the weights at the end; `None` if it did not come to the end of a run.
+        steps: how many updates.
+        seconds: of all launches.
+        kills: how many workers were killed.
+        generations: how many sets of processes opened the run.
+        traces: what every step saw and made.
+        complaint: the last lines of the launch, where it failed.
+    """
+
+    layout: Layout
+    exit_code: int
+    digest: str | None
+    steps: int
+    seconds: float
+    kills: int
+    generations: int
+    traces: Traces
+    complaint: str
+
+    @property
+    def differs(self) -> bool:
+        """Whether the run has found a difference by itself: between ranks, or between two passes."""
+        return any(f"{one.__name__}:" in self.complaint for one in (AuditError, DivergenceError))
+
+
+def run(layout: Layout, work: Work, directory: Path, steps: int) -> Outcome:
+    """Run a script on `layout`.
+
+    Args:
+        layout: the layout.
+        work: what to run.
+        directory: a new directory for the run and its trace.
+        steps: how many steps the run does without a fault, if that is known.
+
+    Raises:
+        UsageError: if the run is over before what was to happen to it.
+    """
+    directory.mkdir(parents=True)
+    place = _Place(directory)
+    kills = layout.kills
+    started = time.monotonic()
+    for stage in layout.stages:
+        launcher = _start(layout, stage, work, place)
+        try:
+            if layout.storm is not None:
+                strikes = draw(layout.storm.kills, layout.storm.seed, steps)
+                kills = Chaos(launcher, place.trace, steps).work(strikes)
+            exit_code = launcher.wait()
+        finally:
+            launcher.kill()  # its workers go with it
+            launcher.wait()
+        if exit_code != (0 if stage.until is None else PREEMPTED):
+            break
+    seconds = time.monotonic() - started
+    recorded = run_file.read(place.run) or {}
+    outcome = Outcome(
+        layout=layout,
+        exit_code=exit_code,
+        digest=recorded.get("digest"),
+        steps=recorded.get("steps", 0),
+        seconds=seconds,
+        kills=kills,
+        generations=len(recorded.get("generations", [])),
+        traces=read(place.trace),
+        complaint=verdict_in(place.errors) if exit_code else "",
+    )
+    _check_faults(outcome)
+    return outcome
+
+
+class _Place:
+    """Where the launches of a layout leave what they do."""
+
+    def __init__(self, directory: Path) -> None:
+        self.run = directory / "run"
+        self.trace = directory / "trace"
+        self.output = directory / "output.txt"
+        self.errors = directory / "errors.txt"
+
+
+def _start(layout: Layout, stage: Stage, work: Work, place: _Place) -> subprocess.Popen[bytes]:
+    words = ["-n", str(stage.ranks), "--run-dir", str(place.run)]
+    words += work.command.words(layout.strategy, os.environ)
+    kills = len(stage.kills) if layout.storm is None else layout.storm.kills
+    if kills > _RESTARTS:
+        words += ["--max-restarts", str(kills)]
+    environ = work.command.environ(layout.strategy, os.environ) | {
+        "LOCKSTEP_TRACE": str(place.trace),
+        "LOCKSTEP_PROGRESS": "0",
+        "LOCKSTEP_DEFAULT_REPLICAS": str(work.replicas),
+        # A script may have switched its audit off; only the user of the command decides here.
+        AUDIT.variable: os.environ.get(AUDIT.variable, str(AUDIT.default)),
+    }
+    if stage.faults:
+        environ["LOCKSTEP_FAULTS"] = ",".join(stage.faults)
+    return work.command.start(words, environ, place.output, place.errors)
+
+
+def _check_faults(outcome: Outcome) -> None:
+    """Refuse a layout in which something should have happened that did not.
+
+    A fault that happens ends a generation, so that a run has one more of them than faults.
+    """
+    faults = [fault for stage in outcome.layout.stages for fault in stage.faults]
+    if outcome.exit_code == 0 and outcome.digest is not None and outcome.generations <= len(faults):
+        fault = faults[max(0, outcome.generations - 1)]
+        kind, _, step = fault.partition("@")
+        if kind == "kill" and int(step) <= outcome.steps:
+            raise UsageError(
+                f"{outcome.layout}: {fault} did not happen: the last rank makes no backward pass in step "
+                f"{step} of {outcome.steps}",
+                hint="name a step that calls run.backward",
+            )
+        raise UsageError(
+            f"{outcome.layout}: the run was over before {fault} could happen; "
+            f"it has {outcome.steps} steps",
+            hint="name an earlier step",
+        )
+
+
+def directory_name(number: int, layout: Layout) -> str:
+    """Return a name for the directory of the `number`-th layout that a shell takes as it is."""
+    name = layout.name if layout.strategy is None else f"{layout.name}-{layout.strategy}"
+    return f"{number}-{re.sub(r'[^0-9a-z]+', '-', name)}"

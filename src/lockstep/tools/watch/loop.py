@@ -1,0 +1,122 @@
+"""Refresh the display until the run ends or a key closes it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import termios
+import time
+import tty
+from collections.abc import Iterator
+from types import FrameType
+
+from rich.console import Console
+from rich.live import Live
+
+from lockstep.errors import PREEMPTED
+from lockstep.tools.watch.screen import Screen
+from lockstep.tools.watch.view import Moment, View
+from lockstep.tools.watch.watcher import Watcher
+
+#: Exit code by how a run has ended; without one it continues.
+_ENDS = {"finished": 0, "failed": 1, "dead": 1, "preempted": PREEMPTED}
+#: Of what happened before, so many lines at most are printed.
+_MOMENTS = 10
+_KEYS = "q or Ctrl-C leaves; the run continues"
+
+
+def watch(watcher: Watcher, seconds: float | None) -> int:
+    """Show a run until it ends; return the exit code: 0 also where the reader leaves before.
+
+    Args:
+        watcher: looks at the run.
+        seconds: between two looks; `None` for 1 on a terminal, 5 elsewhere.
+
+    Raises:
+        RunDirectoryError: if the record can no longer be read.
+    """
+    console = Console()
+    signal.signal(signal.SIGTERM, _leave)  # so that the terminal is as it was
+    try:
+        if console.is_terminal:
+            return _live(watcher, console, 1.0 if seconds is None else seconds)
+        return _lines(watcher, 5.0 if seconds is None else seconds)
+    except (KeyboardInterrupt, BrokenPipeError):
+        return 0
+
+
+def _leave(_signum: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _live(watcher: Watcher, console: Console, seconds: float) -> int:
+    """Show a picture that changes; the last one stays."""
+    view = watcher.look()
+    try:
+        with unbuffered(), Live(console=console, screen=True, auto_refresh=False) as live:
+            while view.status not in _ENDS:
+                live.update(Screen(view, _KEYS), refresh=True)
+                if pressed("q", seconds):
+                    return 0
+                view = watcher.look()
+    finally:
+        console.print(Screen(view))
+    return _ENDS[view.status]
+
+
+def _lines(watcher: Watcher, seconds: float) -> int:
+    """Print a line now and then, and what has happened."""
+    shown: tuple[Moment, ...] = ()
+    while True:
+        view = watcher.look()
+        for moment in view.moments[-_MOMENTS:]:
+            if moment not in shown:
+                _say(f"{time.strftime('%H:%M:%S', time.localtime(moment.time))}  {moment.text}")
+        shown = view.moments
+        _say(view.summary)
+        if view.status in _ENDS:
+            _say_end(view)
+            return _ENDS[view.status]
+        time.sleep(seconds)
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def _say_end(view: View) -> None:
+    if view.end is not None:
+        _say(view.end)
+
+
+@contextlib.contextmanager
+def unbuffered() -> Iterator[None]:
+    """Let keys come without a line's end, and unseen; nothing changes where standard input is none."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    file = sys.stdin.fileno()
+    before = termios.tcgetattr(file)
+    try:
+        tty.setcbreak(file)
+        yield
+    finally:
+        termios.tcsetattr(file, termios.TCSADRAIN, before)
+
+
+def pressed(key: str, seconds: float) -> bool:
+    """Wait at most `seconds` for `key`; return whether it came."""
+    if not sys.stdin.isatty():
+        time.sleep(seconds)
+        return False
+    deadline = time.monotonic() + seconds
+    file = sys.stdin.fileno()
+    while select.select([file], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        given = os.read(file, 64)
+        if not given or key.encode() in given:
+            return True  # without input there is no key to wait for
+    return False

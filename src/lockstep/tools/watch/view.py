@@ -1,0 +1,207 @@
+"""`View`: the state of a run at one moment, and values computed from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.state.files.lock import status
+from lockstep.state.record.reading import Event
+
+#: Seconds without news after which a rank's pace is no longer that of now.
+_STALE = 10.0
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+
+
+@dataclass(slots=True)
+class RankView:
+    """The newest events of a rank in its newest generation.
+
+    Attributes:
+        newest: the last event of each kind.
+        values: the newest logged values, by name.
+        time: when it wrote its last event, in Unix seconds; 0 for never.
+    """
+
+    newest: dict[str, Event] = field(default_factory=dict)
+    values: dict[str, float] = field(default_factory=dict)
+    time: float = 0.0
+
+    @property
+    def step(self) -> int | None:
+        """The steps that are done, as far as they are recorded."""
+        steps = [event["step"] for event in self.newest.values() if "step" in event]
+        return max(steps, default=None)
+
+    def measured(self, kind: str, name: str) -> Any:
+        """Return a value of the newest event of a kind; `None` where there is none."""
+        return self.newest.get(kind, {}).get(name)
+
+    def share(self, name: str) -> float | None:
+        """Return which part of the newest steps' time went to `data` or `exchange`."""
+        part, whole = self.measured("pace", name), self.measured("pace", "seconds")
+        return part / whole if part is not None and whole else None
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Something that happened to the run.
+
+    Attributes:
+        time: when, in Unix seconds.
+        text: what.
+        is_bad: whether it is a failure.
+    """
+
+    time: float
+    text: str
+    is_bad: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A run at one moment.
+
+    Attributes:
+        directory: its directory, as it was named.
+        content: its `run.json`.
+        ranks: the ranks of the newest generation.
+        moments: starts, failures, restarts, checkpoints and the end, in order.
+        lines: the last lines of a rank's log.
+        time: when this was, in Unix seconds.
+        in_use: whether a launch uses the directory; `None` where that is not known.
+    """
+
+    directory: str
+    content: Mapping[str, Any]
+    ranks: Mapping[int, RankView]
+    moments: tuple[Moment, ...]
+    lines: tuple[str, ...]
+    time: float
+    in_use: bool | None
+
+    @property
+    def status(self) -> str:
+        """`running`, `finished`, `failed`, `preempted`, or `dead`: running, but without a process."""
+        return status(str(self.content.get("status")), self.in_use)
+
+    @property
+    def name(self) -> str:
+        """Name of the run."""
+        return str(self.content.get("identity", {}).get("name"))
+
+    @property
+    def layout(self) -> str:
+        """How many ranks and nodes there are."""
+        generations = self.content.get("generations") or [{}]
+        ranks, nodes = generations[-1].get("ranks", 1), generations[-1].get("nodes", 1)
+        return f"{counted(ranks, 'rank')} on {counted(nodes, 'node')}"
+
+    @property
+    def restarts(self) -> int:
+        """How many times the run was started again."""
+        return max(0, len(self.content.get("generations", [])) - 1)
+
+    @property
+    def step(self) -> int | None:
+        """The steps that are done."""
+        if "steps" in self.content:
+            return int(self.content["steps"])
+        steps = [rank.step for rank in self.ranks.values() if rank.step is not None]
+        return max(steps, default=None)
+
+    @property
+    def pace(self) -> Event:
+        """The newest pace of the lowest rank that has one; empty for none."""
+        return next((r.newest["pace"] for r in self.ranks.values() if "pace" in r.newest), {})
+
+    @property
+    def rate(self) -> float | None:
+        """Samples per second of all ranks; `None` where that is not known of now."""
+        pace = self.pace
+        if not pace or not pace["seconds"] or self.status != "running":
+            return None
+        is_old = self.time - pace["time"] > max(_STALE, 3 * pace["slowest"])
+        return None if is_old else float(pace["samples"] / pace["seconds"])
+
+    @property
+    def done(self) -> float | None:
+        """Which part of the run's epochs is done; `None` where their number is not known."""
+        if self.content.get("status") == "finished":
+            return 1.0
+        epochs = self.pace.get("epochs")
+        if not epochs:
+            return None
+        batches = self.pace.get("batches")
+        part = self.pace.get("batch", 0) / batches if batches else 0.0
+        return float(min((self.pace["epoch"] + part) / epochs, 1.0))
+
+    @property
+    def seconds_left(self) -> float | None:
+        """How long the rest of the epochs takes at the newest pace, evaluations aside."""
+        pace, done = self.pace, self.done
+        if done is None or self.rate is None or not pace.get("batches"):
+            return None
+        return float((1 - done) * pace["epochs"] * pace["batches"] * pace["median"])
+
+    @property
+    def epoch(self) -> str | None:
+        """Which epoch it is, of how many; `None` where there is none yet."""
+        if "epoch" not in self.pace:
+            return None
+        epochs = self.pace.get("epochs")
+        return f"epoch {self.pace['epoch'] + 1}" + (f"/{epochs}" if epochs else "")
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The newest logged values, as the lowest rank has them."""
+        return next((rank.values for rank in self.ranks.values() if rank.values), {})
+
+    @property
+    def memory(self) -> int | None:
+        """Bytes that all ranks hold, of their hosts' memory."""
+        held = [rank.measured("machine", "host") for rank in self.ranks.values()]
+        known = [one for one in held if one is not None]
+        return sum(known) if known else None
+
+    @property
+    def end(self) -> str | None:
+        """What is to be said about how the run ended; `None` for nothing, or while it continues."""
+        if self.status == "dead":
+            return (
+                "no process of this run is left; "
+                f"the same command with --run-dir {self.directory} continues it"
+            )
+        said = {"finished": self.content.get("digest"), "failed": self._cause}.get(self.status)
+        return None if said is None else str(said).partition("\n")[0]
+
+    @property
+    def _cause(self) -> Any:
+        """Why the run failed: the launcher's verdict, else the main rank's error, maybe a consequence."""
+        failures = [moment.text for moment in self.moments if moment.is_bad]
+        return failures[-1] if failures else self.content.get("error")
+
+    @property
+    def summary(self) -> str:
+        """All of this in one line."""
+        parts = [self.status, self.epoch, None if self.step is None else f"step {self.step}"]
+        parts += [f"{name} {value:.4g}" for name, value in self.values.items()]
+        parts.append(None if self.rate is None else f"{self.rate:,.0f} samples/s")
+        parts.append(self.layout)
+        parts.append(None if self.memory is None else f"memory {size(self.memory)}")
+        parts.append(counted(self.restarts, "restart") if self.restarts else None)
+        return "  ".join(part for part in parts if part)
+
+
+def counted(number: int, what: str) -> str:
+    """Return `1 rank`, `2 ranks`."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def size(count: float) -> str:
+    """Return a number of bytes as it is read."""
+    unit, factor = next(((u, f) for u, f in _UNITS if count >= f), ("B", 1))
+    return (
+        f"{count / factor:.3g} {unit}" if count / factor < 100 else f"{count / factor:.0f} {unit}"
+    )

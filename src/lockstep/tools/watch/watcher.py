@@ -1,0 +1,158 @@
+"""`Watcher`: follow a run by the new content of its run directory."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import deque
+from pathlib import Path
+
+from lockstep.errors import RunDirectoryError, UsageError
+from lockstep.state.files import run_file
+from lockstep.state.files.lock import in_use
+from lockstep.state.record.reading import Event, Recorded, values_of
+from lockstep.state.record.tail import EventTail, Tail
+from lockstep.tools.watch.view import Moment, RankView, View
+
+_LINES, _MOMENTS = 200, 500
+#: Sequences that steer a terminal, and characters that do.
+_ESCAPES = re.compile(
+    r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|.)|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+)
+
+
+class Watcher:
+    """Looks at a run directory again and again.
+
+    Args:
+        directory: the run directory.
+        rank: whose log lines are shown.
+
+    Raises:
+        UsageError: if there is no such directory.
+        RunDirectoryError: if it holds no record of a run that can be read.
+    """
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        if not directory.is_dir():
+            raise UsageError(f"there is no directory {directory}; expected that of a run")
+        self._directory = directory
+        self._log = Tail(directory / "logs" / f"rank-{rank}.log")
+        self._tails: dict[Path, EventTail] = {}
+        self._ranks: dict[int, RankView] = {}
+        self._moments: deque[Moment] = deque(maxlen=_MOMENTS)
+        self._lines: deque[str] = deque(maxlen=_LINES)
+        Recorded.of(directory)
+
+    def look(self) -> View:
+        """Return the run as it is now.
+
+        Raises:
+            RunDirectoryError: if the record can no longer be read.
+        """
+        # In this order: a run records its end before it gives its lock back.
+        used = in_use(self._directory)
+        content = Recorded.of(self._directory).run
+        found = [one for file in self._files() for one in self._new(file)]
+        self._moments.extend(sorted(found, key=lambda moment: moment.time))
+        self._lines.extend(filter(None, map(plain, self._log.lines())))
+        generations = content.get("generations") or [{}]
+        ranks = range(generations[-1].get("ranks", 1))
+        return View(
+            directory=str(self._directory),
+            content=content,
+            ranks={rank: self._ranks.get(rank, RankView()) for rank in ranks},
+            moments=tuple(self._moments),
+            lines=tuple(self._lines),
+            time=time.time(),
+            in_use=used,
+        )
+
+    def _files(self) -> list[Path]:
+        return sorted((self._directory / "events").glob("*.jsonl"))
+
+    def _new(self, file: Path) -> list[Moment]:
+        """Take in what has come in one file of events; return what of it is shown in words."""
+        events = self._tails.setdefault(file, EventTail(file)).events()
+        kind, _, number = file.stem.partition("-")
+        if kind == "launcher":
+            return [moment for event in events if (moment := _of_launcher(event))]
+        if kind != "rank" or not number.isdigit():
+            return []
+        rank = self._ranks.setdefault(int(number), RankView())
+        return [moment for event in events if (moment := _of_rank(rank, int(number), event))]
+
+
+def _of_rank(rank: RankView, number: int, event: Event) -> Moment | None:
+    kind = event["kind"]
+    if kind == "start":
+        rank.newest.clear()
+        if not event["step"]:
+            rank.values.clear()
+    rank.newest[kind], rank.time = event, event["time"]
+    if kind == "log":
+        rank.values |= dict(values_of(event))
+    if kind == "start" and number == 0 and event["step"]:
+        return Moment(
+            event["time"], f"resumed after step {event['step']} on {event['ranks']} ranks"
+        )
+    if kind == "checkpoint":
+        return Moment(
+            event["time"], f"checkpoint {event['name']}, written in {event['seconds']:.2f} s"
+        )
+    return None
+
+
+def _of_launcher(event: Event) -> Moment | None:
+    if event["kind"] == "failure":
+        return Moment(event["time"], plain(event["text"]), is_bad=True)
+    if event["kind"] == "restart":
+        return Moment(event["time"], f"restart {event['generation']}")
+    if event["kind"] == "end":
+        code = event["exit_code"]
+        return Moment(event["time"], f"the launch ends with exit code {code}")
+    return None
+
+
+def plain(line: str) -> str:
+    """Return a line as a terminal shows it at last, without what would steer the terminal."""
+    return _ESCAPES.sub("", line.rstrip("\r").rpartition("\r")[2]).expandtabs().rstrip()
+
+
+def newest(base: Path) -> Path:
+    """Return the directory in `base` of the run that began last.
+
+    Raises:
+        UsageError: if there is none.
+    """
+    found: tuple[float, Path] | None = None
+    # Below a run's directory lie those of the runs that its script made after it.
+    found_files = [*base.glob(f"*/*/{run_file.NAME}"), *base.glob(f"*/*/*/{run_file.NAME}")]
+    files = sorted(found_files, key=_changed, reverse=True)
+    for file in files:
+        if found is not None and _changed(file) < found[0]:
+            break  # a run that began later has a record of later
+        began = _began(file)
+        if found is None or began > found[0]:
+            found = began, file.parent
+    if found is None:
+        raise UsageError(
+            f"there is no run in {base}; expected {base}/NAME/TIME with a {run_file.NAME}",
+            hint="name the run directory: lockstep watch RUN_DIR",
+        )
+    return found[1]
+
+
+def _changed(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _began(file: Path) -> float:
+    try:
+        generations = (run_file.read(file.parent) or {}).get("generations") or [{}]
+    except RunDirectoryError:
+        return 0.0
+    return float(generations[-1].get("time", 0.0))

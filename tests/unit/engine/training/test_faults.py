@@ -1,0 +1,62 @@
+"""Faults that a rank injects into itself: which are its own, and when they happen."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from lockstep.engine.training.faults import VARIABLE, Faults
+from lockstep.errors import UsageError
+from lockstep.world.model import World
+
+
+def of(text: str, rank: int, generation: int = 0) -> Faults | None:
+    world = World(rank=rank, size=2, address="x", port=1, generation=generation)
+    return Faults.of({VARIABLE: text}, world)
+
+
+def test_kills_are_the_last_ranks_one_for_each_generation():
+    text = "kill@30,kill@60"
+    assert of(text, rank=0) is of(text, rank=1, generation=2) is None
+    assert [of(text, rank=1, generation=number).kill for number in range(2)] == [30, 60]
+
+
+def test_a_signal_is_sent_once_to_the_main_rank(monkeypatch):
+    sent = []
+    monkeypatch.setattr(
+        "lockstep.engine.training.faults.os.kill", lambda _, number: sent.append(number)
+    )
+    faults = of("term@3", rank=0)
+    for step in range(1, 6):
+        faults.before_backward(step)
+        faults.after_step(step)
+    assert sent == [signal.SIGTERM]
+    assert of("term@3", rank=1) is None
+
+
+def test_a_signal_after_the_first_of_two_steps_of_a_batch_comes_when_the_batch_is_done(monkeypatch):
+    sent = []
+    monkeypatch.setattr("lockstep.engine.training.faults.os.kill", lambda *_: sent.append(step))
+    faults = of("term@3,term@8", rank=0)
+    for step in (2, 4, 4, 6, 8, 10):  # a point after each batch, and one after an epoch
+        faults.before_backward(step - 1)
+        faults.before_backward(step)
+        faults.after_step(step)
+    assert sent == [4, 8]
+
+
+def test_a_run_that_goes_on_is_not_sent_the_signals_of_steps_that_are_done(monkeypatch):
+    sent = []
+    monkeypatch.setattr("lockstep.engine.training.faults.os.kill", lambda *_: sent.append(step))
+    faults = of("term@3,term@9", rank=0)
+    for step in (8, 10):
+        faults.before_backward(step - 1)
+        faults.after_step(step)
+    assert sent == [10]
+
+
+@pytest.mark.parametrize("text", ["kill", "kill@", "kill@0", "kill@x", "hang@3", "kill@3 term@4"])
+def test_what_makes_no_sense_is_refused(text):
+    with pytest.raises(UsageError, match="expected words such as kill@30"):
+        of(text, rank=0)

@@ -1,0 +1,45 @@
+"""Checkpoints in a directory of their own, closed at the end, and the guard of tests that use torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+IDENTITY = {"name": "digits", "seed": 0, "arguments": ["--lr", "0.1"]}
+
+
+@pytest.fixture(autouse=True)
+def clean(torch_state: None) -> None:
+    """Use the guard in each test."""
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """Where checkpoints go."""
+    return tmp_path / "checkpoints"
+
+
+@pytest.fixture
+def warned() -> list[str]:
+    """What was warned of."""
+    return []
+
+
+@pytest.fixture
+def make(directory: Path, warned: list[str]) -> Iterator[Callable[..., Any]]:
+    """Make the checkpoints of one rank, or of one among several."""
+    made = []
+
+    def make(place: Path = directory, identity: dict[str, Any] | None = None, **more: Any) -> Any:
+        from lockstep.state.checkpoint.disk import Checkpoints
+
+        settings = {"rank": 0, "size": 1, "store": None, "keep": 2, "warn": warned.append, **more}
+        made.append(Checkpoints(place, identity or IDENTITY, **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
