@@ -12,7 +12,7 @@ from tests.conftest import Lockstep
 LAUNCHER = """
 import dataclasses, sys
 from lockstep.cli import main
-from lockstep.launch import agent, workers
+from lockstep.launch.agent import agent, workers
 
 workers.LAST_GRACE = agent.LAST_GRACE = 0.1
 agent.TABLE["shutdown_timeout"] = dataclasses.replace(agent.TABLE["shutdown_timeout"], default=0.1)
