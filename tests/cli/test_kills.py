@@ -18,7 +18,8 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.state.checkpoint import dcp, snapshot
 from lockstep.engine.exchange import shared_memory
-from lockstep.engine.training import resume, session
+from lockstep.engine.recovery import resume
+from lockstep.engine.training import session
 
 MOMENTS = sys.argv[1:]
 generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
