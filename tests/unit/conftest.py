@@ -71,3 +71,14 @@ def lone_group(torch_state: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[A
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `torch.cuda`, of which a test replaces functions, be the accelerator of this torch."""
+    import torch
+
+    from lockstep.world import accelerator
+
+    monkeypatch.setattr(accelerator, "kind", lambda: "cuda")
+    monkeypatch.setattr(accelerator, "module", lambda: torch.cuda)

@@ -30,10 +30,11 @@ ALLOWED: dict[str, set[str]] = {
     "state.checkpoint": {"state.files", "engine.layout", "world", "engine.data"},
     "state.record": {"state.files", "engine.data", "world", "state.checkpoint"},
     "engine.layout": {"registry"},
-    "engine.data": {"engine.layout"},
+    "engine.data": {"engine.layout", "world"},
     "engine.exchange": {"engine.layout", "registry", "world"},
     "engine.strategies": {
         "engine.layout",
+        "world",
         "engine.data",
         "engine.exchange",
         "state.checkpoint",

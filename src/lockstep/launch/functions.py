@@ -190,8 +190,10 @@ def _reason_against_fork() -> str | None:
     torch = sys.modules.get("torch")
     if torch is None:
         return None
-    if torch.cuda.is_initialized():
-        return "CUDA is initialised in this process"
+    from lockstep.world import accelerator
+
+    if accelerator.is_initialized():
+        return f"{accelerator.kind()} is initialised in this process"
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return "a process group of torch.distributed exists in this process"
     return _end_thread_pools()

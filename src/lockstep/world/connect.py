@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import DeviceError
+from lockstep.world import accelerator
 from lockstep.world.devices import device_identity
 from lockstep.world.groups import keep
 from lockstep.world.rendezvous.rank_rendezvous import Rendezvous
@@ -52,7 +53,7 @@ def connect(rendezvous: Rendezvous, device: torch.device, *, always: bool = Fals
     if dist.is_initialized():
         return Connection(notes, _adopt(device), owned=False)
     dist.init_process_group(
-        _backend(device),
+        accelerator.backends(device),
         store=dist.PrefixStore("group", store),
         rank=world.rank,
         world_size=world.size,
@@ -60,10 +61,6 @@ def connect(rendezvous: Rendezvous, device: torch.device, *, always: bool = Fals
     )
     keep(dist.group.WORLD)
     return Connection(notes, dist.group.WORLD, owned=True)
-
-
-def _backend(device: torch.device) -> str:
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def _adopt(device: torch.device) -> dist.ProcessGroup:
@@ -76,7 +73,7 @@ def _adopt(device: torch.device) -> dist.ProcessGroup:
     served = {pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")}
     if {"cpu", device.type} <= served:
         return group
-    made: dist.ProcessGroup = dist.new_group(backend=_backend(device), timeout=TIMEOUT)
+    made: dist.ProcessGroup = dist.new_group(backend=accelerator.backends(device), timeout=TIMEOUT)
     keep(made)
     return made
 
@@ -93,5 +90,5 @@ def _check_devices(store: dist.Store, rank: int, device: torch.device) -> None:
     raise DeviceError(
         f"ranks {claims.get('first').decode()} and {rank} are both on GPU {own}; "
         "expected a GPU of its own for each rank",
-        hint="start fewer ranks on this node, or check CUDA_VISIBLE_DEVICES of each",
+        hint=f"start fewer ranks on this node, or check {accelerator.facts().visible} of each",
     )

@@ -10,6 +10,7 @@ import torch
 from torch.utils import deterministic
 
 from lockstep.errors import DeviceError
+from lockstep.world import accelerator, cuda
 from lockstep.world.cores import usable_cores
 from lockstep.world.devices_asked import CHOSEN, CORES, SHOWN, Ids, Word, parse
 from lockstep.world.model import World
@@ -48,16 +49,11 @@ def choose_device(
     asked = parse(wanted, "devices")
     if world.environment == "lockstep" and CHOSEN in environ:
         _check_shown(environ)
-        return _use(int(environ[CHOSEN].removeprefix("cuda:")))
+        return accelerator.use(int(environ[CHOSEN].rpartition(":")[2]))
     if asked == "cpu":
         return torch.device("cpu")
-    index = _index(asked, world, torch.cuda.device_count(), environ)
-    return torch.device("cpu") if index is None else _use(index)
-
-
-def _use(index: int) -> torch.device:
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    index = _index(asked, world, accelerator.count(), environ)
+    return torch.device("cpu") if index is None else accelerator.use(index)
 
 
 def _index(asked: Word | Ids, world: World, count: int, environ: Mapping[str, str]) -> int | None:
@@ -84,7 +80,7 @@ def _listed(ids: Ids, world: World, count: int) -> int:
     if named:
         raise DeviceError(
             f"devices={shown}: {named[0]} is no index, and a process that runs cannot be shown other GPUs",
-            hint=f"lockstep run --devices {shown}, or CUDA_VISIBLE_DEVICES={shown}",
+            hint=f"lockstep run --devices {shown}, or {_variable()}={shown}",
         )
     if len(set(ids)) != world.local_size or len(ids) != world.local_size:
         raise DeviceError(
@@ -94,7 +90,7 @@ def _listed(ids: Ids, world: World, count: int) -> int:
     if index >= count:
         raise DeviceError(
             f"devices={shown}: there is no GPU {index}; this process sees {count}",
-            hint="indices count from 0 among what CUDA_VISIBLE_DEVICES leaves visible",
+            hint=f"indices count from 0 among what {_variable()} leaves visible",
         )
     return index
 
@@ -106,7 +102,7 @@ def _shown(environ: Mapping[str, str]) -> list[str]:
 
 
 def _variable() -> str:
-    return "HIP_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_DEVICES"
+    return accelerator.facts().visible
 
 
 def _check_shown(environ: Mapping[str, str]) -> None:
@@ -123,13 +119,13 @@ def device_identity(device: torch.device) -> str | None:
 
     Two ranks whose devices have one name would share a GPU.
     """
-    if device.type != "cuda":
+    if not accelerator.holds(device):
         return None
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = accelerator.current_index(device)
     shown = _shown(os.environ)
     if index < len(shown) and shown[index].startswith("MIG-"):
         return shown[index]  # CUDA's properties may have the id of the GPU that it is a part of
-    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+    uuid = accelerator.uuid(index)
     return None if uuid is None else f"GPU-{uuid}"
 
 
@@ -151,11 +147,10 @@ def default_threads(replicas: int, cores: int | None = None) -> int:
 
 def make_deterministic(device: torch.device) -> None:
     """Choose algorithms whose results don't vary from call to call."""
-    if device.type != "cuda":
+    if not accelerator.holds(device):
         return  # PyTorch's CPU kernels are deterministic for a given number of threads
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.backends.cudnn.benchmark = False
-    torch.backends.cudnn.deterministic = True
+    if device.type == "cuda":
+        cuda.make_deterministic()
     torch.use_deterministic_algorithms(True)
     # It would also fill every new tensor, which costs a kernel each and hides no draw of chance.
     deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -38,7 +38,7 @@ def world(local_rank: int = 0, local_size: int = 1, environment: str = "torchrun
 
 
 @pytest.fixture
-def gpus(monkeypatch):
+def gpus(monkeypatch, cuda):
     """Let torch see a number of GPUs; return the indices that were made the current device."""
     chosen: list[int] = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
@@ -120,7 +120,7 @@ def test_words_that_are_none_are_refused():
         choose_device("tpu", world(), {})
 
 
-def test_identity(monkeypatch):
+def test_identity(monkeypatch, cuda):
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"u{index}")
     )
@@ -146,7 +146,7 @@ def test_threads_follow_from_the_nodes_cores(monkeypatch):
         os.sched_setaffinity(0, before)
 
 
-def test_deterministic_algorithms_do_not_fill_new_memory(monkeypatch):
+def test_deterministic_algorithms_do_not_fill_new_memory(monkeypatch, cuda):
     for name in ("benchmark", "deterministic"):
         monkeypatch.setattr(torch.backends.cudnn, name, getattr(torch.backends.cudnn, name))
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

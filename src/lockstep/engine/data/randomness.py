@@ -13,32 +13,33 @@ from typing import Any
 import numpy as np
 import torch
 
+from lockstep.world import accelerator
+
 _NUMPY_SEED_MASK = (1 << 32) - 1  # the legacy generator takes 32 bits
 
 
 def set_key(key: int) -> None:
-    """Start the global generators of torch (CPU; all of CUDA once in use), NumPy and `random` at `key`."""
+    """Start the generators of torch (an accelerator's, too, once in use), NumPy and `random` at `key`."""
     torch.default_generator.manual_seed(key)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.manual_seed_all(key)
+    if accelerator.is_initialized():
+        accelerator.module().manual_seed_all(key)
     np.random.seed(key & _NUMPY_SEED_MASK)
     random.seed(key)
 
 
 def _states() -> tuple[Any, ...]:
-    """Return where all global generators stand; those of CUDA only once it is in use."""
-    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    cuda = torch.cuda.get_rng_state_all() if used else []
-    return torch.get_rng_state(), np.random.get_state(), random.getstate(), cuda
+    """Return where all global generators stand; those of an accelerator only once it is in use."""
+    devices = accelerator.module().get_rng_state_all() if accelerator.is_initialized() else []
+    return torch.get_rng_state(), np.random.get_state(), random.getstate(), devices
 
 
 def _restore(states: tuple[Any, ...]) -> None:
-    cpu, numpy, python, cuda = states
+    cpu, numpy, python, devices = states
     torch.set_rng_state(cpu)
     np.random.set_state(numpy)
     random.setstate(python)
-    if cuda:
-        torch.cuda.set_rng_state_all(cuda)
+    if devices:
+        accelerator.module().set_rng_state_all(devices)
 
 
 @contextlib.contextmanager
@@ -92,8 +93,7 @@ class Generators:
     @staticmethod
     def now() -> Generators:
         """Return where they stand now."""
-        used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        device = torch.cuda.get_rng_state() if used else None
+        device = accelerator.module().get_rng_state() if accelerator.is_initialized() else None
         return Generators(torch.get_rng_state(), np.random.get_state(), random.getstate(), device)
 
     def since(self, before: Generators) -> States | None:
@@ -124,7 +124,7 @@ def set_generators(states: States) -> None:
         version, own, spare = json.loads(python)
         random.setstate((version, tuple(own), spare))
     if device is not None:
-        torch.cuda.set_rng_state(_bytes(device))
+        accelerator.module().set_rng_state(_bytes(device))
 
 
 def _text(state: torch.Tensor) -> str:

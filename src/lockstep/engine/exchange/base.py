@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from lockstep.engine.layout.replicas import block
 from lockstep.engine.layout.tree import fold, merges, nodes
+from lockstep.world import accelerator
 
 Sum = torch.futures.Future[torch.Tensor]
 
@@ -22,7 +23,7 @@ def future_on(device: torch.device) -> Sum:
 
 def done(value: torch.Tensor) -> Sum:
     """Return a future that has `value`."""
-    future: Sum = torch.futures.Future(devices=[value.device] if value.is_cuda else None)
+    future: Sum = torch.futures.Future(devices=[value.device] if accelerator.holds(value) else None)
     future.set_result(value)
     return future
 

@@ -23,6 +23,7 @@ from lockstep.engine.parameter_server.client import Client, Clients
 from lockstep.engine.parameter_server.discovery import Place
 from lockstep.engine.strategies.model_context import ModelContext
 from lockstep.errors import PeerError
+from lockstep.world.device_types import HIDDEN
 from lockstep.world.environments.lockstep import SERVER, SERVER_ROOT, TOKEN
 from lockstep.world.network import LOOPBACK
 from lockstep.world.rendezvous.rank_rendezvous import Rendezvous, join_timeout
@@ -100,7 +101,7 @@ class Servers:
         is_local = world.address is None or world.local_size == world.size
         address = LOOPBACK if is_local else str(world.address)
         self._logs.mkdir(parents=True, exist_ok=True)
-        environ = {**os.environ, TOKEN: token, SERVER_ROOT: sys.path[0], "CUDA_VISIBLE_DEVICES": ""}
+        environ = {**os.environ, TOKEN: token, SERVER_ROOT: sys.path[0], **HIDDEN}
         for index in range(self._count):
             with (self._logs / f"server-{index}.log").open("a") as log:
                 self._processes.append(

@@ -19,6 +19,7 @@ from lockstep.engine.strategies.wrapped_model import WrappedModel
 from lockstep.engine.training.loss_scale import Scaler
 from lockstep.errors import CheckpointError, ModelError
 from lockstep.state.checkpoint import state_codec
+from lockstep.world import accelerator
 
 #: Where in what is saved the values of metrics are that are tensors.
 ANSWERS = "answers"
@@ -355,8 +356,8 @@ def footprint(state: State, device: torch.device) -> dict[str, int]:
         # Linux counts in units of 1024 bytes.
         "peak_host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
-    if device.type == "cuda":
-        used["peak_device"] = torch.cuda.max_memory_allocated(device)
+    if (peak := accelerator.peak_memory(device)) is not None:
+        used["peak_device"] = peak
     return used
 
 

@@ -29,6 +29,7 @@ from lockstep.engine.strategies.single import SingleModel
 from lockstep.engine.strategies.wrapped_model import WrappedModel
 from lockstep.errors import MismatchError, ModelError
 from lockstep.registry import EXCHANGES, resolve
+from lockstep.world import accelerator
 
 #: Bytes of a place, one element each: sums of bytes are exact in fp32 for 65,793 ranks.
 _PLACE_BYTES = 8
@@ -99,7 +100,7 @@ class ReplicatedModel(WrappedModel):
         }
         of_exchanges = {*POWERSGD_KEYWORDS, *INEXACT}  # and whose buffers there are
         theirs = {name: v for name, v in settings.items() if name not in of_exchanges}
-        if context.device.type == "cuda" and not spans_devices(module):
+        if accelerator.holds(context.device) and not spans_devices(module):
             theirs = {"device_ids": [context.device.index], **theirs}
         self._ddp = DistributedDataParallel(module, **(theirs | ours))
         self._is_first_static = self._is_static
@@ -229,7 +230,7 @@ class ReplicatedModel(WrappedModel):
     def _read_notes(self, tail: torch.Tensor) -> None:
         size = self._place_bytes
         self._used_anywhere = tail[size:] if self._finds_unused else None
-        if not size or tail.is_cuda or tail.dtype not in (torch.float32, torch.float64):
+        if not size or accelerator.holds(tail) or tail.dtype not in (torch.float32, torch.float64):
             return  # reading would wait for the device, or sums of bytes would be rounded
         expected = [byte * self._size for byte in self._place.to_bytes(size, "big")]
         if tail[:size].tolist() != expected:

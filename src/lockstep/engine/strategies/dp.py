@@ -20,6 +20,7 @@ from lockstep.engine.strategies.model_context import ModelContext
 from lockstep.engine.strategies.single import SingleModel
 from lockstep.engine.strategies.wrapped_model import WrappedModel
 from lockstep.errors import DeviceError, ExactnessError
+from lockstep.world import accelerator
 
 #: What Python looks up on the class rather than on the object, where a module may define it.
 _SPECIAL = ("__len__", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__contains__")
@@ -61,7 +62,7 @@ def check_settings(
     if device.type == "cpu":
         _refuse_devices(settings)
         return
-    ids = choose_devices(settings.get("device_ids"), device.index, torch.cuda.device_count())
+    ids = choose_devices(settings.get("device_ids"), device.index, accelerator.count())
     if exact and len(ids) > 1:
         raise ExactnessError(
             f"strategy=dp on GPUs {', '.join(map(str, ids))}: the result depends on how many there are, "
@@ -98,7 +99,7 @@ def choose_devices(asked: Sequence[Any] | None, own: int, count: int) -> list[in
         raise DeviceError(
             f"device_ids={list(asked)!r}; expected different ones of the {count} GPU(s) that this "
             "process sees",
-            hint="indices count from 0 among what CUDA_VISIBLE_DEVICES leaves visible",
+            hint=f"indices count from 0 among what {accelerator.facts().visible} leaves visible",
         )
     if ids[0] != own:
         raise DeviceError(
@@ -118,7 +119,7 @@ def scatter(module: nn.Module, context: ModelContext, settings: dict[str, Any]) 
         )
         return SingleModel(module, context)
     own = context.device.index
-    ids = choose_devices(settings.get("device_ids"), own, torch.cuda.device_count())
+    ids = choose_devices(settings.get("device_ids"), own, accelerator.count())
     return DataParallelModel(module, context, {**settings, "device_ids": ids})
 
 

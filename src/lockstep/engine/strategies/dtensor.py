@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from lockstep.engine.strategies import optimizer_state
 from lockstep.errors import ExactnessError
 from lockstep.state.checkpoint.parts import Box, Stored, cut_of, is_dtensor, local
+from lockstep.world import accelerator
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -125,7 +126,7 @@ def check_updates(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> N
             hint="AdamW, SGD and others that go element by element, strategy='ddp', or exact=False",
         )
     own = [local(parameter) for parameter in parameters]
-    if all(part.is_cuda for part in own):
+    if all(accelerator.holds(part) for part in own):
         return
     if any(group.get("fused") for group in optimizer.param_groups):
         raise ExactnessError(

@@ -16,6 +16,7 @@ from lockstep.engine.training.context import Context
 from lockstep.engine.training.divergence import SameData
 from lockstep.engine.training.loop import Loop
 from lockstep.errors import LoaderError
+from lockstep.world import accelerator
 
 
 class Loaders:
@@ -67,7 +68,7 @@ class Loaders:
         num_workers: int,
         **workers: Any,
     ) -> LoaderSettings:
-        pinned = workers.pop("pin_memory", self._context.device.type == "cuda")
+        pinned = workers.pop("pin_memory", accelerator.holds(self._context.device))
         return LoaderSettings(
             batch_size=batch_size,
             shuffle=shuffle,

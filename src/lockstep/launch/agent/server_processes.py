@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lockstep.engine.layout.server_count import check
 from lockstep.launch.spec import LaunchSpec
+from lockstep.world.device_types import HIDDEN
 from lockstep.world.environments.lockstep import SERVER, SERVER_ROOT
 
 #: What a server runs: never the user's script.
@@ -28,7 +29,7 @@ def count(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
 def variables(index: int, spec: LaunchSpec) -> dict[str, str]:
     """Return what a server's environment has that the workers' has not."""
     # It computes on the CPU, whatever the workers do.
-    return {SERVER: str(index), SERVER_ROOT: _root(spec), "CUDA_VISIBLE_DEVICES": ""}
+    return {SERVER: str(index), SERVER_ROOT: _root(spec), **HIDDEN}
 
 
 def _root(spec: LaunchSpec) -> str:

@@ -25,6 +25,7 @@ class Machine:
         cards: the GPUs of this machine, hidden ones included; none where they cannot be told apart.
         problem: why there are no GPUs, or no facts about them.
         visible_variable: the variable that hides GPUs from torch.
+        device_type: what torch calls them.
         topology: the cores by NUMA node.
         loopback: name of the loopback interface, `None` where there is none.
     """
@@ -34,6 +35,7 @@ class Machine:
     cards: tuple[Gpu, ...] = ()
     problem: str | None = None
     visible_variable: str = "CUDA_VISIBLE_DEVICES"
+    device_type: str = "cuda"
     topology: Topology = ()
     loopback: str | None = "lo"
 
@@ -45,7 +47,9 @@ def look(*, gpus: bool = True) -> Machine:
         gpus: whether anybody wants to know about GPUs.
     """
     with untied():
-        import torch
+        import torch  # noqa: F401
+
+        from lockstep.world import accelerator
 
     listing = _listing() if gpus else Listing(problem="they were not asked for")
     return Machine(
@@ -53,7 +57,8 @@ def look(*, gpus: bool = True) -> Machine:
         gpus=_count(listing) if gpus else 0,
         cards=listing.gpus,
         problem=listing.problem,
-        visible_variable="HIP_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_DEVICES",
+        visible_variable=accelerator.facts().visible,
+        device_type=accelerator.kind() or "cuda",
         topology=topology(),
         loopback=_loopback_interface(),
     )
@@ -62,41 +67,43 @@ def look(*, gpus: bool = True) -> Machine:
 def _listing() -> Listing:
     import torch
 
+    from lockstep.world import accelerator
+
     if torch.version.cuda is not None:
         listing = list_gpus()
         return listing if listing.gpus or listing.problem else Listing(problem="there are none")
-    if torch.version.hip is not None:
-        return Listing(problem="ids are read from nvidia-smi, which ROCm does not have")
+    if accelerator.kind() is not None:
+        return Listing(
+            problem=f"ids are read from nvidia-smi, which knows no {accelerator.facts().label}"
+        )
     return Listing(problem=f"torch {torch.__version__} is built for processors only")
 
 
 def _count(listing: Listing) -> int:
     """Return how many GPUs torch sees."""
-    import torch
+    from lockstep.world import accelerator
 
     left = visible(listing.gpus, os.environ).gpus
     # Which MIG devices CUDA shows, and what beside them, has changed with its versions.
     if listing.gpus and not any(parts(gpu, listing.gpus) for gpu in left):
         return len(left)
-    if torch.version.cuda is None and torch.version.hip is None:
+    if accelerator.kind() is None:
         return 0
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return torch.cuda.device_count()
-    return _count_in_a_child()
+    return accelerator.count() if accelerator.is_initialized() else _count_in_a_child()
 
 
 def _count_in_a_child() -> int:
-    """Return CUDA's own count of GPUs; a process that has asked for it cannot be forked any more."""
+    """Return the driver's own count of GPUs; a process that has asked for it cannot be forked any more."""
     with contextlib.suppress(LostError):  # workers will fail for the same reason, and say it
-        return int(Child(_count_by_cuda).give(None).result(_TIMEOUT))
+        return int(Child(_count_by_driver).give(None).result(_TIMEOUT))
     return 0
 
 
-def _count_by_cuda(_: object) -> int:
-    import torch
+def _count_by_driver(_: object) -> int:
+    from lockstep.world import accelerator
 
-    torch.cuda.init()  # type: ignore[no-untyped-call]
-    return torch.cuda.device_count()
+    accelerator.module().init()
+    return accelerator.count()
 
 
 def _loopback_interface() -> str | None:

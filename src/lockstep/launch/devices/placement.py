@@ -87,9 +87,9 @@ def seats(
     known = _in_order(machine, environ)
     return tuple(
         Seat(
-            device=f"cuda:{k}",
+            device=f"{machine.device_type}:{k}",
             gpu=known[k] if k < len(known) else None,
-            env=_chosen(f"cuda:{k}", machine, environ) if own else {},
+            env=_chosen(f"{machine.device_type}:{k}", machine, environ) if own else {},
         )
         for k in (range(len(local_ranks)) if own else local_ranks)
     )
@@ -104,10 +104,10 @@ def _chosen(device: str, machine: Machine, environ: Mapping[str, str]) -> dict[s
 def _named(gpus: Sequence[Gpu], machine: Machine) -> tuple[Seat, ...]:
     # CUDA shows a process one MIG device, and nothing beside it: then each rank sees its own only.
     alone = any(gpu.parent for gpu in gpus)
-    everything = ",".join(gpu.entry for gpu in gpus)
+    everything, kind = ",".join(gpu.entry for gpu in gpus), machine.device_type
     found = []
     for k, gpu in enumerate(gpus):
-        shown, device = (gpu.entry, "cuda:0") if alone else (everything, f"cuda:{k}")
+        shown, device = (gpu.entry, f"{kind}:0") if alone else (everything, f"{kind}:{k}")
         env = {machine.visible_variable: shown, SHOWN: shown, CHOSEN: device}
         # A launcher that the script starts shall not read the list again, among what is left by it.
         found.append(Seat(device=device, gpu=gpu, env={**env, "LOCKSTEP_DEVICES": "gpu"}))

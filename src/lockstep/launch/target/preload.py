@@ -29,6 +29,7 @@ from lockstep.launch.devices.openmp import untied
 from lockstep.launch.spec import LaunchSpec
 from lockstep.launch.target.imports import Import, Sources
 from lockstep.registry import STRATEGIES
+from lockstep.world.device_types import HIDDEN
 from lockstep.world.network import INTERFACES
 
 #: Modules that workers are likely to import and that start neither threads nor CUDA.
@@ -55,8 +56,7 @@ _OF_WORKERS = (
     "MASTER_",
     "TORCHELASTIC_",
     "LOCKSTEP_",
-    "CUDA_VISIBLE_DEVICES",
-    "HIP_VISIBLE_DEVICES",
+    *HIDDEN,
     *INTERFACES,
 )
 
@@ -136,7 +136,7 @@ class Footprint:
             children=frozenset(pid for task in tasks for pid in _read(task / "children").split()),
             files=frozenset(filter(_is_special, map(_target, os.listdir("/proc/self/fd")))),  # noqa: PTH208
             pools=frozenset(line.split()[-1] for line in maps if "openblas" in line),
-            unforkable=frozenset(name for name in _NEVER if name in sys.modules) | _cuda(),
+            unforkable=frozenset(name for name in _NEVER if name in sys.modules) | _devices(),
             handlers=tuple(signal.getsignal(number) for number in signal.valid_signals()),
             finalizers=len(weakref.finalize._registry),  # type: ignore[attr-defined]
             generators=_generators(),
@@ -326,6 +326,9 @@ def _generators() -> dict[str, object]:
     return states
 
 
-def _cuda() -> frozenset[str]:
-    torch = sys.modules.get("torch")
-    return frozenset({"cuda"} if torch is not None and torch.cuda.is_initialized() else ())
+def _devices() -> frozenset[str]:
+    if "torch" not in sys.modules:
+        return frozenset()
+    from lockstep.world import accelerator
+
+    return frozenset({str(accelerator.kind())} if accelerator.is_initialized() else ())

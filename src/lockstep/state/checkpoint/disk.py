@@ -25,6 +25,7 @@ from lockstep.state.checkpoint.catalog import Found, Key, Warn
 from lockstep.state.checkpoint.manifest import Manifest, TensorSpec
 from lockstep.state.checkpoint.parts import Box, Cut, cut_of, local, whole
 from lockstep.state.checkpoint.saving import Peers, Saving, Workplace, explained, not_written
+from lockstep.world import accelerator
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -97,7 +98,7 @@ class Checkpoints:
         The first `save` then takes no longer than later ones.
         """
         specs, cuts = _described(tensors)
-        pinned = {name for name, tensor in tensors.items() if tensor.is_cuda}
+        pinned = {name for name, tensor in tensors.items() if accelerator.holds(tensor)}
 
         def get_ready() -> None:
             own = self._own_share(specs, cuts)
@@ -227,7 +228,9 @@ class Checkpoints:
         """Return types and shapes of all tensors, and copies of what this rank writes of them."""
         specs, cuts = _described(tensors)
         own = self._own_share(specs, cuts)
-        self._buffers.prepare(_specs_of(own, specs), {n for n in own if tensors[n].is_cuda})
+        self._buffers.prepare(
+            _specs_of(own, specs), {n for n in own if accelerator.holds(tensors[n])}
+        )
         return specs, self._buffers.copy(self._parts(tensors, own))
 
     def _parts(
@@ -293,11 +296,11 @@ class Buffers:
         devices = set()
         with torch.no_grad():
             for name, tensor in tensors:
-                self._kept[name].copy_(tensor, non_blocking=tensor.is_cuda)
-                if tensor.is_cuda:
+                self._kept[name].copy_(tensor, non_blocking=accelerator.holds(tensor))
+                if accelerator.holds(tensor):
                     devices.add(tensor.device)
         for device in devices:
-            torch.cuda.synchronize(device)
+            accelerator.module().synchronize(device)
         return dict(self._kept)
 
 

@@ -27,6 +27,7 @@ from lockstep.state.checkpoint.shared_memory import (
     next_number,
     run_of,
 )
+from lockstep.world import accelerator
 from lockstep.world.cgroups import memory_left
 
 _ALIGNMENT = 64
@@ -285,8 +286,8 @@ class Snapshots:
             sources.append(tensor if part is None else tensor.reshape(-1)[part])
         if targets:
             torch._foreach_copy_(targets, sources)
-        if any(source.is_cuda for source in sources):
-            torch.cuda.synchronize()
+        if any(accelerator.holds(source) for source in sources):
+            accelerator.module().synchronize()
 
     def _targets(
         self, layout: Layout, data: memoryview, tensors: Mapping[str, torch.Tensor]

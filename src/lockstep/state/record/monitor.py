@@ -10,6 +10,8 @@ from typing import Any
 import psutil
 import torch
 
+from lockstep.world import accelerator, cuda
+
 _EVERY = 1.0
 _END_SECONDS = 2.0
 
@@ -45,11 +47,10 @@ class Monitor:
     def _sample(self) -> dict[str, Any]:
         (before, used_before), (now, used) = self._last, self._used()
         self._last = now, used
-        on_gpu = self._device.type == "cuda"
         return {
             "cpu": round((used - used_before) / (now - before), 3),
             "host": self._process.memory_info().rss,
-            "device": torch.cuda.memory_reserved(self._device) if on_gpu else None,
+            "device": accelerator.reserved_memory(self._device),
             "busy": self._busy(),
         }
 
@@ -61,24 +62,19 @@ class Monitor:
 
 def _utilisation(device: torch.device) -> Callable[[], float | None]:
     """Return what asks NVML how busy the GPU is, from 0 to 1; it answers `None` without GPU or NVML."""
-    if device.type != "cuda":
+    nvml = cuda.nvml() if device.type == "cuda" else None
+    if nvml is None:
         return _unknown
-    try:
-        import pynvml
-    except ImportError:
-        return _unknown
-    try:
-        pynvml.nvmlInit()
-        # By its UUID: NVML counts all GPUs of the machine, torch those that this process sees.
-        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-    except pynvml.NVMLError:
+    try:  # by its UUID: NVML counts all GPUs of the machine, torch those that this process sees
+        uuid = f"GPU-{accelerator.uuid(accelerator.current_index(device))}"
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+    except nvml.NVMLError:
         return _unknown
 
     def busy() -> float | None:
         try:
-            return float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100
-        except pynvml.NVMLError:
+            return float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100
+        except nvml.NVMLError:
             return None  # a part of a GPU (MIG) does not say
 
     return busy

@@ -32,6 +32,7 @@ from lockstep.state.record.pace import Pace
 from lockstep.state.record.progress_bar import ProgressBar
 from lockstep.state.record.settings import RecordSettings
 from lockstep.state.record.trace import Trace
+from lockstep.world import accelerator
 from lockstep.world.model import World
 
 #: So many loaders have their data recorded; a script may make some in every epoch.
@@ -141,7 +142,7 @@ class Recorder:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "device": device.type,
-            "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+            "device_name": accelerator.name(device),
             **self._settings.method,
             "step": step,
         }

@@ -50,14 +50,14 @@ def reduce(job: dict[str, Any]) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
+    from lockstep.world import accelerator
+
     for name in _VARIABLES:
         if job["interface"]:
             os.environ.setdefault(name, job["interface"])
     torch.set_num_threads(1)
-    on_gpu = job["backend"] == "nccl"
-    device = torch.device("cuda", job["local"]) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
+    on_gpu = job["backend"] != "gloo"
+    device = accelerator.use(job["local"]) if on_gpu else torch.device("cpu")
     rank, size = job["rank"], job["size"]
     store = dist.PrefixStore(job["backend"], connect_store(job["address"], job["port"]))
     timeout = timedelta(seconds=_SECONDS)

@@ -19,9 +19,10 @@ def _look(_: Asked) -> Facts:
     import torch
 
     from lockstep.tools.doctor.arithmetic import exact_digest, ordinary_digest
+    from lockstep.world import accelerator
 
     torch.set_num_threads(1)
-    devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    devices = ["cpu", *(f"{accelerator.kind()}:{index}" for index in range(accelerator.count()))]
     facts = {}
     for device in devices:
         make_deterministic(torch.device(device))
@@ -37,8 +38,10 @@ def _kind(device: str) -> str:
     """Return the kind of hardware: the promise of the same bits is for one kind."""
     import torch
 
+    from lockstep.world import accelerator
+
     if device != "cpu":
-        return torch.cuda.get_device_properties(device).name
+        return str(accelerator.name(torch.device(device)))
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((one.partition(": ")[2] for one in lines if one.startswith("model name")), "?")
     return f"{model} ({torch.backends.cpu.get_cpu_capability()})"

@@ -31,7 +31,7 @@ class Gpus:
 
 
 @pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
+def gpus(monkeypatch: pytest.MonkeyPatch, cuda: None) -> Gpus:
     return Gpus(monkeypatch)
 
 

@@ -31,6 +31,7 @@ from lockstep.engine.strategies.pipeline.stage import (
     pieces_from,
 )
 from lockstep.errors import LockstepError, ModelError, UsageError
+from lockstep.world import accelerator
 
 #: How much lighter the heaviest stage has to become for a part to be looked into.
 _WORTH = 0.9
@@ -236,7 +237,7 @@ class _Tracer(fx.Tracer):
 
 def _mode() -> tuple[bool, ...]:
     """Return what a `with` may change for the calls inside, which a graph does not have."""
-    autocast = [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
+    autocast = [torch.is_autocast_enabled(kind) for kind in ("cpu", accelerator.kind() or "cuda")]
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
 
 

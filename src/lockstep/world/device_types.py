@@ -1,0 +1,32 @@
+"""What PyTorch does not say about each type of accelerator. Does not import torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceType:
+    """A type of accelerator.
+
+    Attributes:
+        label: its name in texts.
+        backend: the collective backend.
+        visible: the variable that chooses which devices a process sees.
+    """
+
+    label: str
+    backend: str
+    visible: str
+
+
+#: By `torch.device.type`; PyTorch for ROCm calls its devices `cuda`, too.
+DEVICE_TYPES = {
+    "cuda": DeviceType("NVIDIA GPU", "nccl", "CUDA_VISIBLE_DEVICES"),
+    "rocm": DeviceType("AMD GPU", "nccl", "HIP_VISIBLE_DEVICES"),
+    "npu": DeviceType("Ascend NPU", "hccl", "ASCEND_RT_VISIBLE_DEVICES"),
+    "xpu": DeviceType("Intel GPU", "xccl", "ZE_AFFINITY_MASK"),
+}
+
+#: Hides every accelerator from a process.
+HIDDEN = {each.visible: "" for each in DEVICE_TYPES.values()}
