@@ -83,3 +83,56 @@ def test_variables_that_a_crash_loses_are_named_before_and_after(lockstep):
     assert re.search(lost, killed.err), killed.err
     digests = [re.findall(r"digest=\S+", done.err + done.out) for done in (whole, killed)]
     assert digests[0] != digests[1]
+
+
+LAYER = """
+import time
+import torch
+import torch.nn.functional as F
+from torch import nn
+import lockstep
+
+torch.manual_seed(0)
+DATA = torch.utils.data.TensorDataset(torch.randn(48, 4), torch.randint(0, 3, (48,)))
+
+def apply_schedule(model, epoch):  # what it changes belongs to torch's own layer
+    for module in model.modules():
+        if isinstance(module, nn.Dropout) and DECAYS:
+            module.p *= 0.5
+
+with lockstep.Run("layer", replicas=2) as run:
+    model = run.model(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3)))
+    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.3))
+    train = run.loader(DATA, batch_size=12, shuffle=True)
+    for epoch in run.epochs(6):
+        for x, y in train:
+            run.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(0.03)  # a snapshot is taken in most steps
+        if epoch < 5:
+            apply_schedule(model, epoch)
+"""
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("decays", [True, False])
+def test_a_batch_that_is_computed_again_has_the_loss_from_before_the_crash(lockstep, decays):
+    """Found by the losses alone; a run whose state is whole is left in peace."""
+    place = lockstep.script(LAYER.replace("DECAYS", str(decays)))
+    for _ in range(5):  # when a snapshot is taken depends on the machine's speed
+        done = lockstep("run", "-n", "2", place, env={"LOCKSTEP_FAULTS": "kill@18"})
+        assert done.code == 0, done.err
+        if (
+            4
+            < int(re.findall(r"resuming after step (\d+)", f"{done.err} resuming after step 0")[0])
+            < 17
+        ):
+            break
+    else:
+        pytest.fail("no run resumed after the first epoch and before the kill")
+    found = re.findall(
+        r"was computed before the crash with the loss (\S+), and now has (\S+):", done.err
+    )
+    assert bool(found) == decays, done.err
+    assert all(before != now for before, now in found)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from lockstep.engine.data.microbatch import Microbatch
 from lockstep.engine.layout.classes import updates_in_servers
 from lockstep.engine.layout.tree import total
+from lockstep.engine.recovery.recomputed import Recomputed
 from lockstep.engine.recovery.state import State
 from lockstep.engine.strategies.gradient_accumulation import nothing_like
 from lockstep.engine.strategies.wrapped_model import WrappedModel
@@ -44,6 +45,7 @@ class Backward:
 
     Attributes:
         passes: how many backward passes there were.
+        recomputed: compares losses with those from before a crash; the run sets it.
     """
 
     def __init__(self, context: Context, state: State, loop: Loop, faults: Faults | None) -> None:
@@ -51,6 +53,7 @@ class Backward:
         self._weights: dict[tuple[float, torch.dtype, torch.Size], torch.Tensor] = {}
         self._weighting = Weighting(context)
         self.passes = 0
+        self.recomputed: Recomputed | None = None
 
     def __call__(self, loss: torch.Tensor, weight: torch.Tensor | float | None = None) -> None:
         """Compute the gradients of `loss` and sum them; see `Run.backward`."""
@@ -102,6 +105,8 @@ class Backward:
     def _end(self, microbatch: Microbatch, loss: torch.Tensor) -> None:
         """The gradients are there."""
         self._loop.saw_loss(loss)
+        if self.recomputed is not None and not (microbatch.audit or self._loop.is_on_the_way):
+            self.recomputed.saw(loss, self._loop.points, microbatch)
         if self._loop.audit is not None:
             self._loop.audit.trains(microbatch)
         if self._context.watchdog is not None:

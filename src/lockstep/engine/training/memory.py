@@ -8,7 +8,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from lockstep.state.checkpoint.schedule import Schedule
-from lockstep.state.checkpoint.shared_memory import SLOTS, Descriptors, Slot, StatusPage, tag_of
+from lockstep.state.checkpoint.shared_memory import (
+    SLOTS,
+    Descriptors,
+    LossRing,
+    Slot,
+    StatusPage,
+    tag_of,
+)
 from lockstep.state.checkpoint.snapshot import Snapshots
 from lockstep.state.files.run_file import Identity
 from lockstep.world.model import World
@@ -27,12 +34,16 @@ class Memory:
         slot: where this rank says where it stands.
         snapshots: the state of the run.
         schedule: when snapshots are taken.
+        losses: where this rank's losses go.
+        losses_before: those of this launcher's ranks in earlier generations of the run, by key.
     """
 
     page: StatusPage
     slot: Slot
     snapshots: Snapshots
     schedule: Schedule
+    losses: LossRing
+    losses_before: Mapping[int, int]
 
     @staticmethod
     def find(
@@ -62,7 +73,12 @@ class Memory:
             descriptors, tag=tag, part=index, parts=count, first=first, size=world.size
         )
         schedule = Schedule(snapshots, page, leads=index == 0, ahead=ahead)
-        return Memory(page, slot, snapshots, schedule)
+        words = LossRing.memory(descriptors.losses)
+        losses, before = LossRing(words, index), LossRing.read_all(words, count)
+        if run > 0:
+            losses.clear()
+            before = {}
+        return Memory(page, slot, snapshots, schedule, losses, before)
 
     def opened(self) -> None:
         """The run is open: from here on this rank knows what to do when it is asked to end."""

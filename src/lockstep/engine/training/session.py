@@ -18,6 +18,7 @@ from lockstep.engine.data.randomness import set_key
 from lockstep.engine.layout import keys
 from lockstep.engine.recovery import checkpointing
 from lockstep.engine.recovery.preemption import Preempted, Signals
+from lockstep.engine.recovery.recomputed import Recomputed
 from lockstep.engine.recovery.state import State, footprint
 from lockstep.engine.strategies.wrapped_model import WrappedModel
 from lockstep.engine.training import fingerprint
@@ -104,6 +105,9 @@ class Session:
         self.loaders = Loaders(context, self.loop)
         self.call_sites = CallSites(self.loop)
         self.backward = Backward(context, self.state, self.loop, self._faults)
+        if context.memory is not None and context.settings.exact:
+            losses, before = context.memory.losses, context.memory.losses_before
+            self.backward.recomputed = Recomputed(losses, before, record.warn_anywhere)
         if context.replicas > 1:
             own, backward = self._variables.own.ids, self.backward
             listeners.append(

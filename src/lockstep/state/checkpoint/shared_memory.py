@@ -1,4 +1,4 @@
-"""Shared memory that outlives the workers: the status page of all ranks, and snapshot buffers.
+"""Shared memory that outlives the workers: the ranks' status page, their losses, and snapshot buffers.
 
 The launcher makes it before it forks the fork server; workers inherit descriptors. It is anonymous
 (memfd): no other user sees it, limits on /dev/shm don't matter, and it goes with the last process that
@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-#: Where a worker finds the descriptors: of the status page, and of both buffers.
+#: Where a worker finds the descriptors: of the status page, of the losses, and of both buffers.
 VARIABLE = "LOCKSTEP_MEMORY"
 #: The most ranks that one launcher may have.
 SLOTS = 1024
@@ -43,6 +43,10 @@ AFTER_RUN = len(COLLECTIVES) - 1
 _WORD = 8
 _SLOT_WORDS = 8
 _PAGE_BYTES = _WORD * _SLOT_WORDS * (SLOTS + 1)
+#: Losses of a rank that are kept, and the bytes of all ranks'; pages that no rank writes take no memory.
+_LOSSES = 512
+_LOSS_WORDS = 1 + 2 * _LOSSES
+_LOSS_BYTES = _WORD * _LOSS_WORDS * SLOTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,31 +54,34 @@ class Descriptors:
     """Descriptors of the memory in this process."""
 
     page: int
+    losses: int
     buffers: tuple[int, int]
 
     @staticmethod
     def create() -> Descriptors:
         """Make the memory; it is private to this user and empty."""
-        names = ("status", "snapshot-a", "snapshot-b")
-        page, *buffers = (os.memfd_create(f"lockstep-{name}", os.MFD_CLOEXEC) for name in names)
+        names = ("status", "losses", "snapshot-a", "snapshot-b")
+        made = [os.memfd_create(f"lockstep-{name}", os.MFD_CLOEXEC) for name in names]
+        page, losses, first, second = made
         os.ftruncate(page, _PAGE_BYTES)
-        return Descriptors(page, (buffers[0], buffers[1]))
+        os.ftruncate(losses, _LOSS_BYTES)
+        return Descriptors(page, losses, (first, second))
 
     @staticmethod
     def find(environ: Mapping[str, str]) -> Descriptors | None:
         """Return what the launcher has passed on; `None` where it has not, or another process has them."""
         try:
-            page, first, second = map(int, environ[VARIABLE].split(","))
-            if os.fstat(page).st_size != _PAGE_BYTES:
+            page, losses, first, second = map(int, environ[VARIABLE].split(","))
+            if (os.fstat(page).st_size, os.fstat(losses).st_size) != (_PAGE_BYTES, _LOSS_BYTES):
                 return None
         except (KeyError, ValueError, OSError):
             return None
-        return Descriptors(page, (first, second))
+        return Descriptors(page, losses, (first, second))
 
     @property
-    def all(self) -> tuple[int, int, int]:
-        """All three, in the order of the variable."""
-        return (self.page, *self.buffers)
+    def all(self) -> tuple[int, ...]:
+        """All of them, in the order of the variable."""
+        return (self.page, self.losses, *self.buffers)
 
     def variable(self) -> str:
         """Return the value of `VARIABLE` that a worker needs."""
@@ -188,6 +195,59 @@ class StatusPage:
     def clear(self) -> None:
         """Begin a generation: no rank is in a call yet."""
         self._memory[:] = bytes(_PAGE_BYTES)
+
+
+class LossRing:
+    """The losses of a rank's last microbatches, as bits of float64 numbers; the oldest are overwritten.
+
+    Args:
+        words: the memory of all ranks' losses.
+        index: which of its launcher's ranks writes here.
+    """
+
+    def __init__(self, words: memoryview, index: int) -> None:
+        self._words, self._first = words, index * _LOSS_WORDS
+
+    @staticmethod
+    def memory(descriptor: int) -> memoryview:
+        """Return the memory of all ranks' losses."""
+        return memoryview(mmap.mmap(descriptor, _LOSS_BYTES)).cast("q")
+
+    @staticmethod
+    def key(points: int, replica: int, nth: int) -> int:
+        """Return the key of the `nth` loss of a microbatch; never 0, which an empty place has."""
+        return (points + 1) << 28 | (replica & 0xFFFFF) << 8 | nth & 0xFF
+
+    def add(self, key: int, bits: int) -> None:
+        """Write a loss over the oldest."""
+        words, first = self._words, self._first
+        place = first + 1 + 2 * (words[first] % _LOSSES)
+        words[place] = 0
+        words[place + 1] = bits
+        words[place] = key
+        words[first] += 1
+
+    def clear(self) -> None:
+        """Forget what another run of this process has left."""
+        self._words[self._first] = 0
+        for place in range(self._first + 1, self._first + _LOSS_WORDS, 2):
+            self._words[place] = 0
+
+    def read(self) -> dict[int, int]:
+        """Return the bits of losses by their keys."""
+        words = self._words[self._first + 1 : self._first + _LOSS_WORDS].tolist()
+        return {key: bits for key, bits in zip(words[::2], words[1::2], strict=True) if key}
+
+    @staticmethod
+    def read_all(words: memoryview, ranks: int) -> dict[int, int]:
+        """Return the losses of a launcher's ranks, without those that two ranks computed differently."""
+        found: dict[int, int] = {}
+        unclear = set()
+        for index in range(ranks):
+            for key, bits in LossRing(words, index).read().items():
+                if found.setdefault(key, bits) != bits:
+                    unclear.add(key)
+        return {key: bits for key, bits in found.items() if key not in unclear}
 
 
 #: A buffer: header, marks of the parts, then the elements and a text.

@@ -333,6 +333,10 @@ class Recorder:
         if self._world.is_main:
             self._progress.say(text)
 
+    def warn_anywhere(self, text: str) -> None:
+        """Show what must not be missed and only this rank may know, on its standard error."""
+        self._progress.say(text)
+
     def print(self, text: str) -> None:
         """Print a line of the script's on the main rank, on standard output."""
         if self._world.is_main:

@@ -16,6 +16,7 @@ from lockstep.state.checkpoint.shared_memory import (
     VARIABLE,
     Buffer,
     Descriptors,
+    LossRing,
     StatusPage,
     progress,
     run_of,
@@ -294,3 +295,31 @@ def test_a_snapshot_that_costs_much_is_taken_seldom(memory, monkeypatch):
     assert taken[:3] == [2, 3, 4]
     distances = [b - a for a, b in itertools.pairwise(taken[3:])]
     assert set(distances) <= {30, 31}, "30 ms are 1 % of 30 steps of 100 ms"
+
+
+@pytest.mark.parametrize("count", [0, 1, 511, 512, 513, 1500])
+def test_the_last_512_losses_of_a_rank_are_kept(memory, count):
+    words = LossRing.memory(memory.losses)
+    ring = LossRing(words, 3)
+    for number in range(count):
+        ring.add(LossRing.key(number, 7, 1), -number)
+    expected = {LossRing.key(n, 7, 1): -n for n in range(max(0, count - 512), count)}
+    assert LossRing.read_all(words, 4) == expected
+    assert LossRing.read_all(words, 3) == {}  # of other ranks
+    ring.clear()
+    assert LossRing.read_all(words, 4) == {}
+
+
+def test_losses_that_ranks_do_not_share_are_left_out(memory):
+    words = LossRing.memory(memory.losses)
+    for rank, value in ((0, 5), (1, 6), (1023, 5)):
+        LossRing(words, rank).add(LossRing.key(0, 0, 0), value)
+        LossRing(words, rank).add(LossRing.key(0, 1, 0), 8)
+    assert LossRing.read_all(words, 1024) == {LossRing.key(0, 1, 0): 8}
+
+
+def test_keys_of_losses_differ():
+    places = itertools.product((0, 1, 1 << 30), (0, 1, (1 << 20) - 1), (0, 255))
+    keys = [LossRing.key(*place) for place in places]
+    assert len(set(keys)) == 18
+    assert 0 not in keys
