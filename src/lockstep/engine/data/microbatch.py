@@ -48,22 +48,18 @@ class Microbatch(NamedTuple):
     @property
     def numbers(self) -> tuple[int, int, int, int, int]:
         """What names it in the derivation of keys; none of it depends on the layout."""
-        return (self.loader, self.epoch, self.round, self.step, self.replica)
+        return self[:5]
+
+    @property
+    def loop(self) -> tuple[int, int, int]:
+        """Which loop it belongs to: loader, epoch, round."""
+        return self[:3]
 
     @property
     def place(self) -> int:
         """Which pass over which global batch this belongs to, in 64 bits: the same on all ranks."""
-        fields = (
-            (self.loader, 8),
-            (self.epoch, 16),
-            (self.round, 8),
-            (self.step, 28),
-            (self.turn, 4),
-        )
-        place = 0
-        for value, bits in fields:
-            place = place << bits | value & ((1 << bits) - 1)
-        return place
+        loop = (self.loader & 0xFF) << 56 | (self.epoch & 0xFFFF) << 40 | (self.round & 0xFF) << 32
+        return loop | (self.step & 0xFFFFFFF) << 4 | self.turn & 0xF
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -183,18 +183,16 @@ class MapSource:
         """
         drawn = self._batches.draw(loader, epoch, round_)
         plan = self._plan(drawn, (loader, epoch, round_), first, audited)
-        planned, to_fetch = itertools.tee(itertools.chain.from_iterable(plan))
-        requests = (Request(m.indices, m.numbers) for m in to_fetch)
+        planned, to_fetch = itertools.tee(plan)
+        requests = (Request(m.indices, m.numbers) for batch in to_fetch for m in batch)
         if tell is None or first == len(self):
             data = self._fetch_all(requests)
         else:
             data = self._look(drawn, (loader, epoch, round_, first, -1), requests, tell)
-        pairs = zip(planned, data, strict=True)
         outermost, self._is_read = not self._is_read, True
         try:
-            for step in range(first, len(self)):
-                extra = audited(step) is not None
-                yield itertools.islice(pairs, len(self._split.block) + extra)
+            for batch in planned:
+                yield zip(batch, data, strict=False)  # the data of later batches follow
         finally:
             self._is_read = not outermost
 
@@ -236,8 +234,9 @@ class MapSource:
         self, drawn: Drawn, loop: tuple[int, int, int], first: int, audited: Audited
     ) -> Iterator[list[Microbatch]]:
         offset = known = 0
+        stop = drawn.start(first)
         for step in range(first, len(self)):
-            start, stop = map(drawn.start, (step, step + 1))
+            start, stop = stop, drawn.start(step + 1)
             if stop > known:
                 offset, known = start, min(max(stop, start + _CHUNK), len(drawn.order))
                 indices = drawn.order(offset, known)
@@ -252,18 +251,14 @@ def split_batch(
 
     The one of the replica `audited` comes before the others.
     """
-    loader, epoch, round_, step = numbers
     microbatches, total = [], len(indices)
     extra = [] if audited is None else [audited]
     for place, replica in enumerate([*extra, *split.block], start=-len(extra)):
         part = share(total, split.replicas, replica)
         microbatches.append(
             Microbatch(
-                loader=loader,
-                epoch=epoch,
-                round=round_,
-                step=step,
-                replica=replica,
+                *numbers,
+                replica,
                 size=len(part),
                 total=total,
                 first=place <= 0,

@@ -123,24 +123,28 @@ class Checkpointing:
         if self._points == _PREPARED_AT and not self._state.is_gathered:
             self._checkpoints.prepare(state_codec.flatten(self._state.capture())[1])
         looks = self._looks(schedule)
-        captured = None
-        began = time.monotonic()
-        if self._compares(saves=saves, due=due, looks=looks):
-            captured = self._state.capture()
-            self._check_same(captured)
-        if saves or due or looks:
-            if saves or due:
-                loop.note_partial()
-            text, tensors = self._capture(captured)
-            if schedule is not None and due:
-                schedule.take(due, text, tensors, began)
-            elif schedule is not None and schedule.needs_memory:
-                self._prepare(schedule, text, tensors)
-            if saves:
-                self._save(text, tensors)
+        if saves or due or looks or self._points == 1:
+            self._keep(schedule, due, saves=saves, looks=looks)
         if request == "stop":
             self._wait("a checkpoint")
             raise Preempted(loop.steps)
+
+    def _keep(self, schedule: Schedule | None, due: int, *, saves: bool, looks: bool) -> None:
+        began, captured = time.monotonic(), None
+        if self._compares(saves=saves, due=due, looks=looks):
+            captured = self._state.capture()
+            self._check_same(captured)
+        if not (saves or due or looks):
+            return
+        if saves or due:
+            self._loop.note_partial()
+        text, tensors = self._capture(captured)
+        if schedule is not None and due:
+            schedule.take(due, text, tensors, began)
+        elif schedule is not None and schedule.needs_memory:
+            self._prepare(schedule, text, tensors)
+        if saves:
+            self._save(text, tensors)
 
     def leave_evaluation(self, loop: LoopEvent, counters: Counters) -> None:
         """End the run in a loop that only evaluates, its state before that saved.

@@ -182,7 +182,7 @@ class WrappedModel(abc.ABC):
         if microbatch.audit:
             self._throw_away(left=left)
             return
-        if not left:
+        if self.several_replicas and not left:
             self._check_complete(len(self._block), self._behind(microbatch))
         if not microbatch.last:
             self._buffers.next_replica()
@@ -229,7 +229,7 @@ class WrappedModel(abc.ABC):
         Args:
             expected: how many replicas of this rank may be missing now.
         """
-        if self.several_replicas and self.accumulation.missing not in expected:
+        if self.accumulation.missing not in expected:
             raise StepError(
                 f"{type(self.module).__name__} had no backward pass for a replica of this batch, "
                 "but had one for others",

@@ -15,7 +15,6 @@ import inspect
 import struct
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -146,12 +145,12 @@ class Audit:
         All passes over a global batch make one, or none does: a body may count microbatches of a pass.
         """
         if not microbatch.turn:
-            self._takes = self._places[microbatch.numbers[:3]] in self._trained and not self._is_off
+            self._takes = self._places[microbatch.loop] in self._trained and not self._is_off
         return self._takes
 
     def trains(self, microbatch: Microbatch) -> None:
         """The loop's body has run a backward pass."""
-        place = self._places[microbatch.numbers[:3]]
+        place = self._places[microbatch.loop]
         self._trained.add(place)
         if place in self._by_next:
             self._warn_of_next(place)
@@ -181,17 +180,17 @@ class Audit:
         self.was_left = False
         if microbatch.audit:
             self.record, self._extra = Record(), None
-            self._audited.add((self._places[microbatch.numbers[:3]], self._phase))
+            self._audited.add((self._places[microbatch.loop], self._phase))
             self._extras += 1
             self._guarded(self._look_before)
             return
         self.record = Record() if microbatch.last and self._extra is not None else None
-        if microbatch.step == self._watched.get(microbatch.numbers[:3]):
+        if microbatch.step == self._watched.get(microbatch.loop):
             self._guarded(lambda: self._watch.begins(with_buffers=False))
 
-    def step(self) -> AbstractContextManager[None]:
-        """Return what an optimizer's step is made in, with its hooks."""
-        return self._watch.step()
+    def step(self, act: Callable[[], Any]) -> Any:
+        """Return what an optimizer's step does, with its hooks."""
+        return self._watch.step(act) if self._watch.is_on else act()
 
     def ends(self, microbatch: Microbatch, step: int, *, left: bool) -> None:
         """The loop's body is done with a microbatch of step number `step`, or has left it.
@@ -209,7 +208,8 @@ class Audit:
             self._extra = record
             self._guarded(self._look_after)
         else:
-            self._guarded(self._watch.ends)
+            if self._watch.is_on:
+                self._guarded(self._watch.ends)
             if record is not None and self._extra is not None:
                 extra, self._extra = self._extra, None
                 self._compare(microbatch, extra, record)

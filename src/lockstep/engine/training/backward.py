@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -27,7 +26,14 @@ from lockstep.engine.training.context import Context
 from lockstep.engine.training.faults import Faults
 from lockstep.engine.training.loop import Loop
 from lockstep.engine.training.loss_scale import gradients_of
-from lockstep.errors import ModelError, NonFiniteLossError, RunError, StepError, UsageError
+from lockstep.errors import (
+    LockstepError,
+    ModelError,
+    NonFiniteLossError,
+    RunError,
+    StepError,
+    UsageError,
+)
 from lockstep.registry import EXCHANGES
 
 #: Weights that are kept as tensors: a run without weights of its own has a few.
@@ -58,16 +64,19 @@ class Backward:
     def __call__(self, loss: torch.Tensor, weight: torch.Tensor | float | None = None) -> None:
         """Compute the gradients of `loss` and sum them; see `Run.backward`."""
         microbatch = self._loop.require_microbatch("run.backward")
-        with self._loop.first_error:
+        self._loop.first_error.check()
+        try:
             self._run(microbatch, loss, weight)
+        except LockstepError as error:
+            self._loop.first_error.keep(error)
+            raise
 
     def _run(
         self, microbatch: Microbatch, loss: torch.Tensor, weight: torch.Tensor | float | None
     ) -> None:
         loop, scaler = self._loop, self._state.scaler
         _check_loss(loss)
-        counts = weight is None or bool(weight)
-        if counts and self._context.settings.stop_on_nan and not loop.is_on_the_way:
+        if self._context.settings.stop_on_nan and (weight is None or weight):
             self._check_finite(loss, microbatch)
         models = self._reached(loss)
         part = self._weighting.part(microbatch, models, loss, weight)
@@ -80,7 +89,11 @@ class Backward:
         if scaler is not None:
             scaler.before_backward(models)
             part *= scaler.scale
-        self._compute(loss, models, None if is_left_out else part)
+        if loop.record is None:
+            self._compute(loss, None if is_left_out else part)
+        else:
+            with loop.record.backward(loss, models):
+                self._compute(loss, None if is_left_out else part)
         for model in models:
             model.after_backward(microbatch)
         if weight is not None:
@@ -88,29 +101,19 @@ class Backward:
         if scaler is not None and microbatch.last:
             # Ranks that hold parts agree here, while they are still seen to wait.
             scaler.after_backward(models)
-        self._end(microbatch, loss)
-
-    def _compute(
-        self, loss: torch.Tensor, models: Sequence[WrappedModel], weight: float | None
-    ) -> None:
-        """Let autograd compute gradients; without a weight there are none."""
-        record = self._loop.record
-        with nullcontext() if record is None else record.backward(loss, models):
-            if weight is None:  # 0 times NaN is NaN, and so would the gradients be
-                leaves = list(_leaves_behind(loss))
-                torch.autograd.backward(leaves, [nothing_like(leaf) for leaf in leaves])
-            else:
-                loss.backward(gradient=self._weight(loss, weight))  # type: ignore[no-untyped-call]
-
-    def _end(self, microbatch: Microbatch, loss: torch.Tensor) -> None:
-        """The gradients are there."""
-        self._loop.saw_loss(loss)
-        if self.recomputed is not None and not (microbatch.audit or self._loop.is_on_the_way):
-            self.recomputed.saw(loss, self._loop.points, microbatch)
-        if self._loop.audit is not None:
-            self._loop.audit.trains(microbatch)
+        loop.saw_loss(microbatch, loss)
+        if self.recomputed is not None and not (microbatch.audit or loop.is_on_the_way):
+            self.recomputed.saw(loss, loop.points, microbatch)
         if self._context.watchdog is not None:
             self._context.watchdog.backward_ends()
+
+    def _compute(self, loss: torch.Tensor, weight: float | None) -> None:
+        """Let autograd compute gradients; without a weight there are none."""
+        if weight is None:  # 0 times NaN is NaN, and so would the gradients be
+            leaves = list(_leaves_behind(loss))
+            torch.autograd.backward(leaves, [nothing_like(leaf) for leaf in leaves])
+        else:
+            loss.backward(gradient=self._weight(loss, weight))  # type: ignore[no-untyped-call]
 
     def _begin(
         self, microbatch: Microbatch, loss: torch.Tensor, models: Sequence[WrappedModel]
@@ -153,7 +156,7 @@ class Backward:
         )
 
     def _check_finite(self, loss: torch.Tensor, microbatch: Microbatch) -> None:
-        if torch.isfinite(loss).item():
+        if self._loop.is_on_the_way or torch.isfinite(loss).item():
             return
         raise NonFiniteLossError(
             f"the loss is {loss.item()} in epoch {microbatch.epoch}, batch {microbatch.step}, "

@@ -100,10 +100,10 @@ class CarriedVariables(Listener):
 
     def at_point(self) -> None:
         """The state is whole: look whether variables have changed, if it is one of the first points."""
-        if self._rank:
+        is_end = not self._loop.is_in_loop
+        if self._rank or not (self._is_new or is_end or self._points < _FIRST):
             return
         self._points += 1
-        is_end = not self._loop.is_in_loop
         self._ends += is_end
         is_first = self._points <= _FIRST or (is_end and self._ends <= _FIRST)
         if is_first or (self._is_new and self._looks < _LOOPS):

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-
-from lockstep.engine.recovery.preemption import Preempted
 from lockstep.errors import LockstepError, StepError
 
 
 class FirstError:
-    """A context of calls that all layouts must make alike; it may be entered again and again.
+    """The first error of calls that all layouts must make alike.
 
-    The first error that Lockstep raises in one of them is kept, and raised again by every later call: what
-    the script has not computed then on one rank, other ranks may have.
+    It is kept, and raised again by every later call: what the script has not computed then on one rank,
+    other ranks may have.
 
     Args:
         replicas: number of replicas in all.
@@ -44,15 +41,3 @@ class FirstError:
                 hint="handle errors of samples in the dataset, which may return another sample",
             )
             self._error.__cause__ = error
-
-    def __enter__(self) -> None:
-        self.check()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if isinstance(error, LockstepError):
-            self.keep(error)

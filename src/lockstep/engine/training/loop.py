@@ -181,8 +181,9 @@ class Loop:
         # batch after which all are whole.
         if self._has_met or not self._loops:
             self.come_together(waits=not self._loops)
-        if not all(model.is_whole for model in self._models):
-            return  # ranks that go ways of their own for some steps will be one again
+        for model in self._models:
+            if not model.is_whole:
+                return  # ranks that go ways of their own for some steps will be one again
         self._fresh = False
         self.points += 1
         self.at_point()
@@ -431,9 +432,11 @@ class Loop:
         if not self.is_on_the_way:
             self.evaluations.loop_ends(trained=trained)
 
-    def saw_loss(self, loss: torch.Tensor) -> None:
+    def saw_loss(self, microbatch: Microbatch, loss: torch.Tensor) -> None:
         """Gradients of a loss have been computed in the innermost loop: it does not only evaluate."""
         self.evaluations.learns()
+        if self.audit is not None:
+            self.audit.trains(microbatch)
         if self._replicas == len(self._loops) == 1:
             self._losses.saw(loss, self._loops[0], is_on_the_way=self.is_on_the_way)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -23,7 +22,7 @@ from lockstep.engine.strategies.wrapped_model import ACCUMULATE, WrappedModel
 from lockstep.engine.training import parameter_groups
 from lockstep.engine.training.loop import Loop
 from lockstep.engine.training.loss_scale import Scaler
-from lockstep.errors import ModelError, StepError
+from lockstep.errors import LockstepError, ModelError, StepError
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 Scheduler = TypeVar("Scheduler")
@@ -233,7 +232,8 @@ def gate_optimizer(
                 "gradients that no other replica takes part in",
                 hint="use an optimizer that needs no closure",
             )
-        with loop.first_error:
+        loop.first_error.check()
+        try:
             gate.look()
             gate.check()
             if not loop.acts_now():
@@ -244,10 +244,13 @@ def gate_optimizer(
                 # torch's schedulers warn where they find that no step came before theirs.
                 self._opt_called = True  # type: ignore[attr-defined]
                 return None
-            with nullcontext() if loop.audit is None else loop.audit.step():
-                return gate.update(act)
+            return update() if loop.audit is None else loop.audit.step(update)
+        except LockstepError as error:
+            loop.first_error.keep(error)
+            raise
 
     act = optimizer.step
+    update = functools.partial(gate.update, act)
     optimizer.step = MethodType(functools.wraps(act)(step), optimizer)  # type: ignore[method-assign]
     if any(model.several_replicas for model in gate.own):
         optimizer._step_supports_amp_scaling = _NoScaler()  # type: ignore[attr-defined]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,24 +27,26 @@ class StateWatch:
         self._with_buffers = False
         self._before: dict[str, Bits] | None = None
 
+    @property
+    def is_on(self) -> bool:
+        """Whether a pass is watched."""
+        return self._before is not None
+
     def begins(self, *, with_buffers: bool) -> None:
         """A pass begins; `with_buffers` where forward passes must leave buffers as they were, too."""
         self._with_buffers = with_buffers
         self._before = self._now()
 
-    @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        """Let an optimizer step, with its hooks.
+    def step(self, act: Callable[[], Any]) -> Any:
+        """Return what an optimizer's step does, with its hooks.
 
         Raises:
             AuditError: if parameters have changed before.
         """
-        if self._before is None:
-            yield
-            return
-        self._check(self._before)
-        yield
+        self._check()
+        result = act()
         self._before = self._now()
+        return result
 
     def ends(self) -> None:
         """A pass is over.
@@ -52,15 +54,16 @@ class StateWatch:
         Raises:
             AuditError: if parameters have changed besides by steps.
         """
-        before, self._before = self._before, None
-        if before is not None:
-            self._check(before)
+        self._check()
+        self._before = None
 
     def drop(self) -> None:
         """A pass was left."""
         self._before = None
 
-    def _check(self, before: dict[str, Bits]) -> None:
+    def _check(self) -> None:
+        if (before := self._before) is None:
+            return
         now = self._now()
         names = [name for name in before if name in now]
         old, new = read([before[name] for name in names]), read([now[name] for name in names])

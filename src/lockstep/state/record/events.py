@@ -96,9 +96,9 @@ def copied(values: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UsageError: for a name that every event has of its own, and for tensors in a list or a mapping.
     """
-    if taken := ", ".join(sorted(_OWN.intersection(values))):
+    if taken := _OWN.intersection(values):
         raise UsageError(
-            f"run.log cannot record {taken}: every event has its own",
+            f"run.log cannot record {', '.join(sorted(taken))}: every event has its own",
             hint="log it under another name",
         )
     for name, value in values.items():
