@@ -343,8 +343,9 @@ class Run(RunMetrics):
         Args:
             values: numbers, or tensors of one element, by name.
         """
-        if not (self._loop.is_on_the_way or self._loop.is_audited):
-            self._session.context.record.log(values)
+        session = self._session
+        if not (session.loop.is_on_the_way or session.loop.is_audited):
+            session.context.record.log(values)
 
     # --- together --------------------------------------------------------------------------------
 

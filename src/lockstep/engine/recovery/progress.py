@@ -60,12 +60,13 @@ class Progress:
     Attributes:
         steps: updates until here.
         stretch: number of the stretch: another one for every epoch and every phase, part of all keys.
+        is_on_the_way: whether the target has not been reached yet.
         evaluated_again: loaders of loops that were gone through again, since they only evaluate.
     """
 
     def __init__(self) -> None:
-        self.steps = 0
-        self.stretch = 0
+        self.steps = self.stretch = 0
+        self.is_on_the_way = False
         self._rounds: defaultdict[int, int] = defaultdict(int)
         self._loaders = 0
         self._levels = [_Level([])]
@@ -358,7 +359,10 @@ class Progress:
     @property
     def _around(self) -> _Level:
         """The innermost level that is no loop's: iterators of loops that were left may be alive."""
-        return next(level for level in self._levels[::-1] if not isinstance(level.of, LoopEvent))
+        place = -1
+        while isinstance(self._levels[place].of, LoopEvent):
+            place -= 1
+        return self._levels[place]
 
     def _leave(self, event: Event) -> None:
         """Leave the inside of `event`: not always the innermost, where loops are zipped."""
@@ -371,17 +375,12 @@ class Progress:
 
     def set_out(self, target: Position) -> None:
         """The run was at `target` before: from here on, pass over what was done until then."""
-        self._target = target
+        self._target, self.is_on_the_way = target, True
         self._levels = [_Level([], list(target.events))]
         events = target.events
         while events:
             self._last = last = events[-1]
             events = last.events if _is_open(last) else ()
-
-    @property
-    def is_on_the_way(self) -> bool:
-        """Whether the target has not been reached yet."""
-        return self._target is not None
 
     @property
     def is_entered_again(self) -> bool:
@@ -406,7 +405,7 @@ class Progress:
 
     def arrive(self) -> Position:
         """Return the target, which the run has reached: from here on nothing is passed over."""
-        target, self._target = self._target, None
+        target, self._target, self.is_on_the_way = self._target, None, False
         assert target is not None, "there was a position to come to"
         self._set(target.counters)
         return target

@@ -77,6 +77,7 @@ class WrappedModel(abc.ABC):
         self._watched = TrainableParameters(module)
         self._met = self._was_added_to = False
         self._interrupted = self._is_last = self._stepped = False
+        self._behind = 0  # replicas of this rank that come after that of the microbatch
         self._mixed: set[int] = set()
         self._watching = False
         self.gradient_bytes = 0
@@ -153,6 +154,7 @@ class WrappedModel(abc.ABC):
         self._watching = True
         self.used = self._met = self._was_added_to = False
         self._is_last = microbatch.last
+        self._behind = self._block.stop - 1 - microbatch.replica
         if microbatch.first:
             self._buffers.finish()
             self.accumulation.take()
@@ -183,7 +185,7 @@ class WrappedModel(abc.ABC):
             self._throw_away(left=left)
             return
         if self.several_replicas and not left:
-            self._check_complete(len(self._block), self._behind(microbatch))
+            self._check_complete(len(self._block), self._behind)
         if not microbatch.last:
             self._buffers.next_replica()
         elif not left:
@@ -216,10 +218,6 @@ class WrappedModel(abc.ABC):
                 "run.step or run.batch_index, or before that pass",
                 hint="count with run.step or run.batch_index; --audit off switches the audit off",
             )
-
-    def _behind(self, microbatch: Microbatch) -> int:
-        """Return how many replicas of this rank come after that of `microbatch`."""
-        return self._block.stop - 1 - microbatch.replica
 
     def _check_complete(self, *expected: int) -> None:
         """Refuse a batch of which some replicas had a backward pass and others had not.
@@ -272,7 +270,7 @@ class WrappedModel(abc.ABC):
         if microbatch.first:
             self._drop_old_gradients()
         if not microbatch.audit:
-            self._check_complete(1 + self._behind(microbatch))
+            self._check_complete(1 + self._behind)
 
     def _drop_old_gradients(self) -> None:
         """Gradients from before this pass belong to no replica; whether that matters shows at the step.

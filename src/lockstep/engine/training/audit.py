@@ -186,7 +186,7 @@ class Audit:
             return
         self.record = Record() if microbatch.last and self._extra is not None else None
         if microbatch.step == self._watched.get(microbatch.loop):
-            self._guarded(lambda: self._watch.begins(with_buffers=False))
+            self._guarded(self._watch.begins)
 
     def step(self, act: Callable[[], Any]) -> Any:
         """Return what an optimizer's step does, with its hooks."""

@@ -55,6 +55,7 @@ class Loop:
         self, seed: int, replicas: int, models: Sequence[WrappedModel], listeners: list[Listener]
     ) -> None:
         self.generators = GeneratorKeys(seed)
+        self.pass_ends = self.generators.pass_ends
         self._replicas = replicas
         self._models = models
         self.first_error = FirstError(replicas)
@@ -370,10 +371,6 @@ class Loop:
             self.audit.ends(microbatch, self.steps + 1, left=left)
         if self._updated and microbatch.last:
             self._count_update(microbatch)
-
-    def pass_ends(self, microbatch: Microbatch, *, shown: bool) -> None:
-        """A pass over a global batch is over; `microbatch` was the last, seen or not."""
-        self.generators.pass_ends(microbatch, shown=shown)
 
     def batch_ends(self, start: Start) -> bool:
         """The script is done with a global batch of a loop; return whether that was the last."""

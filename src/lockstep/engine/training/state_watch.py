@@ -32,7 +32,7 @@ class StateWatch:
         """Whether a pass is watched."""
         return self._before is not None
 
-    def begins(self, *, with_buffers: bool) -> None:
+    def begins(self, *, with_buffers: bool = False) -> None:
         """A pass begins; `with_buffers` where forward passes must leave buffers as they were, too."""
         self._with_buffers = with_buffers
         self._before = self._now()
