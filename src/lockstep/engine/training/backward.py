@@ -102,8 +102,6 @@ class Backward:
             # Ranks that hold parts agree here, while they are still seen to wait.
             scaler.after_backward(models)
         loop.saw_loss(microbatch, loss)
-        if self.recomputed is not None and not (microbatch.audit or loop.is_on_the_way):
-            self.recomputed.saw(loss, loop.points, microbatch)
         if self._context.watchdog is not None:
             self._context.watchdog.backward_ends()
 
@@ -118,7 +116,7 @@ class Backward:
     def _begin(
         self, microbatch: Microbatch, loss: torch.Tensor, models: Sequence[WrappedModel]
     ) -> None:
-        """Announce the sum of gradients."""
+        """Announce the sum of gradients, and note the loss."""
         if (watchdog := self._context.watchdog) is not None:
             places = [self._state.models.index(model) for model in models]
             watchdog.backward_begins(microbatch, places)
@@ -126,6 +124,8 @@ class Backward:
         if self._loop.is_on_the_way or microbatch.audit:
             return
         self._context.record.before_backward(microbatch, loss)
+        if self.recomputed is not None:
+            self.recomputed.saw(loss, self._loop.points, microbatch)
         if self._faults is not None:
             self._faults.before_backward(self._loop.steps + 1)
 

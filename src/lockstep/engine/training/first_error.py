@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lockstep.engine.recovery.preemption import Preempted
 from lockstep.errors import LockstepError, StepError
 
 
