@@ -123,7 +123,7 @@ def test_gpus_that_cannot_be(asked: list, message: str) -> None:
     assert caught.value.hint
 
 
-def test_several_gpus_need_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_gpus_need_a_word(monkeypatch: pytest.MonkeyPatch, cuda: None) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     with pytest.raises(ExactnessError, match="strategy=dp on GPUs 0, 1, 2, 3") as caught:
         dp.check_settings(net(), {}, exact=True, device=GPU)
