@@ -254,8 +254,14 @@ class Session:
                 "lockstep: warning: gradients were computed, but no optimizer of the run has stepped; "
                 "pass it through run.optimizer(…)"
             )
-        record.finish(own, time.monotonic() - self._started, used)
+        settings = self._settings() if self.models.exactness == "exact" else None
+        record.finish(own, time.monotonic() - self._started, used, settings)
         return own
+
+    def _settings(self) -> list[str]:
+        """Return what the result follows from, besides the run's identity, its data and the source."""
+        models = [str(model.module) for model in self.state.models]
+        return [*models, *(f"{type(o).__name__} {o.defaults}" for o in self.state.optimizers)]
 
     def close(self, error: BaseException | None) -> None:
         """Give back everything; after an error nothing that would wait for other ranks."""

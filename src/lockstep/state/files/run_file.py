@@ -29,6 +29,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "steps": (int,),
     "seconds": (int, float),
     "digest": (str,),
+    "fingerprint": (str,),
     "generations": (list,),
     "next": (str,),
     "complete": (bool,),

@@ -8,7 +8,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +25,7 @@ from lockstep.state.files import directory as directories
 from lockstep.state.files import run_file
 from lockstep.state.files.lock import DirectoryLock, Owner
 from lockstep.state.files.run_file import Identity
+from lockstep.state.record import earlier
 from lockstep.state.record.events import Events, copied
 from lockstep.state.record.forwarding import DIRECTORY, Forwarding
 from lockstep.state.record.monitor import Monitor
@@ -219,7 +220,7 @@ class Recorder:
         if recorded == data:
             return
         if isinstance(recorded, dict):
-            self.warn(_changed(loader, recorded, data))
+            self.warn(earlier.changed_data(loader, recorded, data))
         self._data[loader] = data
         self._write("running")
 
@@ -350,14 +351,25 @@ class Recorder:
         if self._trace is not None:
             self._trace.end(self._digests())
 
-    def finish(self, digest: str, seconds: float, used: Mapping[str, int]) -> None:
-        """Record how the run ended, and say so in one line; of each rank, the memory that it used."""
+    def finish(
+        self, digest: str, seconds: float, used: Mapping[str, int], settings: Sequence[str] | None
+    ) -> None:
+        """Record how the run ended, and say so in one line; of each rank, the memory that it used.
+
+        With `settings` (of models and optimizers) an earlier run of the same has to have the same digest.
+        """
         self._events.add(kind="memory", **used)
         self._events.flush()
         if not self._world.is_main:
             return
         steps = self._place.steps if self._place else 0
-        self._write("finished", steps=steps, seconds=round(seconds, 3), digest=digest)
+        result: dict[str, Any] = {"seconds": round(seconds, 3), "digest": digest}
+        if settings is not None:
+            settings = [*settings, str(steps), str(self._data)]
+            known = result["fingerprint"] = earlier.fingerprint(self._identity, settings)
+            if line := earlier.other_digest(self.directory, known, digest):
+                self.warn(line)
+        self._write("finished", steps=steps, **result)
         self._progress.print(
             f"lockstep: finished steps={steps} seconds={seconds:.1f} digest={digest}"
         )
@@ -365,11 +377,10 @@ class Recorder:
 
     def preempted(self, step: int) -> None:
         """Record that the run was asked to end after step number `step`, and can resume from there."""
-        if self._world.is_main:
-            self._write("preempted", step=step)
-        if (
-            self._world.is_main and self._world.environment != "lockstep"
-        ):  # a launcher says it itself
+        if not self._world.is_main:
+            return
+        self._write("preempted", step=step)
+        if self._world.environment != "lockstep":  # a launcher says it itself
             how = f"LOCKSTEP_RUN_DIR={shlex.quote(self.shown_directory)}"
             # What started the ranks of torchrun, srun and mpiexec is not known here.
             command = ["python", *sys.orig_argv[1:]] if self._world.environment == "single" else []
@@ -420,15 +431,6 @@ class Recorder:
                 **run_file.kept(self.directory),
             },
         )
-
-
-def _changed(loader: str, recorded: Mapping[str, str], now: Mapping[str, str]) -> str:
-    names = {*recorded, *now}
-    what = ", ".join(sorted(name for name in names if recorded.get(name) != now.get(name)))
-    return (
-        f"lockstep: warning: loader {loader} has other data than this run had before ({what} differ): "
-        "what a script draws before the run needs a seed of its own under python and torchrun"
-    )
 
 
 def _short(source: str) -> str:

@@ -1,0 +1,39 @@
+"""A result that another layout does not have is told when the script has run on both."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.forked
+
+SCRIPT = """
+import torch
+import torch.nn.functional as F
+import lockstep
+
+torch.manual_seed(0)
+DATA = torch.utils.data.TensorDataset(torch.randn(32, 4), torch.randint(0, 3, (32,)))
+with lockstep.Run("layout", replicas=2, progress=False) as run:
+    model = run.model(torch.nn.Linear(4, 3))
+    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=LR))
+    for epoch in run.epochs(3):
+        scale = 1 + RANKS * run.world.size * (epoch == 2)  # no audit looks there
+        for x, y in run.loader(DATA, batch_size=8):
+            run.backward(scale * F.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+@pytest.mark.ranks(2)
+def test_two_layouts_with_two_results(lockstep):
+    said = "ended with other weights"
+    place = lockstep.script(SCRIPT.replace("RANKS", "1").replace("LR", "0.1"))
+    first, again = lockstep("run", "-n", "1", place), lockstep("run", "-n", "1", place)
+    assert (first.code, again.code) == (0, 0), first.err + again.err
+    assert said not in first.err + again.err
+    other = lockstep("run", "-n", "2", place)
+    assert f"(1 rank) {said}" in other.err, other.err
+    place = lockstep.script(SCRIPT.replace("RANKS", "0").replace("LR", "0.2"))
+    for ranks in ("1", "2"):  # another script: only runs of this one count
+        assert said not in lockstep("run", "-n", ranks, place).err

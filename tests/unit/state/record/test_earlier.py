@@ -1,0 +1,62 @@
+"""Digests of earlier runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lockstep.state.files.run_file import Identity
+from lockstep.state.record import earlier
+
+IDENTITY = Identity("n", "s.py", [], 0, 2, 1, "fp32", "cpu")
+
+
+def runs(place: Path, digests: list[str], fingerprint: str = "f") -> Path:
+    """Write finished runs, the oldest first, and return the directory of the next one."""
+    for number, digest in enumerate(digests):
+        directory = place / f"{number:04}"
+        directory.mkdir()
+        content = {"fingerprint": fingerprint, "digest": digest, "generations": [{"ranks": 3}]}
+        (directory / "run.json").write_text(json.dumps(content))
+    return place / f"{len(digests):04}"
+
+
+@pytest.mark.parametrize(
+    ("digests", "found"),
+    [
+        ([], None),
+        (["sha256:a"], None),
+        (["sha256:b"], "0000 (3 ranks) ended with other weights (sha256:b…)"),
+        (["sha256:b", "sha256:a", "sha256:c", "sha256:a"], "0002 (3 ranks)"),
+        (["sha256:b", *["sha256:a"] * 49], "0000 (3 ranks)"),
+        (["sha256:b", *["sha256:a"] * 50], None),  # only so many are looked at
+    ],
+)
+def test_the_newest_that_ended_otherwise(tmp_path: Path, digests: list[str], found: str) -> None:
+    own = runs(tmp_path, digests)
+    line = earlier.other_digest(own, "f", "sha256:a")
+    assert (line is None) == (found is None)
+    assert found is None or found in str(line)
+    assert earlier.other_digest(own, "g", "sha256:a") is None  # another script
+
+
+def test_a_directory_that_cannot_be_read_is_passed_over(tmp_path: Path) -> None:
+    own = runs(tmp_path, ["sha256:b"])
+    for name, text in (("0005", "{"), ("0006", "[]"), ("0007", '{"digest": 3}')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text(text)
+    assert "0000" in str(earlier.other_digest(own, "f", "sha256:a"))
+
+
+def test_the_fingerprint_follows_from_source_and_settings(monkeypatch, tmp_path: Path) -> None:
+    module = tmp_path / "helper_of_a_test.py"
+    module.write_text("x = 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    __import__("helper_of_a_test")
+    first = earlier.fingerprint(IDENTITY, ["lr=1"])
+    assert earlier.fingerprint(IDENTITY, ["lr=1"]) == first
+    assert earlier.fingerprint(IDENTITY, ["lr=2"]) != first
+    module.write_text("x = 2")
+    assert earlier.fingerprint(IDENTITY, ["lr=1"]) != first
