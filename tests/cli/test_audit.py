@@ -45,6 +45,14 @@ def test_a_counter_is_named_with_its_line(lockstep, ranks):
     assert done.err.count("AuditError") == 1, "one verdict, and no restart"
 
 
+def test_the_step_is_that_of_the_run(lockstep):
+    """Loops before `run.epochs` do not count."""
+    text = SCRIPT.replace("BODY", COUNTS)
+    text = text.replace("    count = 0", "    count = run.sum(len(x) for x, y in train) * 0")
+    done = lockstep("run", "-n", "1", lockstep.script(text))
+    assert "AuditError: replica 3 in step 2, computed twice by rank 0" in done.err
+
+
 def test_what_an_extra_pass_prints_by_the_run_is_not_shown(lockstep):
     """18 steps, of which some have an extra pass; with one replica per rank each pass prints once."""
     done = lockstep("run", "-n", "3", "--replicas", "3", script(lockstep))
@@ -98,7 +106,11 @@ def test_a_rank_that_computes_wrongly_is_named(lockstep):
     assert done.code == 1
     assert "rank 2 (node 0, cpu) computes something else than the other ranks" in done.err
     assert "the last audit that agreed was at step 4" in done.err
-    done = lockstep("run", "-n", "3", script(lockstep, "count += loss.item()"), env=fault)
+    printed = 'count += loss.item(); print("sum", count)'
+    done = lockstep("run", "-n", "3", script(lockstep, printed), env=fault)
+    assert "rank 2 (node 0, cpu) computes something else than the other ranks" in done.err
+    computed = "count += loss.item(); loss = loss + 0 * count"
+    done = lockstep("run", "-n", "3", script(lockstep, computed), env=fault)
     assert done.code == 1
     assert "if that does not matter to the loss, rank 2 (node 0, cpu) computes wrongly" in done.err
 

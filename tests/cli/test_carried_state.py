@@ -85,6 +85,114 @@ def test_variables_that_a_crash_loses_are_named_before_and_after(lockstep):
     assert digests[0] != digests[1]
 
 
+WALK = """
+import itertools
+import torch
+import torch.nn.functional as F
+from torch import nn
+import lockstep
+import settings_of_mine
+from settings_of_mine import decay, scaled
+
+torch.manual_seed(0)
+X, Y = torch.randn(48, 4), torch.randint(0, 3, (48,))
+
+class Noisy(torch.utils.data.Dataset):
+    def __init__(self):
+        self.sigma, self.fetched, self.cache = 0.5, 0, {}
+    def __len__(self):
+        return 48
+    def __getitem__(self, i):
+        self.fetched += 1
+        self.cache[i] = X[i]
+        return self.cache[i] + (self.sigma if self.fetched < 900 else 0) * torch.randn(4), Y[i]
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 3)
+    def forward(self, x):
+        return self.last(self.drop(self.first(x).relu()))
+
+def soft(logits, y):
+    return F.cross_entropy(logits, y, label_smoothing=0.2)
+
+with lockstep.Run("walk", replicas=2, progress=False) as run:
+    model = run.model(Net())
+    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    train = run.loader(Noisy(), batch_size=24, shuffle=True)
+    numbers, criterion, shown = itertools.count(), soft, 0.0
+    sums, weight = torch.zeros(3), 1.0
+    for epoch in run.epochs(6):
+        number = next(numbers)
+        for x, y in train:
+            loss = scaled(criterion(model(x), y)) * settings_of_mine.rate * weight * 0.9 ** number
+            sums[y] += loss.item()
+            shown += loss.item()
+            optimizer.zero_grad()
+            run.backward(loss)
+            optimizer.step()
+        print("loss", shown / len(train))
+        shown = 0.0
+        EPOCH
+        weight = 1 / (1 + float(sums.max()))
+        sums = torch.zeros(3)
+"""
+CHANGED = """settings_of_mine.rate *= 0.9
+        decay()
+        train.dataset.sigma *= 0.9
+        model.drop.p = 0.2
+        criterion = F.cross_entropy"""
+OWN_SETTINGS = """
+rate = scale = 1.0
+
+def scaled(loss):
+    return loss * scale
+
+def decay():
+    global scale
+    scale *= 0.9
+"""
+#: What the loop reaches, and a word of what is said of it.
+REACHED = {
+    "settings_of_mine.rate": "in the loop",
+    "settings_of_mine.scale": "in the loop",
+    "train.dataset.sigma": "in the loop",
+    "train.dataset.fetched": "with the samples that this rank fetches",
+    "Net.drop.p": "in the loop",
+    "criterion": "in the loop",
+    "numbers": "in the loop",
+    "sums": "with each microbatch, of those of this rank only",
+}
+
+
+@pytest.mark.ranks(1)
+def test_what_the_loop_reaches_is_named_before_and_after_a_crash(lockstep):
+    lockstep.script(OWN_SETTINGS, "settings_of_mine.py")
+    place = lockstep.script(WALK.replace("EPOCH", CHANGED))
+    done = lockstep("run", "-n", "1", place, env={"LOCKSTEP_FAULTS": "kill@6"})
+    assert done.code == 0, done.err
+    warnings = [line for line in done.err.splitlines() if "warning" in line]
+    for name, cause in REACHED.items():
+        named = [line for line in warnings if f"`{name}`" in line]
+        assert cause in named[0], name
+    assert not re.search("`shown`|`train.dataset.cache`|`F`|`x`|`loss`", done.err)
+    lost = warnings[-1]
+    assert "variables are not what they were when the state was saved" in lost
+    assert "`settings_of_mine.rate`" in lost
+
+
+@pytest.mark.ranks(1)
+def test_what_an_epoch_sets_anew_and_what_is_only_shown_is_not_named(lockstep):
+    lockstep.script(OWN_SETTINGS, "settings_of_mine.py")
+    text = WALK.replace("self.fetched += 1", "pass").replace("EPOCH", "pass")
+    text = text.replace("number = next(numbers)", "number = 0; model.drop.p = 0.1 + 0.1 * epoch")
+    text = text.replace("sums[y] += loss.item()", "pass")
+    done = lockstep("run", "-n", "1", lockstep.script(text))
+    assert done.code == 0, done.err
+    assert "warning" not in done.err
+
+
 LAYER = """
 import time
 import torch

@@ -79,7 +79,7 @@ def site(tmp_path: Path) -> dict[str, str]:
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: gathering\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text(
         "[lockstep.exchanges]\nall-gather = gathering:all_gather\n"
-        "[lockstep.strategies]\ntold = gathering:told\n"
+        "[lockstep.engine.strategies]\ntold = gathering:told\n"
     )
     (place / "gathering.py").write_text(ENTRIES)
     (place / "gathering_sums.py").write_text(SUMS)

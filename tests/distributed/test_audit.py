@@ -107,7 +107,7 @@ def test_an_audit_changes_no_bit(body: Body) -> None:
 @pytest.mark.parametrize(
     ("body", "after", "words"),
     [
-        (counting, None, r"replica \d of batch 1 in epoch 0.*the loss was .* and .* in its own"),
+        (counting, None, r"replica \d in step 2.*the loss was .* and .* in its own"),
         (clamping, None, r"changed 0.weight of Sequential.*besides by optimizer.step"),
         (plainly, clamping, r"changed 0.weight of Sequential"),
         (plainly, following, r"changed 0.weight of Sequential \(registered object 0\), "),
@@ -154,7 +154,7 @@ def late(_m: nn.Module, _o: Optimizer, loss: torch.Tensor, kept: dict[str, Any])
 def test_what_matters_later_is_found_at_the_next_audit() -> None:
     """Of two epochs of 3 steps none comes to it; of eight one does, at step 16 of 24."""
     run_ranks(train, 2, late, environ={"LOCKSTEP_REPLICAS": "2"})
-    with pytest.raises(RankError, match=r"AuditError: replica 1 of batch 0 in epoch 5"):
+    with pytest.raises(RankError, match=r"AuditError: replica 1 in step 16"):
         run_ranks(train, 2, late, None, 8, environ={"LOCKSTEP_REPLICAS": "2"})
     first = {"LOCKSTEP_REPLICAS": "2", "LOCKSTEP_AUDIT": "first"}
     with pytest.raises(RankError, match=r"AuditError"):
@@ -186,7 +186,7 @@ def one_batch(audit: str) -> None:
 
 @pytest.mark.parametrize("audit", ["first", "512"])
 def test_loops_of_one_batch(audit: str) -> None:
-    with pytest.raises(RankError, match="AuditError: replica 1 of batch 0 in epoch 1"):
+    with pytest.raises(RankError, match="AuditError: replica 1 in step 2"):
         run_ranks(one_batch, 1, audit)
 
 

@@ -110,6 +110,7 @@ class Loader:
         number: index of the loader, in the order of `run.loader` calls.
         batch_size: samples per global batch; `None` with a batch sampler.
         dataset: the dataset, as of a DataLoader.
+        sampler: the user's sampler, or batch sampler; `None` without one.
     """
 
     def __init__(
@@ -123,8 +124,9 @@ class Loader:
         compare: Tell | None = None,
         measure: Measure = iter,
         dataset: Any = None,
+        sampler: Any = None,
     ) -> None:
-        self.dataset = dataset
+        self.dataset, self.sampler = dataset, sampler
         self._source = source
         self._observer = observer
         self._device = device

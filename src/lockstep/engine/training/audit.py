@@ -33,8 +33,9 @@ from lockstep.engine.training.audit_record import KINDS, Record
 from lockstep.engine.training.audit_report import Finding, carried, collectives, wrong_rank
 from lockstep.engine.training.context import Context
 from lockstep.engine.training.liveness import is_at_for
+from lockstep.engine.training.observations import Change, Observation
 from lockstep.engine.training.state_watch import StateWatch, texts
-from lockstep.engine.training.variables import Change, Observation, script_frames
+from lockstep.engine.training.variables import script_frames
 from lockstep.errors import LockstepError
 from lockstep.state.record import stacks
 
@@ -44,8 +45,8 @@ _MOST_LOOPS = 8
 _VALUES, _THOROUGH, _FEW_VALUES = 300, 8, 30
 #: Loops whose places are known: those that are not over are among the latest.
 _KEPT_LOOPS = 64
-#: Where a script loops over a loader: file and line.
-_Place = tuple[str, int]
+#: Where a script loops over a loader: file, line and instruction.
+_Place = tuple[str, int, int]
 #: Which loop it is: loader, epoch, round.
 _Loop = tuple[int, int, int]
 
@@ -63,6 +64,7 @@ class Audit:
         record: of the pass that is being made, where that is compared.
         was_left: whether the latest pass was an extra one, which the script has left.
         step_was_read: whether the script has asked for the number of the step, or of the batch.
+        changed: variables of the script that extra passes have changed.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Audit:
         self._found: list[Change] = []
         self._left = False  # whether the latest loop was left early
         self.step_was_read = False
+        self.changed: set[str] = set()
 
     # --- which microbatches ----------------------------------------------------------------------
 
@@ -212,7 +215,7 @@ class Audit:
                 self._guarded(self._watch.ends)
             if record is not None and self._extra is not None:
                 extra, self._extra = self._extra, None
-                self._compare(microbatch, extra, record)
+                self._compare(microbatch, step, extra, record)
                 self._agreed.append(step)
 
     def warn_of_counts(self) -> None:
@@ -270,6 +273,7 @@ class Audit:
         if calls and not self._is_alone:
             raise collectives(calls)
         self._found = self._observe(sys._getframe(1), self._budget).changes_since(self._observed)
+        self.changed.update(one.name for one in self._found)
         self._watch.ends()
         for name, text in texts(self._state).items():
             if text != self._texts.get(name, text) and name not in self._warned:
@@ -282,22 +286,21 @@ class Audit:
 
     # --- both passes compute the same ----------------------------------------------------------------
 
-    def _compare(self, microbatch: Microbatch, extra: Record, own: Record) -> None:
-        if self._is_alone:
-            self._compare_alone(microbatch, extra, own)
-        else:
-            self._compare_ranks(microbatch, extra, own)
-
-    def _compare_alone(self, microbatch: Microbatch, extra: Record, own: Record) -> None:
+    def _compare(self, microbatch: Microbatch, step: int, extra: Record, own: Record) -> None:
+        if not self._is_alone:
+            self._compare_ranks(step, extra, own)
+            return
         once, again = extra.values(), own.values()
         if once != again:
             kinds = _differing(once, again)
             raise carried(
-                Finding(microbatch, kinds, extra.loss(), own.loss(), tuple(self._found)),
+                Finding(
+                    microbatch.replica, step, kinds, extra.loss(), own.loss(), tuple(self._found)
+                ),
                 f"computed twice by rank {self._context.world.rank}",
             )
 
-    def _compare_ranks(self, microbatch: Microbatch, extra: Record, own: Record) -> None:
+    def _compare_ranks(self, step: int, extra: Record, own: Record) -> None:
         context, size = self._context, len(KINDS)
         assert context.group is not None
         numbers = [*own.values(), *extra.values(), not self._has_failed, context.world.node_rank]
@@ -315,7 +318,8 @@ class Audit:
         host, auditor = rows[found.host], rows[found.auditor]
         replica = block(context.replicas, context.world.size, found.host)[-1]
         finding = Finding(
-            microbatch._replace(replica=replica),
+            replica,
+            step,
             _differing(audited[found.auditor], hosted[found.host]),
             _as_float(auditor[-1]),
             _as_float(host[-2]),
@@ -333,7 +337,7 @@ class Audit:
 def _place(frame: FrameType) -> _Place:
     """Return the line of the script that asks for the next microbatch."""
     user = next(script_frames(frame), None)
-    return ("", 0) if user is None else (user.f_code.co_filename, user.f_lineno)
+    return ("", 0, 0) if user is None else (user.f_code.co_filename, user.f_lineno, user.f_lasti)
 
 
 def _is_taken_by_next(frame: FrameType | None) -> bool:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lockstep.engine.data.microbatch import Microbatch
 from lockstep.engine.training.audit_record import NO_LOSS
-from lockstep.engine.training.variables import Change
+from lockstep.engine.training.observations import Change
 from lockstep.errors import AuditError
 
 _OFF = "--audit off switches the audit off"
@@ -25,14 +24,16 @@ class Finding:
     """Two passes of one microbatch that computed different values.
 
     Attributes:
-        microbatch: which one.
+        replica: whose microbatch it is.
+        step: number of the step.
         kinds: the kinds of values that differ.
         extra: loss of the extra pass.
         own: loss of the microbatch's own pass.
         changes: variables of the script that changed over the extra pass, and are read in the next one.
     """
 
-    microbatch: Microbatch
+    replica: int
+    step: int
     kinds: Sequence[str]
     extra: float
     own: float
@@ -41,8 +42,7 @@ class Finding:
     @property
     def where(self) -> str:
         """The microbatch in words."""
-        m = self.microbatch
-        return f"replica {m.replica} of batch {m.step} in epoch {m.epoch}"
+        return f"replica {self.replica} in step {self.step}"
 
     @property
     def what(self) -> str:

@@ -11,23 +11,19 @@ import base64
 import itertools
 import json
 import sys
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from types import FrameType
 from typing import Any
 
-import numpy as np
-import torch
-from torch import nn
-
-from lockstep.engine.recovery.script_state import ScriptState
+from lockstep.engine.data.loader import Loader
 from lockstep.engine.recovery.state import State
 from lockstep.engine.training import liveness, variables
 from lockstep.engine.training.listeners import Listener
 from lockstep.engine.training.loop import Loop
-from lockstep.engine.training.variable_parts import is_of_script
-from lockstep.engine.training.variables import Change, Observation, Place, Value
+from lockstep.engine.training.observations import Change, Observation
+from lockstep.engine.training.own_objects import OwnObjects
 from lockstep.world.model import World
 
 #: Points of a run, and ends of epochs, after which variables are looked at; so many first points of loops.
@@ -36,10 +32,20 @@ _FIRST, _LOOPS = 2, 8
 SAVED = 4096
 #: Values that are looked at where a state is saved, which happens often.
 _BUDGET_SAVED = 300
-#: Values of `run.state` that the script may have under names of its own.
-_HELD = (list, dict, set, deque, torch.Tensor, np.ndarray)
+#: What is said of changes, by their cause, and what helps.
+_WORDS = {
+    "pass": (
+        "with each microbatch, of those of this rank only,",
+        "run.sum, run.mean and run.all_gather are over all ranks",
+    ),
+    "fetch": (
+        "with the samples that this rank fetches",
+        "let a sample depend on its index and what set_epoch(run.epoch) gives alone",
+    ),
+    "": ("in the loop", ""),
+}
 #: Variables that one warning names.
-_NAMED = 5
+_NAMED = 8
 
 
 class CarriedVariables(Listener):
@@ -53,17 +59,19 @@ class CarriedVariables(Listener):
 
     Attributes:
         own: the objects of the run.
+        loaders: of the run, whose datasets are looked at.
         resumed: what `saved` has returned when the state was saved that the run resumes from.
     """
 
     def __init__(self, loop: Loop, state: State, world: World, warn: Callable[[str], None]) -> None:
         self._loop, self._rank, self._warn = loop, world.rank, warn
         self._is_restarted = world.generation > 0  # changes were told in the first generation
-        self.own = _OwnObjects(state)
+        self.own = OwnObjects(state)
         self._frames = _Frames()
         # What was seen last in the loop, or between the epochs, of now; and of the loops around them.
         self._last: tuple[Any, Observation] = (None, Observation())
         self._around = Observation()
+        self._ended = Observation()  # what was seen when the latest loop ended
         self._place: Any = None
         self._phase = 0
         self._initial: dict[str, str] = {}  # what variables held before the first loop
@@ -71,6 +79,7 @@ class CarriedVariables(Listener):
         self._points = self._ends = self._looks = 0
         self._is_new = False  # whether a loop, or an epoch, has begun since the last point
         self._failed = False
+        self.loaders: Collection[Loader] = ()
         self.resumed = ""
 
     def opens(self) -> None:
@@ -80,6 +89,9 @@ class CarriedVariables(Listener):
     def epoch_begins(self) -> None:
         """An epoch begins: the frame that iterates over them stays until they are over."""
         self._frames.hold("epochs", sys._getframe(1))
+        if self._ended.values:
+            self._tell(self.observe(sys._getframe(1)).changes_since(self._ended))
+            self._ended = Observation()
         self._phase += self._loop.epoch == 0
         self._is_new = True
 
@@ -95,6 +107,9 @@ class CarriedVariables(Listener):
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
         """A loop over a loader is over."""
         self._frames.release((loader, epoch, round_))
+        is_outermost = self._loop.microbatch is None and not self._loop.is_on_the_way
+        if is_outermost and not self._rank and self._looks < _LOOPS:
+            self._ended = self.observe(sys._getframe(1), look=liveness.carried_around)
 
     # --- in a run ---------------------------------------------------------------------------------
 
@@ -108,9 +123,11 @@ class CarriedVariables(Listener):
         is_first = self._points <= _FIRST or (is_end and self._ends <= _FIRST)
         if is_first or (self._is_new and self._looks < _LOOPS):
             self._looks += 1
-            changes = self._changes(self.observe_all(sys._getframe(1)))
+            changes = self._changes(self.observe(sys._getframe(1)))
             around = self.observe(sys._getframe(1), look=liveness.carried_around)
-            self._tell([*changes, *around.changes_since(self._around)])
+            # Attributes are compared when the epoch is over: one may have set them when it began.
+            own = (one for one in around.changes_since(self._around) if "." not in one.name)
+            self._tell([*changes, *own])
             self._around = Observation({**self._around.values, **around.values})
         self._is_new = False
 
@@ -118,16 +135,38 @@ class CarriedVariables(Listener):
         self,
         frame: FrameType,
         budget: int = variables.BUDGET,
-        look: Callable[[FrameType], liveness.Lines] = liveness.carried,
+        look: Callable[..., liveness.Uses] = liveness.carried,
+        *,
+        changed: bool = False,
+        innermost: bool = False,
     ) -> Observation:
-        """Return what the variables hold, without the objects of the run."""
+        """Return what variables hold, and attributes of the run's objects that their state leaves out.
+
+        Args:
+            frame: from which on the script's frames are looked at.
+            budget: how many values of variables are looked at.
+            look: returns which variables of a frame count.
+            changed: whether attributes count only if they have changed since the run was given the objects.
+            innermost: whether the innermost frame of the script is the only one.
+        """
         if not self._loop.epochs:
             self._frames.release("epochs")
         if self._failed:
             return Observation()
         try:
-            own, number = self.own.ids(), self._frames.number
-            return variables.observe(frame, own, number=number, look=look, budget=budget)
+            own, number = self.own.ids(), id if innermost else self._frames.number
+            loaders: dict[str, Any] = {f"loader {one.number}": one for one in self.loaders}
+            found = variables.observe(
+                frame,
+                own,
+                number=number,
+                look=look,
+                innermost=innermost,
+                budget=budget,
+                others={} if innermost else loaders | self.own.hooks(),
+            )
+            attributes = {} if innermost else self.own.attributes(changed=changed)
+            return Observation({**attributes, **found.values})
         except Exception as error:  # a fault of ours must not end the run
             self._failed = True
             self._warn(
@@ -135,10 +174,6 @@ class CarriedVariables(Listener):
                 "that a crash loses are not named"
             )
             return Observation()
-
-    def observe_all(self, frame: FrameType, budget: int = variables.BUDGET) -> Observation:
-        """Return what variables hold, and attributes of the run's objects that their state leaves out."""
-        return Observation({**self.observe(frame, budget).values, **self.own.attributes()})
 
     def _first(self, change: Change) -> Change:
         """Return a change with the value that the variable had before the first loop."""
@@ -158,14 +193,27 @@ class CarriedVariables(Listener):
     def _tell(self, changes: list[Change]) -> None:
         new = {one.name: one for one in changes if one.name not in self._told}
         changes = [one for one in new.values() if not self._is_epoch(one)]
-        if changes and not self._is_restarted:
-            changes.sort(key=lambda one: (one.line, one.name))
-            self._told.update(one.name for one in changes)
-            verb = ("changes", "is") if len(changes) == 1 else ("change", "are")
-            self._warn(
-                f"lockstep: warning: {named(changes)} {verb[0]} in the loop and {verb[1]} not kept over a "
-                f"crash; hint: {_hint([self._first(one) for one in changes])}"
-            )
+        if self._is_restarted:
+            return
+        changes.sort(key=lambda one: (one.line, one.name))
+        self._told.update(one.name for one in changes)
+        for cause, (what, hint) in _WORDS.items():
+            some = [one for one in changes if self._cause(one) == cause]
+            verb = ("changes", "is") if len(some) == 1 else ("change", "are")
+            if some:
+                own = "" if cause == "fetch" else _hint([self._first(one) for one in some])
+                self._warn(
+                    f"lockstep: warning: {named(some)} {verb[0]} {what} and {verb[1]} not kept over a "
+                    f"crash; hint: {'; '.join(filter(None, (hint, own)))}"
+                )
+
+    def _cause(self, change: Change) -> str:
+        """Return what changes a variable: a pass over a microbatch, a sample that is fetched, or else."""
+        audit = self._loop.audit
+        if audit is not None and change.name in audit.changed:
+            return "pass"
+        is_fetched = change.kind == "data" and self._loop.is_in_loop and audit is not None
+        return "fetch" if is_fetched else ""
 
     def _is_epoch(self, change: Change) -> bool:
         """Whether an attribute is the number of the epoch, as `sampler.set_epoch(epoch)` sets it."""
@@ -177,7 +225,7 @@ class CarriedVariables(Listener):
         """Return fingerprints to be saved with the state, of the same length everywhere."""
         if self._rank or self._loop.closed:
             return " " * SAVED
-        now = self.observe(sys._getframe(1), _BUDGET_SAVED)
+        now = self.observe(sys._getframe(1), _BUDGET_SAVED, changed=True)
         self._tell(self._changes(now))
         return packed(now.texts(SAVED // 2))
 
@@ -229,7 +277,7 @@ def _more(changes: Sequence[Change]) -> str:
 
 def _hint(changes: Sequence[Change]) -> str:
     hints = []
-    plain = [one for one in changes if one.kind == "value"]
+    plain = [one for one in changes if one.kind in ("value", "data")]
     if plain:
         first = ", ".join(f"{_word(one.name)}={_initial(one.before)}" for one in plain[:_NAMED])
         hints.append(f"state = run.state({first})")
@@ -240,9 +288,11 @@ def _hint(changes: Sequence[Change]) -> str:
         hints.append(
             "draw from the global generators of torch, numpy or random, which the run sets"
         )
+    if any(one.kind == "object" for one in changes):
+        hints.append("choose it by run.epoch, run.step or what run.state keeps")
     if any(one.kind == "attribute" for one in changes):
         hints.append("let state_dict() return it, or keep it in run.state(…)")
-    if any(one.before.isdecimal() and one.after.isdecimal() for one in changes):
+    if any(one.kind == "count" or (one.before + one.after).isdecimal() for one in changes):
         hints.append("run.step counts updates")
     return "; ".join(hints)
 
@@ -290,87 +340,3 @@ class _Frames:
     def number(self, frame: FrameType) -> int:
         """Return the number of a frame; always another one where it has none."""
         return self._numbers.get(id(frame)) or next(self._next)
-
-
-class _OwnObjects:
-    """The objects of the run: what is its state, and what they hold besides that."""
-
-    def __init__(self, state: State) -> None:
-        self._state = state
-        self._counts: tuple[int, ...] = ()
-        self._ids: frozenset[int] = frozenset()
-        self._parts: list[tuple[str, Any]] = []
-
-    def ids(self) -> frozenset[int]:
-        """Return the ids of all objects that are state of the run."""
-        state = self._state
-        kinds: tuple[Sized, ...] = (
-            state.models,
-            state.optimizers,
-            state.schedulers,
-            state.registered,
-        )
-        counts = tuple(len(kind) for kind in kinds)
-        if counts != self._counts:
-            self._counts = counts
-            modules = [(type(one.module).__name__, one.module) for one in state.models]
-            modules += [pair for pair in state.registered.items() if isinstance(pair[1], nn.Module)]
-            parts = [(name, part) for name, module in modules for part in module.modules()]
-            own: list[Any] = [
-                one for model in state.models for one in (model.wrapped, *model.parameters)
-            ]
-            own += [*state.optimizers, *state.schedulers, *state.registered.values()]
-            own += [part for _, part in parts]
-            own += [
-                one for _, module in modules for one in (*module.parameters(), *module.buffers())
-            ]
-            self._ids = frozenset(map(id, own))
-            objects = [
-                pair for pair in state.registered.items() if not isinstance(pair[1], nn.Module)
-            ]
-            self._parts = [
-                (name, one) for name, one in (*parts, *objects) if is_of_script(type(one))
-            ]
-        # Containers and tensors alone: Python has one object for all small numbers of a value.
-        kept = (
-            one.state_dict() for one in state.registered.values() if isinstance(one, ScriptState)
-        )
-        held = (one for values in kept for one in values.values() if isinstance(one, _HELD))
-        return self._ids.union(map(id, held))
-
-    def attributes(self) -> dict[Place, Value]:
-        """Return attributes of the run's objects, of the script's classes, that their state leaves out."""
-        found: dict[Place, Value] = {}
-        for number, (name, one) in enumerate(self._parts):
-            own = variables.of_attributes(name, one, self._ids)
-            if own and (saved := _saved_of(one)) is not None:
-                keys, texts = saved
-                for place, value in own.items():
-                    attribute = place.name.rpartition(".")[2]
-                    if attribute.strip("_") not in keys and value.text not in texts:
-                        found[place._replace(frame=-number - 1)] = replace(value, kind="attribute")
-        return found
-
-
-def _saved_of(one: Any) -> tuple[set[str], set[str]] | None:
-    """Return the names and fingerprints of what an object saves; `None` where that is not known."""
-    if isinstance(one, nn.Module):
-        has_more = type(one).get_extra_state is not nn.Module.get_extra_state
-        return None if has_more else (set(), set())
-    try:
-        leaves = list(_leaves("", one.state_dict()))
-    except Exception:  # the script's own; where it matters, it is called again
-        return None
-    texts = {text for _, leaf in leaves if (text := variables.text_of(leaf)) is not None}
-    return {name.strip("_") for name, _ in leaves}, texts
-
-
-def _leaves(name: str, state: Any) -> Iterator[tuple[str, Any]]:
-    yield name, state
-    pairs: Iterable[tuple[Any, Any]] = ()
-    if isinstance(state, dict):
-        pairs = state.items()
-    elif isinstance(state, list | tuple):
-        pairs = ((name, one) for one in state)
-    for key, one in pairs:
-        yield from _leaves(str(key), one)

@@ -1,32 +1,56 @@
-"""Liveness of variables: what a running frame reads before it writes it, found in its bytecode.
+"""Liveness of variables: what a running frame reads before it writes it, found in its source.
 
 A loop *carries* a variable if its next iteration reads what an earlier one has left there. Such a variable
 is neither made anew by the script nor part of what a run saves.
 
-Every path from where the frame stands is followed. Two things are taken as they mostly are, or every name
-that is printed after a loop would count as carried: a `for` that is reached from above runs its body at
-least once, and an exception comes from the end of its `try`.
+The way from where the frame stands is followed through its syntax tree. Two things are taken as they mostly
+are, or every name that is used after a loop would count as carried: the body of a `for` runs at least once,
+and an exception comes from the end of its `try`.
+
+A variable *matters* unless all that is computed from it is shown: printed, logged, in a progress bar.
 """
 
 from __future__ import annotations
 
-import bisect
+import ast
+import builtins
 import dis
 import functools
 import inspect
+import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import CodeType, FrameType, FunctionType
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-_ACCESS = re.compile(
-    r"(LOAD|STORE|DELETE)_(FAST|NAME|GLOBAL|DEREF|CLASSDEREF|CLOSURE|FROM_DICT_OR_(?:GLOBALS|DEREF))"
+from lockstep.engine.training.statements import (
+    LOOPS,
+    NONE,
+    SCOPES,
+    Block,
+    Names,
+    Stand,
+    blocks,
+    heads,
+    imported,
+    is_for,
+    names_of,
+    parts,
+    scope,
+    way_of,
 )
-_GLOBAL = ("GLOBAL", "FROM_DICT_OR_GLOBALS")
-_RETURNS = frozenset({"RETURN_VALUE", "RETURN_CONST"})
-_ENDS = _RETURNS | {"RAISE_VARARGS", "RERAISE"}
-_JUMPS = frozenset({"JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT"})
-_HAS_TARGET = frozenset((*dis.hasjrel, *dis.hasjabs))
+
+#: Calls that change nothing but what is shown, and calls that change the container that they are made on.
+_PURE = re.compile(
+    r"abs|all|any|arg(max|min)|array|asarray|clone|copy|cpu|detach|dict|divmod|eq|exp|float|format|get|int|"
+    r"isfinite|isnan|item|items|join|keys|len|log(\w*[a-z0-9])?|max|mean|median|min|numel|numpy|perf_counter|"
+    r"monotonic|pow|round|size|sorted|sqrt|stack|std|strftime|sum|tensor|time|to|tolist|topk|values|print|display|"
+    r"info|debug|warning|write(row|rows|lines)?|flush|add_(scalars?|text|image|figure|histogram)|"
+    r"set_(postfix|description)(_str)?"
+)
+_CHANGES = re.compile(
+    r"add|append(left)?|clear|extend|insert|pop(left)?|remove|reset|setdefault|update"
+)
 
 
 class Variable(NamedTuple):
@@ -36,39 +60,56 @@ class Variable(NamedTuple):
     is_global: bool
 
 
-Names = frozenset[Variable]
-#: Variables, each with the line where the loop writes it, or else reads it.
-Lines = Mapping[Variable, int]
+class Use(NamedTuple):
+    """How a loop uses a variable.
 
+    Attributes:
+        line: where it is written, or else read.
+        matters: whether more than output is computed from it.
+        is_item: whether the loop itself assigns it, as the index of `enumerate`.
+    """
 
-class _Access(NamedTuple):
-    variable: Variable
-    is_read: bool
     line: int
+    matters: bool = True
+    is_item: bool = False
 
 
-def carried(frame: FrameType) -> Lines:
+Uses = Mapping[Variable, Use]
+
+
+def carried(frame: FrameType, *, returns: bool = True) -> Uses:
     """Return the variables that are read before they are written if the loop of `frame` goes on.
 
-    Functions of the same module count as readers of its variables, and nested functions as readers of
-    those that they close over.
+    Args:
+        frame: a frame of the script.
+        returns: whether it matters what its function returns.
     """
-    return _answer(frame, _Graph.carried)
+    return _uses(frame, "next", returns)
 
 
-def carried_around(frame: FrameType) -> Lines:
+def carried_around(frame: FrameType, *, returns: bool = True) -> Uses:
     """Return the variables that the next loop around the one of `frame` carries; none without one."""
-    return _answer(frame, _Graph.carried_around)
+    return _uses(frame, "around", returns)
 
 
-def read_after(frame: FrameType) -> Lines:
+def read_after(frame: FrameType, *, returns: bool = True) -> Uses:
     """Return the variables that are read behind the loop that `frame` stands at before they are written."""
-    return _answer(frame, _Graph.read_after)
+    return _uses(frame, "after", returns)
+
+
+def result_matters(frame: FrameType, *, returns: bool) -> bool:
+    """Whether more than output is computed from the result of the call that `frame` is in."""
+    way = way_of(frame.f_code, frame.f_lasti)
+    now = way[-1].now if way else None
+    if isinstance(now, ast.Assign | ast.AugAssign | ast.AnnAssign):
+        return not names_of(now)[1].isdisjoint(_analysis(frame.f_code, returns)[1])
+    is_shown = isinstance(now, ast.Expr) and isinstance(now.value, ast.Call) and _is_pure(now.value)
+    return returns if isinstance(now, ast.Return) else not is_shown
 
 
 def is_at_for(frame: FrameType) -> bool:
     """Whether `frame` stands at a `for`, which asks its iterator for the next item."""
-    return _graph(frame.f_code, is_module(frame)).is_loop(frame.f_lasti)
+    return is_for(frame.f_code, frame.f_lasti)
 
 
 def is_module(frame: FrameType) -> bool:
@@ -77,333 +118,253 @@ def is_module(frame: FrameType) -> bool:
     return not is_function and frame.f_locals is frame.f_globals
 
 
-#: Answers by question, code, place and module; each keeps its code, so that the id stays its own.
-_answers: dict[tuple[Any, ...], tuple[CodeType, Lines]] = {}
+@functools.cache
+def globals_of(code: CodeType) -> Names:
+    """Return which variables of its module a function, and those in it, read."""
+    own = (op.argval for op in dis.get_instructions(code) if op.opname == "LOAD_GLOBAL")
+    inner = (globals_of(one) for one in code.co_consts if isinstance(one, CodeType))
+    return frozenset(own).union(*inner)
 
 
-def _answer(frame: FrameType, question: Callable[[_Graph, int, Names], Names]) -> Lines:
-    code, variables = frame.f_code, frame.f_globals
-    key = question, id(code), frame.f_lasti, id(variables), len(variables)
-    if key not in _answers:
-        outside = _read_by_functions(variables)
-        if not is_module(frame):
-            outside = {**outside, **_read_by_nested(code)}
-        graph = _graph(code, is_module(frame))
-        here = graph.at(frame.f_lasti)
-        found = question(graph, here, frozenset(outside))
-        lines = {
-            one: graph.line_in_loop(one, here) or outside.get(one, 0) or graph.line(one)
-            for one in found
-        }
-        _answers[key] = code, lines
-    return _answers[key][1]
+def _uses(frame: FrameType, question: str, returns: bool) -> Uses:
+    code = frame.f_code
+    own = {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
+    found = _answer(code, frame.f_lasti, question, returns)
+    return {Variable(name, name not in own): use for name, use in found.items()}
 
 
 @functools.cache
-def _graph(code: CodeType, is_module: bool) -> _Graph:
-    return _Graph(code, is_module)
+def _answer(code: CodeType, offset: int, question: str, returns: bool) -> Mapping[str, Use]:
+    way = way_of(code, offset)
+    if not way:
+        return {}
+    reads = _Reads()
+    _follow(way, reads, question, at_for=is_for(code, offset))
+    given, matter = _analysis(code, returns)
+    found = {
+        **{name: line for name, line in reads.found.items() if name not in given},
+        **reads.items,
+    }
+    return {
+        name: Use(reads.written.get(name, line), name in matter, name in reads.items)
+        for name, line in found.items()
+    }
 
 
-class _Graph:
-    """The instructions of a code object, and the ways between them.
+# --- read before it is written ----------------------------------------------------------------------
 
-    A node is an instruction. Each `FOR_ITER` has a second one: reached by the jump at the end of its body.
+
+class _Reads:
+    """Goes through statements, and collects what they read before they assign it.
 
     Attributes:
-        ops: the instructions.
+        found: the names, with the lines of the statements.
+        items: those of `watched` that are read.
+        written: where names are written first on the way.
+        watched: names that are looked for.
     """
 
-    def __init__(self, code: CodeType, is_module: bool) -> None:
-        self.ops: list[dis.Instruction] = []
-        self._index: dict[int, int] = {}  # of an instruction, by its offset or its prefix's
-        bytecode = dis.Bytecode(code)
-        for op in bytecode:
-            self._index[op.offset] = len(self.ops)
-            if op.opname != "EXTENDED_ARG":
-                self.ops.append(op)
-        self._offsets = [op.offset for op in self.ops]
-        hidden = self._of_comprehensions(bytecode.exception_entries)  # type: ignore[attr-defined]
-        self._accesses = [
-            [] if i in hidden else list(_accesses(op, is_module)) for i, op in enumerate(self.ops)
-        ]
-        for i, names in hidden.items():
-            kept = _accesses(self.ops[i], is_module)
-            self._accesses[i] = [one for one in kept if one.variable.name not in names]
-        self._nexts = self._edges(bytecode.exception_entries)  # type: ignore[attr-defined]
-        self._bits: dict[Variable, int] = {}
-        self._for_targets = {i: self._targets(i) for i in self._loops()}
+    def __init__(self) -> None:
+        self.found: dict[str, int] = {}
+        self.items: dict[str, int] = {}
+        self.written: dict[str, int] = {}
+        self.watched = NONE
 
-    def is_loop(self, offset: int) -> bool:
-        """Whether a `for` stands at `offset`."""
-        return self.ops[self.at(offset)].opname == "FOR_ITER"
-
-    def _loops(self) -> Iterator[int]:
-        return (i for i, op in enumerate(self.ops) if op.opname == "FOR_ITER")
-
-    def at(self, offset: int) -> int:
-        """Return the instruction at `offset`, which may point into what is cached behind it."""
-        while offset not in self._index and offset > 0:
-            offset -= 2
-        return self._index.get(offset, 0)
-
-    # --- the ways --------------------------------------------------------------------------------
-
-    def _edges(self, entries: Iterable[Any]) -> list[list[int]]:
-        """Return what follows each node: `2 * i` is instruction `i`, `2 * i + 1` it after its jump back."""
-        nexts: list[list[int]] = []
-        for i, op in enumerate(self.ops):
-            below = [] if op.opname in _ENDS or op.opname in _JUMPS else [2 * (i + 1)]
-            if op.opcode not in _HAS_TARGET:
-                nexts += [below, below]
-                continue
-            target = self._index[op.argval]
-            is_back = target <= i and self.ops[target].opname == "FOR_ITER"
-            both = [*below, 2 * target + is_back]
-            nexts += [below, both] if op.opname == "FOR_ITER" else [both, both]
-        handlers: dict[int, int] = {}
-        for entry in entries:
-            last = self._before(entry.end)
-            handlers[entry.target] = max(handlers.get(entry.target, last), last)
-        for target, last in handlers.items():
-            for node in (2 * last, 2 * last + 1):
-                nexts[node] = [*nexts[node], 2 * self._index[target]]
-        return nexts
-
-    def _before(self, end: int) -> int:
-        """Return the last instruction before the offset `end`."""
-        return bisect.bisect_left(self._offsets, end) - 1
-
-    def _of_comprehensions(self, entries: Iterable[Any]) -> dict[int, set[str]]:
-        """Return for instructions the names that are an inlined comprehension's own there.
-
-        From Python 3.12 on it saves a variable of the same name before, and restores it behind.
-        """
-        hidden: dict[int, set[str]] = {}
-        spans = [(entry.start, entry.end) for entry in entries]
-        for i, op in enumerate(self.ops):
-            if op.opname != "LOAD_FAST_AND_CLEAR":
-                continue
-            end = min((span for span in spans if span[0] >= op.offset), default=(0, 0))[1]
-            stop = next(
-                (
-                    j
-                    for j in range(i + 1, len(self.ops))
-                    if self._offsets[j] >= end and self._stores(j, op.argval)
-                ),
-                i,
-            )
-            for j in range(i, stop + 1):
-                hidden.setdefault(j, set()).add(op.argval)
-        return hidden
-
-    def _stores(self, i: int, name: str) -> bool:
-        return any(
-            one.variable.name == name and not one.is_read for one in _accesses(self.ops[i], False)
+    def evaluate(self, nodes: Iterable[ast.AST], assigned: Names, line: int) -> Names:
+        """Evaluate parts of a statement; return what is assigned then."""
+        names = [names_of(node) for node in nodes]
+        loads, stores = (
+            NONE.union(*(one[0] for one in names)),
+            NONE.union(*(one[1] for one in names)),
         )
+        self.found = dict.fromkeys(loads - assigned, line) | self.found
+        self.items |= dict.fromkeys(loads & self.watched, line)
+        self.written = dict.fromkeys(stores, line) | self.written
+        return assigned | stores
 
-    # --- what is live ----------------------------------------------------------------------------
+    def block(self, statements: Block, assigned: Names | None) -> Names | None:
+        """Go through a block; return what all ways to its end assign, `None` without such a way."""
+        for statement in statements:
+            if assigned is None:
+                break
+            assigned = self.statement(statement, assigned)
+        return assigned
 
-    def carried(self, here: int, outside: Names) -> Names:
-        """Return what is live in the next iteration; `outside` is read by other code."""
-        live = self._live(here, outside)
-        counter = self._counter(here, live)
-        return (self._named(live, self._nexts[2 * here]) - self._given_by_loops()) | counter
+    def statement(self, one: ast.stmt, assigned: Names) -> Names | None:
+        """Go through a statement, as `block` does."""
+        assigned = self.evaluate(heads(one), assigned, one.lineno)
+        if isinstance(one, ast.Break | ast.Continue | ast.Return | ast.Raise):
+            return None
+        if isinstance(one, SCOPES):
+            return assigned
+        first, choice, last = parts(one)
+        after = self.block(first, assigned)
+        if after is None and (choice or isinstance(one, LOOPS)):  # its body is always left
+            after = assigned
+        if after is not None and choice:
+            ends = [end for part in choice if (end := self.block(part, after)) is not None]
+            after = frozenset.intersection(*ends) if ends else None
+        return self.block(last, after)
 
-    def carried_around(self, here: int, outside: Names) -> Names:
-        """Return what is live where the loop around `here`, which is not its own, goes on."""
-        targets = [
-            target
-            for i, op in enumerate(self.ops)
-            if op.opcode in _HAS_TARGET and (target := self._index[op.argval]) <= here <= i
+
+def _follow(way: Sequence[Stand], reads: _Reads, question: str, *, at_for: bool) -> None:
+    """Go through the next pass of a loop, and what comes behind it."""
+    stands, assigned = list(way), NONE
+    here: Any = stands[-1].now
+    if question == "around":
+        while stands and not isinstance(stands[-1].owner, LOOPS):
+            stands.pop()
+        here = stands[-1].owner if stands else None
+        stands = stands[:-1]
+    if here is None or (question == "after" and at_for):
+        pass
+    elif isinstance(here, LOOPS) and (at_for or question == "around"):
+        head = here.test if isinstance(here, ast.While) else here.target
+        assigned = reads.evaluate([head], assigned, here.lineno)
+        is_watched = question == "next" and isinstance(getattr(here, "iter", None), ast.Call)
+        reads.watched = assigned if is_watched else NONE
+        assigned = reads.block(here.body, assigned) or assigned
+    elif blocks(here) and not isinstance(here, SCOPES):
+        assigned = reads.statement(here, assigned) or assigned
+    else:
+        assigned = names_of(here)[1]
+    for owner, block, index in reversed(stands):
+        assigned = reads.block(block[index + 1 :], assigned) or assigned
+        if isinstance(owner, LOOPS):
+            assigned = reads.statement(owner, assigned) or assigned
+
+
+# --- what matters -----------------------------------------------------------------------------------
+
+
+class _Flow(NamedTuple):
+    """What a statement computes: `writes` from `reads`; `acts` is what calls in it get.
+
+    Attributes:
+        origins: names of the objects that `writes` may name, too.
+        is_change: whether it changes objects that `writes` name.
+        is_item: whether a loop does it.
+    """
+
+    reads: Names
+    writes: Names
+    acts: Names
+    origins: Names
+    is_change: bool = False
+    is_item: bool = False
+
+
+@functools.cache
+def _analysis(code: CodeType, returns: bool) -> tuple[Names, Names]:
+    """Return the variables that nothing but loops assign, which a script that starts again has, too.
+
+    Also those from which more than output is computed.
+    """
+    flows = list(_flows(scope(code).body, NONE, returns))
+    items = NONE.union(*(one.writes for one in flows if one.is_item))
+    own = [one for one in flows if not (one.is_item or one.is_change)]
+    origins: dict[str, Names] = {}
+    modules = imported(code.co_filename)
+    for one in flows:
+        for name in one.writes:
+            origins[name] = origins.get(name, NONE) | (one.origins - modules)
+    matter = NONE.union(*(one.acts for one in flows))
+    for _ in flows:  # at most: each round adds a statement, or is the last
+        before = matter
+        for one in flows:
+            changed = one.writes if one.is_change else ()
+            names = one.writes.union(*(origins[name] for name in changed))
+            matter |= one.reads if not names.isdisjoint(matter) else NONE
+        if matter == before:
+            break
+    return items.difference(*(one.writes for one in own)), matter
+
+
+def _flows(block: Block, control: Names, returns: bool) -> Iterator[_Flow]:
+    """Return what statements compute, where `control` decides whether they are run."""
+    for one in itertools.chain.from_iterable(map(_assignments, block)):
+        evaluated = heads(one)
+        names = [names_of(head) for head in evaluated]
+        loads = NONE.union(*(read for read, _ in names))
+        stores = NONE.union(*(written for _, written in names))
+        reads, acts = control | loads, NONE.union(*map(_acts, evaluated))
+        is_left = isinstance(one, ast.Break | ast.Continue | ast.Raise)
+        if is_left or (returns and isinstance(one, ast.Return)):
+            acts |= reads
+        changed = frozenset(_changed(one))
+        if changed:
+            yield _Flow(reads, changed, NONE, NONE, is_change=True)
+        calls = (
+            call for head in evaluated for call in ast.walk(head) if isinstance(call, ast.Call)
+        )
+        called = {call.func.id for call in calls if isinstance(call.func, ast.Name)}
+        origins = NONE if isinstance(one, ast.AugAssign) else loads - called
+        acts = acts | control if acts else acts
+        yield _Flow(
+            reads, stores, acts, origins, is_item=isinstance(one, ast.For) and not _goes_on(one)
+        )
+        for inner in blocks(one) if not isinstance(one, SCOPES) else ():
+            yield from _flows(inner, reads, returns)
+
+
+def _assignments(statement: ast.stmt) -> Iterator[ast.stmt]:
+    """Return `a, b = c, d` as two statements, any other one as it is."""
+    match statement:
+        case ast.Assign(targets=[ast.Tuple(elts=own)], value=ast.Tuple(elts=values)):
+            if len(own) == len(values):
+                pairs = zip(own, values, strict=True)
+                yield from (ast.Assign([target], value) for target, value in pairs)
+                return
+    yield statement
+
+
+def _goes_on(loop: ast.For) -> bool:
+    """Whether a loop takes items beside those of the run, which begin anew after a crash."""
+    calls = [one for one in ast.walk(loop.iter) if isinstance(one, ast.Call)]
+    is_beside = any(_called(one) in ("zip", "enumerate") for one in calls)
+    return is_beside and any(_called(one) in ("epochs", "batches") for one in calls)
+
+
+def _changed(statement: Any) -> Iterator[str]:
+    """Return whose objects a statement changes: by `a.b = …`, `a[0] += …`, `a += …` or `a.append(…)`."""
+    is_aug, parts = isinstance(statement, ast.AugAssign), []
+    if is_aug or isinstance(statement, ast.Assign | ast.AnnAssign):
+        targets = getattr(statement, "targets", [getattr(statement, "target", None)])
+        parts = [one for one in targets if is_aug or not isinstance(one, ast.Name)]
+    elif isinstance(statement, ast.Expr):
+        parts = [
+            one.func for one in ast.walk(statement) if isinstance(one, ast.Call) and _is_change(one)
         ]
-        around = max((one for one in targets if one != here), default=None)
-        if around is None:
-            return frozenset()
-        return self._named(self._live(here, outside), [2 * around]) - self._given_by_loops()
-
-    def read_after(self, here: int, outside: Names) -> Names:
-        """Return what is live behind the loop at instruction `here`, or behind that instruction."""
-        is_loop = self.ops[here].opname == "FOR_ITER"
-        ways = self._nexts[2 * here + 1][1:] if is_loop else self._nexts[2 * here]
-        return self._named(self._live(here, outside), ways)
-
-    def _named(self, live: list[int], nodes: Iterable[int]) -> Names:
-        bits = functools.reduce(int.__or__, (live[node] for node in nodes), 0)
-        return frozenset(one for one, bit in self._bits.items() if bits & bit)
-
-    def _live(self, here: int, outside: Names) -> list[int]:
-        """Return what is live before each node, as bits: read on a way from there before it is written."""
-        read = sum(self._bits.setdefault(one, 1 << len(self._bits)) for one in outside)
-        again = 2 * here + (self.ops[here].opname == "FOR_ITER")
-        reads, kept = self._effects()
-        live = [0] * (len(self._nexts) + 2)
-        changed = True
-        while changed:
-            changed = False
-            for node in reversed(range(len(self._nexts))):
-                now = read if node == again or self.ops[node // 2].opname in _RETURNS else 0
-                for following in self._nexts[node]:
-                    now |= live[following]
-                now = reads[node // 2] | (now & kept[node // 2])
-                if now != live[node]:
-                    live[node], changed = now, True
-        return live
-
-    def _effects(self) -> tuple[list[int], list[int]]:
-        """Return for each instruction what it reads, and what it does not write, as bits."""
-        reads, kept = [0] * len(self.ops), [-1] * len(self.ops)
-        for i, accesses in enumerate(self._accesses):
-            for one in reversed(accesses):
-                bit = self._bits.setdefault(one.variable, 1 << len(self._bits))
-                if one.is_read:
-                    reads[i] |= bit
-                else:
-                    reads[i], kept[i] = reads[i] & ~bit, kept[i] & ~bit
-        return reads, kept
-
-    # --- targets of loops ------------------------------------------------------------------------
-
-    def _targets(self, loop: int) -> list[tuple[int, Variable]]:
-        """Return the variables that a `for` assigns, each with the instruction that does it."""
-        found: list[tuple[int, Variable]] = []
-        open_, i = 1, loop + 1
-        while open_ > 0 and i < len(self.ops):
-            op = self.ops[i]
-            stores = [one.variable for one in self._accesses[i] if not one.is_read]
-            if op.opname == "UNPACK_SEQUENCE":
-                open_ += (op.arg or 0) - 1
-            elif stores:
-                found += [(i, one) for one in stores]
-                open_ -= len(stores)
-            else:
-                break
-            i += 1
-        return found
-
-    def _given_by_loops(self) -> Names:
-        """Return the variables that nothing but loops assign: a script that starts again has them, too."""
-        at = {pair for targets in self._for_targets.values() for pair in targets}
-        others = {
-            one.variable
-            for i, accesses in enumerate(self._accesses)
-            for one in accesses
-            if not one.is_read and (i, one.variable) not in at
-        }
-        return frozenset(variable for _, variable in at if variable not in others)
-
-    def _counter(self, here: int, live: list[int]) -> Names:
-        """Return the index of `for index, … in enumerate(…)` where it is used: nothing keeps its count."""
-        targets = self._for_targets.get(here, [])
-        if len(targets) < 2 or not self._enumerates(here):
-            return frozenset()
-        last, index = targets[-1][0], targets[0][1]
-        return frozenset({index} & self._named(live, [2 * (last + 1)]))
-
-    def _enumerates(self, loop: int) -> bool:
-        """Whether the iterator of a `for` is made by `enumerate`, the first name of its expression."""
-        start = next((i for i in reversed(range(loop)) if self.ops[i].opname == "GET_ITER"), 0)
-        line = _line(self.ops[loop])
-        names: list[str] = []
-        for i in range(start, -1, -1):
-            if _line(self.ops[i]) != line or self.ops[i].opname.startswith(("STORE", "FOR_ITER")):
-                break
-            names += [one.variable.name for one in self._accesses[i]]
-        return names[-1:] == ["enumerate"]
-
-    # --- lines -----------------------------------------------------------------------------------
-
-    def line_in_loop(self, variable: Variable, here: int) -> int:
-        """Return the line where the innermost loop around `here` that has `variable` writes or reads it."""
-        spans = (range(i, self._index[self.ops[i].argval]) for i in self._loops())
-        around = sorted((one for one in spans if here in one), key=len)
-        return next((line for one in around if (line := self.line(variable, one))), 0)
-
-    def line(self, variable: Variable, within: range | None = None) -> int:
-        """Return the line of the last write to `variable`, else of the first read; 0 without one."""
-        parts = self._accesses if within is None else self._accesses[within.start : within.stop]
-        own = [one for accesses in parts for one in accesses if one.variable == variable]
-        writes = [one.line for one in own if not one.is_read]
-        return [*writes[-1:], *(one.line for one in own), 0][0]
+    yield from filter(None, map(_base, parts))
 
 
-def _accesses(op: dis.Instruction, is_module: bool) -> Iterator[_Access]:
-    """Return what an instruction reads and writes, in this order; some do two things."""
-    if isinstance(op.argval, CodeType):  # of a function that is made, and mostly used, here
-        yield from (_Access(one, True, line) for one, line in _globals_of(op.argval).items())
-    kinds = _ACCESS.findall(op.opname)
-    names = op.argval if isinstance(op.argval, tuple) else (op.argval,)
-    for (verb, where), name in zip(kinds, names, strict=False):
-        is_global = where in _GLOBAL or (is_module and where == "NAME")
-        yield _Access(Variable(name, is_global), verb == "LOAD", _line(op))
+def _base(node: Any) -> str:
+    """Return the variable that `a.b[0].c()` begins with; nothing where that is none."""
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
 
 
-def _line(op: dis.Instruction) -> int:
-    return (op.positions.lineno if op.positions else 0) or 0
+def _acts(node: ast.AST) -> Names:
+    """Return the names that are given to what may have effects: calls of what is not known, and `yield`."""
+    if isinstance(node, SCOPES):
+        return NONE
+    found = NONE.union(*map(_acts, ast.iter_child_nodes(node)))
+    is_call = isinstance(node, ast.Call) and not (_is_pure(node) or _is_change(node))
+    is_given = isinstance(node, ast.Yield | ast.YieldFrom | ast.Await | ast.Assert | ast.Delete)
+    return found | names_of(node)[0] if is_call or is_given else found
 
 
-# --- readers outside of the frame ------------------------------------------------------------------
+def _is_pure(call: ast.Call) -> bool:
+    is_builtin = isinstance(call.func, ast.Name) and isinstance(
+        getattr(builtins, call.func.id, None), type
+    )
+    return is_builtin or _PURE.fullmatch(_called(call)) is not None
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """Return a code object, and those of what it defines."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
+def _is_change(call: ast.Call) -> bool:
+    return _base(call.func) != _called(call) and _CHANGES.fullmatch(_called(call)) is not None
 
 
-@functools.cache
-def _globals_of(code: CodeType) -> Mapping[Variable, int]:
-    """Return what a function, and those in it, read of the module's variables."""
-    return {
-        one.variable: one.line
-        for part in _codes(code)
-        for op in dis.get_instructions(part)
-        for one in _accesses(op, False)
-        if one.is_read and one.variable.is_global
-    }
-
-
-@functools.cache
-def _read_by_nested(code: CodeType) -> Mapping[Variable, int]:
-    """Return which variables of a function the functions in it read."""
-    own = {*code.co_cellvars, *code.co_freevars}
-    nested = (part for part in _codes(code) if part is not code)
-    return {
-        Variable(one.variable.name, False): one.line
-        for part in nested
-        for op in dis.get_instructions(part)
-        for one in _accesses(op, False)
-        if one.is_read and one.variable.name in own and one.variable.name in part.co_freevars
-    }
-
-
-#: Of a module by the id of its variables: their number, and what functions read of them.
-_known: dict[int, tuple[int, Mapping[Variable, int]]] = {}
-
-
-def _read_by_functions(variables: Mapping[str, Any]) -> Mapping[Variable, int]:
-    """Return which variables of a module its functions and methods read."""
-    number, found = _known.get(id(variables), (-1, {}))
-    if number != len(variables):
-        found = {}
-        for function in _functions(variables):
-            found |= _globals_of(function.__code__)
-        _known[id(variables)] = (len(variables), found)
-    return found
-
-
-def _functions(variables: Mapping[str, Any]) -> Iterator[FunctionType]:
-    for value in list(variables.values()):
-        own = list(vars(value).values()) if _is_class_of(value, variables) else [value]
-        for one in own:
-            function = inspect.getattr_static(one, "__func__", one)
-            # What a decorator such as torch.no_grad() has wrapped.
-            while isinstance(function, FunctionType) and "__wrapped__" in vars(function):
-                function = vars(function)["__wrapped__"]
-            if isinstance(function, FunctionType) and function.__globals__ is variables:
-                yield function
-
-
-def _is_class_of(value: Any, variables: Mapping[str, Any]) -> bool:
-    return type(value) is type and value.__module__ == variables.get("__name__")
+def _called(call: ast.Call) -> str:
+    return str(getattr(call.func, "attr", getattr(call.func, "id", "")))

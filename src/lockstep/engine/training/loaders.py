@@ -25,6 +25,9 @@ class Loaders:
     Args:
         context: of the run.
         loop: where the run stands.
+
+    Attributes:
+        made: the loaders that the script has.
     """
 
     def __init__(self, context: Context, loop: Loop) -> None:
@@ -36,11 +39,11 @@ class Loaders:
             audits=context.settings.audit != "off",
         )
         # Weak, so that a script may make a loader per epoch and let it go.
-        self._made: weakref.WeakSet[Loader] = weakref.WeakSet()
+        self.made: weakref.WeakSet[Loader] = weakref.WeakSet()
 
     def close(self) -> None:
         """End what the loaders still run."""
-        for loader in self._made:
+        for loader in self.made:
             loader.close()
 
     def make(self, data: Any, asked: dict[str, Any]) -> Loader:
@@ -94,7 +97,8 @@ class Loaders:
             compare=self._same_data.check_of(number),
             measure=context.record.pace.data.over,
             dataset=dataset,
+            sampler=settings.sampler or settings.batch_sampler,
         )
-        self._made.add(loader)
+        self.made.add(loader)
         context.record.loader_made(loader, dataset, settings)
         return loader

@@ -9,15 +9,15 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from types import FrameType
 from typing import NamedTuple
 
-from lockstep.engine.training import liveness, variables
+from lockstep.engine.training import liveness
 from lockstep.engine.training.carried_variables import named
 from lockstep.engine.training.listeners import Listener
 from lockstep.engine.training.loop import Loop
-from lockstep.engine.training.variables import Change, Observation
+from lockstep.engine.training.observations import Change, Observation
 from lockstep.state.record import stacks
 from lockstep.world.model import World
 
@@ -40,7 +40,7 @@ class RankStatistics(Listener):
     Args:
         loop: where the run stands.
         world: rank and generation of this process.
-        own: returns the ids of objects that belong to the run.
+        observe: returns what variables hold.
         passes: returns how many backward passes there were.
         warn: shows a line.
     """
@@ -49,11 +49,11 @@ class RankStatistics(Listener):
         self,
         loop: Loop,
         world: World,
-        own: Callable[[], Collection[int]],
+        observe: Callable[..., Observation],
         passes: Callable[[], int],
         warn: Callable[[str], None],
     ) -> None:
-        self._loop, self._own, self._passes, self._warn = loop, own, passes, warn
+        self._loop, self._look, self._passes, self._warn = loop, observe, passes, warn
         self._looks = world.is_main and world.generation == 0
         self._loops: Counter[int] = Counter()  # over each loader
         self._begun: _Begun | None = None
@@ -94,7 +94,7 @@ class RankStatistics(Listener):
             )
 
     def _observe(self, frame: FrameType) -> Observation:
-        return variables.observe(frame, self._own(), look=_read, innermost=True)
+        return self._look(frame, look=_read, innermost=True)
 
     def _changes(self, frame: FrameType, before: Observation) -> list[Change]:
         """Return the variables that the loop has changed, or made, and that are read later."""
@@ -105,7 +105,7 @@ class RankStatistics(Listener):
         made = [
             Change(place.name, place.file, now.line, "", now.text)
             for place, now in after.values.items()
-            if place not in before.values
+            if place not in before.values and now.kind != "object"
         ]
         return [
             one
@@ -114,8 +114,10 @@ class RankStatistics(Listener):
         ]
 
 
-def _read(frame: FrameType) -> liveness.Lines:
-    return {**liveness.carried(frame), **liveness.read_after(frame)}
+def _read(frame: FrameType, *, returns: bool) -> liveness.Uses:
+    """Return what a frame reads, also to show it: that is another number on each layout, too."""
+    uses = {**liveness.carried(frame), **liveness.read_after(frame, returns=returns)}
+    return {one: use._replace(matters=True, is_item=False) for one, use in uses.items()}
 
 
 def _of_loop(frame: FrameType | None) -> FrameType | None:

@@ -100,18 +100,21 @@ class Session:
         self.loop.followed, self.loop.warn = averages.followed, record.warn
         every = audit_steps(context.settings.audit)
         if every is not None and context.settings.exact and context.replicas > 1:
-            self.loop.audit = Audit(context, self.state, every, self._variables.observe_all)
+            self.loop.audit = Audit(context, self.state, every, self._variables.observe)
         self.models = Models(context, self.state, self._damage)
         self.loaders = Loaders(context, self.loop)
+        self._variables.loaders = self.loaders.made
         self.call_sites = CallSites(self.loop)
         self.backward = Backward(context, self.state, self.loop, self._faults)
         if context.memory is not None and context.settings.exact:
             losses, before = context.memory.losses, context.memory.losses_before
             self.backward.recomputed = Recomputed(losses, before, record.warn_anywhere)
         if context.replicas > 1:
-            own, backward = self._variables.own.ids, self.backward
+            observe, backward = self._variables.observe, self.backward
             listeners.append(
-                RankStatistics(self.loop, context.world, own, lambda: backward.passes, record.warn)
+                RankStatistics(
+                    self.loop, context.world, observe, lambda: backward.passes, record.warn
+                )
             )
         block, data, collective = (
             context.dims.block,

@@ -12,58 +12,105 @@ import inspect
 import sys
 import types
 import weakref
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
+from torch.utils.data import Dataset, Sampler
 
+from lockstep.engine.data.loader import Loader
 from lockstep.state.record import stacks
 
 #: Attributes that each module has.
 _OF_MODULES = frozenset(vars(nn.Module()))
+#: Classes of data.
+_DATA = (Dataset, Sampler)
 
-Part = tuple[str, Any]
 
-
-def parts(value: Any) -> Iterator[Part]:
-    """Yield the parts of an object by name; none of an object whose class is a library's.
-
-    Args:
-        value: an object of a class of the script, a class or a function of the script, a method, a
-            `functools.partial`, a generator, a namespace, or a module of torch.
-    """
+def parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """Return the parts of an object by name; of an object of a library those that a run computes with."""
     kind = type(value)
-    if is_of_script(kind) or kind in (argparse.Namespace, types.SimpleNamespace):
+    if is_data(kind):
+        # Containers that grow are a cache, but for numbers.
+        yield from (one for one in attributes(value) if not _may_grow(one[1]))
+    elif is_of_script(kind) or kind in (argparse.Namespace, types.SimpleNamespace):
         yield from attributes(value)
-    elif kind is type and is_of_script(value):
-        own = list(vars(value).items())
-        yield from (one for one in own if not (one[0].startswith("__") or callable(one[1])))
+    elif issubclass(kind, nn.Module):
+        own = (one for one in attributes(value) if one[0] != "training")
+        yield from (one for one in own if type(one[1]) in (int, float, str))
+    elif (kind is type and is_of_script(value)) or _is_users_module(value):
+        yield from _variables(vars(value))
     elif kind is types.FunctionType:
         yield from _of_function(value)
+    else:
+        yield from _of_callable(value)
+
+
+def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    yield from list(function.__dict__.items())
+    if functions(function):
+        defaults = enumerate(function.__defaults__ or ())
+        yield from ((f"__defaults__[{number}]", one) for number, one in defaults)
+        yield from list((function.__kwdefaults__ or {}).items())
+
+
+def _of_callable(value: Any) -> Iterator[tuple[str, Any]]:
+    """Return the parts of a method, a `functools.partial`, a generator or a loader."""
+    kind = type(value)
+    if kind is Loader:
+        yield from (("dataset", value.dataset), ("sampler", value.sampler))
     elif kind is types.MethodType:
         yield "__self__", value.__self__
     elif kind is functools.partial:
         yield from ((f"args[{number}]", one) for number, one in enumerate(value.args))
-        yield from list(value.keywords.items())
-    elif kind is types.GeneratorType:
-        frame = value.gi_frame
-        if frame is not None and stacks.is_users(value.gi_code.co_filename):
-            # Numbers and text: what it yields, such as batches, is no state.
-            own = list(frame.f_locals.items())
-            yield from (one for one in own if isinstance(one[1], int | float | str))
-    elif issubclass(kind, nn.Module):
-        yield from (one for one in attributes(value) if one[0] != "training")
+        yield from (*value.keywords.items(), ("func", value.func))
+    elif kind is types.GeneratorType and stacks.is_users(value.gi_code.co_filename):
+        # Numbers and text: what it yields, such as batches, is no state.
+        own = list(value.gi_frame.f_locals.items()) if value.gi_frame is not None else []
+        yield from (one for one in own if isinstance(one[1], int | float | str))
 
 
-def _of_function(function: types.FunctionType) -> Iterator[Part]:
-    if not stacks.is_users(function.__code__.co_filename):
-        return
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-        with contextlib.suppress(ValueError):  # not assigned yet
-            yield name, cell.cell_contents
-    yield from list(function.__dict__.items())
-    for number, one in enumerate(function.__defaults__ or ()):
-        yield f"__defaults__[{number}]", one
+def _is_users_module(value: Any) -> bool:
+    file = getattr(value, "__file__", None) if type(value) is types.ModuleType else None
+    return file is not None and stacks.is_users(file)
+
+
+def is_data(kind: type) -> bool:
+    """Whether objects of a class are datasets or samplers."""
+    return issubclass(kind, _DATA) or (is_of_script(kind) and hasattr(kind, "__getitem__"))
+
+
+def _may_grow(value: Any) -> bool:
+    """Whether a value is a container, but no list of numbers such as indices, or loaded later."""
+    is_list = type(value) is list and bool(value) and type(value[0]) in (int, float)
+    return value is None or (issubclass(type(value), (list, dict, set, deque)) and not is_list)
+
+
+def name_of(value: Any) -> str:
+    """Return what tells an object without a fingerprint from those of other classes, or other functions."""
+    kind: Any = type(value)
+    own = value if kind in (type, types.FunctionType, types.BuiltinFunctionType) else kind
+    return f"<{own.__qualname__}>"
+
+
+def _variables(own: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Return what a module or a class holds, without functions, classes and modules."""
+    code = (types.ModuleType, type, types.FunctionType, property, staticmethod, classmethod)
+    yield from (
+        one
+        for one in list(own.items())
+        if not (one[0].startswith("__") or isinstance(one[1], code))
+    )
+
+
+def functions(value: Any) -> list[types.FunctionType]:
+    """Return the functions of the user's that a value is, or that an object's class has."""
+    kind = value if type(value) is type else type(value)
+    own = [value] if type(value) is types.FunctionType else []
+    if type(value) is not types.FunctionType and is_of_script(kind):
+        own = [one for one in list(vars(kind).values()) if type(one) is types.FunctionType]
+    return [one for one in own if stacks.is_users(one.__code__.co_filename)]
 
 
 def attributes(value: Any) -> Iterator[tuple[str, Any]]:

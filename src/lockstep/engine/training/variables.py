@@ -1,8 +1,10 @@
 """Fingerprints of what a script's variables hold: short texts of the values that its loop carries.
 
-No code of the script runs for them: values are told apart by their types, and containers are read by
-the methods of Python's own. What is not known has no fingerprint. The cost is bounded: long containers and
-large tensors count by some of their elements, and all of an observation shares one budget.
+From the variables of its frames one walk goes on to what these hold, nearest first: attributes of objects,
+variables of closures, globals that functions read, modules of the user's. No code of the script runs for
+it: values are told apart by their types, and containers are read by the methods of Python's own. What is
+not known counts by its class alone. The cost is bounded: long containers and large tensors count by some of
+their elements, and all of an observation shares one budget.
 """
 
 from __future__ import annotations
@@ -14,20 +16,27 @@ import itertools
 import random
 import sys
 import time
+import types
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from lockstep.engine.training import liveness
-from lockstep.engine.training.variable_parts import attributes, is_of_script, parts
+from lockstep.engine.training.observations import Observation, Place, Value
+from lockstep.engine.training.variable_parts import (
+    attributes,
+    functions,
+    is_data,
+    is_of_script,
+    name_of,
+    parts,
+)
 from lockstep.state.record import stacks
 
 #: Length of a fingerprint; of longer ones the end is a checksum.
@@ -42,6 +51,7 @@ _ATTRIBUTES, _DEPTH = 4, 4
 BUDGET, _BYTES = 2000, 2048
 
 _NUMBERS = (int, float, complex)
+_PLAIN, _MISSING = (*_NUMBERS, np.generic), object()
 #: Containers, and how their elements are had from either end without code of the script.
 _CONTAINERS: tuple[
     tuple[Any, str, Callable[[Any], Iterator[Any]], Callable[[Any], Iterator[Any]]], ...
@@ -51,106 +61,17 @@ _CONTAINERS: tuple[
     (deque, "[]", deque.__iter__, deque.__reversed__),
     (dict, "{}", lambda own: iter(dict.items(own)), lambda own: reversed(dict.items(own))),
 )
-_RANDOM = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+#: Generators of random numbers, and the state of each.
+_RANDOM: dict[type, Callable[[Any], Any]] = {
+    torch.Generator: lambda own: own.get_state().numpy().tobytes(),
+    np.random.Generator: lambda own: own.bit_generator.state,
+    np.random.RandomState: lambda own: own.get_state(legacy=False),
+    random.Random: random.Random.getstate,
+}
+#: Numbers the looks at iterators.
+_looks = itertools.count(1)
 #: When this module was loaded, and how many seconds before a script may have begun.
 _LOADED, _BEFORE = time.monotonic(), 30.0
-
-
-class Place(NamedTuple):
-    """Where a variable is.
-
-    Attributes:
-        frame: tells frames of one function from each other; 0 for variables of a module.
-        file: of the code.
-        function: the name of it.
-        name: of the variable, with attributes after dots.
-    """
-
-    frame: int
-    file: str
-    function: str
-    name: str
-
-    @property
-    def key(self) -> str:
-        """The same in another process."""
-        return f"{self.file.rpartition('/')[2]}:{self.function}:{self.name}"
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """What a variable holds.
-
-    Attributes:
-        text: fingerprint of the value.
-        line: where the loop writes it, or reads it.
-        version: what changes with the value in this process, where the text may not.
-        kind: `module`, `random` for a generator of random numbers, `value` for all else; a user of this
-            class may have others.
-    """
-
-    text: str
-    line: int
-    version: int = 0
-    kind: str = "value"
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A variable that has another value than before; `key` is the same in another process."""
-
-    name: str
-    file: str
-    line: int
-    before: str
-    after: str
-    kind: str = "value"
-    key: str = ""
-
-    @property
-    def is_count(self) -> bool:
-        """Whether the value is one more than it was."""
-        return self.before.isdecimal() and self.after == str(int(self.before) + 1)
-
-    @property
-    def shown(self) -> str:
-        """The variable, and its line where it has one, for messages."""
-        place = f" ({Path(self.file).name}:{self.line})" if self.line else ""
-        return f"`{self.name}`{place}"
-
-
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """What variables hold at one time."""
-
-    values: Mapping[Place, Value] = field(default_factory=dict)
-
-    def changes_since(self, earlier: Observation) -> list[Change]:
-        """Return the variables that both have seen, with different values."""
-        return [
-            Change(place.name, place.file, now.line, before.text, now.text, now.kind, place.key)
-            for place, now in self.values.items()
-            if (before := earlier.values.get(place)) is not None
-            and (before.text, before.version) != (now.text, now.version)
-        ]
-
-    def changes_since_saved(self, saved: Mapping[str, str]) -> list[Change]:
-        """Return the variables that have other fingerprints than in `saved`, which `texts` has returned."""
-        return [
-            Change(place.name, place.file, now.line, before, now.text, now.kind, place.key)
-            for place, now in self.values.items()
-            if (before := saved.get(place.key)) is not None and before != now.text
-        ]
-
-    def texts(self, limit: int) -> dict[str, str]:
-        """Return fingerprints by name, of together at most `limit` characters."""
-        texts: dict[str, str] = {}
-        for place, value in self.values.items():
-            limit -= len(place.key) + len(value.text) + 8
-            if limit < 0:
-                break
-            texts[place.key] = value.text
-        return texts
 
 
 def observe(
@@ -158,9 +79,10 @@ def observe(
     skip: Collection[int] = frozenset(),
     *,
     number: Callable[[FrameType], int] = id,
-    look: Callable[[FrameType], liveness.Lines] = liveness.carried,
+    look: Callable[..., liveness.Uses] = liveness.carried,
     innermost: bool = False,
     budget: int = BUDGET,
+    others: Mapping[str, Any] | None = None,
 ) -> Observation:
     """Return what the script's variables hold that its loop carries, from `frame` outwards.
 
@@ -168,36 +90,58 @@ def observe(
         frame: the innermost; those of Lockstep and of libraries are passed over.
         skip: ids of objects that have no fingerprint: those of the run, which are its state.
         number: tells frames of one function from each other.
-        look: returns which variables of a frame count.
+        look: returns which variables of a frame count, if they matter.
         innermost: whether the innermost frame of the script is the only one.
         budget: how many values are looked at.
+        others: further objects that are looked at, by name.
     """
-    reader = _Reader(skip, budget)
-    for own in itertools.islice(script_frames(frame), 1 if innermost else None):
-        lines = look(own)
-        local = _locals(own, [one.name for one in lines if not one.is_global])
+    walk = _Walk(skip, budget)
+    for own, returns in _with_returns(frame, innermost=innermost):
+        uses = {one: use for one, use in look(own, returns=returns).items() if use.matters}
+        local = _locals(own, [one.name for one in uses if not one.is_global])
         file, function = own.f_code.co_filename, own.f_code.co_name
-        for one, line in lines.items():
-            source = own.f_globals if one.is_global else local
-            if one.name in source:
-                where = (0, file, "<module>") if one.is_global else (number(own), file, function)
-                reader.add(Place(*where, one.name), source[one.name], line)
-        if liveness.is_module(own):
+        for one, use in sorted(uses.items()):
+            is_module = one.is_global or liveness.is_module(own)
+            source = own.f_globals if is_module else local
+            value = source.get(one.name, _MISSING)
+            if value is _MISSING or (use.is_item and not issubclass(type(value), _PLAIN)):
+                continue
+            where = (0, file, "<module>") if is_module else (number(own), file, function)
+            # What is counted beside the batches may be the same in the next ones.
+            walk.add(Place(*where, one.name), value, use.line, goes_on=use.is_item)
+    for name, value in sorted((others or {}).items()):
+        walk.add(Place(0, "", "", name), value, 0)
+    walk.goes_on()
+    return Observation(walk.values)
+
+
+def _with_returns(frame: FrameType | None, *, innermost: bool) -> Iterator[tuple[FrameType, bool]]:
+    """Return the script's frames from `frame` outwards, each with whether it matters what it returns."""
+    frames: list[FrameType] = []
+    for one in itertools.islice(script_frames(frame), 1 if innermost else None):
+        frames.append(one)
+        if liveness.is_module(one):
             break
-    return Observation(reader.values)
+    found, returns, outer = [], True, None
+    for one in reversed(frames):
+        is_called = outer is not None and one.f_back is outer
+        returns = not is_called or outer is None or liveness.result_matters(outer, returns=returns)
+        found.append((one, returns))
+        outer = one
+    return reversed(found)
 
 
-def of_attributes(name: str, value: Any, skip: Collection[int]) -> dict[Place, Value]:
-    """Return what the attributes of an object of the script hold, under `name`."""
-    reader = _Reader(skip, BUDGET)
-    for attribute, one in attributes(value):
-        reader.add(Place(0, "", "", f"{name}.{attribute}"), one, 0, 1)
-    return reader.values
+def of_object(name: str, value: Any, skip: Collection[int], line: int = 0) -> dict[Place, Value]:
+    """Return what the attributes of an object hold, under `name`."""
+    walk = _Walk(skip, BUDGET)
+    walk.looks_into(Place(0, "", "", name), value, line, 1)
+    walk.goes_on()
+    return walk.values
 
 
 def text_of(value: Any) -> str | None:
     """Return the fingerprint of a value; `None` where it has none."""
-    return _Reader((), BUDGET).text_of(value)
+    return _Walk((), BUDGET).text_of(value)
 
 
 def script_frames(frame: FrameType | None) -> Iterator[FrameType]:
@@ -221,8 +165,8 @@ def _locals(frame: FrameType, names: list[str]) -> dict[str, Any]:
     return found
 
 
-class _Reader:
-    """Takes fingerprints of values.
+class _Walk:
+    """Goes from variables to what they hold, nearest first, and takes fingerprints.
 
     Args:
         skip: ids of objects that have none.
@@ -234,29 +178,79 @@ class _Reader:
 
     def __init__(self, skip: Collection[int], budget: int) -> None:
         self._skip, self._left = skip, budget
-        self._inside: set[int] = set()  # objects that are being looked at
+        self._inside: set[int] = set()  # containers that are being looked at
+        self._seen: set[int] = set()
+        self._open: deque[tuple[Place, Any, int, int]] = deque()
         self._version = 0
         self._readers: tuple[tuple[Any, Callable[[Any], str | None]], ...] = (
             (torch.Tensor, self._tensor),
             (np.ndarray | np.generic, self._array),
             (nn.Module, self._module),
             (enum.Enum, lambda value: f"{type(value).__name__}.{value._name_}"),
+            (itertools.count, repr),
         )
         self.values: dict[Place, Value] = {}
 
-    def add(self, place: Place, value: Any, line: int, depth: int = _ATTRIBUTES) -> None:
-        """Take the fingerprint of a variable; of an object of the script, those of its parts."""
-        if place in self.values or id(value) in self._inside or id(value) in self._skip:
+    def add(
+        self,
+        place: Place,
+        value: Any,
+        line: int,
+        depth: int = _ATTRIBUTES,
+        kind: str = "",
+        *,
+        goes_on: bool = False,
+    ) -> None:
+        """Take the fingerprint of a variable, or look at its parts later."""
+        if (
+            place in self.values
+            or id(value) in self._skip
+            or self._left < 0
+            or "cache" in place.name
+        ):
             return
-        self._version = 0
+        self._version = next(_looks) if goes_on else 0
         text = self.text_of(value)
-        if text is not None and self._left >= 0:
-            self.values[place] = Value(text, line, self._version, _kind(value))
-        elif text is None and depth:
-            self._inside.add(id(value))
-            for name, one in parts(value):
-                self.add(place._replace(name=f"{place.name}.{name}"), one, line, depth - 1)
-            self._inside.discard(id(value))
+        if text is None and self._left >= 0:
+            self.values[place] = Value(_cut(name_of(value)), line, self._position(value), "object")
+            if depth and id(value) not in self._seen:
+                self._seen.add(id(value))
+                self._open.append((place, value, line, depth))
+        elif self._left >= 0:
+            self.values[place] = Value(text or "", line, self._version, kind or _kind(value))
+
+    @staticmethod
+    def _position(value: Any) -> int:
+        """Return another number each time for an iterator, which goes on when it is read."""
+        is_iterator = hasattr(type(value), "__next__") and type(value) is not types.GeneratorType
+        return next(_looks) if is_iterator else 0
+
+    def goes_on(self) -> None:
+        """Look at the parts of what has been added."""
+        while self._open and self._left >= 0:
+            self.looks_into(*self._open.popleft())
+
+    def looks_into(self, place: Place, value: Any, line: int, depth: int) -> None:
+        """Add the parts of a value."""
+        for function in functions(value):
+            code = function.__code__
+            where = place._replace(file=code.co_filename, function=code.co_name)
+            cells = zip(code.co_freevars, function.__closure__ or (), strict=False)
+            for name, cell in cells if function is value else ():
+                with contextlib.suppress(ValueError):  # not assigned yet
+                    self.add(
+                        where._replace(name=name),
+                        cell.cell_contents,
+                        code.co_firstlineno,
+                        depth - 1,
+                    )
+            where = Place(0, code.co_filename, "<module>", "")
+            for name in sorted(liveness.globals_of(code) & function.__globals__.keys()):
+                one = function.__globals__[name]
+                self.add(where._replace(name=name), one, code.co_firstlineno, depth - 1)
+        for name, one in parts(value):
+            kind = "data" if is_data(type(value)) and type(one) in _NUMBERS else ""
+            self.add(place._replace(name=f"{place.name}.{name}"), one, line, depth - 1, kind)
 
     def text_of(self, value: Any) -> str | None:
         """Return the fingerprint of a value, as it is kept."""
@@ -278,7 +272,9 @@ class _Reader:
         for kind, read in self._readers:
             if issubclass(type(value), kind):
                 return read(value)
-        return _random_state(value) or self._container(value, depth - 1)
+        if state := _RANDOM.get(type(value)):
+            return f"{type(value).__name__} {zlib.crc32(repr(state(value)).encode()):08x}"
+        return self._container(value, depth - 1)
 
     def _tensor(self, value: torch.Tensor) -> str | None:
         if type(value) not in (torch.Tensor, nn.Parameter) or value.layout is not torch.strided:
@@ -383,23 +379,9 @@ def _cut(text: str) -> str:
 def _kind(value: Any) -> str:
     if issubclass(type(value), nn.Module):
         return "module"
+    if type(value) is itertools.count:
+        return "count"
     return "random" if type(value) in _RANDOM else "value"
-
-
-def _random_state(value: Any) -> str | None:
-    """Return the fingerprint of a generator of random numbers; `None` for anything else."""
-    state: Any = None
-    if type(value) is torch.Generator:
-        state = bytes(value.get_state().numpy().data)
-    elif type(value) is np.random.Generator:
-        state = value.bit_generator.state
-    elif type(value) is np.random.RandomState:
-        state = value.get_state(legacy=False)
-    elif type(value) is random.Random:
-        state = value.getstate()
-    if state is None:
-        return None
-    return f"{type(value).__name__} {zlib.crc32(repr(state).encode()):08x}"
 
 
 def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import importlib
+import itertools
 import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -15,8 +17,8 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.engine.training import variables
-from lockstep.engine.training.variables import Change, Observation
+from lockstep.engine.training import liveness, variables
+from lockstep.engine.training.observations import Change, Observation
 
 
 class Phase(enum.Enum):
@@ -98,6 +100,14 @@ class Liar:
 def changes(
     value: Any, change: Callable[[Any], Any], skip: frozenset[int] = frozenset()
 ) -> list[Change]:
+    """Return those of `all_changes` that are of `value`."""
+    found = all_changes(value, change, skip)
+    return [one for one in found if one.name.partition(".")[0] == "value"]
+
+
+def all_changes(
+    value: Any, change: Callable[[Any], Any], skip: frozenset[int] = frozenset()
+) -> list[Change]:
     """Return what changes where a loop carries `value`, and `change` acts on it, or returns another."""
     seen: list[Observation] = []
 
@@ -109,7 +119,7 @@ def changes(
     for _ in look():
         now = change(value)
         value = value if now is None else now
-    return [one for one in seen[1].changes_since(seen[0]) if one.name.startswith("value")]
+    return seen[1].changes_since(seen[0])
 
 
 def append(value: Any) -> None:
@@ -204,9 +214,9 @@ def test_values_that_are_shown() -> None:
 UNKNOWN: dict[str, Callable[[], Any]] = {
     "function": lambda: print,
     "module": lambda: sys,
+    "map": lambda: map,
     "class": lambda: State,
     "liar": Liar,
-    "iterator": lambda: iter([1]),
     "generator": lambda: (n for n in ()),
     "optimizer": lambda: torch.optim.SGD([torch.zeros(1)]),
     "sparse": lambda: torch.eye(2).to_sparse(),
@@ -215,7 +225,11 @@ UNKNOWN: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_values_without_a_fingerprint(name: str) -> None:
-    assert changes(UNKNOWN[name](), lambda _: [1]) == []
+    """They count by their class, or by their name."""
+    value = UNKNOWN[name]()
+    assert changes(value, lambda _: None) == []
+    (found,) = changes(value, lambda _: [1])
+    assert found.before.startswith("<")
 
 
 def test_what_belongs_to_the_run_has_none() -> None:
@@ -246,17 +260,157 @@ def test_the_budget_is_shared_and_what_is_cut_by_it_is_not_compared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looked = 0
-    text = variables._Reader.text
+    text = variables._Walk.text
 
     def counted(self: Any, value: Any, depth: int = 4) -> Any:
         nonlocal looked
         looked += 1
         return text(self, value, depth)
 
-    monkeypatch.setattr(variables._Reader, "text", counted)
+    monkeypatch.setattr(variables._Walk, "text", counted)
     wide = [[[list(range(64)) for _ in range(64)] for _ in range(64)] for _ in range(64)]
     assert changes(wide, append) == []
     assert looked < 3 * 64**2
+
+
+#: What functions, and modules of the user's, hold is reached, too.
+COUNT = [0]
+
+
+def counts() -> int:
+    COUNT[0] += 1
+    return COUNT[0]
+
+
+def made() -> Callable[[], int]:
+    total = 0
+
+    def grows(*, step: list[int] = [1]) -> int:  # noqa: B006 - as scripts have it
+        nonlocal total
+        total += step[0]
+        return total
+
+    return grows
+
+
+class Noisy(torch.utils.data.Dataset[int]):
+    """A dataset with plain numbers, and what may grow."""
+
+    def __init__(self) -> None:
+        self.sigma, self.index, self.store, self.rows = 0.5, [2, 1], {}, [None]
+
+    def __len__(self) -> int:
+        return 2
+
+
+REACHED: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
+    "global of a function": (counts, lambda v: v() and None, "COUNT"),
+    "closure": (made(), lambda v: v() and None, "total"),
+    "keyword default": (made(), lambda v: v.__kwdefaults__["step"].append(1), "value.step"),
+    "number of a dataset": (Noisy(), lambda v: setattr(v, "sigma", 0.4), "value.sigma"),
+    "order of a dataset": (Noisy(), lambda v: v.index.reverse(), "value.index"),
+    "dataset in a subset": (
+        torch.utils.data.Subset(Noisy(), [0]),
+        lambda v: setattr(v.dataset, "sigma", 0.4),
+        "value.dataset.sigma",
+    ),
+    "layer": (nn.Dropout(0.1), lambda v: setattr(v, "p", 0.2), "value.p"),
+    "counting iterator": (itertools.count(1), lambda v: next(v) and None, "value"),
+    "another iterator": (itertools.cycle("ab"), lambda v: next(v) and None, "value"),
+    "another function": (counts, lambda _: made, "value"),
+}
+
+
+@pytest.mark.parametrize("name", REACHED)
+def test_what_is_reached_from_a_variable(name: str) -> None:
+    value, change, expected = REACHED[name]
+    assert expected in [one.name for one in all_changes(value, change)]
+
+
+@pytest.mark.parametrize("cache", ["store", "rows"])
+def test_a_cache_of_a_dataset_is_no_state(cache: str) -> None:
+    def fill(value: Noisy) -> None:
+        value.store[1] = 2
+        value.rows[0] = torch.zeros(1)  # type: ignore[call-overload]
+
+    assert changes(Noisy(), fill) == []
+
+
+def test_a_module_of_the_users(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "settings_of_mine.py").write_text("rate = 1.0\n_cache = {}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("settings_of_mine")
+
+    def change(value: Any) -> None:
+        value.rate *= 0.5
+        value._cache[1] = 1
+
+    assert [one.name for one in changes(module, change)] == ["value.rate"]
+
+
+class Raising:
+    """An object of which nothing can be asked."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("asked for an attribute")
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError("asked for an attribute")
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("compared")
+
+    def __hash__(self) -> int:
+        raise RuntimeError("hashed")
+
+
+def test_objects_whose_methods_raise_are_passed_over() -> None:
+    state = State()
+    state.nested = Raising()  # type: ignore[assignment]
+    found = changes(state, lambda v: setattr(v, "best", 1.0))
+    assert [one.name for one in found] == ["value.best"]
+
+
+@pytest.mark.parametrize(("beyond", "expected"), [(0, ["value"]), (1, [])])
+def test_the_last_value_of_the_budget(beyond: int, expected: list[str]) -> None:
+    """A list of ten numbers costs eleven; one more than the budget is not compared."""
+    seen = []
+
+    def look() -> Any:
+        for _ in range(2):
+            found = variables.observe(
+                sys._getframe(1), innermost=True, budget=11 - beyond, look=only
+            )
+            seen.append(found)
+            yield
+
+    def only(frame: Any, *, returns: bool) -> liveness.Uses:
+        uses = liveness.carried(frame, returns=returns)
+        return {one: use for one, use in uses.items() if one.name == "value"}
+
+    value = list(range(10))
+    for _ in look():
+        value[0] += 1
+        counts_by(value)
+    assert [one.name for one in seen[1].changes_since(seen[0])] == expected
+
+
+def counts_by(value: list[int]) -> int:
+    return value[0]
+
+
+@pytest.mark.parametrize(("depth", "expected"), [(4, 1), (5, 0)])
+def test_the_depth_of_attributes(depth: int, expected: int) -> None:
+    """The fourth attribute of an attribute is looked at, and no further one."""
+    root = Nested()
+
+    def innermost(value: Any) -> Any:
+        return value if type(value.ratio) is float else innermost(value.ratio)
+
+    for _ in range(depth - 1):
+        innermost(root).ratio = Nested()
+    found = changes(root, lambda v: setattr(innermost(v), "ratio", 2.0))
+    assert len(found) == expected
 
 
 def test_locals_are_not_kept_alive() -> None:
@@ -312,6 +466,7 @@ def test_fingerprints_of_another_process() -> None:
     for _ in look():
         ratio *= 0.8
         same = max(same, 0)
+        assert changes(ratio + same, lambda _: None) == []
     saved = seen[0].texts(4096)
     changed = {one.name: (one.before, one.after) for one in seen[1].changes_since_saved(saved)}
     assert changed["ratio"] == ("1.0", "0.8")
