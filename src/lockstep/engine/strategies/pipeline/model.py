@@ -243,11 +243,23 @@ def _keep(module: nn.Module, held: set[int], device: torch.device) -> None:
                 if tensor is None:
                     continue
                 if id(tensor) in held:
-                    tensor.data = tensor.data.to(device)
+                    _move(tensor, device)
                 elif not tensor.is_meta:
                     # One for all names: an optimizer counts a tied parameter once.
                     shape = shapes.setdefault(id(tensor), _shape_of(tensor))
                     own[name] = shape  # type: ignore[assignment]
+
+
+def _move(tensor: torch.Tensor, device: torch.device) -> None:
+    """Move a tensor, which stays the same object: optimizers have it."""
+    moved = tensor.detach().to(device)
+    if torch._has_compatible_shallow_copy_type(tensor, moved):
+        tensor.data = moved
+    else:  # devices of PrivateUse1, such as Ascend's, have tensors of another type
+        if isinstance(tensor, nn.Parameter):
+            moved = nn.Parameter(moved, tensor.requires_grad)
+        moved.__dict__.update(tensor.__dict__)
+        torch.utils.swap_tensors(tensor, moved)  # type: ignore[no-untyped-call]
 
 
 def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
