@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from lockstep.errors import UsageError
 if TYPE_CHECKING:
     from lockstep.tools.check.config import Selection
     from lockstep.tools.check.engine import Outcome
+    from lockstep.tools.check.source import Module
 
 _EPILOG = """\
 Rules are for scripts of torch.distributed, Accelerate, Fabric and Lockstep; other files are skipped.
@@ -58,8 +60,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
 def handle(options: argparse.Namespace) -> int:
     """Check what `options` name; return the exit code."""
     if options.list or options.explain:
-        return _tell_rules(options.explain)
+        return _print_rules(options.explain)
     from lockstep.tools.check import engine, fix
+    from lockstep.tools.check.config import Selection
     from lockstep.tools.check.output import FORMS
 
     if not options.paths:
@@ -68,17 +71,19 @@ def handle(options: argparse.Namespace) -> int:
         raise UsageError("--fix and --diff: expected one of them")
     if options.fix or options.diff:
         fix.available()
-    flags = _selection(options)
+    select, ignore = (
+        None if words is None else tuple(words.replace(",", " ").split())
+        for words in (options.select, options.ignore)
+    )
+    flags = Selection(select, ignore or ())
     paths = engine.files(options.paths)
     outcome = engine.check(paths, flags)
     if options.diff:
-        return _diff(outcome) and not options.exit_zero
+        for path, module, text in _edited(outcome):
+            sys.stdout.write(fix.diff(path, module.text, text))
+        return int(bool(outcome.edits) and not options.exit_zero)
     if options.fix and outcome.edits:
-        for path, (module, edits) in outcome.edits.items():
-            fix.overwrite(path, fix.apply(module, edits), module.encoding)
-        before = _counted(outcome)
-        outcome = engine.check(paths, flags)
-        print(f"{(before - _counted(outcome)).total()} fixed", file=sys.stderr)
+        outcome = _fixed(outcome, paths, flags)
     if written := FORMS[options.format](outcome):
         print(written)
     for note in outcome.notes if options.format != "text" else ():
@@ -86,8 +91,21 @@ def handle(options: argparse.Namespace) -> int:
     return int(bool(outcome.findings) and not options.exit_zero)
 
 
+def _fixed(outcome: Outcome, paths: list[Path], flags: Selection) -> Outcome:
+    """Fix what can be fixed, and check again."""
+    from lockstep.tools.check import engine, fix
+
+    for path, module, text in _edited(outcome):
+        fix.overwrite(path, text, module.encoding)
+    before = Counter((one.path, one.code) for one in outcome.findings)
+    outcome = engine.check(paths, flags)
+    left = Counter((one.path, one.code) for one in outcome.findings)
+    print(f"{(before - left).total()} fixed", file=sys.stderr)
+    return outcome
+
+
 def of_target(target: str, kind: str) -> list[str]:
-    """Return what is to be said of a script or a module before it is launched: what hangs or corrupts."""
+    """Return lines for a script or a module that is to be launched: what hangs or corrupts."""
     from lockstep.tools.check import engine
     from lockstep.tools.check.output import line
 
@@ -102,38 +120,21 @@ def of_target(target: str, kind: str) -> list[str]:
     return [*lines, f"lockstep: check: {len(lines)} found that hang or corrupt in {path}"]
 
 
-def _selection(options: argparse.Namespace) -> Selection:
-    from lockstep.tools.check.config import Selection
-
-    select, ignore = (
-        None if words is None else tuple(words.replace(",", " ").split())
-        for words in (options.select, options.ignore)
-    )
-    return Selection(select, ignore or ())
-
-
-def _diff(outcome: Outcome) -> int:
-    """Print what fixes would change; return 1 if that is anything."""
-    from lockstep.tools.check import fix
+def _edited(outcome: Outcome) -> Iterator[tuple[Path, Module, str]]:
+    """Yield the files that fixes change, with their new text."""
+    from lockstep.tools.check import editor
 
     for path, (module, edits) in outcome.edits.items():
-        sys.stdout.write(fix.diff(path, module.text, fix.apply(module, edits)))
-    return int(bool(outcome.edits))
+        yield path, module, editor.apply(module, edits)
 
 
-def _counted(outcome: Outcome) -> Counter[tuple[Path, str]]:
-    """Return how many findings of each rule each file has."""
-    return Counter((one.path, one.code) for one in outcome.findings)
-
-
-def _tell_rules(code: str | None) -> int:
+def _print_rules(code: str | None) -> int:
     from lockstep.tools.check.rules import RULES
 
     if code is None:
         for rule in RULES.values():
-            print(
-                f"{rule.code} {rule.name}{'' if rule.default else ' (if selected)'}: {rule.message}"
-            )
+            selected = "" if rule.default else " (if selected)"
+            print(f"{rule.code} {rule.name}{selected}: {rule.message}")
         return 0
     if code not in RULES:
         raise UsageError(f"--explain {code}: no rule", hint="lockstep check --list shows all rules")

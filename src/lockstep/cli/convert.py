@@ -50,6 +50,7 @@ def handle(options: argparse.Namespace) -> int:
     out = None if options.output in (None, "-") else Path(options.output)
     if out is not None and out.exists() and not options.force:
         raise UsageError(f"{out} exists", hint="--force overwrites it; without -o a diff is shown")
+    from lockstep.tools.check import fix
     from lockstep.tools.convert.script import convert
 
     made = convert(options.script)
@@ -58,8 +59,8 @@ def handle(options: argparse.Namespace) -> int:
     elif options.output == "-":
         print(made.text, end="")
     else:
-        _diff(options.script, made)
-    _tell(options.script, out, made)
+        sys.stdout.write(fix.diff(options.script, made.module.text, made.text))
+    _print_questions(options.script, out, made)
     return int(bool(made.questions))
 
 
@@ -75,14 +76,8 @@ def _write(out: Path, made: Converted) -> None:
         raise OutputError(f"{out} cannot be written: {error.strerror}") from None
 
 
-def _diff(script: Path, made: Converted) -> None:
-    from lockstep.tools.check import fix
-
-    sys.stdout.write(fix.diff(script, made.module.text, made.text))
-
-
-def _tell(script: Path, out: Path | None, made: Converted) -> None:
-    """Say on standard error what is left to the user."""
+def _print_questions(script: Path, out: Path | None, made: Converted) -> None:
+    """Print on standard error what is left to the user."""
     for note in made.notes:
         print(f"note: {note}", file=sys.stderr)
     for question in made.questions:

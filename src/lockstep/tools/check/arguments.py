@@ -26,3 +26,8 @@ def spread(call: ast.Call) -> bool:
 def true(node: ast.expr | None) -> bool:
     """Whether an argument is there, and `True` as it stands."""
     return isinstance(node, ast.Constant) and node.value is True
+
+
+def given(call: ast.Call) -> list[ast.expr]:
+    """Return the arguments of a call, by position and by keyword."""
+    return [*call.args, *(keyword.value for keyword in call.keywords)]

@@ -14,15 +14,12 @@ from lockstep.tools.check.rules import RULES, SYNTAX, UNKNOWN
 
 @dataclass(frozen=True)
 class Selection:
-    """Codes, or beginnings of codes, of rules that run and of rules that do not.
+    """Codes, or beginnings of codes, of rules that run and of rules that do not; `origin`: the file.
 
-    Attributes:
-        select: what runs; `None` for all rules that run by default.
-        ignore: what does not.
-        origin: what said so, for messages.
+    Without `select` all rules run that do so by default.
 
     Raises:
-        UsageError: if a code is none.
+        UsageError: if no rule has a code.
     """
 
     select: tuple[str, ...] | None = None
@@ -40,13 +37,10 @@ class Selection:
 
     def has(self, code: str) -> bool:
         """Return whether the rule with a code runs."""
-        if self.select is None:
-            chosen = code not in RULES or RULES[code].default
-        else:
-            whole = {"ALL", code}.intersection(self.select)
-            chosen = code not in RULES or bool(whole)
-            chosen = chosen or (RULES[code].default and _named(code, self.select))
-        return chosen and not _named(code, self.ignore)
+        selected = self.select is None or _named(code, self.select)
+        default = code not in RULES or (RULES[code].default and selected)
+        by_code = bool({"ALL", code}.intersection(self.select or ()))
+        return (default or by_code) and not _named(code, self.ignore)
 
 
 def _named(code: str, words: Iterable[str]) -> bool:
@@ -60,11 +54,8 @@ def of_file(path: Path, flags: Selection) -> Selection:
         UsageError: if a pyproject.toml cannot be read, or says what cannot be.
     """
     written = _above(path.resolve().parent)
-    return Selection(
-        written.select if flags.select is None else flags.select,
-        flags.ignore or written.ignore,
-        written.origin,
-    )
+    select = written.select if flags.select is None else flags.select
+    return Selection(select, flags.ignore or written.ignore, written.origin)
 
 
 @cache

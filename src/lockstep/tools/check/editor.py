@@ -1,44 +1,66 @@
-"""The transformer that makes a file's edits; apart from `fix.py`, since it needs LibCST to be defined."""
+"""Edits made with LibCST; apart from `fix.py`, since classes here need LibCST to be defined."""
 
 from __future__ import annotations
 
+import ast
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
 import libcst as cst
-from libcst.metadata import PositionProvider
+from libcst.metadata import MetadataWrapper, PositionProvider
 
-from lockstep.tools.check.fix import PART, Edit, Place
+from lockstep.errors import UsageError
+from lockstep.tools.check.fix import PART, Edit
+from lockstep.tools.check.source import Module
 
 #: Begins the text of the statement that stands where a `with` is to begin.
 _WITH = "lockstep with: "
 #: Comments for tools, about the line that they stand on.
 _FOR_TOOLS = re.compile(r"#\s*(noqa|type:|pragma|pylint|fmt|isort|lockstep)", re.IGNORECASE)
+_COMMA = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
 _Statement = cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]
+#: Line, and column in characters.
+_Position = tuple[int, int]
+
+
+def apply(module: Module, edits: Iterable[Edit]) -> str:
+    """Return the source of a module with all edits made.
+
+    Raises:
+        UsageError: if LibCST cannot parse what Python can.
+    """
+    try:
+        tree = MetadataWrapper(cst.parse_module(module.text), unsafe_skip_copy=True)
+    except cst.ParserSyntaxError as error:
+        where = error.message.partition(": expected")[0].removeprefix("parser error: ")
+        raise UsageError(
+            f"{module.path}: LibCST, which edits scripts, cannot parse what Python can: {where}",
+            hint="write the line in another way: `x: int = 1` and not `(x): int = 1`, for example",
+        ) from None
+    return tree.visit(Editor(module, edits)).code
 
 
 class Editor(cst.CSTTransformer):
-    """Makes edits at the places of expressions and statements.
-
-    Args:
-        expressions: edits of expressions, by line and column.
-        statements: those of statements.
-    """
+    """Makes edits at expressions, which are found by begin and end, and statements, by their begin."""
 
     METADATA_DEPENDENCIES = (PositionProvider,)
 
-    def __init__(
-        self,
-        expressions: Mapping[Place, Sequence[Edit]],
-        statements: Mapping[Place, Sequence[Edit]],
-    ) -> None:
+    def __init__(self, module: Module, edits: Iterable[Edit]) -> None:
         super().__init__()
-        self._expressions, self._statements = expressions, statements
+        self._expressions: dict[tuple[_Position, _Position], list[Edit]] = defaultdict(list)
+        self._statements: dict[_Position, list[Edit]] = defaultdict(list)
         self._left: list[cst.EmptyLine] = []
         self._above: dict[cst.CSTNode, list[cst.EmptyLine]] = {}
+        for edit in dict.fromkeys(edits):
+            start, end = module.positions(edit.node)
+            if isinstance(edit.node, ast.expr):
+                self._expressions[start, end].append(edit)
+            else:
+                self._statements[start].append(edit)
 
-    def _at(self, node: cst.CSTNode) -> Place:
+    def _start(self, node: cst.CSTNode) -> _Position:
         start = self.get_metadata(PositionProvider, node).start
         return start.line, start.column
 
@@ -53,34 +75,24 @@ class Editor(cst.CSTTransformer):
 
     def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> object:  # type: ignore[override]
         """Edit a node that is left."""
-        if isinstance(original_node, cst.BaseExpression):
-            return self._expression(original_node, updated_node)
-        if isinstance(original_node, cst.SimpleStatementLine | cst.BaseCompoundStatement):
-            assert isinstance(updated_node, cst.BaseStatement)
-            return self._line(original_node, updated_node)
-        if isinstance(updated_node, cst.SimpleStatementSuite):  # `if test: a = 1`
-            assert isinstance(original_node, cst.SimpleStatementSuite)
-            body = self._apart(original_node, updated_node)
-            nothing = cst.SimpleStatementLine([cst.Pass()])
-            return updated_node if body is None else cst.IndentedBlock(body or [nothing])
-        if isinstance(updated_node, cst.IndentedBlock | cst.Module):
-            left, self._left = [line for line in self._left if line.comment], []
-            footer = [*left, *updated_node.footer]
-            return _under_with(updated_node.with_changes(footer=footer))
+        match original_node, updated_node:
+            case cst.BaseExpression(), _:
+                place = self.get_metadata(PositionProvider, original_node)
+                end = place.end.line, place.end.column
+                for edit in self._expressions.get((self._start(original_node), end), ()):
+                    updated_node = _changed_expression(updated_node, edit)
+                return updated_node
+            case cst.SimpleStatementLine() | cst.BaseCompoundStatement(), cst.BaseStatement():
+                return self._line(original_node, updated_node)
+            case cst.SimpleStatementSuite(), cst.SimpleStatementSuite():  # `if test: a = 1`
+                body = self._apart(original_node, updated_node)
+                nothing = cst.SimpleStatementLine([cst.Pass()])
+                return updated_node if body is None else cst.IndentedBlock(body or [nothing])
+            case _, cst.IndentedBlock() | cst.Module():
+                left, self._left = [line for line in self._left if line.comment], []
+                footer = [*left, *updated_node.footer]
+                return _under_with(updated_node.with_changes(footer=footer))
         return super().on_leave(original_node, updated_node)
-
-    def _expression(self, original: cst.BaseExpression, updated: cst.CSTNode) -> cst.CSTNode:
-        for edit in self._expressions.get(self._at(original), ()):
-            if not _whole(original, edit):
-                continue
-            if edit.kind == "argument":
-                assert isinstance(updated, cst.Call)
-                updated = _with_argument(updated, edit)
-            elif edit.kind == "replace":
-                updated = cst.parse_expression(edit.code)
-            elif edit.kind in _AROUND:
-                updated = _AROUND[edit.kind](updated, edit.code)
-        return updated
 
     def _line(
         self,
@@ -89,12 +101,14 @@ class Editor(cst.CSTTransformer):
     ) -> _Statement | cst.RemovalSentinel:
         if original in self._above:
             updated = _with_lines(updated, [*self._above[original], *_lines(updated)])
-        if isinstance(updated, cst.SimpleStatementLine) and len(updated.body) > 1:  # `a = 1; b = 2`
-            assert isinstance(original, cst.SimpleStatementLine)
-            body = self._apart(original, updated)
-            if body is None:
-                return updated
-            return cst.FlattenSentinel(body) if body else cst.RemoveFromParent()
+        match original, updated:
+            case cst.SimpleStatementLine(), cst.SimpleStatementLine(
+                body=[_, _, *_]
+            ):  # `a = 1; b = 2`
+                body = self._apart(original, updated)
+                if body is None:
+                    return updated
+                return cst.FlattenSentinel(body) if body else cst.RemoveFromParent()
         return self._statement(original, updated)
 
     def _apart(
@@ -103,19 +117,19 @@ class Editor(cst.CSTTransformer):
         updated: cst.SimpleStatementLine | cst.SimpleStatementSuite,
     ) -> list[cst.BaseStatement] | None:
         """Return statements of one line, edited, each on a line of its own; `None` where no edit is."""
-        if not any(self._at(one) in self._statements for one in original.body):
+        if not any(self._start(small) in self._statements for small in original.body):
             return None
         plain = cst.MaybeSentinel.DEFAULT
         lines = [
-            cst.SimpleStatementLine([one.with_changes(semicolon=plain)]) for one in updated.body
+            cst.SimpleStatementLine([small.with_changes(semicolon=plain)]) for small in updated.body
         ]
         if isinstance(updated, cst.SimpleStatementLine):
             lines[0] = lines[0].with_changes(leading_lines=updated.leading_lines)
         lines[-1] = lines[-1].with_changes(trailing_whitespace=updated.trailing_whitespace)
         made: list[cst.BaseStatement] = []
-        for one, line in zip(original.body, lines, strict=True):
+        for small, line in zip(original.body, lines, strict=True):
             left, self._left = self._left, []
-            edited = self._statement(one, _with_lines(line, [*left, *line.leading_lines]))
+            edited = self._statement(small, _with_lines(line, [*left, *line.leading_lines]))
             if isinstance(edited, cst.BaseStatement):
                 made.append(edited)
             elif isinstance(edited, cst.FlattenSentinel):
@@ -128,31 +142,78 @@ class Editor(cst.CSTTransformer):
         before: list[cst.BaseStatement] = []
         after: list[cst.BaseStatement] = []
         body: list[cst.BaseStatement] | None = None
-        for edit in self._statements.get(self._at(original), ()):
-            if edit.kind == "delete":
-                body = []
-                self._left = [*_lines(updated), *_beside(updated)]
-            elif edit.kind == "splice" and isinstance(updated, cst.If):
-                body = _spliced(updated)
-                self._left = list(getattr(updated.body, "footer", ()))
-            elif edit.kind == "with":
-                before.append(_marker(edit.code))
-            elif edit.kind == "before":
-                made = cst.parse_statement(edit.code)
-                before.append(_with_lines(made, _empty_lines(updated)))
-                updated = _with_lines(updated, _lines(updated)[len(_empty_lines(updated)) :])
-            elif edit.kind == "after":
-                after.append(cst.parse_statement(edit.code))
-            else:
-                updated = _changed(updated, edit)
-        if body is None and not before and not after:
-            return updated
-        rest = [updated] if body is None else body
-        return (
-            cst.FlattenSentinel([*before, *rest, *after])
-            if before or rest or after
-            else cst.RemoveFromParent()
-        )
+        for edit in self._statements.get(self._start(original), ()):
+            match edit.kind, updated:
+                case "delete", _:
+                    body = []
+                    self._left = [*_lines(updated), *_beside(updated)]
+                case "splice", cst.If():
+                    body = _spliced(updated)
+                    self._left = list(getattr(updated.body, "footer", ()))
+                case "with", _:  # a statement that stands where it begins, until its block is left
+                    text = cst.SimpleString(repr(_WITH + edit.code))
+                    before.append(cst.SimpleStatementLine([cst.Expr(text)]))
+                case "before", _:
+                    empty, rest = _empty_lines(updated)
+                    before.append(_with_lines(cst.parse_statement(edit.code), empty))
+                    updated = _with_lines(updated, rest)
+                case "after", _:
+                    after.append(cst.parse_statement(edit.code))
+                case _:
+                    updated = _changed(updated, edit)
+        made = [*before, *([updated] if body is None else body), *after]
+        if len(made) == 1:
+            return made[0]
+        return cst.FlattenSentinel(made) if made else cst.RemoveFromParent()
+
+
+def _changed_expression(node: cst.CSTNode, edit: Edit) -> cst.BaseExpression:
+    """Return an expression after an edit."""
+    made = cst.parse_expression(edit.code or "()")
+    match edit.kind, node:
+        case "argument", cst.Call():
+            made = _with_argument(node, edit)
+        case "wrap", cst.BaseExpression():
+            made = cst.Call(made, [cst.Arg(node)])
+        case "callee", cst.Call():
+            made = node.with_changes(func=made)
+        case "given", cst.Call(args=args):
+            comma = _COMMA if args else cst.MaybeSentinel.DEFAULT
+            made = node.with_changes(args=[cst.Arg(made, comma=comma), *args])
+        case ("inside", cst.Call(args=[cst.Arg(value=value), *_])) | (
+            "inside",
+            cst.Attribute(value=value),
+        ):
+            made = value
+        case "owner", cst.Call(func=cst.Attribute(value=value)):
+            made = cst.Call(made, [cst.Arg(value.with_changes(lpar=[], rpar=[]))])
+        case _:
+            assert edit.kind == "replace", edit
+    return made
+
+
+def _with_argument(call: cst.Call, edit: Edit) -> cst.Call:
+    args = list(call.args)
+    names = [arg.keyword and arg.keyword.value for arg in args]
+    if not edit.code:
+        if edit.name in names:
+            gone = args.pop(names.index(edit.name))
+            if args and gone is call.args[-1]:
+                args[-1] = args[-1].with_changes(
+                    comma=gone.comma, whitespace_after_arg=gone.whitespace_after_arg
+                )
+        return call.with_changes(args=args)
+    value = cst.parse_expression(edit.code)
+    if edit.name in names:
+        index = names.index(edit.name)
+        args[index] = args[index].with_changes(value=value)
+        return call.with_changes(args=args)
+    equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+    made = cst.Arg(value, keyword=cst.Name(edit.name), equal=equal)
+    if args:
+        made = made.with_changes(comma=args[-1].comma)
+        args[-1] = args[-1].with_changes(comma=_COMMA)
+    return call.with_changes(args=[*args, made])
 
 
 def _changed(statement: cst.BaseStatement, edit: Edit) -> cst.BaseStatement:
@@ -160,13 +221,12 @@ def _changed(statement: cst.BaseStatement, edit: Edit) -> cst.BaseStatement:
     match edit.kind, statement:
         case "comment", _:
             line = cst.EmptyLine(comment=cst.Comment(edit.code))
-            return _with_lines(statement, [*_lines(statement), line])
+            statement = _with_lines(statement, [*_lines(statement), line])
         case "parameter", cst.FunctionDef():
             statement = _with_parameter(statement, edit.code)
-        case "guard", cst.SimpleStatementLine():
-            made = cst.parse_statement(f"if {edit.code}:\n    pass\n")
-            inside = cst.IndentedBlock(body=[statement.with_changes(leading_lines=[])])
-            statement = made.with_changes(body=inside, leading_lines=statement.leading_lines)
+        case "guard", cst.SimpleStatementLine(leading_lines=lines):
+            block = cst.IndentedBlock([statement.with_changes(leading_lines=[])])
+            statement = cst.If(cst.parse_expression(edit.code), block, leading_lines=lines)
         case "passes", cst.For():
             statement = _passes(statement, edit.code)
         case "statement", cst.SimpleStatementLine():
@@ -174,18 +234,12 @@ def _changed(statement: cst.BaseStatement, edit: Edit) -> cst.BaseStatement:
             assert isinstance(made, cst.SimpleStatementLine)
             statement = statement.with_changes(body=made.body)
         case "first", cst.For() | cst.While() | cst.FunctionDef():
-            statement = _with_first(statement, cst.parse_statement(edit.code))
+            suite = statement.body
+            assert isinstance(suite, cst.IndentedBlock)
+            text = isinstance(statement, cst.FunctionDef) and statement.get_docstring() is not None
+            body = [*suite.body[:text], cst.parse_statement(edit.code), *suite.body[text:]]
+            statement = statement.with_changes(body=suite.with_changes(body=body))
     return statement
-
-
-def _with_first(
-    statement: cst.For | cst.While | cst.FunctionDef, made: cst.BaseStatement
-) -> cst.BaseStatement:
-    block = statement.body
-    assert isinstance(block, cst.IndentedBlock)
-    text = isinstance(statement, cst.FunctionDef) and statement.get_docstring() is not None
-    body = [*block.body[:text], made, *block.body[text:]]
-    return statement.with_changes(body=block.with_changes(body=body))
 
 
 def _passes(loop: cst.For, code: str) -> cst.BaseStatement:
@@ -193,14 +247,13 @@ def _passes(loop: cst.For, code: str) -> cst.BaseStatement:
     block = loop.body
     assert isinstance(block, cst.IndentedBlock)
     parts: list[list[cst.BaseStatement]] = [[]]
-    for one in block.body:
-        if _text(one) == PART:
+    for statement in block.body:
+        if _text(statement) == PART:
             parts.append([])
         else:
-            assert isinstance(one, cst.BaseStatement)
-            parts[-1].append(one)
+            assert isinstance(statement, cst.BaseStatement)
+            parts[-1].append(statement)
     made = cst.parse_statement(code).visit(_Parts(parts))
-    assert isinstance(made, cst.BaseStatement)
     assert isinstance(made, cst.For)
     assert isinstance(made.body, cst.IndentedBlock)
     body = made.body.with_changes(header=block.header, footer=block.footer)
@@ -208,6 +261,8 @@ def _passes(loop: cst.For, code: str) -> cst.BaseStatement:
 
 
 class _Parts(cst.CSTTransformer):
+    """Puts the parts of a body in the place of markers, one after the other."""
+
     def __init__(self, parts: list[list[cst.BaseStatement]]) -> None:
         super().__init__()
         self._left = iter(parts)
@@ -216,9 +271,9 @@ class _Parts(cst.CSTTransformer):
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine | cst.FlattenSentinel[cst.BaseStatement]:
         """Put the next part in the place of a marker."""
-        return (
-            cst.FlattenSentinel(next(self._left)) if _text(updated_node) == PART else updated_node
-        )
+        if _text(updated_node) == PART:
+            return cst.FlattenSentinel(next(self._left))
+        return updated_node
 
 
 def _text(statement: cst.CSTNode) -> str:
@@ -237,9 +292,13 @@ def _with_lines(statement: cst.BaseStatement, lines: Sequence[cst.EmptyLine]) ->
     return statement.with_changes(leading_lines=list(lines))
 
 
-def _empty_lines(statement: cst.BaseStatement) -> list[cst.EmptyLine]:
-    """Return the empty lines above a statement, before any comment."""
-    return list(itertools.takewhile(lambda line: line.comment is None, _lines(statement)))
+def _empty_lines(
+    statement: cst.BaseStatement,
+) -> tuple[list[cst.EmptyLine], list[cst.EmptyLine]]:
+    """Return the empty lines above a statement, before any comment, and the other lines above it."""
+    lines = _lines(statement)
+    empty = list(itertools.takewhile(lambda line: line.comment is None, lines))
+    return empty, lines[len(empty) :]
 
 
 def _beside(statement: cst.BaseStatement) -> list[cst.EmptyLine]:
@@ -265,21 +324,16 @@ def _spliced(node: cst.If) -> list[cst.BaseStatement]:
     return [_with_lines(first, [*node.leading_lines, *_beside(node), *_lines(first)]), *rest]
 
 
-def _marker(code: str) -> cst.SimpleStatementLine:
-    """Return a statement that stands where a `with` begins, until its block is left."""
-    return cst.SimpleStatementLine([cst.Expr(cst.SimpleString(repr(_WITH + code)))])
-
-
 def _under_with(block: cst.IndentedBlock | cst.Module) -> cst.IndentedBlock | cst.Module:
     """Put what follows a marker in a block under its `with`."""
-    for index, one in enumerate(block.body):
-        code = _text(one)
+    for index, statement in enumerate(block.body):
+        code = _text(statement)
         if code.startswith(_WITH):
-            inside = list(block.body[index + 1 :])
-            lines = _empty_lines(inside[0])
-            inside[0] = _with_lines(inside[0], _lines(inside[0])[len(lines) :])
+            first, *others = block.body[index + 1 :]
+            empty, lines = _empty_lines(first)
             made = cst.parse_statement(f"with {code.removeprefix(_WITH)}:\n    pass\n")
-            made = made.with_changes(body=cst.IndentedBlock(inside), leading_lines=lines)
+            inside = cst.IndentedBlock([_with_lines(first, lines), *others])
+            made = made.with_changes(body=inside, leading_lines=empty)
             return block.with_changes(body=[*block.body[:index], made.visit(_NoIndent())])
     return block
 
@@ -296,93 +350,17 @@ class _NoIndent(cst.CSTTransformer):
 
 def _with_parameter(function: cst.FunctionDef, code: str) -> cst.FunctionDef:
     params = function.params
-    bound = bool(params.params) and params.params[0].name.value in ("self", "cls")
+    names = list(params.params)
     if not code:
-        return function.with_changes(params=params.with_changes(params=params.params[1:]))
-    comma: cst.Comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
-    if bound and isinstance(params.params[0].comma, cst.Comma):
-        comma = params.params[0].comma  # with its line end, where each parameter has a line
-    last = len(params.params) == bound and not (
+        return function.with_changes(params=params.with_changes(params=names[1:]))
+    bound = bool(names) and names[0].name.value in ("self", "cls")
+    comma = _COMMA
+    if bound and isinstance(names[0].comma, cst.Comma):
+        comma = names[0].comma  # with its line end, where each parameter has a line
+    last = len(names) == bound and not (
         params.kwonly_params or params.star_kwarg or isinstance(params.star_arg, cst.Param)
     )
     made = cst.Param(cst.Name(code), comma=cst.MaybeSentinel.DEFAULT if last else comma)
-    head = [one.with_changes(comma=comma) for one in params.params[:bound]]
-    changed = params.with_changes(params=[*head, made, *params.params[bound:]])
+    head = [name.with_changes(comma=comma) for name in names[:bound]]
+    changed = params.with_changes(params=[*head, made, *names[bound:]])
     return function.with_changes(params=changed)
-
-
-def _call(code: str, *values: cst.BaseExpression) -> cst.Call:
-    return cst.Call(cst.parse_expression(code), [cst.Arg(value) for value in values])
-
-
-def _wrap(node: cst.CSTNode, code: str) -> cst.CSTNode:
-    assert isinstance(node, cst.BaseExpression)
-    return _call(code, node)
-
-
-def _callee(node: cst.CSTNode, code: str) -> cst.CSTNode:
-    assert isinstance(node, cst.Call)
-    return node.with_changes(func=cst.parse_expression(code))
-
-
-def _given(node: cst.CSTNode, code: str) -> cst.CSTNode:
-    assert isinstance(node, cst.Call)
-    comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
-    made = cst.Arg(
-        cst.parse_expression(code), comma=comma if node.args else cst.MaybeSentinel.DEFAULT
-    )
-    return node.with_changes(args=[made, *node.args])
-
-
-def _inside(node: cst.CSTNode, code: str) -> cst.CSTNode:
-    if isinstance(node, cst.Call):
-        return node.args[0].value
-    assert isinstance(node, cst.Attribute)
-    return node.value
-
-
-def _owner(node: cst.CSTNode, code: str) -> cst.CSTNode:
-    assert isinstance(node, cst.Call)
-    assert isinstance(node.func, cst.Attribute)
-    value = node.func.value.with_changes(lpar=[], rpar=[])
-    return _call(code, value)
-
-
-_AROUND = {"wrap": _wrap, "callee": _callee, "given": _given, "inside": _inside, "owner": _owner}
-
-
-def _whole(node: cst.BaseExpression, edit: Edit) -> bool:
-    """Whether a node is the one of an edit: `a.b(c)` and `a` begin at one place."""
-    import ast
-
-    code = cst.Module([]).code_for_node(node)
-    try:
-        tree = ast.parse(f"({code}\n)", mode="eval").body
-    except SyntaxError:
-        return False
-    return ast.dump(tree) == ast.dump(edit.node)
-
-
-def _with_argument(call: cst.Call, edit: Edit) -> cst.Call:
-    kept = [arg for arg in call.args if arg.keyword is None or arg.keyword.value != edit.name]
-    if not edit.code:
-        if kept and len(kept) < len(call.args) and call.args[-1] not in kept:
-            last = call.args[-1]
-            kept[-1] = kept[-1].with_changes(
-                comma=last.comma, whitespace_after_arg=last.whitespace_after_arg
-            )
-        return call.with_changes(args=kept)
-    value = cst.parse_expression(edit.code)
-    equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
-    made = cst.Arg(value, keyword=cst.Name(edit.name), equal=equal)
-    if len(kept) < len(call.args):  # in the place of what was there
-        args = [
-            arg.with_changes(value=value) if arg.keyword and arg.keyword.value == edit.name else arg
-            for arg in call.args
-        ]
-        return call.with_changes(args=args)
-    if kept and isinstance(kept[-1].comma, cst.Comma):
-        made = made.with_changes(comma=kept[-1].comma)
-    comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
-    head = [*kept[:-1], kept[-1].with_changes(comma=comma)] if kept else []
-    return call.with_changes(args=[*head, made])

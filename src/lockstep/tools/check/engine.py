@@ -15,25 +15,15 @@ from lockstep.tools.check.fix import Edit
 from lockstep.tools.check.project import Project
 from lockstep.tools.check.rules import RULES, SYNTAX, UNKNOWN, Harm, Hit
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.source import Module, dotted
+from lockstep.tools.check.source import Module, last_name
 
 #: Directories that hold no scripts of the user's.
 _SKIPPED = {"__pycache__", "node_modules", "site-packages", "build", "dist", "venv"}
-_SUFFIXES = (".py", ".ipynb")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the outcome; line and column are counted from 1.
-
-    Attributes:
-        path: the file, as it was given.
-        line: of a notebook, the line in its cell.
-        cell: the number of the notebook's cell.
-        end: the last line of what was found.
-        harm: what comes of it.
-        fixable: whether `--fix` would mend it.
-    """
+    """One line of the outcome; line, last line and column are counted from 1, in a notebook's cell."""
 
     path: Path
     line: int
@@ -48,13 +38,7 @@ class Finding:
 
 @dataclass
 class Outcome:
-    """What a check has found.
-
-    Attributes:
-        findings: by file, line and column.
-        notes: what could not be judged.
-        edits: of each file that could be mended, its module and the edits.
-    """
+    """Findings by file, line and column; notes on what could not be judged; edits that mend files."""
 
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -74,17 +58,17 @@ def files(paths: Iterable[Path]) -> list[Path]:
         if path.is_file():
             found[path] = None
             continue
-        inside = [file for file in sorted(path.rglob("*")) if _is_script(file.relative_to(path))]
-        inside = [file for file in inside if file.is_file()]
+        inside = [
+            file
+            for file in sorted(path.rglob("*"))
+            if file.suffix in (".py", ".ipynb")
+            and not any(part[0] == "." or part in _SKIPPED for part in file.relative_to(path).parts)
+            and file.is_file()
+        ]
         if not inside:
             raise UsageError(f"{path}: no *.py and no *.ipynb below it; expected at least one")
         found.update(dict.fromkeys(inside))
     return list(found)
-
-
-def _is_script(path: Path) -> bool:
-    hidden = any(part.startswith(".") or part in _SKIPPED for part in path.parts)
-    return path.suffix in _SUFFIXES and not hidden
 
 
 @contextlib.contextmanager
@@ -101,11 +85,7 @@ def _without_collections() -> Iterator[None]:
 
 @_without_collections()
 def check(paths: Sequence[Path], flags: Selection | None = None) -> Outcome:
-    """Check files.
-
-    Args:
-        paths: files, as `files` returns them.
-        flags: which rules run, where flags say so.
+    """Check files, as `files` returns them; `flags` select rules.
 
     Raises:
         UsageError: if a file cannot be read, or a pyproject.toml is wrong.
@@ -117,10 +97,11 @@ def check(paths: Sequence[Path], flags: Selection | None = None) -> Outcome:
             modules.append((path, project.load(path)))
         except OSError as error:
             raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-    shared: Script | None = None
+    shared = Script(project, modules[0][1]) if modules else None
     for path, module in modules:
         selection = config.of_file(path, flags or Selection())
-        script = shared = Script(project, module) if shared is None else shared.of(module)
+        assert shared is not None
+        script = shared.of(module)
         outcome.findings += sorted(
             _findings(path, script, selection, outcome),
             key=lambda one: (one.cell or 0, one.line, one.column, one.code),
@@ -132,35 +113,28 @@ def _findings(
     path: Path, script: Script, selection: Selection, outcome: Outcome
 ) -> Iterator[Finding]:
     module = script.module
-    for broken in module.broken:
-        cell, line = module.place(broken.line)
-        yield Finding(path, line, broken.column, line, SYNTAX, broken.message, "fails", cell)
+    for error in module.errors:
+        cell, line = module.place(error.line)
+        yield Finding(path, line, error.column, line, SYNTAX, error.message, "fails", cell)
     if selection.has(UNKNOWN):
         yield from _unknown_codes(path, module)
-    if not module.broken and script.flavours and not script.trains:
+    if not module.errors and script.flavours and not script.trains:
         outcome.notes += _no_loop(path, script)
     edits: list[Edit] = []
-    for code, rule in RULES.items():
-        if not selection.has(code) or not script.flavours:
-            continue
+    selected = [rule for code, rule in RULES.items() if selection.has(code)]
+    for rule in selected if script.flavours else ():
         for hit in dict.fromkeys(rule.find(script)):
-            if _ignored(module, hit, code) or _in_one_process(module, hit):
+            if _ignored(module, hit, rule.code) or _in_one_process(module, hit):
                 continue
-            edits += () if module.cells else hit.edits
-            cell, line = module.place(hit.node.lineno)
-            text = hit.message or rule.message
-            column = _column(module, hit)
-            end = line + (hit.node.end_lineno or hit.node.lineno) - hit.node.lineno
-            fixable = bool(hit.edits) and not module.cells
-            harm = hit.harm or rule.harm
-            yield Finding(path, line, column, end, code, text, harm, cell, fixable)
+            (start, column), (end, _) = module.positions(hit.node)
+            cell, line = module.place(start)
+            text, harm = hit.message or rule.message, hit.harm or rule.harm
+            offered = () if module.cells else hit.edits
+            edits += offered
+            last, fixable = line + end - start, bool(offered)
+            yield Finding(path, line, column + 1, last, rule.code, text, harm, cell, fixable)
     if edits:
         outcome.edits[path] = module, edits
-
-
-def _column(module: Module, hit: Hit) -> int:
-    line = module.text.split("\n")[hit.node.lineno - 1].encode()
-    return len(line[: hit.node.col_offset].decode()) + 1
 
 
 def _ignored(module: Module, hit: Hit, code: str) -> bool:
@@ -171,15 +145,14 @@ def _ignored(module: Module, hit: Hit, code: str) -> bool:
     statement = module.statement(hit.node)
     if statement is not None and not hasattr(statement, "body"):
         lines |= {statement.lineno, statement.end_lineno}
-    said = [module.ignored[line] for line in lines if line in module.ignored]
-    return any(codes is None or code in codes for codes in said)
+    comments = [module.ignored[line] for line in lines if line in module.ignored]
+    return any(codes is None or code in codes for codes in comments)
 
 
 def _in_one_process(module: Module, hit: Hit) -> bool:
     """Whether a place is in a plain unit test, which runs in one process whatever the program does."""
     owner = module.enclosing_class(hit.node)
-    bases = [] if owner is None else [dotted(base).rpartition(".")[2] for base in owner.bases]
-    return "TestCase" in bases
+    return owner is not None and "TestCase" in [last_name(base) for base in owner.bases]
 
 
 def _unknown_codes(path: Path, module: Module) -> Iterator[Finding]:

@@ -1,27 +1,20 @@
-"""Edits of the concrete syntax by LibCST: comments and formatting stay as they are."""
+"""Edits of a file's concrete syntax; comments and formatting stay as they are."""
 
 from __future__ import annotations
 
 import ast
+import difflib
 import os
 import stat
-from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from lockstep.errors import OutputError, UsageError
 from lockstep.state.files.atomic_file import replacing
 
-if TYPE_CHECKING:
-    import libcst
-
-    from lockstep.tools.check.source import Module
-
 #: A statement that stands where another part of a loop's body begins; in the loops to be, where one goes.
 PART = "lockstep: the next part"
-Place = tuple[int, int]
 Kind = Literal[
     "argument", "replace", "callee", "given", "wrap", "inside", "owner",
     "statement", "first", "before", "after", "guard",
@@ -31,22 +24,19 @@ Kind = Literal[
 
 @dataclass(frozen=True)
 class Edit:
-    """One change at a node.
+    """One change at an expression or a statement.
 
-    Attributes:
-        kind: `argument` sets or, without code, removes a keyword of a call; `replace` puts another
-            expression there, `statement` another statement; `first` puts a statement at the head of a
-            loop's or a function's body; `before` and `after` put one beside a statement; `guard` puts it
-            under `if CODE:`. `callee` calls another function, `given` gives a call one more argument
-            before the others, `wrap` makes an expression the argument of a call; `inside` leaves of a
-            call its first argument, of an attribute its object, and `owner` makes the object of a method
-            the argument of a function. `delete` removes a statement, `splice` leaves of an `if` its body,
-            `with` puts a statement and all that follow in its block under `with CODE:`, `parameter` adds
-            one before the others (after `self`) or, without code, removes the first, `comment` puts
-            a comment above, `passes` makes of a loop the loops of CODE, with the parts of its body.
-        node: the call, the expression, the loop or the statement.
-        code: what is put there.
-        name: the keyword, of `argument`.
+    Of a call: `argument` sets or, without code, removes the keyword `name`; `callee` calls another
+    function; `given` gives one more argument before the others; `inside` leaves its first argument (of an
+    attribute, its object); `owner` makes the object of a method the argument of a function. Of any
+    expression: `replace` puts another one there; `wrap` makes it the argument of a call.
+
+    Of a statement: `statement` puts another one there; `before` and `after` put one beside it; `guard` puts
+    it under `if CODE:`, `with` it and all that follow in its block under `with CODE:`; `delete` removes it;
+    `comment` puts a comment above. Of an `if`: `splice` leaves its body. Of a loop or a function: `first`
+    puts a statement at the head of its body. Of a function: `parameter` adds one before the others (after
+    `self`) or, without code, removes the first. Of a loop: `passes` makes the loops of CODE of it, with
+    the parts of its body.
     """
 
     kind: Kind
@@ -70,43 +60,12 @@ def available() -> None:
         ) from None
 
 
-def apply(module: Module, edits: Iterable[Edit]) -> str:
-    """Return the source of a module with all edits made.
-
-    Raises:
-        UsageError: if LibCST cannot parse what Python can.
-    """
-    import libcst
-    from libcst.metadata import MetadataWrapper
-
-    from lockstep.tools.check.editor import Editor
-
-    lines = module.text.split("\n")
-    expressions: dict[Place, list[Edit]] = defaultdict(list)
-    statements: dict[Place, list[Edit]] = defaultdict(list)
-    for edit in dict.fromkeys(edits):
-        table = expressions if isinstance(edit.node, ast.expr) else statements
-        table[_place(edit.node, lines)].append(edit)
-    try:
-        tree = MetadataWrapper(libcst.parse_module(module.text), unsafe_skip_copy=True)
-    except libcst.ParserSyntaxError as error:
-        where = error.message.partition(": expected")[0].removeprefix("parser error: ")
-        raise UsageError(
-            f"{module.path}: LibCST, which edits scripts, cannot parse what Python can: {where}",
-            hint="write the line in another way: `x: int = 1` and not `(x): int = 1`, for example",
-        ) from None
-    changed: libcst.Module = tree.visit(Editor(expressions, statements))
-    return changed.code
-
-
 def diff(path: Path, before: str, after: str) -> str:
     """Return what differs between two texts of a file, as `diff -u` writes it."""
-    import difflib
-
     texts = before.splitlines(True), after.splitlines(True)
     lines = difflib.unified_diff(*texts, str(path), str(path))
     last = "\n\\ No newline at end of file\n"
-    return "".join(one if one.endswith("\n") else one + last for one in lines)
+    return "".join(line if line.endswith("\n") else line + last for line in lines)
 
 
 def overwrite(path: Path, text: str, encoding: str) -> None:
@@ -124,9 +83,3 @@ def overwrite(path: Path, text: str, encoding: str) -> None:
             os.fchmod(file.fileno(), mode)
     except OSError as error:
         raise OutputError(f"{path} cannot be written: {error.strerror}") from None
-
-
-def _place(node: ast.expr | ast.stmt, lines: list[str]) -> Place:
-    """Return line and column as LibCST counts them: in characters, where Python counts bytes."""
-    start = lines[node.lineno - 1].encode()[: node.col_offset]
-    return node.lineno, len(start.decode())

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
 from lockstep.tools.check.engine import Finding, Outcome
 from lockstep.tools.check.rules import RULES
 from lockstep.version import __version__
-
-#: Harms that SARIF and GitHub show as errors.
-SEVERE = ("hangs", "corrupts", "fails")
-#: Letters that a workflow command escapes in its message, and in the values of its properties.
-_IN_MESSAGE, _IN_VALUE = "%\r\n", "%\r\n:,"
 
 
 def text(outcome: Outcome) -> str:
@@ -46,7 +40,7 @@ def as_json(outcome: Outcome) -> str:
             "column": one.column,
             "end_line": one.end,
             "code": one.code,
-            "name": _name(one.code),
+            "name": RULES[one.code].name if one.code in RULES else "",
             "message": one.message,
             "harm": one.harm,
             "fix": RULES[one.code].fix if one.fixable else None,
@@ -54,10 +48,6 @@ def as_json(outcome: Outcome) -> str:
         for one in outcome.findings
     ]
     return json.dumps(rows, indent=1)
-
-
-def _name(code: str) -> str:
-    return RULES[code].name if code in RULES else ""
 
 
 def sarif(outcome: Outcome) -> str:
@@ -78,54 +68,52 @@ def sarif(outcome: Outcome) -> str:
         "columnKind": "unicodeCodePoints",
         "results": [_result(one) for one in outcome.findings],
     }
-    log = {
-        "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
-        "version": "2.1.0",
-        "runs": [run],
-    }
-    return json.dumps(log, indent=1)
+    schema = "https://json.schemastore.org/sarif-2.1.0.json"
+    return json.dumps({"$schema": schema, "version": "2.1.0", "runs": [run]}, indent=1)
 
 
 def _result(finding: Finding) -> dict[str, Any]:
     region = {"startLine": finding.line, "startColumn": finding.column, "endLine": finding.end}
-    cell = "" if finding.cell is None else f"cell {finding.cell}: "
-    uri = quote(finding.path.as_posix())
-    location = {"artifactLocation": {"uri": uri}, "region": region}
+    location = {"artifactLocation": {"uri": quote(finding.path.as_posix())}, "region": region}
     return {
         "ruleId": finding.code,
-        "level": "error" if finding.harm in SEVERE else "warning",
-        "message": {"text": cell + finding.message},
+        "level": _level(finding),
+        "message": {"text": _in_cell(finding)},
         "locations": [{"physicalLocation": location}],
     }
 
 
 def github(outcome: Outcome) -> str:
     """Return the findings as workflow commands, which GitHub shows beside the lines."""
-    return "\n".join(_annotations(outcome.findings))
-
-
-def _annotations(findings: Sequence[Finding]) -> list[str]:
     lines = []
-    for one in findings:
-        level = "error" if one.harm in SEVERE else "warning"
+    for finding in outcome.findings:
         values = {
-            "title": f"lockstep check ({one.code})",
-            "file": str(one.path),
-            "line": one.line,
-            "col": one.column,
-            "endLine": one.end,
+            "title": f"lockstep check ({finding.code})",
+            "file": finding.path,
+            "line": finding.line,
+            "col": finding.column,
+            "endLine": finding.end,
         }
-        given = ",".join(
-            f"{key}={_escaped(str(value), _IN_VALUE)}" for key, value in values.items()
-        )
-        cell = "" if one.cell is None else f"cell {one.cell}: "
-        message = _escaped(f"{one.code} {cell}{one.message}", _IN_MESSAGE)
-        lines.append(f"::{level} {given}::{message}")
-    return lines
+        properties = ",".join(f"{key}={_escaped(value, ':,')}" for key, value in values.items())
+        message = _escaped(f"{finding.code} {_in_cell(finding)}")
+        lines.append(f"::{_level(finding)} {properties}::{message}")
+    return "\n".join(lines)
 
 
-def _escaped(value: str, letters: str) -> str:
-    return "".join(f"%{ord(letter):02X}" if letter in letters else letter for letter in value)
+def _escaped(value: object, letters: str = "") -> str:
+    """Return a text with the letters escaped that a workflow command does not take."""
+    escapes = {ord(letter): f"%{ord(letter):02X}" for letter in f"%\r\n{letters}"}
+    return str(value).translate(escapes)
+
+
+def _level(finding: Finding) -> str:
+    """Return the level of a finding in SARIF and on GitHub."""
+    return "error" if finding.harm in ("hangs", "corrupts", "fails") else "warning"
+
+
+def _in_cell(finding: Finding) -> str:
+    """Return the message, with the cell of a notebook, where lines are those of a file."""
+    return finding.message if finding.cell is None else f"cell {finding.cell}: {finding.message}"
 
 
 FORMS = {"text": text, "json": as_json, "sarif": sarif, "github": github}

@@ -3,60 +3,27 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
-from lockstep.tools.check.source import Function, Module, Part, Scope, dotted, read
+from lockstep.tools.check.arguments import argument
+from lockstep.tools.check.source import Function, Module, Part, Scope, read
 
-#: What is imported under several names, and the one that rules use.
-_SHORT = {
-    "torch.nn.parallel.DistributedDataParallel": "DDP",
-    "torch.nn.parallel.distributed.DistributedDataParallel": "DDP",
-    "torch.nn.DataParallel": "DataParallel",
-    "torch.nn.parallel.DataParallel": "DataParallel",
-    "torch.nn.modules.batchnorm.SyncBatchNorm": "torch.nn.SyncBatchNorm",
-    "torch.utils.data.dataloader.DataLoader": "DataLoader",
-    "torch.utils.data.DataLoader": "DataLoader",
-    "torch.utils.data.DistributedSampler": "DistributedSampler",
-    "torch.utils.data.distributed.DistributedSampler": "DistributedSampler",
-    "torch.utils.data.dataset.random_split": "torch.utils.data.random_split",
-    "torch.distributed.fsdp.FullyShardedDataParallel": "FSDP",
-    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "FSDP",
-    "torch.distributed.fsdp.fully_shard": "fully_shard",
-    "torch.distributed._composable.fsdp.fully_shard": "fully_shard",
-    "accelerate.Accelerator": "Accelerator",
-    "lightning.Fabric": "Fabric",
-    "lightning.fabric.Fabric": "Fabric",
-    "lightning_fabric.Fabric": "Fabric",
-}
-_PREFIXES = {
-    "torch.distributed.distributed_c10d.": "dist.",
-    "torch.distributed.": "dist.",
-    "torch.multiprocessing.": "mp.",
-    "torch.multiprocessing.spawn.": "mp.",
-    "multiprocessing.": "mp.",
-}
-#: Methods that hand back what they were given, changed in place or moved.
+#: Methods that return what they are given, changed in place or moved.
 _SAME = {
-    "to",
-    "cuda",
-    "cpu",
-    "train",
-    "eval",
-    "float",
-    "half",
-    "bfloat16",
+    *("to", "cuda", "cpu", "train", "eval", "float", "half", "bfloat16", "double"),
     "requires_grad_",
-    "double",
 }
 #: Methods of Accelerator and Fabric that return their arguments, ready for several ranks.
 _PREPARE = {"prepare", "setup", "setup_dataloaders"}
 #: How far values and calls are followed.
 DEPTH = 8
+
+#: An expression, or another node, and the file that it stands in.
+Value = tuple[Module, ast.expr]
 
 
 @dataclass(frozen=True)
@@ -73,170 +40,87 @@ class Project:
 
     def __init__(self) -> None:
         self.modules: dict[Path, Module] = {}
-        self._paths: dict[Module, Path] = {}
-        self._imported: dict[Path, list[Module]] = {}
-        self._programs: dict[Path, list[Module]] = {}
-        self._matches: dict[tuple[Module, str], list[str]] = {}
-        self._named: dict[Module, dict[str, list[ast.Call]]] = {}
-        self._called: dict[Module, set[str]] = {}
-        self._found: dict[tuple[Path, str], Path | None] = {}
+        self._imported: dict[Module, list[Module]] = {}
+        self._file = cache(_file)
 
     def load(self, path: Path) -> Module:
-        """Return a file and all that it imports of the project, each read once."""
+        """Return a file; it and all that it imports of the project are read, once."""
         path = path.resolve()
-        if path in self.modules:
-            return self.modules[path]
-        module = self.modules[path] = read(path)
-        self._paths[module] = path
-        found = (self._find(module, name) for name in set(module.imports.values()))
-        files = {file for file in found if file is not None and file != path}
-        self._imported[path] = [self.load(file) for file in sorted(files)]
-        return module
-
-    def _find(self, module: Module, name: str) -> Path | None:
-        key = module.path.parent, name
-        if key not in self._found:
-            self._found[key] = self._search(module, name)
-        return self._found[key]
-
-    def _search(self, module: Module, name: str) -> Path | None:
-        """Return the file of the project that an import takes `name` from."""
-        above = module.path.resolve().parent
-        dots = len(name) - len(name.lstrip("."))
-        for _ in range(dots - 1):
-            above = above.parent
-        parts = name.strip(".").split(".")
-        bases = [above] if dots else [above, *above.parents[:3]]
-        for base in bases:
-            for cut in (len(parts), len(parts) - 1):
-                for file in (base.joinpath(*parts[:cut]).with_suffix(".py"),) if cut else ():
-                    if file.is_file():
-                        return file.resolve()
-                package = base.joinpath(*parts[:cut], "__init__.py")
-                if cut and package.is_file():
-                    return package.resolve()
-        return None
+        if path not in self.modules:
+            module = self.modules[path] = read(path)
+            found = {self._file(path.parent, name) for name in set(module.imports.values())}
+            files = sorted(file for file in found if file is not None and file != path)
+            self._imported[module] = [self.load(file) for file in files]
+        return self.modules[path]
 
     def program(self, module: Module) -> list[Module]:
         """Return the modules of the programs that a module takes part in."""
-        path = self._paths[module]
-        if path not in self._programs:
-            reached = {one: self._reach(one) for one in self.modules}
-            for one in self.modules:
-                parts = set(reached[one])
-                for other in self.modules:
-                    if one in reached[other]:
-                        parts |= reached[other]
-                self._programs[one] = [self.modules[part] for part in sorted(parts)]
-        return self._programs[path]
+        return self._programs[module]
 
-    def _reach(self, path: Path) -> set[Path]:
-        found, left = {path}, [path]
+    @cached_property
+    def _programs(self) -> dict[Module, list[Module]]:
+        reached = {start: self._reach(start) for start in self.modules.values()}
+        programs = {}
+        for module in reached:
+            parts = set().union(*(others for others in reached.values() if module in others))
+            programs[module] = sorted(parts, key=lambda one: one.path)
+        return programs
+
+    def _reach(self, start: Module) -> set[Module]:
+        found, left = {start}, [start]
         while left:
-            for module in self._imported.get(left.pop(), ()):
-                other = self._paths[module]
-                if other not in found:
-                    found.add(other)
-                    left.append(other)
+            new = set(self._imported.get(left.pop(), ())) - found
+            found |= new
+            left += new
         return found
-
-    # Text ------------------------------------------------------------------------------------------
-
-    def found(self, module: Module, pattern: str) -> list[str]:
-        """Return what a pattern finds in a module's source; looked for once."""
-        key = module, pattern
-        if key not in self._matches:
-            self._matches[key] = re.findall(pattern, module.text)
-        return self._matches[key]
-
-    def called(self, module: Module) -> set[str]:
-        """Return what a module calls: functions by name, methods by `.` and their last name."""
-        if module not in self._called:
-            methods = [one.func for one in module.calls if isinstance(one.func, ast.Attribute)]
-            names = self._named_calls(module).keys()
-            self._called[module] = names | {f".{method.attr}" for method in methods}
-        return self._called[module]
-
-    def calls(self, module: Module, name: str) -> list[ast.Call]:
-        """Return a module's calls of the function with a name, in their order."""
-        return self._named_calls(module).get(name, [])
-
-    def _named_calls(self, module: Module) -> dict[str, list[ast.Call]]:
-        if module not in self._named:
-            found = self._named[module] = defaultdict(list)
-            for call in module.calls:
-                found[self.name(module, call.func)].append(call)
-        return self._named[module]
 
     # Names ---------------------------------------------------------------------------------------
 
-    def name(self, module: Module, node: ast.AST) -> str:
-        """Return what an expression is called where it was defined, or an empty text."""
-        text = dotted(node)
-        first, dot, rest = text.partition(".")
-        if first not in module.imports:
-            return text
-        full = module.imports[first] + dot + rest
-        if full in _SHORT:
-            return _SHORT[full]
-        for prefix, short in _PREFIXES.items():
-            if full.startswith(prefix):
-                return _SHORT.get(full, short + full.removeprefix(prefix))
-        return full
-
     def definition(self, module: Module, node: ast.AST) -> Function | ast.ClassDef | None:
         """Return the function or class of the project that an expression names."""
-        if isinstance(node, ast.Name):
-            if node.id in module.free_functions:
-                return module.free_functions[node.id]
-            return module.classes.get(node.id) or self._imported_definition(module, node.id)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            if node.value.id == "self":
-                return self._method(module, module.enclosing_class(node), node.attr)
-            if node.value.id in module.imports:
-                return self._imported_definition(module, f"{node.value.id}.{node.attr}")
-        if isinstance(node, ast.Attribute):
-            home, made = self._made(module, node.value)
-            return self._method(home, made, node.attr) if made is not None else None
+        match node:
+            case ast.Name(id=name):
+                own = module.free_functions.get(name) or module.classes.get(name)
+                return own or self._imported_definition(module, name)
+            case ast.Attribute(value=ast.Name(id="self"), attr=attr):
+                return _method(module.enclosing_class(node), attr)
+            case ast.Attribute(value=ast.Name(id=name), attr=attr) if name in module.imports:
+                return self._imported_definition(module, name, f".{attr}")
+            case ast.Attribute(value=value, attr=attr):
+                return _method(self._class(module, value), attr)
         return None
 
-    def _imported_definition(self, module: Module, text: str) -> Function | ast.ClassDef | None:
-        first, _, rest = text.partition(".")
-        full = module.imports.get(first, "")
-        file = self._find(module, full + ("." + rest if rest else "")) if full else None
+    def _imported_definition(
+        self, module: Module, name: str, attribute: str = ""
+    ) -> Function | ast.ClassDef | None:
+        if name not in module.imports:
+            return None
+        full = module.imports[name] + attribute
+        file = self._file(module.path.parent, full)
         other = self.modules.get(file) if file else None
-        wanted = text.rpartition(".")[2] if rest else full.rpartition(".")[2]
         if other is None or other is module:
             return None
+        wanted = full.rpartition(".")[2]
         return other.free_functions.get(wanted) or other.classes.get(wanted)
 
-    def _method(self, module: Module, owner: ast.ClassDef | None, name: str) -> Function | None:
-        for one in owner.body if owner is not None else ():
-            if isinstance(one, Function) and one.name == name:
-                return one
-        return None
-
-    def _made(self, module: Module, node: ast.AST) -> tuple[Module, ast.ClassDef | None]:
+    def _class(self, module: Module, node: ast.AST) -> ast.ClassDef | None:
         """Return the class of the project that a variable is an instance of."""
         values: list[ast.expr | Part] = [node] if isinstance(node, ast.Call) else []
         if isinstance(node, ast.Name):
             values = module.bound.get((module.scope(node), node.id), [])
             values = values or module.bound.get((module.tree, node.id), [])
         elif isinstance(node, ast.Attribute):
-            values = module.attributes.get((module.enclosing_class(node), dotted(node)), [])
+            values = module.assigned(node)
         for value in values:
             if isinstance(value, ast.Call) and not isinstance(value.func, ast.Attribute):
                 found = self.definition(module, value.func)
                 if isinstance(found, ast.ClassDef):
-                    return self.module_of(found), found
-        return module, None
+                    return found
+        return None
 
     def module_of(self, node: ast.AST) -> Module:
         """Return the module that a function or a class is defined in."""
-        for module in self.modules.values():
-            if node in module.parents or node is module.tree:
-                return module
-        raise KeyError(node)
+        return next(one for one in self.modules.values() if node in one.parents)
 
     # Calls ---------------------------------------------------------------------------------------
 
@@ -244,32 +128,22 @@ class Project:
     def sites(self) -> dict[ast.AST, list[tuple[Module, Site]]]:
         """Of each function of the project, the calls of it; `mp.spawn` calls what it is given."""
         found: dict[ast.AST, list[tuple[Module, Site]]] = defaultdict(list)
-        for module in list(self.modules.values()):
+        for module in self.modules.values():
             for call in module.calls:
                 called = self.definition(module, call.func)
-                if isinstance(called, ast.ClassDef):
-                    called = self._method(module, called, "__init__")
-                given = {one.arg: one.value for one in call.keywords if one.arg}
+                site = Site(
+                    call, tuple(call.args), {k.arg: k.value for k in call.keywords if k.arg}
+                )
+                if module.name(call.func) in ("mp.spawn", "mp.start_processes"):
+                    target, given = argument(call, "fn", 0), argument(call, "args", 1)
+                    called = self.definition(module, target) if target is not None else None
+                    elements = given.elts if isinstance(given, ast.Tuple) else ()
+                    site = Site(call, (None, *elements), {})
+                elif isinstance(called, ast.ClassDef):
+                    called = _method(called, "__init__")
                 if called is not None:
-                    site = Site(call, tuple(call.args), given)
                     found[called].append((module, site))
-                elif self.name(module, call.func) in ("mp.spawn", "mp.start_processes"):
-                    self._spawned(module, call, given, found)
         return found
-
-    def _spawned(
-        self,
-        module: Module,
-        call: ast.Call,
-        given: dict[str, ast.expr],
-        found: dict[ast.AST, list[tuple[Module, Site]]],
-    ) -> None:
-        target = call.args[0] if call.args else given.get("fn")
-        rest = call.args[1] if len(call.args) > 1 else given.get("args")
-        called = self.definition(module, target) if target is not None else None
-        if called is not None:
-            elements = tuple(rest.elts) if isinstance(rest, ast.Tuple) else ()
-            found[called].append((module, Site(call, (None, *elements), {})))
 
     def callee(self, module: Module, call: ast.Call) -> Function | None:
         """Return the function of the project that a call runs."""
@@ -278,7 +152,7 @@ class Project:
 
     # Values --------------------------------------------------------------------------------------
 
-    def sources(self, module: Module, node: ast.expr) -> Iterator[tuple[Module, ast.expr]]:
+    def sources(self, module: Module, node: ast.expr) -> Iterator[Value]:
         """Yield the expressions that a value may come from, in this file and the project's modules.
 
         Names are followed to what is bound to them, parameters to the arguments of calls, calls of the
@@ -288,70 +162,65 @@ class Project:
 
     def _sources(
         self, module: Module, node: ast.expr, depth: int, seen: set[ast.AST]
-    ) -> Iterator[tuple[Module, ast.expr]]:
+    ) -> Iterator[Value]:
         if depth == 0 or node in seen:
             return
         seen.add(node)
-        values = list(self._next(module, node))
+        values = self._next(module, node)
         if not values or isinstance(node, ast.Call):
             yield module, node
         for home, value in values:
             yield from self._sources(home, value, depth - 1, seen)
 
-    def _next(self, module: Module, node: ast.expr) -> Iterable[tuple[Module, ast.expr]]:
+    def _next(self, module: Module, node: ast.expr) -> list[Value]:
+        parts: list[ast.expr] = []
         match node:
             case ast.Name():
                 return self._bindings(module, node)
             case ast.Attribute():
-                return self._attribute(module, node)
+                return self._values(module, module.assigned(node))
             case ast.Call(func=ast.Attribute(attr=attr, value=value)) if attr in _SAME:
-                return [(module, value)]
+                parts = [value]
             case ast.Call():
                 return self._returned(module, node)
-        return [(module, value) for value in _alternatives(node)]
+            case ast.IfExp(body=body, orelse=orelse):
+                parts = [body, orelse]
+            case ast.BoolOp(values=values):
+                parts = values
+            case ast.NamedExpr(value=value) | ast.Await(value=value):
+                parts = [value]
+        return [(module, part) for part in parts]
 
-    def _attribute(self, module: Module, node: ast.Attribute) -> list[tuple[Module, ast.expr]]:
-        text = dotted(node)
-        own = module.enclosing_class(node) if text.startswith("self.") else None
-        return self._values(module, module.attributes.get((own, text), []))
-
-    def _bindings(self, module: Module, node: ast.Name) -> list[tuple[Module, ast.expr]]:
+    def _bindings(self, module: Module, node: ast.Name) -> list[Value]:
         scope: Scope = module.scope(node)
         while True:
             values = module.bound.get((scope, node.id), [])
             given = self.arguments(scope, node.id) if isinstance(scope, Function) else []
-            if values or given:
+            if values or given or isinstance(scope, ast.Module):
                 return self._values(module, values) + given
-            if isinstance(scope, ast.Module):
-                return []
             scope = module.scope(scope)
 
-    def _values(
-        self, module: Module, values: Iterable[ast.expr | Part]
-    ) -> list[tuple[Module, ast.expr]]:
-        found: list[tuple[Module, ast.expr]] = []
+    def _values(self, module: Module, values: Iterable[ast.expr | Part]) -> list[Value]:
+        found: list[Value] = []
         for value in values:
-            if isinstance(value, Part):
-                found += self.elements(module, value)
-            else:
-                found.append((module, value))
+            found += self.elements(module, value) if isinstance(value, Part) else [(module, value)]
         return found
 
-    def elements(self, module: Module, part: Part) -> list[tuple[Module, ast.expr]]:
+    def elements(self, module: Module, part: Part) -> list[Value]:
         """Return what an element may be of a value that several names are bound to."""
-        call = part.value
+        call, index = part.value, part.index
         if not isinstance(call, ast.Call):
             return []
         prepared = isinstance(call.func, ast.Attribute) and call.func.attr in _PREPARE
-        if prepared and part.index < len(call.args):
-            return [(module, call.args[part.index]), (module, call)]
-        found = []
-        for home, value in self._returned(module, call):
-            if isinstance(value, ast.Tuple) and part.index < len(value.elts):
-                found.append((home, value.elts[part.index]))
-        return found
+        if prepared and index < len(call.args):
+            return [(module, call.args[index]), (module, call)]
+        return [
+            (home, value.elts[index])
+            for home, value in self._returned(module, call)
+            if isinstance(value, ast.Tuple) and index < len(value.elts)
+        ]
 
-    def _returned(self, module: Module, call: ast.Call) -> list[tuple[Module, ast.expr]]:
+    def _returned(self, module: Module, call: ast.Call) -> list[Value]:
         called = self.callee(module, call)
         if called is None:
             return []
@@ -362,35 +231,41 @@ class Project:
             if isinstance(node, ast.Return) and node.value and home.scope(node) is called
         ]
 
-    def arguments(self, function: Function, name: str) -> list[tuple[Module, ast.expr]]:
+    def arguments(self, function: Function, name: str) -> list[Value]:
         """Return what calls give for a parameter, and its default."""
         spec = function.args
         names = [one.arg for one in (*spec.posonlyargs, *spec.args)]
         if name not in names and name not in [one.arg for one in spec.kwonlyargs]:
             return []
-        home = self.module_of(function)
         method = bool(names) and names[0] in ("self", "cls")
-        place = names.index(name) - method if name in names else None
+        index = names.index(name) - method if name in names else -1
         found = []
         for module, site in self.sites.get(function, ()):
             given = site.keywords.get(name)
-            if given is None and place is not None and 0 <= place < len(site.positional):
-                given = site.positional[place]
+            if given is None and 0 <= index < len(site.positional):
+                given = site.positional[index]
             if given is not None and not isinstance(given, ast.Starred):
                 found.append((module, given))
         defaults = dict(zip(reversed(names), reversed(spec.defaults), strict=False))
         if name in defaults:
-            found.append((home, defaults[name]))
+            found.append((self.module_of(function), defaults[name]))
         return found
 
 
-def _alternatives(node: ast.expr) -> list[ast.expr]:
-    """Return the expressions of which one is the value of this one."""
-    match node:
-        case ast.IfExp():
-            return [node.body, node.orelse]
-        case ast.BoolOp():
-            return node.values
-        case ast.NamedExpr() | ast.Await():
-            return [node.value]
-    return []
+def _file(directory: Path, name: str) -> Path | None:
+    """Return the file of the project that a module in a directory imports `name` from."""
+    level = len(name) - len(name.lstrip("."))
+    parents = [directory, *directory.parents]
+    parts = name.strip(".").split(".")
+    for base in parents[level - 1 : level] if level else parents[:4]:
+        for cut in (len(parts), len(parts) - 1):
+            path = base.joinpath(*parts[:cut])
+            for file in (path.with_suffix(".py"), path / "__init__.py") if cut else ():
+                if file.is_file():
+                    return file.resolve()
+    return None
+
+
+def _method(owner: ast.ClassDef | None, name: str) -> Function | None:
+    methods = (one for one in owner.body if isinstance(one, Function)) if owner is not None else ()
+    return next((one for one in methods if one.name == name), None)

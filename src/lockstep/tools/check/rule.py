@@ -19,14 +19,7 @@ SYNTAX, UNKNOWN = "LS001", "LS002"
 
 @dataclass(frozen=True)
 class Hit:
-    """A place that a rule has found.
-
-    Attributes:
-        node: where.
-        message: says more than the rule's own message, or nothing.
-        edits: what would mend it, or nothing.
-        harm: what comes of it, where that is not the rule's own harm.
-    """
+    """A place that a rule has found; message and harm, where they are not the rule's own."""
 
     node: ast.expr | ast.stmt
     message: str | None = None
@@ -45,11 +38,7 @@ class Rule:
         code: by its first digit one of a family.
         name: in words, for the manual's headings.
         message: one line beside the place.
-        harm: what comes of it.
-        why: why it is bad.
-        bad: code that the rule finds.
-        good: what to use instead.
-        find: yields the places in a file.
+        bad: code that the rule finds; `good` is to be used instead.
         fix: what `--fix` does, or nothing.
         default: whether it runs where it is not selected by its code.
     """
@@ -86,14 +75,9 @@ def rule(
 
     def enter(find: Finder) -> Finder:
         assert code not in RULES, code
-        told = " ".join(why.split())
-        RULES[code] = Rule(
-            code, name, message, harm, told, _code(bad), _code(good), find, fix, default
-        )
+        reason = " ".join(why.split())
+        found, used = (textwrap.dedent(text).strip("\n") + "\n" for text in (bad, good))
+        RULES[code] = Rule(code, name, message, harm, reason, found, used, find, fix, default)
         return find
 
     return enter
-
-
-def _code(text: str) -> str:
-    return textwrap.dedent(text).strip("\n") + "\n"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
-from typing import cast
 
 from lockstep.tools.check.arguments import argument
 from lockstep.tools.check.project import Project
-from lockstep.tools.check.source import Function, Loop, Module, dotted
+from lockstep.tools.check.source import Function, Loop, Module, before, dotted, last_name, start
 
 #: Names of values that say which rank a process is.
 _RANK = re.compile(r"^(?!lora_|matrix_|low_|max_)(\w*_)?rank$|(^|_)process_index$|^node_id$")
@@ -40,40 +39,45 @@ FLAVOURS = {
     "Fabric": "fabric",
     "lockstep.Run": "lockstep",
 }
+#: What a loop goes over a loader by.
+_ITERATORS = {"enumerate", "tqdm", "trange", "iter", "zip", "islice", "log_every"}
 #: A guard whose body runs on one rank.
 _GUARD_CALLS = {"main_process_first", "local_main_process_first", "rank_zero_first"}
 _GUARD_DECORATORS = {
-    "rank_zero_only",
-    "on_main_process",
-    "on_local_main_process",
-    "main_process_only",
-    "master_only",
+    *("rank_zero_only", "on_main_process", "on_local_main_process"),
+    *("main_process_only", "master_only"),
 }
 
 
 class Script:
-    """One file within its program, and the answers that rules share.
-
-    Args:
-        project: all files that were read.
-        module: the file that is checked.
-    """
+    """One file within its program, and the answers that rules share."""
 
     def __init__(self, project: Project, module: Module) -> None:
         self.project, self.module = project, module
-        self.program = project.program(module)
         self._others: dict[Module, Script] = {module: self}
+
+    def of(self, module: Module) -> Script:
+        """Return the same questions for another module of the program."""
+        if module not in self._others:
+            other = self._others[module] = Script(self.project, module)
+            other._others = self._others
+        return self._others[module]
 
     # What there is ---------------------------------------------------------------------------------
 
+    @cached_property
+    def program(self) -> list[Script]:
+        """The files of the programs that this one takes part in."""
+        return [self.of(module) for module in self.project.program(self.module)]
+
     def name(self, node: ast.AST) -> str:
         """Return what an expression is called where it was defined (`dist.barrier`, `DDP`)."""
-        return self.project.name(self.module, node)
+        return self.module.name(node)
 
     def calls(self, *names: str) -> Iterator[ast.Call]:
         """Yield the calls in this file of functions with these names."""
         for name in names:
-            yield from self.project.calls(self.module, name)
+            yield from self.module.calls_by_name.get(name, ())
 
     def methods(self, *names: str) -> Iterator[ast.Call]:
         """Yield the calls in this file of methods with these names."""
@@ -81,25 +85,34 @@ class Script:
             if isinstance(call.func, ast.Attribute) and call.func.attr in names:
                 yield call
 
+    def callee(self, node: ast.AST) -> Function | None:
+        """Return the function of the project that a call runs."""
+        return self.project.callee(self.module, node) if isinstance(node, ast.Call) else None
+
+    def callers(self, function: ast.AST) -> list[tuple[Script, ast.Call]]:
+        """Return the calls of a function, and the files that they stand in."""
+        sites = self.project.sites.get(function, ())
+        return [(self.of(module), site.call) for module, site in sites]
+
     @cached_property
     def called(self) -> set[str]:
         """Every function and every method that the program calls, by name and by last name."""
-        return {name for module in self.program for name in self.project.called(module)}
+        return {name for script in self.program for name in script.module.called}
 
     def found(self, pattern: str) -> list[str]:
         """Return what a pattern finds in the source of the whole program."""
-        return [one for module in self.program for one in self.project.found(module, pattern)]
+        return [text for script in self.program for text in script.module.found(pattern)]
 
     def says(self, pattern: str) -> bool:
         """Whether the source of the program has something, for what need not be understood to be there."""
-        return any(self.project.found(module, pattern) for module in self.program)
+        return any(script.module.found(pattern) for script in self.program)
 
     @cached_property
     def flavours(self) -> set[str]:
         """Which kinds of distributed script the program is: ddp, accelerate, fabric, lockstep."""
         names = FLAVOURS.keys() & self.called
-        made = [one for module in self.program for one in self.project.calls(module, "Fabric")]
-        devices = [argument(one, "devices", 2) for one in made]
+        made = [call for script in self.program for call in script.calls("Fabric")]
+        devices = [argument(call, "devices", 2) for call in made]
         if devices and all(isinstance(one, ast.Constant) and one.value == 1 for one in devices):
             names -= {"Fabric"}
         return {FLAVOURS[name] for name in names}
@@ -108,7 +121,7 @@ class Script:
     def plain(self) -> bool:
         """Whether the program is a script of `torch.distributed`, without a framework above it."""
         trainers = ("lightning", "pytorch_lightning", "deepspeed", "transformers.Trainer", "ignite")
-        imported = {name for module in self.program for name in module.imports.values()}
+        imported = {name for script in self.program for name in script.module.imports.values()}
         return self.flavours == {"ddp"} and not any(
             name == one or name.startswith(one + ".") for name in imported for one in trainers
         )
@@ -116,42 +129,48 @@ class Script:
     @cached_property
     def cuda(self) -> bool:
         """Whether the program uses CUDA."""
-        return bool(self.says(r"\bcuda\b|\bnccl\b|torch\.accelerator"))
+        return self.says(r"\bcuda\b|\bnccl\b|torch\.accelerator")
 
     # Values ----------------------------------------------------------------------------------------
 
-    def sources(self, node: ast.expr) -> list[ast.expr]:
-        """Return the expressions that a value may come from."""
-        return [value for _, value in self.project.sources(self.module, node)]
+    def sources(self, node: ast.expr | None) -> list[ast.expr]:
+        """Return the expressions that a value may come from, none where it is not there."""
+        found = () if node is None else self.project.sources(self.module, node)
+        return [value for _, value in found]
 
     def made_by(self, node: ast.expr, *names: str) -> list[ast.Call]:
         """Return the calls of functions with these names that a value may come from."""
         return [
             value
             for module, value in self.project.sources(self.module, node)
-            if isinstance(value, ast.Call) and self.project.name(module, value.func) in names
+            if isinstance(value, ast.Call) and module.name(value.func) in names
         ]
 
-    def constants(self, node: ast.expr) -> list[object]:
-        """Return the constants that a value may be."""
+    def constants(self, node: ast.expr | None) -> list[object]:
+        """Return the constants that a value may be, none where it is not there."""
         return [value.value for value in self.sources(node) if isinstance(value, ast.Constant)]
 
-    def constants_of(self, node: ast.expr | None) -> list[object]:
-        """Return the constants that an argument may be, none where it is not there."""
-        return [] if node is None else self.constants(node)
+    def bound_name(self, node: ast.expr) -> str:
+        """Return the name that the value of an expression is bound to: `train_loader`, `self.data`."""
+        match self.module.parents.get(node):
+            case ast.Assign(targets=[target]) | ast.AnnAssign(target=target):
+                return dotted(target)
+            case ast.IfExp() as parent:
+                return self.bound_name(parent)
+        return ""
 
     # The rank --------------------------------------------------------------------------------------
 
     def is_rank(self, node: ast.expr) -> bool:
-        """Whether an expression is the number of a rank, or read as one of its parts."""
-        return any(self._says_rank(one) for one in ast.walk(node))
+        """Whether an expression is the number of a rank, or has it in it."""
+        return any(self._is_rank(part) for part in ast.walk(node))
 
-    def _says_rank(self, node: ast.AST) -> bool:
+    def _is_rank(self, node: ast.AST) -> bool:
         match node:
-            case ast.Name(id=name) | ast.Attribute(attr=name):
-                return bool(_RANK.match(name)) or (
-                    isinstance(node, ast.Name) and self._is_spawned_rank(node)
-                )
+            case ast.Name(id=name):
+                return bool(_RANK.match(name)) or self._is_spawned_rank(node)
+            case ast.Attribute(attr=name):
+                return bool(_RANK.match(name))
             case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name)):
                 return name in ("get_rank", "get_local_rank", "get_global_rank")
             case ast.Constant(value=str(text)):
@@ -161,60 +180,48 @@ class Script:
     def _is_spawned_rank(self, node: ast.Name) -> bool:
         """Whether a name is the first parameter of a function that `mp.spawn` runs."""
         scope = self.module.scope(node)
-        if not isinstance(scope, Function) or not scope.args.args:
+        if not isinstance(scope, Function) or [one.arg for one in scope.args.args[:1]] != [node.id]:
             return False
         sites = self.project.sites.get(scope, ())
-        spawned = any(site.positional[:1] == (None,) for _, site in sites)
-        return spawned and scope.args.args[0].arg == node.id
+        return any(site.positional[:1] == (None,) for _, site in sites)
 
     def is_world_size(self, node: ast.expr) -> bool:
         """Whether an expression has the number of ranks in it."""
-        for one in ast.walk(node):
-            match one:
+        for part in ast.walk(node):
+            match part:
                 case ast.Name(id=name) | ast.Attribute(attr=name):
-                    own = dotted(one).endswith("world.size")
+                    own = dotted(part).endswith("world.size")
                     if own or _WORLD.match(name) or name == "get_world_size":
                         return True
-                case ast.Constant(value=str(text)):
-                    if re.search(r"WORLD_SIZE$", text):
-                        return True
+                case ast.Constant(value=str(text)) if text.endswith("WORLD_SIZE"):
+                    return True
         return False
 
     def by_rank(self, test: ast.expr) -> bool:
         """Whether a condition holds on some ranks and not on others."""
         match test:
-            case ast.BoolOp():
-                return any(self.by_rank(value) for value in test.values)
-            case ast.UnaryOp(op=ast.Not()):
-                return self.by_rank(test.operand)
+            case ast.BoolOp(values=values):
+                return any(self.by_rank(value) for value in values)
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                return self.by_rank(operand)
             case ast.Compare():
                 return self._compares_rank(test)
             case ast.Name(id=name) | ast.Attribute(attr=name):
-                return bool(_MAIN.match(name)) or self._named(test)
+                pass
             case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
-                return bool(_MAIN.match(name)) or self._answers_by_rank(test)
-        return False
-
-    def _named(self, test: ast.expr) -> bool:
-        """Whether a name stands for a comparison of the rank: `main = rank == 0`."""
-        return any(
+                pass
+            case _:
+                return False
+        return bool(_MAIN.match(name)) or any(  # `main = rank == 0`
             isinstance(value, ast.Compare) and self._compares_rank(value)
             for value in self.sources(test)
         )
 
-    def _answers_by_rank(self, call: ast.Call) -> bool:
-        called = self.project.callee(self.module, call)
-        return called is not None and any(
-            isinstance(value, ast.Compare) and self._compares_rank(value)
-            for value in self.sources(call)
-        )
-
     def _compares_rank(self, test: ast.Compare) -> bool:
         sides = [test.left, *test.comparators]
-        available = [_says_available(side, test.ops[0]) for side in sides]
-        listed = [side for side in sides if isinstance(side, ast.Tuple | ast.List)]
-        if any(available) and not listed:
-            return False  # `local_rank != -1`: whether there are ranks
+        available = any(_asks_for_ranks(side, test.ops[0]) for side in sides)
+        if available and not any(isinstance(side, ast.Tuple | ast.List) for side in sides):
+            return False
         return any(self.is_rank(side) or self._from_rank(side) for side in sides)
 
     def _from_rank(self, node: ast.expr) -> bool:
@@ -226,107 +233,87 @@ class Script:
 
     def guard(self, node: ast.AST, depth: int = 4) -> ast.AST | None:
         """Return the branch, or the decorator, by which only some ranks come to a node."""
-        current: ast.AST = node
-        while (parent := self.module.parents.get(current)) is not None:
-            test = parent.test if isinstance(parent, ast.If | ast.IfExp) else None
-            if test is not None and current is not test and self.by_rank(test):
-                return parent
-            if isinstance(parent, ast.With | ast.AsyncWith) and self._one_rank(parent):
-                return parent
-            if found := self._left_early(parent, current):
-                return found
+        for parent, child in self.module.ancestry(node):
+            match parent:
+                case ast.If(test=test) | ast.IfExp(test=test) if child is not test:
+                    if self.by_rank(test):
+                        return parent
+                case ast.With(items=items) | ast.AsyncWith(items=items):
+                    calls = (one.context_expr for one in items)
+                    names = [last_name(one.func) for one in calls if isinstance(one, ast.Call)]
+                    if _GUARD_CALLS.intersection(names):
+                        return parent
+            for branch in before(parent, child):  # `if rank != 0: return`
+                if (
+                    isinstance(branch, ast.If)
+                    and not branch.orelse
+                    and isinstance(branch.body[-1], ast.Return | ast.Continue | ast.Raise)
+                    and self.by_rank(branch.test)
+                ):
+                    return branch
             if isinstance(parent, Function):
                 return self._guarded_function(parent, depth)
-            current = parent
-        return None
-
-    def _one_rank(self, node: ast.With | ast.AsyncWith) -> bool:
-        calls = [item.context_expr for item in node.items]
-        return any(
-            isinstance(call, ast.Call) and dotted(call.func).rpartition(".")[2] in _GUARD_CALLS
-            for call in calls
-        )
-
-    def _left_early(self, parent: ast.AST, child: ast.AST) -> ast.If | None:
-        """Return the `if rank != 0: return` that stands before a statement in its block."""
-        block = getattr(parent, "body", None)
-        for one in block if isinstance(block, list) and child in block else ():
-            if one is child:
-                break
-            leaves = isinstance(one, ast.If) and not one.orelse
-            leaves = leaves and isinstance(one.body[-1], ast.Return | ast.Continue | ast.Raise)
-            if leaves and self.by_rank(one.test):
-                return cast("ast.If", one)
         return None
 
     def _guarded_function(self, function: Function, depth: int) -> ast.AST | None:
         for decorator in function.decorator_list:
-            text = dotted(decorator.func if isinstance(decorator, ast.Call) else decorator)
-            if text.rpartition(".")[2] in _GUARD_DECORATORS:
+            named = decorator.func if isinstance(decorator, ast.Call) else decorator
+            if last_name(named) in _GUARD_DECORATORS:
                 return decorator
-        sites = self.project.sites.get(function, ())
-        if not sites or depth == 0:
-            return None
-        guards = [self.of(module).guard(site.call, depth - 1) for module, site in sites]
-        return guards[0] if all(guards) else None
-
-    def of(self, module: Module) -> Script:
-        """Return the same questions for another module of the program."""
-        if module not in self._others:
-            other = self._others[module] = Script(self.project, module)
-            other._others = self._others
-        return self._others[module]
+        callers = self.callers(function) if depth else []
+        guards = [caller.guard(call, depth - 1) for caller, call in callers]
+        return guards[0] if guards and all(guards) else None
 
     # Order -----------------------------------------------------------------------------------------
 
     def exclusive(self, one: ast.AST, other: ast.AST) -> bool:
         """Whether two nodes stand in different branches of one condition."""
-        branches = dict(self._branches(other))
+        branches = self._branches(other)
         return any(
-            node in branches and branches[node] != branch for node, branch in self._branches(one)
+            branches.get(node, branch) != branch for node, branch in self._branches(one).items()
         )
 
-    def _branches(self, node: ast.AST) -> Iterator[tuple[ast.AST, bool]]:
-        current = node
-        while (parent := self.module.parents.get(current)) is not None:
-            if isinstance(parent, ast.If | ast.IfExp) and current is not parent.test:
+    def _branches(self, node: ast.AST) -> dict[ast.AST, bool]:
+        """Return the conditions around a node, and of each whether it holds where the node stands."""
+        found: dict[ast.AST, bool] = {}
+        for parent, child in self.module.ancestry(node):
+            if isinstance(parent, ast.If | ast.IfExp) and child is not parent.test:
                 body = parent.body if isinstance(parent, ast.If) else [parent.body]
-                yield parent, current in body
-            current = parent
+                found[parent] = child in body
+        return found
 
     def earlier(self, one: ast.expr, other: ast.expr) -> bool:
         """Whether, in the same function, one call comes before another on the same way."""
-        return (
-            self.module.scope(one) is self.module.scope(other)
-            and (one.lineno, one.col_offset) < (other.lineno, other.col_offset)
-            and not self.exclusive(one, other)
-        )
+        same = self.module.scope(one) is self.module.scope(other)
+        return same and start(one) < start(other) and not self.exclusive(one, other)
 
     # Loops -----------------------------------------------------------------------------------------
 
-    def level(self, body: list[ast.stmt], depth: int = 5) -> int | None:
-        """Return how many loops stand between a block and `backward`, `None` if it is not there."""
-        found = [self._level(statement, depth) for statement in body]
-        levels = [level for level in found if level is not None]
-        return min(levels, default=None)
+    def level(self, nodes: Iterable[ast.AST], depth: int = 5) -> int | None:
+        """Return how many loops stand between nodes and `backward`, `None` if it is not there."""
+        levels = [self._level(node, depth) for node in nodes]
+        return min((level for level in levels if level is not None), default=None)
 
     def _level(self, node: ast.AST, depth: int) -> int | None:
         if isinstance(node, Function | ast.ClassDef | ast.Lambda):
             return None
         if isinstance(node, ast.Call):
-            if isinstance(node.func, ast.Attribute) and node.func.attr == "backward":
+            method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+            if method == "backward":
                 return 0
-            called = self.project.callee(self.module, node)
-            method = isinstance(node.func, ast.Attribute) and called is not None
-            model = method and called is not None and called.name == "forward"
-            if called is not None and depth and called.name != "__init__" and not model:
-                home = self.project.module_of(called)
-                level = self.of(home).level(called.body, depth - 1)
-                if level is not None:
+            called = self.callee(node) if depth else None
+            model = bool(method) and called is not None and called.name == "forward"
+            if called is not None and called.name != "__init__" and not model:
+                home = self.of(self.project.module_of(called))
+                if (level := home.level(called.body, depth - 1)) is not None:
                     return level
-        found = [self._level(child, depth) for child in ast.iter_child_nodes(node)]
-        levels = [level for level in found if level is not None]
-        return min(levels) + isinstance(node, Loop) if levels else None
+        level = self.level(ast.iter_child_nodes(node), depth)
+        return None if level is None else level + isinstance(node, Loop)
+
+    def runs_backward(self, node: ast.AST) -> bool:
+        """Whether a node is a call of a function of the project that has a backward pass in it."""
+        called = self.callee(node)
+        return called is not None and self.level(called.body) is not None
 
     @cached_property
     def _levels(self) -> dict[ast.AST, int | None]:
@@ -345,8 +332,7 @@ class Script:
     @cached_property
     def trains(self) -> bool:
         """Whether the program has a loop that trains."""
-        scripts = [self.of(module) for module in self.program]
-        return any(one.step_loops for one in scripts)
+        return any(script.step_loops for script in self.program)
 
     def step_loop(self, node: ast.AST, *, always: bool = False, depth: int = 3) -> ast.AST | None:
         """Return the training loop whose steps come to a node.
@@ -356,34 +342,26 @@ class Script:
             always: whether it has to be every step, without a condition.
             depth: how many calls are followed.
         """
-        current = node
-        while (parent := self.module.parents.get(current)) is not None:
-            conditional = isinstance(parent, ast.If) and current is not parent.test
+        for parent, child in self.module.ancestry(node):
+            conditional = isinstance(parent, ast.If) and child is not parent.test
             if always and (conditional or isinstance(parent, ast.ExceptHandler)):
                 return None
-            if isinstance(parent, Loop) and current in parent.body:
-                if self._levels[parent] == 0:
-                    return parent
-                if self._levels[parent] is not None:
-                    return None
+            inside = isinstance(parent, Loop) and child in parent.body
+            if inside and (level := self._levels[parent]) is not None:
+                return parent if level == 0 else None
             if isinstance(parent, Function):
-                return self._caller_loop(parent, always=always, depth=depth)
-            current = parent
-        return None
-
-    def _caller_loop(self, function: Function, *, always: bool, depth: int) -> ast.AST | None:
-        for module, site in self.project.sites.get(function, ()) if depth else ():
-            found = self.of(module).step_loop(site.call, always=always, depth=depth - 1)
-            if found is not None:
-                return found
+                found = (
+                    caller.step_loop(call, always=always, depth=depth - 1)
+                    for caller, call in (self.callers(parent) if depth else ())
+                )
+                return next((loop for loop in found if loop is not None), None)
         return None
 
     def iterated(self, loop: Loop) -> ast.expr | None:
         """Return the loader, or whatever a `for` goes over, without `enumerate` and `tqdm`."""
         node = None if isinstance(loop, ast.While) else loop.iter
         while isinstance(node, ast.Call) and node.args:
-            name = dotted(node.func).rpartition(".")[2]
-            if name not in ("enumerate", "tqdm", "trange", "iter", "zip", "islice", "log_every"):
+            if last_name(node.func) not in _ITERATORS:
                 break
             node = node.args[0]
         return node
@@ -391,47 +369,35 @@ class Script:
     @cached_property
     def loaders(self) -> set[ast.AST]:
         """The calls of DataLoader that a training loop of the program goes over."""
-        found: set[ast.AST] = set()
-        for module in self.program:
-            other = self.of(module)
-            for loop in other.step_loops:
-                node = other.iterated(loop)
-                if node is not None:
-                    found.update(other.made_by(node, "DataLoader"))
-        return found
+        return {
+            call
+            for script in self.program
+            for loop in script.step_loops
+            if (node := script.iterated(loop)) is not None
+            for call in script.made_by(node, "DataLoader")
+        }
 
     def evaluates(self, node: ast.AST) -> bool:
         """Whether a node belongs to an evaluation, by `no_grad` or by the function's name."""
-        current: ast.AST = node
-        while (parent := self.module.parents.get(current)) is not None:
+        for parent in self.module.above(node):
             if isinstance(parent, ast.With):
                 texts = [ast.unparse(item.context_expr) for item in parent.items]
-                if any(re.search(r"no_grad|inference_mode", text) for text in texts):
-                    return True
+            elif isinstance(parent, Function):
+                texts = [ast.unparse(decorator) for decorator in parent.decorator_list]
+            else:
+                continue
+            if any(re.search(r"no_grad|inference", text) for text in texts):
+                return True
             if isinstance(parent, Function):
-                texts = [ast.unparse(one) for one in parent.decorator_list]
-                named = EVALUATION.search(parent.name.lower())
-                return bool(named) or any(re.search(r"no_grad|inference", text) for text in texts)
-            current = parent
+                return bool(EVALUATION.search(parent.name.lower()))
         return False
 
-    def bound_name(self, call: ast.expr) -> str:
-        """Return the name that the value of an expression is bound to: `train_loader`, `self.data`."""
-        parent = self.module.parents.get(call)
-        match parent:
-            case ast.Assign(targets=[target]):
-                return dotted(target)
-            case ast.AnnAssign(target=target):
-                return dotted(target)
-            case ast.IfExp():
-                return self.bound_name(parent)
-        return ""
 
-
-def _says_available(side: ast.expr, operator: ast.cmpop) -> bool:
+def _asks_for_ranks(side: ast.expr, operator: ast.cmpop) -> bool:
     """Whether a comparison with this side asks if there are ranks: `is None`, `!= -1`, `>= 0`."""
     if isinstance(side, ast.UnaryOp):
         return True
-    if not isinstance(side, ast.Constant):
-        return False
-    return side.value in (None, "") or (side.value == 0 and isinstance(operator, ast.GtE | ast.Lt))
+    zero = isinstance(operator, ast.GtE | ast.Lt)
+    return isinstance(side, ast.Constant) and (
+        side.value in (None, "") or (zero and side.value == 0)
+    )

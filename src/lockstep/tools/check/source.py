@@ -22,6 +22,33 @@ Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.Module
 _IGNORE = re.compile(r"#\s*lockstep:\s*ignore(?:\[(?P<codes>[^\]]*)\])?")
 #: Lines of a cell that IPython takes, and Python does not.
 _MAGIC = re.compile(r"^(\s*)[%!?].*$", re.MULTILINE)
+#: What is imported under several names, and the one that rules use.
+_SHORT = {
+    "torch.nn.parallel.DistributedDataParallel": "DDP",
+    "torch.nn.parallel.distributed.DistributedDataParallel": "DDP",
+    "torch.nn.DataParallel": "DataParallel",
+    "torch.nn.parallel.DataParallel": "DataParallel",
+    "torch.nn.modules.batchnorm.SyncBatchNorm": "torch.nn.SyncBatchNorm",
+    "torch.utils.data.dataloader.DataLoader": "DataLoader",
+    "torch.utils.data.DataLoader": "DataLoader",
+    "torch.utils.data.DistributedSampler": "DistributedSampler",
+    "torch.utils.data.distributed.DistributedSampler": "DistributedSampler",
+    "torch.utils.data.dataset.random_split": "torch.utils.data.random_split",
+    "torch.distributed.fsdp.FullyShardedDataParallel": "FSDP",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "FSDP",
+    "torch.distributed.fsdp.fully_shard": "fully_shard",
+    "torch.distributed._composable.fsdp.fully_shard": "fully_shard",
+    "accelerate.Accelerator": "Accelerator",
+    "lightning.Fabric": "Fabric",
+    "lightning.fabric.Fabric": "Fabric",
+    "lightning_fabric.Fabric": "Fabric",
+}
+_PREFIXES = {
+    "torch.distributed.distributed_c10d.": "dist.",
+    "torch.distributed.": "dist.",
+    "torch.multiprocessing.": "mp.",
+    "multiprocessing.": "mp.",
+}
 
 
 @dataclass(frozen=True)
@@ -33,7 +60,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Broken:
+class ParseError:
     """A place that Python cannot parse; lines and columns from 1, as in findings."""
 
     line: int
@@ -54,11 +81,9 @@ class Module:
     """A parsed file and the tables that rules look names up in.
 
     Attributes:
-        path: the file.
         text: its source; of a notebook, the code cells one after the other.
-        broken: what could not be parsed, and is left out of `tree`.
+        errors: what could not be parsed, and is left out of `tree`.
         cells: the code cells, of a notebook.
-        encoding: that of the file.
         parents: of each node, the one that it stands in.
         imports: names bound by imports, and what they stand for: `dist` is `torch.distributed`.
         bound: values bound to a name in a scope.
@@ -69,7 +94,7 @@ class Module:
         self, path: Path, text: str, cells: tuple[Cell, ...] = (), encoding: str = "utf-8"
     ) -> None:
         self.path, self.cells, self.encoding = path, cells, encoding
-        self.broken: list[Broken] = []
+        self.errors: list[ParseError] = []
         self.text = self._without_broken_cells(text) if cells else text
         self.tree = self._parse(self.text) or ast.Module([], [])
         self.parents: dict[ast.AST, ast.AST] = {}
@@ -81,6 +106,7 @@ class Module:
         self.bound: dict[tuple[Scope, str], list[ast.expr | Part]] = defaultdict(list)
         self.attributes: dict[tuple[ast.ClassDef | None, str], list[ast.expr | Part]]
         self.attributes = defaultdict(list)
+        self._matches: dict[str, list[str]] = {}
         self._index()
 
     def _parse(self, text: str, offset: int = 0) -> ast.Module | None:
@@ -89,10 +115,11 @@ class Module:
                 warnings.simplefilter("ignore")  # of invalid escapes in strings: not ours to say
                 return ast.parse(text)
         except SyntaxError as error:
-            place = (error.lineno or 1) + offset, max(error.offset or 1, 1)
-            self.broken.append(Broken(*place, f"{error.msg}: not valid Python 3"))
+            line, column = (error.lineno or 1) + offset, max(error.offset or 1, 1)
+            message = f"{error.msg}: not valid Python 3"
         except (ValueError, RecursionError) as error:
-            self.broken.append(Broken(1 + offset, 1, str(error)))
+            line, column, message = 1 + offset, 1, str(error)
+        self.errors.append(ParseError(line, column, message))
         return None
 
     def _without_broken_cells(self, text: str) -> str:
@@ -111,40 +138,32 @@ class Module:
             for child in ast.iter_child_nodes(node):
                 self.parents[child] = node
                 stack.append(child)
-            self._note(node)
-        self.calls.sort(key=lambda call: (call.lineno, call.col_offset))
+            match node:
+                case ast.Call():
+                    self.calls.append(node)
+                case ast.FunctionDef() | ast.AsyncFunctionDef():
+                    self.functions.append(node)
+                case ast.ClassDef():
+                    self.classes[node.name] = node
+                case ast.For() | ast.AsyncFor() | ast.While():
+                    self.loops.append(node)
+                case _:
+                    self._bind_names(node)
+        self.calls.sort(key=start)
         self.loops.sort(key=lambda loop: loop.lineno)
 
-    def _note(self, node: ast.AST) -> None:
+    def _bind_names(self, node: ast.AST) -> None:
         match node:
-            case ast.Call():
-                self.calls.append(node)
-            case ast.FunctionDef() | ast.AsyncFunctionDef():
-                self.functions.append(node)
-            case ast.ClassDef():
-                self.classes[node.name] = node
-            case ast.For() | ast.AsyncFor() | ast.While():
-                self.loops.append(node)
-            case ast.Import() | ast.ImportFrom():
-                self._import(node)
-            case _:
-                self._assign(node)
-
-    def _import(self, node: ast.Import | ast.ImportFrom) -> None:
-        base = "" if isinstance(node, ast.Import) else "." * node.level + (node.module or "")
-        for alias in node.names:
-            if isinstance(node, ast.Import):
-                first = alias.name.partition(".")[0]
-                self.imports[alias.asname or first] = alias.name if alias.asname else first
-            else:
-                dot = "" if base.endswith(".") else "."
-                self.imports[alias.asname or alias.name] = f"{base}{dot}{alias.name}"
-
-    def _assign(self, node: ast.AST) -> None:
-        match node:
-            case ast.Assign():
-                for target in node.targets:
-                    self._bind(target, node.value)
+            case ast.Import(names=names):
+                for alias in names:
+                    first = alias.name.partition(".")[0]
+                    self.imports[alias.asname or first] = alias.name if alias.asname else first
+            case ast.ImportFrom(module=module, names=names, level=level):
+                base = "." * level + (f"{module}." if module else "")
+                self.imports |= {one.asname or one.name: base + one.name for one in names}
+            case ast.Assign(targets=targets, value=value):
+                for target in targets:
+                    self._bind(target, value)
             case ast.AnnAssign(value=ast.expr() as value) | ast.NamedExpr(value=value):
                 self._bind(node.target, value)
             case ast.AugAssign():
@@ -159,13 +178,34 @@ class Module:
             case ast.Name():
                 self.bound[self.scope(target), target.id].append(value)
             case ast.Attribute():
-                own = self.enclosing_class(target) if dotted(target).startswith("self.") else None
-                self.attributes[own, dotted(target)].append(value)
+                self.attributes[self._attribute_key(target)].append(value)
             case ast.Tuple(elts=targets) | ast.List(elts=targets) if isinstance(value, ast.expr):
-                given = value.elts if isinstance(value, ast.Tuple | ast.List) else None
-                for index, one in enumerate(targets):
-                    same = given is not None and len(given) == len(targets)
-                    self._bind(one, given[index] if given and same else Part(value, index))
+                values = value.elts if isinstance(value, ast.Tuple | ast.List) else []
+                same = len(values) == len(targets)
+                for index, element in enumerate(targets):
+                    self._bind(element, values[index] if same else Part(value, index))
+
+    def _attribute_key(self, node: ast.Attribute) -> tuple[ast.ClassDef | None, str]:
+        name = dotted(node)
+        return self.enclosing_class(node) if name.startswith("self.") else None, name
+
+    def assigned(self, node: ast.Attribute) -> list[ast.expr | Part]:
+        """Return the values that are assigned to an attribute: in its class, or in the file."""
+        return self.attributes.get(self._attribute_key(node), [])
+
+    # Names -----------------------------------------------------------------------------------------
+
+    def name(self, node: ast.AST) -> str:
+        """Return what an expression is called where it was defined, or an empty text."""
+        text = dotted(node)
+        first, dot, rest = text.partition(".")
+        if first not in self.imports:
+            return text
+        full = self.imports[first] + dot + rest
+        if full in _SHORT:
+            return _SHORT[full]
+        prefix = next((one for one in _PREFIXES if full.startswith(one)), "")
+        return _PREFIXES.get(prefix, "") + full.removeprefix(prefix)
 
     @cached_property
     def free_functions(self) -> dict[str, Function]:
@@ -173,10 +213,38 @@ class Module:
         free = [one for one in self.functions if self.enclosing_class(one) is None]
         return {one.name: one for one in reversed(free)}
 
+    @cached_property
+    def calls_by_name(self) -> dict[str, list[ast.Call]]:
+        """Calls by the name of the function, in their order."""
+        found: dict[str, list[ast.Call]] = defaultdict(list)
+        for call in self.calls:
+            found[self.name(call.func)].append(call)
+        return found
+
+    @cached_property
+    def called(self) -> set[str]:
+        """What the module calls: functions by name, methods by `.` and their last name."""
+        methods = [one.func.attr for one in self.calls if isinstance(one.func, ast.Attribute)]
+        return {*self.calls_by_name, *(f".{method}" for method in methods)}
+
+    def found(self, pattern: str) -> list[str]:
+        """Return what a pattern finds in the source; looked for once."""
+        if pattern not in self._matches:
+            self._matches[pattern] = re.findall(pattern, self.text)
+        return self._matches[pattern]
+
+    # Places ----------------------------------------------------------------------------------------
+
     def above(self, node: ast.AST) -> Iterator[ast.AST]:
         """Yield what a node stands in, from the inside."""
         while (parent := self.parents.get(node)) is not None:
             yield parent
+            node = parent
+
+    def ancestry(self, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
+        """Yield what a node stands in, from the inside, each with its child on the way to the node."""
+        while (parent := self.parents.get(node)) is not None:
+            yield parent, node
             node = parent
 
     def scope(self, node: ast.AST) -> Scope:
@@ -189,18 +257,17 @@ class Module:
 
     def enclosing_class(self, node: ast.AST) -> ast.ClassDef | None:
         """Return the class whose body a node stands in."""
-        while (parent := self.parents.get(node)) is not None:
-            node = parent
-            if isinstance(node, ast.ClassDef):
-                return node
-        return None
+        return next((one for one in self.above(node) if isinstance(one, ast.ClassDef)), None)
 
     def statement(self, node: ast.AST) -> ast.stmt | None:
         """Return the statement that a node is part of."""
-        current: ast.AST | None = node
-        while current is not None and not isinstance(current, ast.stmt):
-            current = self.parents.get(current)
-        return current
+        nodes = (node, *self.above(node))
+        return next((one for one in nodes if isinstance(one, ast.stmt)), None)
+
+    def is_dataset(self, node: ast.AST) -> bool:
+        """Whether a node stands in a class that is derived from a dataset."""
+        owner = self.enclosing_class(node)
+        return owner is not None and any("Dataset" in ast.unparse(base) for base in owner.bases)
 
     def source(self, node: ast.expr) -> str:
         """Return an expression as it is written."""
@@ -213,68 +280,74 @@ class Module:
                 return cell.number, line - cell.offset
         return None, line
 
+    def positions(self, node: ast.expr | ast.stmt) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return where a node begins and ends: lines from 1, columns in characters from 0.
+
+        Python counts columns in bytes.
+        """
+        end = node.end_lineno or node.lineno, node.end_col_offset or 0
+        (first, column), (last, end_column) = (
+            (line, len(self._lines[line - 1].encode()[:offset].decode()))
+            for line, offset in (start(node), end)
+        )
+        return (first, column), (last, end_column)
+
+    @cached_property
+    def _lines(self) -> list[str]:
+        return self.text.split("\n")
+
     @cached_property
     def ignored(self) -> dict[int, set[str] | None]:
         """Of each line with an ignore comment: its codes, or `None` for all."""
         found: dict[int, set[str] | None] = {}
-        if "lockstep:" not in self.text:
+        if "lockstep:" not in self.text or not self.tree.body:
             return found
-        try:
-            for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
-                matched = _IGNORE.search(token.string) if token.type == tokenize.COMMENT else None
-                if matched:
-                    codes = matched["codes"]
-                    said = None if codes is None else set(re.findall(r"[^\s,]+", codes))
-                    found[token.start[0]] = said
-        except (tokenize.TokenError, SyntaxError):
-            pass  # said by `broken`
+        for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
+            matched = _IGNORE.search(token.string) if token.type == tokenize.COMMENT else None
+            if matched:
+                codes = matched["codes"]
+                listed = None if codes is None else set(re.findall(r"[^\s,]+", codes))
+                found[token.start[0]] = listed
         return found
 
 
 def read(path: Path) -> Module:
-    """Return a file, parsed; what cannot be parsed is in its `broken`.
+    """Return a file, parsed; what cannot be parsed is in its `errors`.
 
     Raises:
         OSError: if the file cannot be read.
     """
     content = path.read_bytes()
-    if path.suffix == ".ipynb":
-        return _notebook(path, content)
+    encoding = "utf-8"
+    cells: tuple[Cell, ...] = ()
     try:
-        encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
-        return Module(path, content.decode(encoding), encoding=encoding)
-    except (SyntaxError, UnicodeDecodeError) as error:
+        if path.suffix == ".ipynb":
+            text, cells = _notebook(content)
+        else:
+            encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
+            text = content.decode(encoding)
+    except (SyntaxError, ValueError, KeyError, TypeError) as error:
+        notebook = f"not a notebook of format 4: {error!r}"
+        message = notebook if path.suffix == ".ipynb" else f"cannot be decoded: {error}"
         module = Module(path, "")
-        module.broken.append(Broken(1, 1, f"cannot be decoded: {error}"))
+        module.errors.append(ParseError(1, 1, message))
         return module
+    return Module(path, text, cells, encoding)
 
 
-def _notebook(path: Path, content: bytes) -> Module:
-    try:
-        cells = json.loads(content)["cells"]
-        sources = [
-            (number, "".join(cell["source"]))
-            for number, cell in enumerate(cells, 1)
-            if cell["cell_type"] == "code"
-        ]
-    except (ValueError, KeyError, TypeError) as error:
-        module = Module(path, "")
-        module.broken.append(Broken(1, 1, f"not a notebook of format 4: {error!r}"))
-        return module
+def _notebook(content: bytes) -> tuple[str, tuple[Cell, ...]]:
+    """Return the code of a notebook, without IPython's own lines, and where each cell of it is."""
     joined: list[str] = []
-    placed = []
-    for number, text in sources:
-        lines = _plain(text).split("\n")
-        placed.append(Cell(number, len(joined), len(lines)))
-        joined += lines
-    return Module(path, "\n".join(joined), tuple(placed))
-
-
-def _plain(text: str) -> str:
-    """Return a cell without IPython's own lines."""
-    if text.lstrip().startswith("%%"):
-        return re.sub(r"[^\n]+", "", text)
-    return _MAGIC.sub(r"\1pass", text)
+    cells = []
+    for number, cell in enumerate(json.loads(content)["cells"], 1):
+        if cell["cell_type"] == "code":
+            text = "".join(cell["source"])
+            other = text.lstrip().startswith("%%")  # a cell of another language
+            text = re.sub(r"[^\n]+", "", text) if other else _MAGIC.sub(r"\1pass", text)
+            lines = text.split("\n")
+            cells.append(Cell(number, len(joined), len(lines)))
+            joined += lines
+    return "\n".join(joined), tuple(cells)
 
 
 def dotted(node: ast.AST) -> str:
@@ -286,3 +359,22 @@ def dotted(node: ast.AST) -> str:
     if not isinstance(node, ast.Name):
         return ""
     return ".".join([node.id, *reversed(parts)])
+
+
+def last_name(node: ast.AST) -> str:
+    """Return `c` for `a.b.c`."""
+    return dotted(node).rpartition(".")[2]
+
+
+def start(node: ast.expr | ast.stmt) -> tuple[int, int]:
+    """Return where a node begins: its line and its column in bytes."""
+    return node.lineno, node.col_offset
+
+
+def before(parent: ast.AST, child: ast.AST) -> list[ast.stmt]:
+    """Return the statements that stand before a statement in its block."""
+    for name in ("body", "orelse", "finalbody"):
+        block = getattr(parent, name, None)
+        if isinstance(block, list) and child in block:
+            return block[: block.index(child)]
+    return []

@@ -35,7 +35,7 @@ def convert(draft: Draft) -> None:
             for name in one.read & changed
             if not _bound_before(draft, loop, one.node, name)
         }
-        for name in early.keys() & _used(draft, loop, bindings, early.keys()):
+        for name in sorted(early.keys() & _used(draft, loop, bindings, early.keys())):
             draft.ask(early[name], questions.CARRIED.format(name))
 
 
@@ -113,7 +113,7 @@ def _used(
     script, module = draft.script, draft.module
     sent: list[ast.AST] = [sent_backward(call) for call in method_calls(loop, "backward")]
     for call in ast.walk(loop):
-        called = script.project.callee(module, call) if isinstance(call, ast.Call) else None
+        called = script.callee(call) if isinstance(call, ast.Call) else None
         if called is not None and script.level(called.body) is not None:
             sent.append(call)
     used = {dotted(one) for node in sent for one in _variables(node)}

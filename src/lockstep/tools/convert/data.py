@@ -7,7 +7,7 @@ import ast
 from lockstep.tools.check.arguments import argument
 from lockstep.tools.check.rules.microbatches import is_shown
 from lockstep.tools.check.script import EVALUATION, Script
-from lockstep.tools.check.source import Loop, dotted
+from lockstep.tools.check.source import Loop, dotted, last_name
 from lockstep.tools.convert import questions
 from lockstep.tools.convert.carried import stored
 from lockstep.tools.convert.draft import RUN, Draft, origins
@@ -33,7 +33,7 @@ def _others(draft: Draft, loop: Loop) -> None:
     """Ask about what goes beside the loader of a loop, and about parts of a loader."""
     inside = ast.walk(loop.iter) if isinstance(loop, ast.For) else ()
     for call in (one for one in inside if isinstance(one, ast.Call)):
-        name = dotted(call.func).rpartition(".")[2]
+        name = last_name(call.func)
         if name == "islice":
             draft.ask(loop, questions.LEAVES)
         elif name in ("zip", "cycle"):
@@ -83,7 +83,7 @@ def _loader(draft: Draft, loop: Loop, made: ast.expr) -> None:
             draft.ask(call, questions.BATCH_SAMPLER)
         size = argument(call, "batch_size", 1)
         if size is not None and dotted(size) and "ddp" not in script.flavours:
-            _sizes(draft, loop, dotted(size).rpartition(".")[2])
+            _sizes(draft, loop, last_name(size))
     draft.edit("wrap", made, f"{RUN}.loader")
 
 
@@ -92,7 +92,7 @@ def _sizes(draft: Draft, loop: Loop, name: str) -> None:
     own = stored(loop)
     for node in ast.walk(draft.module.tree):
         read = isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load)
-        same = read and dotted(node).rpartition(".")[2] == name and dotted(node) not in own
+        same = read and last_name(node) == name and dotted(node) not in own
         if same and draft.script.step_loop(node) is loop and not is_shown(draft.script, node):
             draft.ask(node, questions.SIZE.format(name))
 

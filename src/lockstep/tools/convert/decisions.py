@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
-from lockstep.tools.check.source import Loop, dotted
+from lockstep.tools.check.source import Loop, dotted, last_name
 from lockstep.tools.convert import loops, questions
 from lockstep.tools.convert.draft import Draft, origins, root
 
@@ -83,7 +83,7 @@ def _of_training(draft: Draft, node: ast.expr, depth: int = 3) -> bool:
                 continue
             if any(one in script.step_loops for one in module.above(value)):
                 return True
-            called = script.project.callee(module, value) if isinstance(value, ast.Call) else None
+            called = script.callee(value) if isinstance(value, ast.Call) else None
             if called is not None and script.level(called.body) is not None:
                 return True
             given = [] if value is name or not depth else [value, *_tests(draft, value)]
@@ -123,7 +123,7 @@ def _operands(node: ast.expr) -> list[ast.expr]:
             return [node]
         case ast.Call(func=ast.Attribute(value=owner, attr=method)) if method in _SAME:
             parts = [owner]
-        case ast.Call(func=func, args=args) if dotted(func).rpartition(".")[2] in _ARITHMETIC:
+        case ast.Call(func=func, args=args) if last_name(func) in _ARITHMETIC:
             parts = args
         case ast.Call():
             return [node]

@@ -6,7 +6,7 @@ import ast
 from typing import Any
 
 from lockstep.tools.check.arguments import argument
-from lockstep.tools.check.source import Loop, dotted
+from lockstep.tools.check.source import Loop, dotted, last_name
 from lockstep.tools.convert import questions
 from lockstep.tools.convert.draft import (
     RUN,
@@ -90,7 +90,7 @@ def _counted(draft: Draft, node: ast.expr) -> tuple[ast.Call | None, ast.Call | 
 
 
 def _last(node: ast.expr) -> str:
-    return dotted(node).rpartition(".")[2]
+    return last_name(node)
 
 
 def _with_bar(draft: Draft, counted: ast.Call, count: str) -> str:

@@ -26,7 +26,7 @@ def convert(draft: Draft) -> None:
     trained = {
         called
         for call in module.calls
-        if script.step_loop(call) is not None and (called := script.project.callee(module, call))
+        if script.step_loop(call) is not None and (called := script.callee(call))
     }
     for call in module.calls:
         trains = script.step_loop(call) is not None or module.scope(call) in trained

@@ -51,7 +51,7 @@ def _stepped(draft: Draft, known: set[ast.Call]) -> list[ast.Call]:
     }
     for call in script.methods("step", "step_update"):
         assert isinstance(call.func, ast.Attribute)
-        receiver, called = call.func.value, script.project.callee(draft.module, call)
+        receiver, called = call.func.value, script.callee(call)
         if script.step_loop(call) is None or known & set(script.sources(receiver)):
             continue
         if called is not None and script.level(called.body) is not None:

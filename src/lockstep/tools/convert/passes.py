@@ -205,7 +205,7 @@ def _runs_model(draft: Draft, node: ast.AST) -> bool:
         return False
     root = node.func
     if isinstance(root, ast.Attribute) and dotted(root.value) == "self":
-        return draft.script.project.callee(draft.module, node) is None
+        return draft.script.callee(node) is None
     return isinstance(root, ast.Name) and any(
         isinstance(one, ast.Call) for one in draft.script.sources(root)
     )

@@ -86,12 +86,14 @@ def convert(path: Path) -> Converted:
             training loop.
     """
     fix.available()
+    from lockstep.tools.check import editor
+
     script = _read(path)
     draft = Draft(script)
     for part in _PARTS:
         part.convert(draft)
     edits = _placed(draft)
-    text = fix.apply(draft.module, edits)
+    text = editor.apply(draft.module, edits)
     compile(text, str(path), "exec")
     text, found = _checked(draft, text)
     return Converted(draft.module, text, _questions(draft, text) + found, draft.notes)
@@ -148,7 +150,7 @@ def _read(path: Path) -> Script:
         module = project.load(path)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-    for broken in module.broken:
+    for broken in module.errors:
         raise UsageError(f"{path}:{broken.line}:{broken.column}: {broken.message}")
     script = Script(project, module)
     if "lockstep" in script.flavours:
@@ -165,10 +167,11 @@ def _read(path: Path) -> Script:
 def _check_loop(path: Path, script: Script) -> None:
     if script.step_loops:
         return
-    for module in script.program:
-        if script.of(module).step_loops:
+    for one in script.program:
+        if one.step_loops:
             raise UsageError(
-                f"the training loop is in {module.path}, which {path} imports; expected it in the script",
+                f"the training loop is in {one.module.path}, which {path} imports; expected it in the "
+                "script",
                 hint="move it there, or change it by hand (manual, training)",
             )
     raise UsageError(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.tools.check import engine, fix
+from lockstep.tools.check import editor, engine, fix
 from lockstep.tools.check.config import Selection
 
 HEAD = """\
@@ -510,7 +510,7 @@ def test_a_fix_keeps_comments_and_columns_beyond_ascii(tmp_path: Path) -> None:
     script.write_text(HEAD + line)
     outcome = engine.check([script], Selection(select=("LS202",)))
     module, edits = outcome.edits[script]
-    assert fix.apply(module, edits) == HEAD + line.replace(", shuffle=True", "")
+    assert editor.apply(module, edits) == HEAD + line.replace(", shuffle=True", "")
 
 
 def test_a_diff_says_where_the_last_line_has_no_end() -> None:
@@ -531,4 +531,4 @@ def test_a_fix_writes_what_stands_there(tmp_path: Path) -> None:
     outcome = engine.check([script], Selection(select=("LS101",)))
     module, edits = outcome.edits[script]
     line = 'os.environ.setdefault("MASTER_PORT", "29500")  # why\n'
-    assert fix.apply(module, edits) == HEAD + line
+    assert editor.apply(module, edits) == HEAD + line

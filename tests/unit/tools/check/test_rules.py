@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.tools.check import engine, fix
+from lockstep.tools.check import editor, engine
 from lockstep.tools.check.config import Selection
 from lockstep.tools.check.rules import RULES
 from tests.ports import ROOT
@@ -43,10 +43,10 @@ def test_a_fix_mends_the_bad_example(code: str, tmp_path: Path) -> None:
     script.write_text("# kept\n" + RULES[code].bad)
     outcome = engine.check([script], only(code))
     module, edits = outcome.edits[script]
-    text = fix.apply(module, edits)
+    text = editor.apply(module, edits)
     assert text.startswith("# kept\n")
     assert found(tmp_path, text, flags=only(code)) == []
-    assert fix.apply(module, ()) == module.text, "what is not edited stays"
+    assert editor.apply(module, ()) == module.text, "what is not edited stays"
 
 
 def test_texts_are_whole() -> None:

@@ -1,46 +1,15 @@
 """The rules, by family: 1 launch, 2 data, 3 wrapping, 4 the step, 5 metrics, 6 Lockstep loops."""
 
+import importlib
+import pkgutil
+
 from lockstep.tools.check import rule
 from lockstep.tools.check.rule import SYNTAX, UNKNOWN, Harm, Hit, Rule
-from lockstep.tools.check.rules import (
-    batches,
-    checkpoints,
-    data,
-    divergence,
-    launch,
-    layouts,
-    loops,
-    metrics,
-    microbatches,
-    processes,
-    sampling,
-    scaling,
-    step,
-    wrapping,
-)
+
+for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
+    importlib.import_module(_module.name)
 
 #: All rules, by code.
 RULES = dict(sorted(rule.RULES.items()))
 
-__all__ = [
-    "RULES",
-    "SYNTAX",
-    "UNKNOWN",
-    "Harm",
-    "Hit",
-    "Rule",
-    "batches",
-    "checkpoints",
-    "data",
-    "divergence",
-    "launch",
-    "layouts",
-    "loops",
-    "metrics",
-    "microbatches",
-    "processes",
-    "sampling",
-    "scaling",
-    "step",
-    "wrapping",
-]
+__all__ = ["RULES", "SYNTAX", "UNKNOWN", "Harm", "Hit", "Rule"]

@@ -10,7 +10,7 @@ from lockstep.tools.check.arguments import argument, true
 from lockstep.tools.check.rule import Hit, rule
 from lockstep.tools.check.rules.sampling import for_evaluation
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.source import dotted
+from lockstep.tools.check.source import dotted, last_name
 
 #: Names and help texts of a batch size that is meant for all ranks together.
 _WHOLE_NAME = re.compile(r"(global|total|effective|overall)_?(train_?)?(batch|bs\b|bsz)")
@@ -28,13 +28,13 @@ def _of_one_rank(script: Script, call: ast.Call) -> bool:
 
 def option(script: Script, node: ast.expr) -> ast.Call | None:
     """Return the `add_argument` of the command-line option that a value is read from: `args.batch_size`."""
-    for module in script.program if isinstance(node, ast.Attribute) else ():
-        for call in script.of(module).methods("add_argument"):
-            words = [str(one.value) for one in call.args if isinstance(one, ast.Constant)]
-            given = argument(call, "dest")
+    for one in script.program if isinstance(node, ast.Attribute) else ():
+        for call in one.methods("add_argument"):
+            words = [str(word.value) for word in call.args if isinstance(word, ast.Constant)]
+            target = argument(call, "dest")
             longest = max(words, key=len, default="").lstrip("-").replace("-", "_")
-            name = given.value if isinstance(given, ast.Constant) else longest
-            if name == dotted(node).rpartition(".")[2]:
+            name = target.value if isinstance(target, ast.Constant) else longest
+            if name == last_name(node):
                 return call
     return None
 
@@ -131,8 +131,8 @@ def _means_all(script: Script, size: ast.expr) -> bool:
     for value in (size, *values):
         asked = option(script, value)
         text = argument(asked, "help") if asked is not None else None
-        told = str(text.value).lower() if isinstance(text, ast.Constant) else ""
-        if _WHOLE_NAME.search(dotted(value).lower()) or _WHOLE_HELP.search(told):
+        help_text = str(text.value).lower() if isinstance(text, ast.Constant) else ""
+        if _WHOLE_NAME.search(dotted(value).lower()) or _WHOLE_HELP.search(help_text):
             return True
     return False
 
@@ -210,9 +210,10 @@ def plain_learning_rate(script: Script) -> Iterator[Hit]:
         if not re.match(r"torch\.optim\.[A-Z]\w*$", script.name(call.func)):
             continue
         rate = argument(call, "lr", 1)
-        values = [] if rate is None else script.sources(rate)
-        fixed = any(isinstance(one, ast.Constant) or option(script, one) for one in values)
-        if rate is None or fixed:
+        values = script.sources(rate)
+        if rate is None or any(
+            isinstance(one, ast.Constant) or option(script, one) for one in values
+        ):
             yield Hit(call)
 
 

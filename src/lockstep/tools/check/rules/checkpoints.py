@@ -53,9 +53,8 @@ def save_everywhere(script: Script) -> Iterator[Hit]:
             continue
         if any(script.is_rank(value) for value in [path, *script.sources(path)]):
             continue
-        if _own(script, path) or launcher_only(script, call):
-            continue
-        yield Hit(call, None, tuple(_guarded(script, call)))
+        if not _own(script, path) and not launcher_only(script, call):
+            yield Hit(call, None, tuple(_guarded(script, call)))
 
 
 def _own(script: Script, path: ast.expr) -> bool:
@@ -78,9 +77,10 @@ def _guarded(script: Script, call: ast.Call) -> Iterator[Edit]:
 
 def _has_group(script: Script, call: ast.Call) -> bool:
     """Whether every way to a call has made the process group, and has not destroyed it: `get_rank` works there."""
-    others = [script.of(module) for module in script.program]
-    made = [(one, start) for one in others for start in one.calls("dist.init_process_group")]
-    ends = [(one, end) for one in others for end in one.calls("dist.destroy_process_group")]
+    made = [
+        (one, start) for one in script.program for start in one.calls("dist.init_process_group")
+    ]
+    ends = [(one, end) for one in script.program for end in one.calls("dist.destroy_process_group")]
     return any(
         not conditions(home, start) and precedes(home, start, script, call) for home, start in made
     ) and all(precedes(home, end, script, call) is False for home, end in ends)

@@ -11,7 +11,7 @@ from lockstep.tools.check.fix import Edit
 from lockstep.tools.check.order import launcher_only
 from lockstep.tools.check.rule import Hit, rule
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.source import Function, dotted
+from lockstep.tools.check.source import Function, dotted, last_name
 
 
 @rule(
@@ -49,7 +49,8 @@ def download_everywhere(script: Script) -> Iterator[Hit]:
     for call in script.module.calls:
         method = isinstance(call.func, ast.Attribute) and call.func.attr == "extractall"
         fetches = method or script.name(call.func) in _FETCHES or true(argument(call, "download"))
-        if fetches and script.guard(call) is None and _by_ranks(script, call):
+        hub = script.module.path.name == "hubconf.py"  # which loads a model
+        if fetches and not hub and script.guard(call) is None and not launcher_only(script, call):
             yield Hit(call)
 
 
@@ -60,11 +61,6 @@ _FETCHES = {
     *("torchvision.datasets.utils.download_and_extract_archive",),
     *("torchvision.datasets.utils.download_url",),
 }
-
-
-def _by_ranks(script: Script, call: ast.Call) -> bool:
-    """Whether ranks make a call: neither the launcher, nor a hub that loads a model."""
-    return script.module.path.name != "hubconf.py" and not launcher_only(script, call)
 
 
 @rule(
@@ -107,11 +103,16 @@ def unordered(script: Script) -> Iterator[Hit]:
         if _numbers_set(script, call):
             name = ast.unparse(call)
             yield Hit(call, f"{name} has another order in every process: sort it")
-        owner = script.module.enclosing_class(call)
-        bases = "" if owner is None else " ".join(ast.unparse(base) for base in owner.bases)
-        if "Dataset" not in bases or not _lists(script, call) or _sorted(script, call):
+        name = script.name(call.func)
+        method = isinstance(call.func, ast.Attribute) and call.func.attr in (
+            "iterdir",
+            "rglob",
+            "glob",
+        )
+        lists = method or name in ("os.listdir", "os.scandir", "glob.glob", "glob.iglob")
+        if not lists or not script.module.is_dataset(call) or _sorted(script, call):
             continue
-        entries = script.name(call.func) == "os.scandir"  # which have no order of their own
+        entries = name == "os.scandir"  # which have no order of their own
         managed = isinstance(script.module.parents.get(call), ast.withitem)
         edit = Edit("replace", call, f"sorted({script.module.source(call)})")
         how = "sort it by name" if entries else "sort it"
@@ -121,15 +122,12 @@ def unordered(script: Script) -> Iterator[Hit]:
 
 def _numbers_set(script: Script, call: ast.Call) -> bool:
     """Whether the elements of a set get numbers here; in a dataset, also by a list of them."""
-    owner = script.module.enclosing_class(call)
-    within = owner is not None and any("Dataset" in ast.unparse(base) for base in owner.bases)
     match call:
         case ast.Call(func=ast.Name(id="enumerate" | "list" as name), args=[first, *_]):
             made = isinstance(first, ast.Call) and dotted(first.func) in ("set", "frozenset")
-            literal = isinstance(first, ast.Set | ast.SetComp)
-            return (
-                (made or literal) and (name == "enumerate" or within) and not _sorted(script, call)
-            )
+            unordered = made or isinstance(first, ast.Set | ast.SetComp)
+            numbers = name == "enumerate" or script.module.is_dataset(call)
+            return unordered and numbers and not _sorted(script, call)
     return False
 
 
@@ -137,22 +135,14 @@ def _numbers_set(script: Script, call: ast.Call) -> bool:
 _ORDERED = {"sorted", "len", "any", "max", "min", "natsorted"}
 
 
-def _lists(script: Script, call: ast.Call) -> bool:
-    name = script.name(call.func)
-    method = isinstance(call.func, ast.Attribute) and call.func.attr in ("iterdir", "rglob")
-    method = method or (isinstance(call.func, ast.Attribute) and call.func.attr == "glob")
-    return method or name in ("os.listdir", "os.scandir", "glob.glob", "glob.iglob")
-
-
 def _sorted(script: Script, call: ast.Call) -> bool:
     """Whether a listing is sorted, in its expression or later in the file, or only counted."""
-    current: ast.AST | None = call
-    while current is not None and not isinstance(current, ast.stmt):
-        around = current.func if isinstance(current, ast.Call) and current is not call else None
-        if around is not None and dotted(around).rpartition(".")[2] in _ORDERED:
+    for node in script.module.above(call):
+        if isinstance(node, ast.Call) and last_name(node.func) in _ORDERED:
             return True
-        current = script.module.parents.get(current)
-    return ".sort(" in script.module.text or isinstance(current, ast.If)
+        if isinstance(node, ast.stmt):
+            return ".sort(" in script.module.text or isinstance(node, ast.If)
+    return False
 
 
 @rule(
@@ -238,11 +228,11 @@ def random_split(script: Script) -> Iterator[Hit]:
         return
     seeds = [
         call
-        for module in script.program
-        for call in module.calls
-        if dotted(call.func).rpartition(".")[2] in ("manual_seed", "seed_everything", "set_seed")
+        for one in script.program
+        for call in one.module.calls
+        if last_name(call.func) in ("manual_seed", "seed_everything", "set_seed")
     ]
-    alike = [one for one in seeds if not any(script.is_rank(value) for value in one.args)]
+    alike = any(not any(script.is_rank(value) for value in seed.args) for seed in seeds)
     for call in splits:
         if argument(call, "generator", 2) is None and not alike and not spread(call):
             code = "torch.Generator().manual_seed(0)"
@@ -286,8 +276,7 @@ def random_split(script: Script) -> Iterator[Hit]:
 )
 def not_pinned(script: Script) -> Iterator[Hit]:
     """Find loaders of programs that copy without waiting and never pin."""
-    waits = not script.says(r"non_blocking\s*=\s*True")
-    if waits or script.says(r"pin_?memory"):
+    if not script.says(r"non_blocking\s*=\s*True") or script.says(r"pin_?memory"):
         return
     for call in script.calls("DataLoader"):
         if call in script.loaders and not spread(call):
@@ -328,8 +317,8 @@ def no_workers(script: Script) -> Iterator[Hit]:
         dataset, workers = argument(call, "dataset", 0), argument(call, "num_workers", 5)
         if dataset is None or spread(call) or not script.cuda:
             continue
-        names = [dotted(one.func) for one in script.sources(dataset) if isinstance(one, ast.Call)]
-        images = any(name.rpartition(".")[2] in folders for name in names)
+        made = [one.func for one in script.sources(dataset) if isinstance(one, ast.Call)]
+        images = any(last_name(func) in folders for func in made)
         none = workers is None or (isinstance(workers, ast.Constant) and workers.value == 0)
         if images and none:
             yield Hit(call)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from lockstep.tools.check.rule import Hit, rule
 from lockstep.tools.check.rules.sampling import for_evaluation
 from lockstep.tools.check.script import Script
+from lockstep.tools.check.source import Loop
 
 
 @rule(
@@ -58,35 +59,28 @@ def leaves_alone(script: Script) -> Iterator[Hit]:
     if not script.plain or "DDP" not in script.called:
         return
     for branch in script.module.parents:
-        if not isinstance(branch, ast.If) or not isinstance(
-            branch.body[-1], ast.Break | ast.Continue | ast.Return
-        ):
+        if not isinstance(branch, ast.If) or script.evaluates(branch):
             continue
-        if script.evaluates(branch):
+        last = branch.body[-1]
+        if not isinstance(last, ast.Break | ast.Continue | ast.Return):
             continue
-        if _by_rank(script, branch):
-            yield Hit(branch.body[-1], _SOME_LEAVE)
+        guarded = script.by_rank(branch.test) or isinstance(script.guard(branch), ast.If)
+        ends = not isinstance(last, ast.Continue) and not branch.orelse
+        if guarded and ends and _in_training(script, branch):
+            some = (
+                "only some ranks end here, and the others wait for them: let all ranks end together"
+            )
+            yield Hit(last, some)
         elif _by_own_loss(script, branch) or _by_own_samples(script, branch):
-            yield Hit(branch.body[-1])
-
-
-_SOME_LEAVE = "only some ranks end here, and the others wait for them: let all ranks end together"
+            yield Hit(last)
 
 
 def _by_own_loss(script: Script, branch: ast.If) -> bool:
     """Whether a step is left by the loss of this rank's batch."""
-    text = ast.unparse(branch.test)
-    own = re.search(r"is(nan|finite|inf)\(|\bloss(\.item\(\))? *[<>]", text)
+    own = re.search(r"is(nan|finite|inf)\(|\bloss(\.item\(\))? *[<>]", ast.unparse(branch.test))
     if not own or script.step_loop(branch) is None:
         return False
     return not re.search(r"reduce|gather|broadcast", ast.unparse(script.module.scope(branch)))
-
-
-def _by_rank(script: Script, branch: ast.If) -> bool:
-    """Whether only some ranks come to the end of a loop that trains."""
-    guarded = script.by_rank(branch.test) or isinstance(script.guard(branch), ast.If)
-    ends = isinstance(branch.body[-1], ast.Break | ast.Return) and not branch.orelse
-    return guarded and ends and _in_training(script, branch)
 
 
 def _by_own_samples(script: Script, branch: ast.If) -> bool:
@@ -94,20 +88,16 @@ def _by_own_samples(script: Script, branch: ast.If) -> bool:
     early = re.search(r"patience|early_?stop|should_stop|no_improve", ast.unparse(branch.test))
     if not early or not _in_training(script, branch):
         return False
-    if script.says(r"all_reduce|\breduce\(|all_gather|broadcast"):
-        return False
-    others = [script.of(module) for module in script.program]
-    return any(
-        for_evaluation(one, made) for one in others for made in one.calls("DistributedSampler")
-    )
+    samplers = [(one, made) for one in script.program for made in one.calls("DistributedSampler")]
+    reduced = script.says(r"all_reduce|\breduce\(|all_gather|broadcast")
+    return not reduced and any(for_evaluation(one, made) for one, made in samplers)
 
 
 def _in_training(script: Script, branch: ast.If) -> bool:
     """Whether the innermost loop around a branch trains."""
-    node: ast.AST | None = branch
-    while node is not None and not isinstance(node, ast.For | ast.While | ast.FunctionDef):
-        node = script.module.parents.get(node)
-    return node in script.step_loops or node in script.epoch_loops
+    around = script.module.above(branch)
+    loop = next((one for one in around if isinstance(one, Loop | ast.FunctionDef)), None)
+    return loop in script.step_loops or loop in script.epoch_loops
 
 
 @rule(
@@ -153,8 +143,8 @@ def step_of_some(script: Script) -> Iterator[Hit]:
     for call in script.methods("backward", "step"):
         assert isinstance(call.func, ast.Attribute)
         optimizer = re.search(r"optim|opt$", ast.unparse(call.func.value))
-        if call.func.attr == "step" and not optimizer:
+        alone = call.func.attr == "step"
+        if alone and not optimizer:
             continue
         if isinstance(script.guard(call), ast.If) and script.step_loop(call) is not None:
-            alone = call.func.attr == "step"
             yield Hit(call, step if alone else backward, harm="corrupts" if alone else "hangs")

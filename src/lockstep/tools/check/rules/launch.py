@@ -46,7 +46,8 @@ def hard_coded_address(script: Script) -> Iterator[Hit]:
     for call in script.calls("dist.init_process_group"):
         place = argument(call, "init_method", 1)
         if isinstance(place, ast.Constant) and str(place.value).startswith("tcp://"):
-            yield Hit(place, _WRITTEN_PLACE)
+            message = "this address and port are the same in every run: two runs on a machine collide; let a launcher choose them"
+            yield Hit(place, message)
     for node, key, value in _environment(script):
         if not re.search(r"^MASTER_(ADDR|PORT)$", key) or not isinstance(value, ast.Constant):
             continue
@@ -57,9 +58,6 @@ def hard_coded_address(script: Script) -> Iterator[Hit]:
         code = f'{ast.unparse(target.value)}.setdefault("{key}", {script.module.source(value)})'
         message = f"{key} is written over with a constant: two runs on a machine collide, and a launcher's value is lost"
         yield Hit(node, message, (Edit("statement", node, code),))
-
-
-_WRITTEN_PLACE = "this address and port are the same in every run: two runs on a machine collide; let a launcher choose them"
 
 
 def _environment(script: Script) -> Iterator[tuple[ast.Assign, str, ast.expr]]:
@@ -148,9 +146,9 @@ def no_device(script: Script) -> Iterator[Hit]:
     if sets_device(script) or not script.plain:
         return
     backends = [
-        script.constants_of(argument(call, "backend", 0))
-        for module in script.program
-        for call in script.of(module).calls("dist.init_process_group")
+        script.constants(argument(call, "backend", 0))
+        for one in script.program
+        for call in one.calls("dist.init_process_group")
     ]
     if not backends or any(values != ["nccl"] for values in backends):
         return
@@ -207,20 +205,14 @@ def cuda_without_index(script: Script) -> Iterator[Hit]:
     if sets_device(script) or not script.plain or "DDP" not in script.called:
         return
     for call in script.module.calls:
-        bare = (
-            isinstance(call.func, ast.Attribute) and call.func.attr == "cuda" and not _given(call)
-        )
-        bare = bare and not script.name(call.func).startswith("torch")
-        to = isinstance(call.func, ast.Attribute) and call.func.attr == "to"
-        to = to or (script.name(call.func) == "torch.device" and argument(call, "index", 1) is None)
+        name, method = script.name(call.func), getattr(call.func, "attr", "")
+        device = argument(call, "device", 0)
+        bare = method == "cuda" and device is None and not name.startswith("torch")
+        to = method == "to" or (name == "torch.device" and argument(call, "index", 1) is None)
         first = call.args[0] if call.args else None
         if bare or (to and isinstance(first, ast.Constant) and first.value == "cuda"):
             yield Hit(call)
             return
-
-
-def _given(call: ast.Call) -> bool:
-    return bool(call.args) or any(one.arg == "device" for one in call.keywords)
 
 
 @rule(
@@ -262,7 +254,7 @@ def visible_devices_late(script: Script) -> Iterator[Hit]:
         for call in script.module.calls:
             name = script.name(call.func)
             starts = name.startswith("torch.cuda.") and name not in _BEFORE_START
-            starts = starts or (isinstance(call.func, ast.Attribute) and call.func.attr == "cuda")
+            starts = starts or getattr(call.func, "attr", "") == "cuda"
             same = script.module.scope(call) is scope and call.lineno < node.lineno
             if starts and same and not script.exclusive(call, node):
                 yield Hit(node)
@@ -271,9 +263,7 @@ def visible_devices_late(script: Script) -> Iterator[Hit]:
 
 #: Functions of `torch.cuda` that read no devices.
 _BEFORE_START = {
-    "torch.cuda.manual_seed",
-    "torch.cuda.manual_seed_all",
-    "torch.cuda.amp.GradScaler",
+    f"torch.cuda.{name}" for name in ("manual_seed", "manual_seed_all", "amp.GradScaler")
 }
 
 
@@ -309,7 +299,7 @@ def no_destroy(script: Script) -> Iterator[Hit]:
     if script.says("destroy_process_group") or not script.plain or not script.trains:
         return
     for call in script.calls("dist.init_process_group"):
-        backends = script.constants_of(argument(call, "backend", 0))
+        backends = script.constants(argument(call, "backend", 0))
         if any("nccl" in str(one) for one in backends) or (not backends and script.cuda):
             yield Hit(call)
             return

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from lockstep.tools.check.rule import Hit, rule
 from lockstep.tools.check.rules.loops import runs
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.source import Function, Module, dotted
+from lockstep.tools.check.source import Function, Module, dotted, last_name
 
 #: Calls whose arguments decide the result, by their last name.
 _DECIDES = {
@@ -49,7 +49,7 @@ _SEEDS = {"manual_seed", "seed", "set_state", "get_state", "setstate", "getstate
 def computed_by_rank(script: Script) -> Iterator[Hit]:
     """Find seeds, data, batch sizes, losses and learning rates with the rank or the world size in them."""
     for call in script.module.calls if runs(script) else ():
-        last = dotted(call.func).rpartition(".")[2]
+        last = last_name(call.func)
         if last not in _DECIDES and not re.match(r"torch\.optim\.", script.name(call.func)):
             continue
         named = [one.value for one in call.keywords if one.arg not in _FREE]
@@ -57,10 +57,9 @@ def computed_by_rank(script: Script) -> Iterator[Hit]:
             yield Hit(call)
     for node in script.module.parents if runs(script) else ():
         match node:
-            case ast.Subscript(slice=ast.Slice(step=ast.expr() as step)) if _of_layout(
-                script, step
-            ):
-                yield Hit(node)
+            case ast.Subscript(slice=ast.Slice(step=ast.expr() as step)):
+                if _of_layout(script, step):
+                    yield Hit(node)
 
 
 def _of_layout(script: Script, node: ast.expr) -> bool:
@@ -122,28 +121,26 @@ def _drawn_from(call: ast.Call) -> list[ast.expr]:
 
 def _per_sample(script: Script, node: ast.AST) -> bool:
     scope = script.module.scope(node)
-    owner = script.module.enclosing_class(node)
-    bases = [] if owner is None else [ast.unparse(base) for base in owner.bases]
     within = isinstance(scope, Function) and scope.name == "__getitem__"
-    return within and any("Dataset" in base for base in bases)
+    return within and script.module.is_dataset(node)
 
 
 def _kept(script: Script, node: ast.expr) -> bool:
     """Whether a value is a generator that was made outside of steps and of `__getitem__`."""
     return any(
-        _makes_generator(script, home, value)
+        _makes_generator(home, value)
         and not _per_sample(script.of(home), value)
         and script.of(home).step_loop(value) is None
         for home, value in script.project.sources(script.module, node)
     )
 
 
-def _makes_generator(script: Script, home: Module, value: ast.expr) -> bool:
+def _makes_generator(module: Module, value: ast.expr) -> bool:
     match value:
-        case ast.Call(func=ast.Attribute(value=ast.Call() as made, attr="manual_seed")):
-            return script.project.name(home, made.func) in _GENERATORS
+        case ast.Call(func=ast.Attribute(value=ast.Call(func=func), attr="manual_seed")):
+            return module.name(func) in _GENERATORS
         case ast.Call(func=func):
-            return script.project.name(home, func) in _GENERATORS
+            return module.name(func) in _GENERATORS
     return False
 
 

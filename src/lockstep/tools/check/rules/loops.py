@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep.tools.check.arguments import argument
+from lockstep.tools.check.arguments import argument, given
 from lockstep.tools.check.rule import Hit, rule
 from lockstep.tools.check.rules.step import every_nth
 from lockstep.tools.check.script import Script
@@ -55,16 +55,11 @@ def not_registered(script: Script) -> Iterator[Hit]:
         if not (isinstance(over, ast.Call) and dotted(over.func).endswith(".epochs")):
             continue
         scope = script.module.scope(loop)
-        tested = {
-            one.id
-            for branch in ast.walk(loop)
-            if isinstance(branch, ast.If)
-            for one in ast.walk(branch.test)
-            if isinstance(one, ast.Name)
-        }
+        tests = [branch.test for branch in ast.walk(loop) if isinstance(branch, ast.If)]
+        tested = {one.id for test in tests for one in ast.walk(test) if isinstance(one, ast.Name)}
         for node in ast.walk(loop):
             name = _changed(node)
-            before = _starts_before(script, loop, name) if name in tested else False
+            before = name in tested and _starts_before(script, loop, name)
             if before and script.module.scope(node) is scope and isinstance(node, ast.stmt):
                 message = f"{name} decides in a later epoch, and a run that resumes after a crash starts with its first value: keep it in run.state(…)"
                 yield Hit(node, message)
@@ -79,17 +74,14 @@ def _changed(node: ast.AST) -> str:
 
 def _starts_before(script: Script, loop: Loop, name: str) -> bool:
     """Whether a name is bound to a constant before a loop, and not again at the head of its body."""
-    for value in script.module.bound.get((script.module.scope(loop), name), ()):
-        if not isinstance(value, ast.expr) or value.lineno >= loop.lineno:
-            continue
-        first = isinstance(value, ast.Constant | ast.UnaryOp) or ast.unparse(value).startswith(
-            "float("
-        )
-        if first and not any(
-            _changed(one) == name for one in loop.body[:-1] if isinstance(one, ast.Assign)
-        ):
-            return True
-    return False
+    if any(_changed(one) == name for one in loop.body[:-1] if isinstance(one, ast.Assign)):
+        return False
+    values = script.module.bound.get((script.module.scope(loop), name), ())
+    before = [one for one in values if isinstance(one, ast.expr) and one.lineno < loop.lineno]
+    return any(
+        isinstance(one, ast.Constant | ast.UnaryOp) or ast.unparse(one).startswith("float(")
+        for one in before
+    )
 
 
 @rule(
@@ -156,18 +148,18 @@ def not_given(script: Script) -> Iterator[Hit]:
     """Find optimizers and schedulers of torch that no call of the run is given."""
     if not runs(script):
         return
-    given = {
+    known = {
         value
-        for module in script.program
-        for call in script.of(module).methods("optimizer", "scheduler", "register")
-        for one in call.args
-        for value in script.of(module).sources(one)
+        for one in script.program
+        for call in one.methods("optimizer", "scheduler", "register")
+        for wrapped in call.args
+        for value in one.sources(wrapped)
     }
     inner = {
         value
         for call in script.module.calls
         if script.name(call.func).startswith("torch.optim.lr_scheduler.")
-        for one in [*call.args, *(keyword.value for keyword in call.keywords)]
+        for one in given(call)
         for part in ast.walk(one)
         if isinstance(part, ast.expr)
         for value in script.sources(part)
@@ -175,7 +167,7 @@ def not_given(script: Script) -> Iterator[Hit]:
     for call in script.module.calls:
         name = script.name(call.func)
         kind = "scheduler" if name.startswith("torch.optim.lr_scheduler.") else "optimizer"
-        if not re.match(r"torch\.optim\.(lr_scheduler\.)?[A-Z]\w+$", name) or call in given:
+        if not re.match(r"torch\.optim\.(lr_scheduler\.)?[A-Z]\w+$", name) or call in known:
             continue
         scope = script.module.scope(call)
         if isinstance(scope, Function) and not re.search(r"\brun\b|lockstep", ast.unparse(scope)):
@@ -217,10 +209,9 @@ def own_backward(script: Script) -> Iterator[Hit]:
         over = script.iterated(loop)
         if over is None or isinstance(loop, ast.While):
             continue
-        made = [one for one in script.sources(over) if isinstance(one, ast.Call)]
-        if not any(dotted(one.func).endswith(".loader") for one in made):
-            continue
-        for call in script.methods("backward"):
+        made = [one.func for one in script.sources(over) if isinstance(one, ast.Call)]
+        of_run = any(dotted(func).endswith(".loader") for func in made)
+        for call in script.methods("backward") if of_run else ():
             if script.step_loop(call) is loop and "loss" in ast.unparse(call.func).lower():
                 yield Hit(call)
 

@@ -6,9 +6,10 @@ import ast
 import re
 from collections.abc import Iterator
 
+from lockstep.tools.check.arguments import given
 from lockstep.tools.check.rule import Hit, rule
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.source import Loop, dotted
+from lockstep.tools.check.source import Loop, dotted, last_name
 
 _REDUCED = r"all_reduce|\breduce\(|all_gather|\bgather|torchmetrics|synchronize_between|broadcast"
 #: Names of a loss of training; `losses` may be those of an evaluation.
@@ -62,15 +63,11 @@ def loss_of_one_rank(script: Script) -> Iterator[Hit]:
     if not script.plain or "DDP" not in script.called or script.says(_REDUCED):
         return
     for call in script.module.calls:
-        if dotted(call.func).rpartition(".")[2] not in _SHOWS or script.guard(call) is None:
+        if last_name(call.func) not in _SHOWS or script.guard(call) is None:
             continue
-        read = [
-            one
-            for value in (*call.args, *(keyword.value for keyword in call.keywords))
-            for one in ast.walk(value)
-            if isinstance(one, ast.Name) and _LOSS.match(one.id)
-        ]
-        if read and not script.evaluates(call):
+        values = [part for value in given(call) for part in ast.walk(value)]
+        losses = any(isinstance(one, ast.Name) and _LOSS.match(one.id) for one in values)
+        if losses and not script.evaluates(call):
             yield Hit(call)
 
 
@@ -125,21 +122,18 @@ def mean_of_means(script: Script) -> Iterator[Hit]:
                 continue
         match divisor:
             case ast.Call(func=ast.Name(id="len"), args=[ast.Name(id=loader)]):
-                if _adds(script, node, total, loader):
+                loops = [
+                    loop
+                    for loop in script.module.loops
+                    if script.module.scope(loop) is script.module.scope(node)
+                    and dotted(script.iterated(loop) or loop) == loader
+                ]
+                if any(_sums(script, loop, total) for loop in loops):
                     yield Hit(node)
 
 
-def _adds(script: Script, node: ast.AST, total: str, loader: str) -> bool:
-    """Whether a loop over the loader, in an evaluation of the same function, adds losses up."""
-    for loop in script.module.loops:
-        over = script.iterated(loop)
-        same = script.module.scope(loop) is script.module.scope(node)
-        if same and isinstance(over, ast.Name) and over.id == loader and _sums(script, loop, total):
-            return True
-    return False
-
-
 def _sums(script: Script, loop: Loop, total: str) -> bool:
+    """Whether a loop of an evaluation adds up losses, each the mean over a batch."""
     for one in ast.walk(loop):
         match one:
             case ast.AugAssign(target=ast.Name(id=name), op=ast.Add(), value=value):

@@ -10,7 +10,7 @@ from lockstep.tools.check.arguments import argument
 from lockstep.tools.check.rule import Hit, rule
 from lockstep.tools.check.rules.loops import runs
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.source import Loop, Module, dotted
+from lockstep.tools.check.source import Loop, dotted, last_name
 
 #: What shows values, and computes nothing with them.
 _SHOWS = {
@@ -53,14 +53,12 @@ def no_weight(script: Script) -> Iterator[Hit]:
         if not call.args or argument(call, "weight", 1) is not None:
             continue
         losses = [one for one in script.sources(call.args[0]) if isinstance(one, ast.Call)]
-        said = {name for one in losses for name in counts_otherwise(script, one)}
-        if "ignore_index" in said:
+        names = {name for one in losses for name in counts_otherwise(script, one)}
+        if "ignore_index" in names:
             yield Hit(call)
-        elif said:
-            yield Hit(
-                call,
-                "this loss is a mean over class weights: give run.backward the sum of those as weight=",
-            )
+        elif names:
+            message = "this loss is a mean over class weights: give run.backward the sum of those as weight="
+            yield Hit(call, message)
 
 
 def counts_otherwise(script: Script, call: ast.Call) -> Iterator[str]:
@@ -69,8 +67,8 @@ def counts_otherwise(script: Script, call: ast.Call) -> Iterator[str]:
     modules = script.made_by(call.func, "torch.nn.CrossEntropyLoss", "torch.nn.NLLLoss")
     for one in [call] if script.name(call.func) in functions else modules:
         for name, place in (("ignore_index", None), ("weight", 2 if one is call else 0)):
-            given = argument(one, name, place)
-            absent = given is None or (isinstance(given, ast.Constant) and given.value is None)
+            value = argument(one, name, place)
+            absent = value is None or (isinstance(value, ast.Constant) and value.value is None)
             if not absent and argument(one, "reduction") is None:
                 yield name
 
@@ -109,30 +107,25 @@ def per_microbatch(script: Script) -> Iterator[Hit]:
     if not runs(script):
         return
     updates = [call for call in script.module.calls if _updates(script, call)]
+    model = (
+        "this is done with the model once per microbatch: do it between the batches of run.batches"
+    )
+    parameters = "parameters are changed, or gradients read, once per microbatch: the whole gradient is there in the last one, for run.clip_grad_norm_ and the optimizer"
+    count = "{} counts microbatches, whose number depends on the layout: use run.step"
     for call in updates:
-        yield Hit(
-            call,
-            "this is done with the model once per microbatch: do it between the batches of run.batches",
-        )
-    inside = {script.project.callee(script.module, call) for call in updates}
+        yield Hit(call, model)
+    inside = {script.callee(call) for call in updates}
     for node in ast.walk(script.module.tree):
         match node:
-            case ast.For(iter=over) | ast.comprehension(iter=over) if (
-                script.module.scope(over) not in inside
-            ):
-                if _over_parameters(script, over) and _in_step(script, over):
-                    yield Hit(
-                        over,
-                        "parameters are changed, or gradients read, once per microbatch: the whole gradient is "
-                        "there in the last one, for run.clip_grad_norm_ and the optimizer",
-                    )
+            case ast.For(iter=over) | ast.comprehension(iter=over):
+                if script.module.scope(over) in inside or not _in_step(script, over):
+                    continue
+                if _over_parameters(script, over):
+                    yield Hit(over, parameters)
             case ast.AugAssign(target=target, op=ast.Add(), value=ast.Constant(value=1)):
                 name = dotted(target)
                 if name and _in_step(script, node) and _decides(script, node, name):
-                    yield Hit(
-                        node,
-                        f"{name} counts microbatches, whose number depends on the layout: use run.step",
-                    )
+                    yield Hit(node, count.format(name))
 
 
 def _in_step(script: Script, node: ast.AST) -> bool:
@@ -143,19 +136,18 @@ def _in_step(script: Script, node: ast.AST) -> bool:
 
 def _updates(script: Script, call: ast.Call) -> bool:
     """Whether a statement hands a model of the run, or what was made of one, to something else than the run."""
-    module, func = script.module, call.func
-    statement, name = module.parents.get(call), dotted(func).rpartition(".")[2]
+    func, name = call.func, last_name(call.func)
+    statement = script.module.parents.get(call)
     if not isinstance(statement, ast.Expr) or name in _SHOWS or not _in_step(script, call):
         return False
     owner = func.value if isinstance(func, ast.Attribute) else None
-    called = script.project.callee(module, call)
-    if called is not None and script.level(called.body) is not None:
-        return False  # it trains
+    if script.runs_backward(call):
+        return False
     if owner is not None and (script.made_by(owner, "lockstep.Run") or _is_model(script, owner)):
         return False
-    made = [one for one in script.sources(owner) if isinstance(one, ast.Call)] if owner else []
-    given = [*call.args, *(arg for one in made for arg in one.args)]
-    return name == "update_parameters" or any(_is_model(script, one) for one in given)
+    made = [one for one in script.sources(owner) if isinstance(one, ast.Call)]
+    values = [*call.args, *(value for one in made for value in one.args)]
+    return name == "update_parameters" or any(_is_model(script, value) for value in values)
 
 
 def _is_model(script: Script, node: ast.expr) -> bool:
@@ -190,7 +182,12 @@ def _decides(script: Script, node: ast.AugAssign, name: str) -> bool:
     for read in ast.walk(own or module.tree):
         if not isinstance(read, ast.Name | ast.Attribute) or dotted(read) != name:
             continue
-        other = module.scope(read) is not own and _is_local(module, read)
+        scope = module.scope(read)
+        parameters = [] if isinstance(scope, ast.Module) else ast.walk(scope.args)
+        local = (scope, name) in module.bound or any(
+            isinstance(one, ast.arg) and one.arg == name for one in parameters
+        )
+        other = scope is not own and local
         if isinstance(read.ctx, ast.Load) and not (
             other or is_shown(script, read) or _divides(script, read)
         ):
@@ -198,20 +195,12 @@ def _decides(script: Script, node: ast.AugAssign, name: str) -> bool:
     return False
 
 
-def _is_local(module: Module, read: ast.Name | ast.Attribute) -> bool:
-    """Whether a name is one of the function that it is read in."""
-    scope = module.scope(read)
-    names = [] if isinstance(scope, ast.Module) else ast.walk(scope.args)
-    taken = any(isinstance(one, ast.arg) and one.arg == dotted(read) for one in names)
-    return taken or (scope, dotted(read)) in module.bound
-
-
 def is_shown(script: Script, read: ast.AST) -> bool:
     """Whether a value is read to be shown, and for nothing else."""
     for above in script.module.above(read):
         if isinstance(above, Loop):
             return False
-        shows = isinstance(above, ast.Call) and dotted(above.func).rpartition(".")[2] in _SHOWS
+        shows = isinstance(above, ast.Call) and last_name(above.func) in _SHOWS
         if shows or isinstance(above, ast.JoinedStr):
             return True
     return False
@@ -219,15 +208,10 @@ def is_shown(script: Script, read: ast.AST) -> bool:
 
 def _divides(script: Script, read: ast.AST) -> bool:
     """Whether a value is returned, or a sum is divided by it."""
-    current = read
-    for above in script.module.above(read):
-        if (
-            isinstance(above, ast.BinOp)
-            and isinstance(above.op, ast.Div)
-            and above.right is current
-        ):
-            return True
-        if isinstance(above, ast.stmt):
-            return isinstance(above, ast.Return)
-        current = above
+    for parent, child in script.module.ancestry(read):
+        match parent:
+            case ast.BinOp(op=ast.Div(), right=right) if right is child:
+                return True
+            case ast.stmt():
+                return isinstance(parent, ast.Return)
     return False

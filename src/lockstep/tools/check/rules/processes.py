@@ -50,20 +50,19 @@ def cannot_start(script: Script) -> Iterator[Hit]:
     for call in script.calls("mp.spawn"):
         target = argument(call, "fn", 0)
         definition = None if target is None else script.project.definition(script.module, target)
-        local = definition is not None and definition in script.module.parents
-        local = local and isinstance(script.module.scope(definition or call), Function)
+        local = definition in script.module.parents and isinstance(
+            script.module.scope(definition or call), Function
+        )
         if isinstance(target, ast.Lambda) or local:
-            what = "mp.spawn pickles its function: define it at the top of the module"
-            yield Hit(call, what)
+            yield Hit(call, "mp.spawn pickles its function: define it at the top of the module")
     for call in script.calls("mp.set_start_method", "mp.get_context", "mp.start_processes"):
         method = argument(call, "method", 0) or argument(call, "start_method")
         starts = "mp.Process" in script.called or ".Process" in script.called
         starts = starts or script.name(call.func) != "mp.get_context"
         forks = method is not None and script.constants(method) == ["fork"]
         if starts and forks and script.says("nccl"):
-            yield Hit(
-                call, "a forked process cannot use CUDA if this one has: start processes by spawn"
-            )
+            message = "a forked process cannot use CUDA if this one has: start processes by spawn"
+            yield Hit(call, message)
 
 
 @rule(
@@ -104,48 +103,33 @@ def no_main_guard(script: Script) -> Iterator[Hit]:
 
 
 def _starts_fresh(script: Script, call: ast.Call, *, always: bool) -> bool:
-    """Whether a call starts processes that import the script's module.
-
-    Args:
-        script: the file.
-        call: what may start processes.
-        always: whether the program has chosen such processes for all that it starts.
-    """
+    """Whether a call starts processes that import the script's module; `always`: whether all do."""
     name = script.name(call.func)
     if name in ("mp.spawn", "mp.start_processes"):
-        return script.constants_of(argument(call, "start_method")) != ["fork"]
+        return script.constants(argument(call, "start_method")) != ["fork"]
     if name == "mp.Process":
         return always
     match call.func:
         case ast.Attribute(value=ast.expr() as context, attr="Process"):
             made = script.made_by(context, "mp.get_context")
-            return any(script.constants_of(argument(one, "method", 0)) == ["spawn"] for one in made)
+            return any(script.constants(argument(one, "method", 0)) == ["spawn"] for one in made)
     workers = argument(call, "multiprocessing_context") if name == "DataLoader" else None
-    return script.constants_of(workers) == ["spawn"]
+    return script.constants(workers) == ["spawn"]
 
 
 def _at_import(script: Script, call: ast.Call, depth: int = 4) -> bool:
     """Whether importing a module comes to a call, itself or by calls of its function, without a guard."""
     scope = script.module.scope(call)
-    if any(_keeps_out(one, scope) for one in _above(script, call)):
-        return False
-    sites = script.project.sites.get(scope, ()) if depth else ()
+    for node in script.module.above(call):
+        if isinstance(node, Function):
+            break
+        if not isinstance(node, ast.If):
+            continue
+        # At the top of a module any branch may keep them out; in a function its words have to say so.
+        words = r"__name__|environ|getenv|rank|RANK|parent_process"
+        if isinstance(scope, ast.Module) or re.search(words, ast.unparse(node.test)):
+            return False
+    callers = script.callers(scope) if depth else []
     return isinstance(scope, ast.Module) or any(
-        _at_import(script.of(module), site.call, depth - 1) for module, site in sites
+        _at_import(caller, site, depth - 1) for caller, site in callers
     )
-
-
-def _keeps_out(node: ast.AST, scope: ast.AST) -> bool:
-    """Whether a branch may keep fresh processes out: any at the top of a module, in functions by its words."""
-    if not isinstance(node, ast.If):
-        return False
-    words = r"__name__|environ|getenv|rank|RANK|parent_process"
-    return isinstance(scope, ast.Module) or bool(re.search(words, ast.unparse(node.test)))
-
-
-def _above(script: Script, node: ast.AST) -> Iterator[ast.AST]:
-    """Yield what a node stands in, up to its function."""
-    current: ast.AST | None = script.module.parents.get(node)
-    while current is not None and not isinstance(current, Function):
-        yield current
-        current = script.module.parents.get(current)

@@ -64,30 +64,25 @@ def no_set_epoch(script: Script) -> Iterator[Hit]:
     framework = {".prepare", ".setup_dataloaders"} & script.called
     if ".set_epoch" in script.called or framework or script.says("set_epoch"):
         return
-    epochs = [loop for one in script.program for loop in script.of(one).epoch_loops]
+    epochs = any(one.epoch_loops for one in script.program)
     for call in script.calls("DistributedSampler"):
         shuffle = argument(call, "shuffle", 3)
-        if not epochs or for_evaluation(script, call) or False in script.constants_of(shuffle):
+        if not epochs or for_evaluation(script, call) or False in script.constants(shuffle):
             continue
         yield Hit(call, None, tuple(_set_epoch(script, call)))
 
 
 def _set_epoch(script: Script, call: ast.Call) -> Iterator[Edit]:
     """Yield the edit that calls `set_epoch`, where the sampler's name is known in the loop."""
-    name = script.bound_name(call)
-    scope = script.module.scope(call)
-    for loop in script.epoch_loops:
-        known = name.isidentifier() and script.module.scope(loop) is scope
-        target = loop.target if known and isinstance(loop, ast.For) else None
-        if isinstance(target, ast.Name) and target.id != "_" and _always_bound(script, call):
-            yield Edit("first", loop, f"{name}.set_epoch({target.id})")
-            return
-
-
-def _always_bound(script: Script, call: ast.Call) -> bool:
-    parent = script.module.parents.get(call)
-    above = script.module.parents.get(parent) if parent is not None else None
-    return isinstance(parent, ast.Assign | ast.AnnAssign) and not isinstance(above, ast.If)
+    name, module = script.bound_name(call), script.module
+    parent, above, *_ = module.above(call)
+    always = isinstance(parent, ast.Assign | ast.AnnAssign) and not isinstance(above, ast.If)
+    for loop in script.epoch_loops if always and name.isidentifier() else ():
+        match loop:
+            case ast.For(target=ast.Name(id=epoch)) if epoch != "_":
+                if module.scope(loop) is module.scope(call):
+                    yield Edit("first", loop, f"{name}.set_epoch({epoch})")
+                    return
 
 
 @rule(

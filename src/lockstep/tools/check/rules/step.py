@@ -6,10 +6,10 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep.tools.check.arguments import argument
+from lockstep.tools.check.arguments import argument, given
 from lockstep.tools.check.rule import Hit, rule
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.source import dotted
+from lockstep.tools.check.source import last_name
 
 _COLLECTIVES = {
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast"),
@@ -20,10 +20,7 @@ _COLLECTIVES = {
 #: Methods of Accelerator, Fabric and Run that all ranks have to call together.
 _METHODS = {
     "Accelerator": {
-        "wait_for_everyone",
-        "gather",
-        "gather_for_metrics",
-        "reduce",
+        *("wait_for_everyone", "gather", "gather_for_metrics", "reduce"),
         "pad_across_processes",
     },
     "Fabric": {"barrier", "all_reduce", "all_gather", "broadcast"},
@@ -40,7 +37,7 @@ def collective(script: Script, call: ast.Call) -> str | None:
     if isinstance(call.func, ast.Attribute):
         for made, methods in _METHODS.items():
             if call.func.attr in methods and script.made_by(call.func.value, made):
-                return f"{ast.unparse(call.func)}"
+                return ast.unparse(call.func)
     return None
 
 
@@ -74,23 +71,15 @@ def collective_of_one_rank(script: Script) -> Iterator[Hit]:
     """Find collective calls under a guard by the rank, unless the other ranks make the same call."""
     for call in script.module.calls:
         name = collective(script, call)
-        if name is None or _of_a_group(call, name):
+        if name is None:
             continue
-        guard = script.guard(call)
-        if guard is None or not isinstance(guard, ast.If | ast.IfExp | ast.With | ast.expr):
-            continue
-        if isinstance(guard, ast.With) or _matched(script, call, guard):
-            continue
-        yield Hit(
-            call,
-            f"{name} is called by some ranks only, and waits for the others: call it on all ranks",
-        )
-
-
-def _of_a_group(call: ast.Call, name: str) -> bool:
-    """Whether a call is made in a group, whose members may be those of the branch."""
-    place = _GROUP.get(name.removeprefix("dist."))
-    return argument(call, "group", place) is not None
+        group = argument(call, "group", _GROUP.get(name.removeprefix("dist.")))
+        guard = (
+            script.guard(call) if group is None else None
+        )  # its members may be those of the branch
+        if isinstance(guard, ast.If | ast.expr) and not _matched(script, call, guard):
+            message = f"{name} is called by some ranks only, and waits for the others: call it on all ranks"
+            yield Hit(call, message)
 
 
 def _matched(script: Script, call: ast.Call, guard: ast.AST) -> bool:
@@ -152,10 +141,8 @@ def waits_each_step(script: Script) -> Iterator[Hit]:
     for call in script.module.calls:
         what = _reads(script, call)
         if what and not script.evaluates(call) and script.step_loop(call, always=True) is not None:
-            yield Hit(
-                call,
-                f"{what} waits for the GPU in each step: keep the tensor, and read it every so many steps",
-            )
+            message = f"{what} waits for the GPU in each step: keep the tensor, and read it every so many steps"
+            yield Hit(call, message)
 
 
 def _reads(script: Script, call: ast.Call) -> str:
@@ -165,13 +152,9 @@ def _reads(script: Script, call: ast.Call) -> str:
             text = ast.unparse(of)
             fits = _TENSOR.search(text.lower()) and ".cpu()" not in text
             return f"{text}.{method}()" if fits else ""
-    name = dotted(call.func).rpartition(".")[2]
-    given = [*call.args, *(one.value for one in call.keywords)] if name in _SHOWS else []
-    for value in given:
-        for one in _shown(value):
-            if _is_tensor(script, one):
-                return f"{name} of {ast.unparse(one)}"
-    return ""
+    name = last_name(call.func)
+    shown = [part for value in given(call) for part in _shown(value)] if name in _SHOWS else []
+    return next((f"{name} of {ast.unparse(one)}" for one in shown if _is_tensor(script, one)), "")
 
 
 def _shown(value: ast.expr) -> list[ast.expr]:
@@ -179,19 +162,18 @@ def _shown(value: ast.expr) -> list[ast.expr]:
     match value:
         case ast.JoinedStr(values=parts):
             return [part.value for part in parts if isinstance(part, ast.FormattedValue)]
-        case ast.Call(func=ast.Attribute(attr="format"), args=given):
-            return given
-        case ast.BinOp(op=ast.Mod(), right=ast.Tuple(elts=given)):
-            return given
-        case ast.BinOp(op=ast.Mod(), right=given):
-            return [given]
+        case ast.Call(func=ast.Attribute(attr="format"), args=values):
+            return values
+        case ast.BinOp(op=ast.Mod(), right=ast.Tuple(elts=values)):
+            return values
+        case ast.BinOp(op=ast.Mod(), right=right):
+            return [right]
     return [value]
 
 
 def _is_tensor(script: Script, node: ast.expr) -> bool:
     """Whether a value is called a loss or an output, and comes from a call that reads no tensor."""
-    name = dotted(node).rpartition(".")[2]
-    if not re.search(r"(^|_)(loss|logits|outputs?)$", name):
+    if not re.search(r"(^|_)(loss|logits|outputs?)$", last_name(node)):
         return False
     values = script.sources(node)
     read = r"\.item\(|\.tolist\(|\bfloat\(|\bnp\.|numpy|\.avg\b|round\("
@@ -296,9 +278,8 @@ def every_nth(script: Script) -> Iterator[ast.Call]:
     for call in script.methods("step"):
         assert isinstance(call.func, ast.Attribute)
         branch = script.module.parents.get(script.module.statement(call) or call)
-        if not re.search(r"optim|opt$|scaler", ast.unparse(call.func.value)) or not isinstance(
-            branch, ast.If
-        ):
+        named = re.search(r"optim|opt$|scaler", ast.unparse(call.func.value))
+        if not named or not isinstance(branch, ast.If):
             continue
         modulo = any(isinstance(one, ast.Mod) for one in ast.walk(branch.test))
         inside = any(

@@ -53,15 +53,17 @@ def early_optimizer(script: Script) -> Iterator[Hit]:
         match argument(made, "params", 0):
             case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="parameters")):
                 calls = [call for call in script.module.calls if script.earlier(made, call)]
-                sharded = [call for call in calls if _shards(script, call, name)]
-                moved = [call for call in calls if _moves(script, call, name)]
-                yield from (Hit(call) for call in sharded[:1])
-                if not sharded:
-                    yield from (Hit(call, _MOVED, harm="misleads") for call in moved[:1])
-
-
-#: Of a move, where parameters stay the same objects, but PyTorch asks for the order all the same.
-_MOVED = "the optimizer above was made before the model is moved: make it after"
+                sharded = [Hit(call) for call in calls if _shards(script, call, name)]
+                # A move keeps the parameters, but PyTorch asks for the order all the same.
+                moved = "the optimizer above was made before the model is moved: make it after"
+                yield from (
+                    sharded
+                    or [
+                        Hit(call, moved, harm="misleads")
+                        for call in calls
+                        if _moves(script, call, name)
+                    ]
+                )[:1]
 
 
 def _shards(script: Script, call: ast.Call, name: str) -> bool:
@@ -115,8 +117,13 @@ def late_sync_batchnorm(script: Script) -> Iterator[Hit]:
         model = argument(call, "module", 0)
         if model is None:
             continue
-        if always_wrapped(script, model, "FSDP") or _sharded_before(script, model):
-            yield Hit(call, _NEW_LAYERS, harm="fails")
+        sharded = isinstance(model, ast.Name) and any(  # which returns its model
+            _shards(script, one, model.id) and script.earlier(one, model)
+            for one in script.calls("fully_shard")
+        )
+        if sharded or always_wrapped(script, model, "FSDP"):
+            message = "FSDP gathers parameters for the layers before this, and the new ones compute with shards: convert before"
+            yield Hit(call, message, harm="fails")
         elif always_wrapped(script, model, "DDP"):
             yield Hit(call)
 
@@ -126,21 +133,9 @@ def always_wrapped(script: Script, model: ast.expr, wrapper: str) -> bool:
     wrapped = wrapped_before(script, model, wrapper)
     if wrapped is None:
         return False
-    homes = [script.of(one) for one in script.program if wrapped in one.parents]
-    around = conditions(homes[0], wrapped) - conditions(script, model)
+    home = next(one for one in script.program if wrapped in one.module.parents)
+    around = conditions(home, wrapped) - conditions(script, model)
     return not around and not script.exclusive(wrapped, model)
-
-
-#: Of FSDP, which knows the layers that it has wrapped.
-_NEW_LAYERS = "FSDP gathers parameters for the layers before this, and the new ones compute with shards: convert before"
-
-
-def _sharded_before(script: Script, model: ast.expr) -> bool:
-    """Whether `fully_shard`, which returns its model, was called for a name before."""
-    if not isinstance(model, ast.Name):
-        return False
-    made = script.calls("fully_shard")
-    return any(_shards(script, one, model.id) and script.earlier(one, model) for one in made)
 
 
 @rule(
