@@ -7,9 +7,16 @@ from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from lockstep.tools.check.source import Function, Loop, dotted
+from lockstep.tools.check.source import Function, Loop, before, dotted
 from lockstep.tools.convert import questions
-from lockstep.tools.convert.draft import Draft, method_calls, root, sent_backward
+from lockstep.tools.convert.draft import (
+    Draft,
+    method_calls,
+    root,
+    sent_backward,
+    stored,
+    variables,
+)
 
 #: Methods that put something into a container.
 _FILLS = ("append", "extend", "appendleft", "add", "push", "insert", "update", "pop", "enqueue")
@@ -28,7 +35,7 @@ def convert(draft: Draft) -> None:
     """Ask about variables that an iteration leaves to the next, and that a loss follows from."""
     for loop in draft.script.step_loops:
         bindings = [_binding(one) for one in _statements(loop.body)]
-        changed = _numbers(loop).union(*(one.names for one in bindings))
+        changed = _counter(loop).union(*(one.names for one in bindings))
         early = {
             name: one.node
             for one in reversed(bindings)
@@ -39,40 +46,29 @@ def convert(draft: Draft) -> None:
             draft.ask(early[name], questions.CARRIED.format(name))
 
 
-def stored(node: ast.AST) -> set[str]:
-    """Return the variables and attributes that a node binds."""
-    return {dotted(one) for one in _variables(node) if not isinstance(one.ctx, ast.Load)} - {""}
-
-
 def binds(statements: Sequence[ast.stmt], name: str) -> bool:
     """Whether statements bind a name whichever way they take; loops are taken to have an iteration."""
-    for one in statements:
-        match one:
+    for statement in statements:
+        match statement:
             case ast.If(body=body, orelse=orelse):
                 bound = binds(body, name) and binds(orelse, name)
             case ast.With() | ast.For() | ast.While() | ast.Try():
-                bound = name in stored(_head(one)) or binds(one.body, name)
+                bound = name in stored(_head(statement)) or binds(statement.body, name)
             case _:
-                bound = name in stored(one)
+                bound = name in stored(statement)
         if bound:
             return True
     return False
 
 
-def _variables(node: ast.AST) -> Iterator[ast.Name | ast.Attribute]:
-    for one in ast.walk(node):
-        if isinstance(one, ast.Name | ast.Attribute):
-            yield one
-
-
 def _statements(block: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
     """Yield statements and those inside, in their order."""
-    for one in block:
-        if isinstance(one, Function | ast.ClassDef):
+    for statement in block:
+        if isinstance(statement, Function | ast.ClassDef):
             continue
-        yield one
+        yield statement
         for name in ("body", "orelse", "handlers", "finalbody"):
-            yield from _statements(getattr(one, name, ()))
+            yield from _statements(getattr(statement, name, ()))
 
 
 def _head(statement: ast.stmt) -> ast.AST:
@@ -83,56 +79,43 @@ def _head(statement: ast.stmt) -> ast.AST:
         case ast.For(target=target, iter=over):
             return ast.Tuple([target, over])
         case ast.With(items=items):
-            return ast.Tuple(
-                [part for one in items for part in (one.context_expr, one.optional_vars) if part]
-            )
+            parts = [part for one in items for part in (one.context_expr, one.optional_vars)]
+            return ast.Tuple([part for part in parts if part])
     return ast.Tuple([]) if hasattr(statement, "body") else statement
 
 
 def _binding(statement: ast.stmt) -> _Binding:
     head = _head(statement)
-    read = {dotted(one) for one in _variables(head) if isinstance(one.ctx, ast.Load)} - {""}
-    names = stored(head)
+    filled = None
     match statement:
-        case ast.AugAssign(target=target):
-            filled = root(target)
-        case ast.Assign(targets=[ast.Subscript() as target]):
+        case ast.AugAssign(target=target) | ast.Assign(targets=[ast.Subscript() as target]):
             filled = root(target)
         case ast.Expr(value=ast.Call(func=ast.Attribute(value=owner, attr=attr))) if attr in _FILLS:
             filled = owner
-        case _:
-            filled = None
-    own = {dotted(filled)} - {""} if filled is not None else set()
-    return _Binding(statement, names | own, read | own)
+    own = {dotted(filled)} if filled is not None else set()
+    read = {dotted(one) for one in variables(head) if isinstance(one.ctx, ast.Load)}
+    return _Binding(statement, (stored(head) | own) - {""}, (read | own) - {""})
 
 
 def _used(
     draft: Draft, loop: Loop, bindings: Sequence[_Binding], early: AbstractSet[str]
 ) -> set[str]:
     """Return what the losses of a loop follow from, in an iteration and by `early` ones in later ones."""
-    script, module = draft.script, draft.module
     sent: list[ast.AST] = [sent_backward(call) for call in method_calls(loop, "backward")]
-    for call in ast.walk(loop):
-        called = script.callee(call) if isinstance(call, ast.Call) else None
-        if called is not None and script.level(called.body) is not None:
-            sent.append(call)
-    used = {dotted(one) for node in sent for one in _variables(node)}
+    sent += [node for node in ast.walk(loop) if draft.script.runs_backward(node)]
+    used = {dotted(one) for one in variables(*sent)}
     last = max((getattr(one, "lineno", 0) for one in sent), default=0)
     count = 0
     while count != len(used):
         count = len(used)
         for one in bindings:
             if one.names & used and (one.node.lineno <= last or one.names & early):
-                tests = [
-                    n.test
-                    for n in module.above(one.node)
-                    if isinstance(n, ast.If) and loop in module.above(n)
-                ]
-                used |= one.read | {dotted(part) for test in tests for part in _variables(test)}
+                tests = [test for test in draft.tests(one.node) if loop in draft.module.above(test)]
+                used |= one.read | {dotted(part) for part in variables(*tests)}
     return used
 
 
-def _numbers(loop: Loop) -> set[str]:
+def _counter(loop: Loop) -> set[str]:
     """Return the name that counts a loop's iterations."""
     match loop:
         case ast.For(target=ast.Tuple(elts=[ast.Name(id=name), *_]), iter=ast.Call(func=func)):
@@ -142,14 +125,11 @@ def _numbers(loop: Loop) -> set[str]:
 
 def _bound_before(draft: Draft, loop: Loop, node: ast.stmt, name: str) -> bool:
     """Whether an iteration has certainly bound a name when it comes to a statement."""
-    current: ast.AST = node
-    while current is not loop:
-        above = draft.module.parents[current]
-        for block in (getattr(above, one, []) for one in ("body", "orelse", "finalbody")):
-            if current in block and binds(block[: block.index(current)], name):
-                return True
-        own = stored(_head(above)) if isinstance(above, ast.stmt) else set()
-        if name in own - (_numbers(loop) if above is loop else set()):
+    for parent, child in draft.module.ancestry(node):
+        own = stored(_head(parent)) if isinstance(parent, ast.stmt) else set()
+        counted = _counter(loop) if parent is loop else set()
+        if binds(before(parent, child), name) or name in own - counted:
             return True
-        current = above
+        if parent is loop:
+            break
     return False

@@ -9,24 +9,36 @@ from lockstep.tools.check.rules.microbatches import is_shown
 from lockstep.tools.check.script import EVALUATION, Script
 from lockstep.tools.check.source import Loop, dotted, last_name
 from lockstep.tools.convert import questions
-from lockstep.tools.convert.carried import stored
-from lockstep.tools.convert.draft import RUN, Draft, origins
+from lockstep.tools.convert.draft import RUN, Draft, origins, stored, variables
 
 
 def convert(draft: Draft) -> None:
     """Give the loaders of training loops to the run."""
-    script, held = draft.script, set()
+    script = draft.script
+    given: set[ast.expr] = set()
     for loop in script.step_loops:
-        given = script.iterated(loop)
-        found = [] if given is None else _gone_over(script, given)
-        for one in _trained_on(script, found):
-            if one not in held:
-                held.add(one)
-                _loader(draft, loop, one)
+        over = script.iterated(loop)
+        found = [] if over is None else _gone_over(script, over)
+        # Where a loop trains and measures by turns, what it trains on.
+        training = [one for one in found if not EVALUATION.search(script.bound_name(one).lower())]
+        for made in training or found:
+            if made not in given:
+                given.add(made)
+                _loader(draft, loop, made)
         if not found:
-            draft.ask(loop, questions.LOADER.format(_text(given)))
+            draft.ask(loop, _unknown(over))
         _others(draft, loop)
-    _measured(draft, held)
+    for loop in draft.module.loops:  # that measure over a loader of the run
+        over = script.iterated(loop)
+        if over is None or script.level(loop.body) is not None:
+            continue
+        if given.intersection(_gone_over(script, over)):
+            draft.ask(loop, questions.SHARE)
+
+
+def _unknown(node: ast.expr | None) -> str:
+    """Return the question about what is gone over, and is no loader that was found."""
+    return questions.LOADER.format("a while loop" if node is None else ast.unparse(node)[:60])
 
 
 def _others(draft: Draft, loop: Loop) -> None:
@@ -37,23 +49,19 @@ def _others(draft: Draft, loop: Loop) -> None:
         if name == "islice":
             draft.ask(loop, questions.LEAVES)
         elif name in ("zip", "cycle"):
-            draft.ask(loop, questions.LOADER.format(_text(call)))
+            draft.ask(loop, _unknown(call))
             break
     for call in draft.module.calls:
         drawn = dotted(call.func) == "next" and "parameters(" not in ast.unparse(call)
         if drawn and draft.script.step_loop(call) is loop:
-            draft.ask(call, questions.LOADER.format(_text(call)))
-
-
-def _text(node: ast.expr | None) -> str:
-    return "a while loop" if node is None else ast.unparse(node)[:60]
+            draft.ask(call, _unknown(call))
 
 
 def _gone_over(script: Script, node: ast.expr) -> list[ast.expr]:
     """Return what a loop goes over, where it is made: behind a bar, in either branch."""
     found: list[ast.expr] = []
-    for one in origins(script, node):
-        match one:
+    for origin in origins(script, node):
+        match origin:
             case ast.IfExp(body=body, orelse=orelse):
                 found += [*_gone_over(script, body), *_gone_over(script, orelse)]
             case ast.Call(func=func, args=[inner, *_]) if dotted(func).endswith("tqdm"):
@@ -61,22 +69,15 @@ def _gone_over(script: Script, node: ast.expr) -> list[ast.expr]:
             case ast.Tuple(elts=[]) | ast.List(elts=[]):
                 pass
             case _:
-                found.append(one)
+                found.append(origin)
     return found
-
-
-def _trained_on(script: Script, found: list[ast.expr]) -> list[ast.expr]:
-    """Return, where a loop trains and measures by turns, what it trains on."""
-    named = {one: script.bound_name(one).lower() for one in found}
-    left = [one for one in found if not EVALUATION.search(named[one])]
-    return left or found
 
 
 def _loader(draft: Draft, loop: Loop, made: ast.expr) -> None:
     script = draft.script
     calls = script.made_by(made, "DataLoader")
     if not calls or made not in draft.module.parents:
-        draft.ask(loop, questions.LOADER.format(_text(made)))
+        draft.ask(loop, _unknown(made))
         return
     for call in calls:
         if argument(call, "batch_sampler") is not None:
@@ -90,19 +91,9 @@ def _loader(draft: Draft, loop: Loop, made: ast.expr) -> None:
 def _sizes(draft: Draft, loop: Loop, name: str) -> None:
     """Ask where a training loop reads the size of a batch: a microbatch has a part of it."""
     own = stored(loop)
-    for node in ast.walk(draft.module.tree):
-        read = isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load)
-        same = read and last_name(node) == name and dotted(node) not in own
-        if same and draft.script.step_loop(node) is loop and not is_shown(draft.script, node):
-            draft.ask(node, questions.SIZE.format(name))
-
-
-def _measured(draft: Draft, held: set[ast.expr]) -> None:
-    """Ask about loops that measure over a loader of the run: a rank sees its share there."""
-    script = draft.script
-    for loop in draft.module.loops:
-        if script.level(loop.body) is not None or isinstance(loop, ast.While):
+    for node in variables(draft.module.tree):
+        read = isinstance(node.ctx, ast.Load) and not is_shown(draft.script, node)
+        if not read or last_name(node) != name or dotted(node) in own:
             continue
-        given = script.iterated(loop)
-        if given is not None and any(one in held for one in _gone_over(script, given)):
-            draft.ask(loop, questions.SHARE)
+        if draft.script.step_loop(node) is loop:
+            draft.ask(node, questions.SIZE.format(name))

@@ -5,19 +5,17 @@ from __future__ import annotations
 import ast
 import re
 
+from lockstep.tools.check.arguments import given
 from lockstep.tools.check.source import Loop, dotted, last_name
 from lockstep.tools.convert import loops, questions
-from lockstep.tools.convert.draft import Draft, origins, root
+from lockstep.tools.convert.draft import Draft, origins, root, variables
 
 #: The time, of which each rank has its own.
 _CLOCK = re.compile(r"\b(time|monotonic|perf_counter)\(\)")
-
 #: Functions whose value is that of their arguments, put together.
 _ARITHMETIC = {"sum", "mean", "float", "round", "min", "max"}
-
 #: What optimizers keep in `param_groups`.
 _SETTINGS = {"lr", "momentum", "betas", "weight_decay", "eps"}
-
 #: Methods whose value is that of their object.
 _SAME = {"item", "detach", "cpu"}
 
@@ -26,39 +24,32 @@ def convert(draft: Draft) -> None:
     """Ask about learning rates and early ends that follow from what one rank sees."""
     script = draft.script
     for call in script.methods("step"):
-        loop, values = script.step_loop(call), [*call.args, *(one.value for one in call.keywords)]
-        if isinstance(loop, ast.For) and any(_counts(loop, one) for one in values):
+        loop = script.step_loop(call)
+        if isinstance(loop, ast.For) and any(_counts(loop, one) for one in given(call)):
             draft.ask(call, questions.RATE)
-        elif loop is None and any(_of_training(draft, one) for one in values):
+        elif loop is None and any(_of_training(draft, one) for one in given(call)):
             draft.ask(call, questions.OWN)
     for node in ast.walk(draft.module.tree):
-        if _sets_rate(node):
-            if script.step_loop(node) is not None:
-                draft.ask(node, questions.RATE)
-            elif any(_of_training(draft, one) for one in _tests(draft, node)):
-                draft.ask(node, questions.OWN)
-        elif (
-            isinstance(node, ast.Break | ast.Return) or loops.exits(draft, node)
-        ) and _leaves_by_training(draft, node):
+        match node:
+            case (
+                ast.Assign(targets=[ast.Subscript(slice=ast.Constant(value=name))])
+                | ast.AugAssign(target=ast.Subscript(slice=ast.Constant(value=name)))
+            ) if name in _SETTINGS:  # `group["lr"] = …`
+                if script.step_loop(node) is not None:
+                    draft.ask(node, questions.RATE)
+                elif any(_of_training(draft, one) for one in draft.tests(node)):
+                    draft.ask(node, questions.OWN)
+        leaves = isinstance(node, ast.Break | ast.Return) or loops.exits(draft, node)
+        if leaves and _leaves_by_training(draft, node):
             draft.ask(node, questions.OWN)
 
 
 def _counts(loop: ast.For, node: ast.expr) -> bool:
     """Whether an expression has the number that `enumerate` gives in a loop."""
-    enumerates = isinstance(loop.iter, ast.Call) and dotted(loop.iter.func) == "enumerate"
-    if not enumerates or not isinstance(loop.target, ast.Tuple):
-        return False
-    number = ast.unparse(loop.target.elts[0])
-    return any(isinstance(one, ast.Name) and one.id == number for one in ast.walk(node))
-
-
-def _sets_rate(node: ast.AST) -> bool:
-    """Whether a statement is `group["lr"] = …`, or sets another setting of an optimizer."""
-    match node:
-        case ast.Assign(targets=[ast.Subscript(slice=ast.Constant(value=name))]):
-            return name in _SETTINGS
-        case ast.AugAssign(target=ast.Subscript(slice=ast.Constant(value=name))):
-            return name in _SETTINGS
+    match loop:
+        case ast.For(target=ast.Tuple(elts=[ast.Name(id=number), *_]), iter=ast.Call(func=func)):
+            enumerates = dotted(func) == "enumerate"
+            return enumerates and number in [dotted(one) for one in variables(node)]
     return False
 
 
@@ -67,7 +58,7 @@ def _leaves_by_training(draft: Draft, node: ast.AST) -> bool:
     loop = next((one for one in draft.module.above(node) if isinstance(one, Loop)), None)
     return loop in draft.script.epoch_loops and any(
         _of_training(draft, test) or _CLOCK.search(ast.unparse(test))
-        for test in _tests(draft, node)
+        for test in draft.tests(node)
         if loop in draft.module.above(test)
     )
 
@@ -83,24 +74,18 @@ def _of_training(draft: Draft, node: ast.expr, depth: int = 3) -> bool:
                 continue
             if any(one in script.step_loops for one in module.above(value)):
                 return True
-            called = script.callee(value) if isinstance(value, ast.Call) else None
-            if called is not None and script.level(called.body) is not None:
+            if script.runs_backward(value):
                 return True
-            given = [] if value is name or not depth else [value, *_tests(draft, value)]
-            if any(_of_training(draft, one, depth - 1) for one in given):
+            others = [] if value is name or not depth else [value, *draft.tests(value)]
+            if any(_of_training(draft, one, depth - 1) for one in others):
                 return True
     return False
-
-
-def _tests(draft: Draft, node: ast.AST) -> list[ast.expr]:
-    """Return the conditions that a node stands under."""
-    return [one.test for one in draft.module.above(node) if isinstance(one, ast.If)]
 
 
 def _filled(draft: Draft, name: ast.expr, depth: int) -> bool:
     """Whether an object, such as a list, a meter or a stopper, is given what was computed in training."""
     script, module, owner = draft.script, draft.module, root(name)
-    if owner is None or dotted(owner) in ("", "self") or draft.held & set(origins(script, owner)):
+    if owner is None or dotted(owner) in ("", "self") or draft.models & set(origins(script, owner)):
         return False
     for call in module.calls:
         receiver = root(call.func)
@@ -119,13 +104,11 @@ def _operands(node: ast.expr) -> list[ast.expr]:
     """Return the variables and calls that a value is put together from by arithmetic."""
     parts: list[ast.expr] = []
     match node:
-        case ast.Name() | ast.Attribute():
-            return [node]
         case ast.Call(func=ast.Attribute(value=owner, attr=method)) if method in _SAME:
             parts = [owner]
         case ast.Call(func=func, args=args) if last_name(func) in _ARITHMETIC:
             parts = args
-        case ast.Call():
+        case ast.Name() | ast.Attribute() | ast.Call():
             return [node]
         case ast.Subscript(value=value):
             parts = [value]

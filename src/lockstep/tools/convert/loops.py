@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from typing import Any
 
-from lockstep.tools.check.arguments import argument
+from lockstep.tools.check.arguments import argument, given
 from lockstep.tools.check.source import Loop, dotted, last_name
 from lockstep.tools.convert import questions
 from lockstep.tools.convert.draft import (
     RUN,
     Draft,
-    calls,
     latest,
     method_calls,
     origins,
     root,
     sent_backward,
+    stored,
 )
 
 _CLIPPING = {
@@ -32,10 +33,19 @@ def convert(draft: Draft) -> None:
     """Let the run count epochs and send losses backward."""
     for loop in draft.script.epoch_loops:
         if draft.script.level(loop.body) == 1:
-            _epochs(draft, _counting(draft, loop))
+            # The loop that counts epochs may be one around it, as around phases of an epoch.
+            around = [loop, *(one for one in draft.module.above(loop) if isinstance(one, Loop))]
+            counting = (one for one in around if _counted(draft, one)[1])
+            _epochs(draft, next(counting, loop))
     for call in draft.script.methods("backward"):
-        if not any(edit.node is call for edit in draft.edits):  # of a loss that is scaled
-            _backward(draft, call)
+        if any(edit.node is call for edit in draft.edits):
+            continue  # of a loss that is scaled
+        if draft.script.step_loop(call) is None:
+            draft.ask(call, questions.OUTSIDE)
+        elif given(call):
+            draft.ask(call, questions.BACKWARD)
+        else:
+            draft.edit("owner", call, f"{RUN}.backward")
     for loop in draft.script.step_loops:
         _accumulation(draft, loop)
     _leaving(draft)
@@ -44,17 +54,8 @@ def convert(draft: Draft) -> None:
             draft.edit("callee", call, f"{RUN}.{method}")
 
 
-def _counting(draft: Draft, loop: Loop) -> Loop:
-    """Return the loop that counts epochs: this one, or one around it, as around phases of an epoch."""
-    around = [one for one in draft.module.above(loop) if isinstance(one, Loop)]
-    for one in (loop, *around):
-        if isinstance(one, ast.For) and _counted(draft, one.iter)[1]:
-            return one
-    return loop
-
-
 def _epochs(draft: Draft, loop: Loop) -> None:
-    bar, counted = (None, None) if isinstance(loop, ast.While) else _counted(draft, loop.iter)
+    bar, counted = _counted(draft, loop)
     if counted is None or not isinstance(loop, ast.For):
         draft.ask(loop, questions.EPOCHS)
         return
@@ -67,36 +68,33 @@ def _epochs(draft: Draft, loop: Loop) -> None:
         draft.edit("argument", bar, count, "total")
     if first is None:
         return
-    if any(
-        isinstance(n, ast.Subscript) for one in draft.script.sources(first) for n in ast.walk(one)
-    ):
+    parts = [part for one in draft.script.sources(first) for part in ast.walk(one)]
+    if any(isinstance(part, ast.Subscript) for part in parts):
         draft.ask(loop, questions.START)
-    read = isinstance(loop.target, ast.Name) and any(
-        draft.mentions(loop.target.id, statement) for statement in loop.body
-    )
-    if read:
-        draft.edit("first", loop, f"{source(loop.target)} += {source(first)}")
+    name = dotted(loop.target)
+    if name and any(True for one in loop.body for _ in draft.mentions(name, one)):
+        draft.edit("first", loop, f"{name} += {source(first)}")
 
 
-def _counted(draft: Draft, node: ast.expr) -> tuple[ast.Call | None, ast.Call | None]:
+def _counted(draft: Draft, over: ast.AST) -> tuple[ast.Call | None, ast.Call | None]:
     """Return the bar that a loop goes over, if there is one, and the `range` of its numbers."""
-    for one in origins(draft.script, node.value if isinstance(node, ast.NamedExpr) else node):
-        match one:
-            case ast.Call(func=func, args=[ast.Call() as inner, *_]) if _last(func) == "tqdm":
-                return one, _counted(draft, inner)[1]
-            case ast.Call(func=func, args=[_] | [_, _]) if _last(func) in ("range", "trange"):
-                return None, one
+    match over:
+        case ast.For(iter=node) | ast.AsyncFor(iter=node) | ast.NamedExpr(value=node):
+            return _counted(draft, node)
+    for origin in origins(draft.script, over) if isinstance(over, ast.expr) else ():
+        match origin:
+            case ast.Call(func=func, args=[ast.Call() as inner, *_]) if last_name(func) == "tqdm":
+                return origin, _counted(draft, inner)[1]
+            case ast.Call(func=func, args=[_] | [_, _]):
+                if last_name(func) in ("range", "trange"):
+                    return None, origin
     return None, None
-
-
-def _last(node: ast.expr) -> str:
-    return last_name(node)
 
 
 def _with_bar(draft: Draft, counted: ast.Call, count: str) -> str:
     """Return the epochs of a run, with the bar of a `trange`."""
     epochs, source = f"{RUN}.epochs({count})", draft.module.source
-    if _last(counted.func) == "range":
+    if last_name(counted.func) == "range":
         return epochs
     home = draft.script.name(counted.func).rpartition(".")[0]
     if home and isinstance(counted.func, ast.Name) and "tqdm" not in draft.module.imports:
@@ -116,57 +114,42 @@ def _difference(draft: Draft, first: ast.expr, last: ast.expr) -> str:
     return f"{draft.operand(last)} - {draft.operand(first)}"
 
 
-def _backward(draft: Draft, call: ast.Call) -> None:
-    if draft.script.step_loop(call) is None:
-        draft.ask(call, questions.OUTSIDE)
-    elif call.args or call.keywords:
-        draft.ask(call, questions.BACKWARD)
-    else:
-        draft.edit("owner", call, f"{RUN}.backward")
-
-
 # Steps that are not taken in each iteration -------------------------------------------------------------
 
 
 def _accumulation(draft: Draft, loop: Loop) -> None:
     """Make of a step that every n-th batch takes one batch that is n times as large."""
+    bound = stored(loop)
     for branch in _inside(draft, loop, ast.If):
         number = _modulus(branch.test)
-        if not calls(branch, "step") or not (number or _varies(loop, branch.test)):
+        varies = any(isinstance(one, ast.Name) and one.id in bound for one in ast.walk(branch.test))
+        if not method_calls(branch, "step") or not (number or varies):
             continue
-        sized = [argument(one, "batch_size", 1) for one in _loaders(draft, loop)]
+        sizes = [argument(one, "batch_size", 1) for one in _loaders(draft, loop)]
         divided = [] if number is None else _divisions(draft, loop, number)
-        if number is None or not divided or not _accumulates(loop, branch) or not all(sized):
+        if number is None or not divided or not _accumulates(loop, branch) or not all(sizes):
             draft.ask(branch, questions.EVERY)
             continue
         draft.edit("splice", branch)
         count = draft.module.source(number)
-        for size in sized:
+        for size in sizes:
             assert size is not None
-            draft.edit("replace", size, f"{_factor(draft, size)} * {count}")
+            known = [one for one in draft.edits if one.kind == "replace" and one.node is size]
+            factor = known[0].code if known else draft.operand(size)
+            draft.edits = [one for one in draft.edits if one not in known]
+            draft.edit("replace", size, f"{factor} * {count}")
         for node in divided:
             _undivide(draft, node)
         draft.notes.append(questions.ACCUMULATED.format(count))
 
 
-def _factor(draft: Draft, node: ast.expr) -> str:
-    """Return an expression as a factor; what it is to be replaced by already counts."""
-    known = [edit.code for edit in draft.edits if edit.kind == "replace" and edit.node is node]
-    draft.edits = [
-        edit for edit in draft.edits if not (edit.kind == "replace" and edit.node is node)
-    ]
-    return known[0] if known else draft.operand(node)
-
-
-def _inside(draft: Draft, loop: Loop, *kind: type[ast.stmt]) -> list[Any]:
-    """Return the nodes of a kind whose innermost loop is this one."""
-    found = []
+def _inside(draft: Draft, loop: Loop, kind: Any) -> Iterator[Any]:
+    """Yield the statements of a kind whose innermost loop is this one."""
     for node in ast.walk(loop):
         if isinstance(node, kind):
             nearest = next(one for one in draft.module.above(node) if isinstance(one, Loop))
             if nearest is loop:
-                found.append(node)
-    return found
+                yield node
 
 
 def _accumulates(loop: Loop, branch: ast.If) -> bool:
@@ -174,20 +157,10 @@ def _accumulates(loop: Loop, branch: ast.If) -> bool:
     updates = ("step", "zero_grad")
     return (
         not branch.orelse
-        and calls(branch, *updates) == calls(loop, *updates)
-        and not calls(branch, "backward")
-        and calls(loop, "backward") > 0
+        and len(method_calls(branch, *updates)) == len(method_calls(loop, *updates))
+        and not method_calls(branch, "backward")
+        and bool(method_calls(loop, "backward"))
     )
-
-
-def _varies(loop: Loop, test: ast.expr) -> bool:
-    """Whether a condition reads what the loop binds."""
-    stored = {
-        one.id
-        for one in ast.walk(loop)
-        if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)
-    }
-    return any(isinstance(one, ast.Name) and one.id in stored for one in ast.walk(test))
 
 
 def _modulus(test: ast.expr) -> ast.expr | None:
@@ -218,7 +191,10 @@ def _divisions(draft: Draft, loop: Loop, number: ast.expr) -> list[ast.AugAssign
     if not all(sent):
         return []
     found = list(dict.fromkeys(one for divided in sent for one in divided))
-    names = {_target(draft, one) for one in found} - {""}  # `loss` of `loss = loss / n`
+    names = {  # `loss` of `loss = loss / n`
+        dotted(one.target) if isinstance(one, ast.AugAssign) else draft.script.bound_name(one)
+        for one in found
+    } - {""}
     loaders = set(_loaders(draft, loop))
     for node in ast.walk(draft.module.tree):
         if isinstance(node, ast.BinOp) and ast.dump(node.right) == same and node not in found:
@@ -238,17 +214,10 @@ def _divided(draft: Draft, node: ast.expr, same: str) -> list[ast.AugAssign | as
         case ast.BinOp(op=ast.Mult() | ast.Div(), left=left):
             return _divided(draft, left, same)
         case ast.Name() | ast.Attribute():
-            values = [value for _, value in latest(draft.script, node)]
-            found = [_divided(draft, one, same) for one in values if isinstance(one, ast.expr)]
+            values = [one for one in latest(draft.script, node) if isinstance(one, ast.expr)]
+            found = [_divided(draft, one, same) for one in values]
             return [one for part in found for one in part] if all(found) else []
     return []
-
-
-def _target(draft: Draft, division: ast.AugAssign | ast.BinOp) -> str:
-    """Return the variable that a divided loss is bound to."""
-    if isinstance(division, ast.AugAssign):
-        return dotted(division.target)
-    return draft.script.bound_name(division)
 
 
 def _length(draft: Draft, node: ast.BinOp, loaders: set[ast.Call]) -> bool:
@@ -263,24 +232,23 @@ def _length(draft: Draft, node: ast.BinOp, loaders: set[ast.Call]) -> bool:
 
 def _undivide(draft: Draft, node: ast.AugAssign | ast.BinOp) -> None:
     if isinstance(node, ast.AugAssign):
-        draft.remove(node)
+        draft.removed.add(node)
         return
     above = draft.module.parents.get(node)
     inner = isinstance(above, ast.BinOp | ast.UnaryOp | ast.Attribute)
     left = draft.operand(node.left) if inner else draft.module.source(node.left)
     draft.edit("replace", node, left)
     if isinstance(above, ast.Assign) and ast.unparse(above.targets[0]) == ast.unparse(node.left):
-        draft.remove(above)  # `loss = loss / n`
+        draft.removed.add(above)  # `loss = loss / n`
 
 
 def _leaving(draft: Draft) -> None:
     """Ask about what leaves a training loop, or the script, or passes over a part of a batch."""
     script, module = draft.script, draft.module
     for loop in script.step_loops:
-        for node in _inside(draft, loop, ast.Break):
-            draft.ask(node, questions.LEAVES)
-        for node in _inside(draft, loop, ast.Continue):
-            draft.ask(node, questions.SKIPS)
+        for jump in _inside(draft, loop, ast.Break | ast.Continue):
+            leaves = isinstance(jump, ast.Break)
+            draft.ask(jump, questions.LEAVES if leaves else questions.SKIPS)
         for node in ast.walk(loop):
             if isinstance(node, ast.Return) and module.scope(node) is module.scope(loop):
                 draft.ask(node, questions.LEAVES)

@@ -23,25 +23,16 @@ def convert(draft: Draft) -> None:
     script, module = draft.script, draft.module
     if "ddp" in script.flavours:
         return
-    trained = {
-        called
-        for call in module.calls
-        if script.step_loop(call) is not None and (called := script.callee(call))
-    }
+    trained = {script.callee(call) for call in module.calls if script.step_loop(call) is not None}
     for call in module.calls:
+        words = {(one.arg, ast.unparse(one.value)) for one in call.keywords}
+        sums = words & {("reduction", "'sum'"), ("size_average", "False")}
         trains = script.step_loop(call) is not None or module.scope(call) in trained
-        if _takes_sum(call) and (trains or script.name(call.func).endswith("Loss")):
+        if sums and (trains or script.name(call.func).endswith("Loss")):
             draft.ask(call, questions.SUMS)
     for call in script.methods("backward"):
         if asked := _asked(draft, sent_backward(call)):
             draft.ask(*asked)
-
-
-def _takes_sum(call: ast.Call) -> bool:
-    return any(
-        (one.arg, ast.unparse(one.value)) in (("reduction", "'sum'"), ("size_average", "False"))
-        for one in call.keywords
-    )
 
 
 def _asked(draft: Draft, node: ast.expr, depth: int = 6) -> tuple[ast.expr, str] | None:

@@ -9,9 +9,8 @@ from lockstep.tools.check.arguments import argument
 from lockstep.tools.check.script import Script
 from lockstep.tools.check.source import Function
 from lockstep.tools.convert import questions, unused
-from lockstep.tools.convert.carried import stored
-from lockstep.tools.convert.draft import REPLICAS, RUN, Draft
-from lockstep.tools.convert.home import Home
+from lockstep.tools.convert.draft import REPLICAS, RUN, Draft, stored
+from lockstep.tools.convert.run_scope import RunScope
 
 _GOES = ("dist.init_process_group", "dist.destroy_process_group")
 _ADDRESS = re.compile(r"^MASTER_(ADDR|PORT)$")
@@ -22,10 +21,11 @@ _COLLECTIVE = re.compile(
 
 def convert(draft: Draft) -> None:
     """Take away what the run does, and ask it what ranks are asked for."""
-    _devices(draft)
-    if "ddp" not in draft.script.flavours:
-        return
+    _device_names(draft)
+    _devices_of_ranks(draft)
     script = draft.script
+    if "ddp" not in script.flavours:
+        return
     for call in [
         *script.calls(*_GOES),
         *script.methods("set_epoch"),
@@ -33,40 +33,30 @@ def convert(draft: Draft) -> None:
     ]:
         _remove(draft, call)
     for statement in ast.walk(draft.module.tree):
-        if isinstance(statement, ast.Assign) and _sets_address(statement):
-            draft.remove(statement)
+        match statement:
+            case ast.Assign(targets=[ast.Subscript(slice=ast.Constant(value=key)), *_]) if (
+                _ADDRESS.match(str(key))
+            ):
+                draft.removed.add(statement)
     for call in draft.module.calls:
-        _call(draft, call)
-    for call in list(script.calls("DataLoader")):
+        name = script.name(call.func)
+        if name == "dist.barrier":
+            draft.edit("replace", call, f"{RUN}.barrier()")
+        elif not _COLLECTIVE.match(name):
+            continue
+        elif script.evaluates(call) and script.step_loop(call) is None:
+            _remove(draft, call)  # each rank measures on all of the data
+        else:
+            draft.ask(call, questions.COLLECTIVE.format(name))
+    for call in script.calls("DataLoader"):
         _sampler(draft, call)
 
 
 def _remove(draft: Draft, call: ast.Call) -> None:
-    statement = draft.module.statement(call)
-    if isinstance(statement, ast.Expr) and statement.value is call:
-        draft.remove(statement)
+    if statement := draft.alone(call):
+        draft.removed.add(statement)
     else:
         draft.ask(call, questions.TAKEN)
-
-
-def _sets_address(statement: ast.Assign) -> bool:
-    target = statement.targets[0]
-    return (
-        isinstance(target, ast.Subscript)
-        and isinstance(target.slice, ast.Constant)
-        and bool(_ADDRESS.match(str(target.slice.value)))
-    )
-
-
-def _call(draft: Draft, call: ast.Call) -> None:
-    script, name = draft.script, draft.script.name(call.func)
-    if name == "dist.barrier":
-        draft.edit("replace", call, f"{RUN}.barrier()")
-    elif _COLLECTIVE.match(name):
-        if script.evaluates(call) and script.step_loop(call) is None:
-            _remove(draft, call)  # each rank measures on all of the data
-        else:
-            draft.ask(call, questions.COLLECTIVE.format(name))
 
 
 # Samplers ------------------------------------------------------------------------------------------
@@ -82,11 +72,13 @@ def _sampler(draft: Draft, call: ast.Call) -> None:
         asked = "True" if order is None else draft.module.source(order)
         draft.edit("argument", call, name="sampler")
         draft.edit("argument", call, "" if asked == "False" else asked, "shuffle")
-        for one in made:
-            _forget(draft, one)
-            left_out = argument(one, "drop_last", 5)
+        for sampler in made:
+            match draft.module.statement(sampler):
+                case ast.Assign(targets=[ast.Name(), *_]) as statement:
+                    draft.droppable.add(statement)
+            left_out = argument(sampler, "drop_last", 5)
             drops = left_out is not None and ast.unparse(left_out) != "False"
-            if trains and (drops or argument(one, "seed", 4) is not None):
+            if trains and (drops or argument(sampler, "seed", 4) is not None):
                 draft.ask(call, questions.SAMPLER)
     if trains and made:
         _batch(draft, call)
@@ -94,50 +86,44 @@ def _sampler(draft: Draft, call: ast.Call) -> None:
         draft.ask(call, questions.BATCH_SIZE)
 
 
-def _forget(draft: Draft, made: ast.Call) -> None:
-    statement = draft.module.statement(made)
-    if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-        draft.fading.add(statement)
-
-
 def _batch(draft: Draft, call: ast.Call) -> None:
     """Make the batch of a rank that of all replicas."""
-    given = argument(call, "batch_size", 1)
-    script, source = draft.script, draft.module.source
-    if given is None:
-        draft.edit("argument", call, f"{RUN}.replicas", "batch_size")
-    elif (
-        isinstance(given, ast.BinOp)
-        and isinstance(given.op, ast.Div | ast.FloorDiv)
-        and script.is_world_size(given.right)
-    ):
-        draft.edit("replace", given, source(given.left))
-    elif any(script.is_world_size(one) for one in script.sources(given)):
-        draft.ask(call, questions.BATCH_SIZE)
-    else:
-        text = draft.operand(given)
-        draft.edit("replace", given, f"{text} * {RUN}.replicas")
-        draft.notes.append(questions.PER_RANK.format(text, REPLICAS))
+    script, given = draft.script, argument(call, "batch_size", 1)
+    match given:
+        case None:
+            draft.edit("argument", call, f"{RUN}.replicas", "batch_size")
+        case ast.BinOp(left=left, op=ast.Div() | ast.FloorDiv(), right=right) if (
+            script.is_world_size(right)
+        ):
+            draft.edit("replace", given, draft.module.source(left))
+        case _ if any(script.is_world_size(one) for one in script.sources(given)):
+            draft.ask(call, questions.BATCH_SIZE)
+        case _:
+            text = draft.operand(given)
+            draft.edit("replace", given, f"{text} * {RUN}.replicas")
+            draft.notes.append(questions.PER_RANK.format(text, REPLICAS))
 
 
 # Devices -------------------------------------------------------------------------------------------
 
 
-def _devices(draft: Draft) -> None:
+def _device_names(draft: Draft) -> None:
     """Replace devices that are named by a number: each rank has its own."""
-    script, module = draft.script, draft.module
-    for node in ast.walk(module.tree):
+    for node in ast.walk(draft.module.tree):
         if isinstance(node, ast.Constant) and re.fullmatch(r"cuda:\d+", str(node.value)):
             draft.edit("replace", node, '"cuda"')
-    for call in module.calls:
-        method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
-        if script.name(call.func) == "torch.device" and any(
-            _of_rank(script, one) for one in call.args
-        ):
+
+
+def _devices_of_ranks(draft: Draft) -> None:
+    """Replace devices that are computed from the rank."""
+    script, module = draft.script, draft.module
+    for call in script.calls("torch.device"):
+        if any(_of_rank(script, one) for one in call.args):
             draft.edit("replace", call, f"{RUN}.device")
-        elif method in ("to", "cuda") and call.args and _of_rank(script, call.args[0]):
-            if method == "cuda":
-                assert isinstance(call.func, ast.Attribute)
+    for call in script.methods("to", "cuda"):
+        assert isinstance(call.func, ast.Attribute)
+        if call.args and _of_rank(script, call.args[0]):
+            if call.func.attr == "cuda":
                 draft.edit("replace", call.func, f"{draft.operand(call.func.value)}.to")
             draft.edit("replace", call.args[0], f"{RUN}.device")
     for values in (*module.bound.values(), *module.attributes.values()):
@@ -159,10 +145,10 @@ def _of_rank(script: Script, node: ast.expr) -> bool:
     )
 
 
-# Together with the home ----------------------------------------------------------------------------
+# Together with the scope of the run ----------------------------------------------------------------
 
 
-def seeds(draft: Draft, home: Home) -> None:
+def seeds(draft: Draft, scope: RunScope) -> None:
     """Make the seed of the script that of the run."""
     script, module = draft.script, draft.module
     for call in script.calls("torch.manual_seed", "torch.random.manual_seed"):
@@ -171,17 +157,14 @@ def seeds(draft: Draft, home: Home) -> None:
             continue
         given = _without_rank(script, call.args[0])
         numbers = [one for one in script.constants(given) if type(one) is int]
-        if statement in home.block and (known := _known_before(script, home, statement, given)):
+        if statement in scope.block and (known := _known_before(script, scope, statement, given)):
             draft.seed = module.source(known)
-            draft.remove(statement)
-            home.start = min(home.start, home.block.index(statement))
+            draft.removed.add(statement)
+            scope.start = min(scope.start, scope.block.index(statement))
             return
         above = module.parents.get(statement)
-        if (
-            isinstance(above, ast.If)
-            and above in home.block
-            and ast.unparse(given) in ast.unparse(above.test)
-        ):
+        tested = isinstance(above, ast.If) and ast.unparse(given) in ast.unparse(above.test)
+        if tested and above in scope.block:
             draft.seed = f"{module.source(given)} or 0"
         elif len(numbers) == 1 and len(script.sources(given)) == 1:
             draft.seed = str(numbers[0])
@@ -190,15 +173,14 @@ def seeds(draft: Draft, home: Home) -> None:
 
 
 def _known_before(
-    script: Script, home: Home, statement: ast.stmt, seed: ast.expr
+    script: Script, scope: RunScope, statement: ast.stmt, seed: ast.expr
 ) -> ast.expr | None:
     """Return a seed, or an only value of it, whose names the run's block does not bind before it is set."""
-    inside = home.block[home.start : home.block.index(statement)]
-    bound = {name for one in inside for name in stored(one)}
+    bound = stored(*scope.block[scope.start : scope.block.index(statement)])
     values = [_without_rank(script, one) for one in script.sources(seed)]
-    for one in [seed, *(values if len(values) == 1 else [])]:
-        if not any(isinstance(n, ast.Name) and n.id in bound for n in ast.walk(one)):
-            return one
+    for value in [seed, *(values if len(values) == 1 else [])]:
+        if not any(isinstance(one, ast.Name) and one.id in bound for one in ast.walk(value)):
+            return value
     return None
 
 
@@ -209,28 +191,23 @@ def _without_rank(script: Script, node: ast.expr) -> ast.expr:
     return node
 
 
-def in_home(draft: Draft, home: Home) -> None:
+def spawned(draft: Draft, scope: RunScope) -> None:
     """Call what `mp.spawn` would start on each rank."""
-    script = draft.script
+    script, source = draft.script, draft.module.source
     for call in script.calls("mp.spawn"):
         target = script.project.definition(draft.module, call.args[0]) if call.args else None
         given = argument(call, "args", 1)
-        if (
-            target is not home.scope
-            or not isinstance(target, Function)
-            or not isinstance(given, ast.Tuple)
-        ):
+        own = target is scope.scope
+        if not own or not isinstance(target, Function) or not isinstance(given, ast.Tuple):
             draft.ask(call, questions.SPAWN)
             continue
-        words = [draft.module.source(one) for one in given.elts]
-        draft.edit("replace", call, f"{draft.module.source(call.args[0])}({', '.join(words)})")
+        words = ", ".join(source(one) for one in given.elts)
+        draft.edit("replace", call, f"{source(call.args[0])}({words})")
         draft.edit("parameter", target, "")
         dead = set(unused.gone(draft))
         rank, *others = [one.arg for one in target.args.args]
-        numbers = {rank: "world.rank"} | {
-            one: "replicas" for one in others if script.is_world_size(ast.Name(one))
-        }
-        start = home.block[home.start]
-        for name, value in numbers.items():
+        sizes = [one for one in others if script.is_world_size(ast.Name(one))]
+        for name in (rank, *sizes):
+            value = "world.rank" if name == rank else "replicas"
             if any(one not in dead for one in draft.mentions(name, target)):
-                draft.edit("before", start, f"{name} = {RUN}.{value}")
+                draft.edit("before", scope.block[scope.start], f"{name} = {RUN}.{value}")

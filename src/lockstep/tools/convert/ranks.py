@@ -8,7 +8,7 @@ import re
 from lockstep.tools.check.script import Script
 from lockstep.tools.check.source import dotted
 from lockstep.tools.convert import questions
-from lockstep.tools.convert.draft import RUN, Draft
+from lockstep.tools.convert.draft import RUN, Draft, variables
 
 #: Variables of the environment, and what a run calls their values. The number of ranks is that of replicas:
 #: what is computed from it is the same on every layout.
@@ -46,10 +46,12 @@ def _asked(draft: Draft) -> None:
             draft.edit("replace", _number(draft, node), f"{RUN}.{named}")
         elif isinstance(node, ast.Call):
             _answer(draft, node)
-        elif isinstance(node, ast.Compare) and _asks_environment(node):
-            draft.edit("replace", node, "True")
         elif isinstance(node, ast.Attribute) and dotted(node) in options:
             draft.edit("replace", node, f"{RUN}.world.local_rank")
+        match node:
+            case ast.Compare(left=ast.Constant(value=key), ops=[ast.In()], comparators=[where]):
+                if _named(key) and dotted(where).endswith("environ"):
+                    draft.edit("replace", node, "True")
 
 
 def _variable(node: ast.Subscript | ast.Call) -> str:
@@ -72,40 +74,29 @@ def _number(draft: Draft, node: ast.expr) -> ast.expr:
     return parent if isinstance(parent, ast.Call) and dotted(parent.func) == "int" else node
 
 
-def _asks_environment(node: ast.Compare) -> bool:
-    """Whether a comparison is `"RANK" in os.environ`: whether there are ranks."""
-    match node:
-        case ast.Compare(left=ast.Constant(value=key), ops=[ast.In()], comparators=[where]):
-            return bool(_named(key)) and dotted(where).endswith("environ")
-    return False
-
-
 def _answer(draft: Draft, call: ast.Call) -> None:
-    name, parent = draft.script.name(call.func), draft.module.parents.get(call)
+    name = draft.script.name(call.func)
     if name == "dist.is_initialized":
         draft.edit("replace", call, "True")
     elif name in _ANSWERS and not call.args:
-        match parent:
-            case ast.Compare(ops=[ast.Eq()], comparators=[ast.Constant(value=0)]) if (
-                name == "dist.get_rank"
+        match draft.module.parents.get(call), name:
+            case (
+                ast.Compare(ops=[ast.Eq()], comparators=[ast.Constant(value=0)]) as comparison,
+                "dist.get_rank",
             ):
-                draft.edit("replace", parent, f"{RUN}.is_main_process")
+                draft.edit("replace", comparison, f"{RUN}.is_main_process")
             case _:
                 draft.edit("replace", call, f"{RUN}.{_ANSWERS[name]}")
 
 
 def _options(draft: Draft) -> set[str]:
     """Return the variables that have the option `--local_rank`, which no launcher gives any more."""
-    script, module = draft.script, draft.module
-    texts = [ast.unparse(one) for call in script.methods("add_argument") for one in call.args]
-    if not any(re.fullmatch("'--local[-_]rank'", text) for text in texts):
+    options = [one for call in draft.script.methods("add_argument") for one in call.args]
+    if not any(re.fullmatch("'--local[-_]rank'", ast.unparse(one)) for one in options):
         return set()
-    read = {dotted(node) for node in ast.walk(module.tree) if isinstance(node, ast.Attribute)}
-    return {
-        one
-        for one in read
-        if re.fullmatch(r"(?!self\.)\w+\.local_rank", one) and (None, one) not in module.attributes
-    }
+    read = {dotted(node) for node in variables(draft.module.tree)}
+    named = {one for one in read if re.fullmatch(r"(?!self\.)\w+\.local_rank", one)}
+    return {one for one in named if (None, one) not in draft.module.attributes}
 
 
 # What follows from them ------------------------------------------------------------------------------
@@ -130,18 +121,16 @@ def _takes_part(script: Script, node: ast.AST) -> bool:
 
 def _divides_sum(draft: Draft, node: ast.AST) -> bool:
     """Whether a number is divided by that of ranks, in a function that adds up over ranks."""
-    script, module = draft.script, draft.module
+    script, scope = draft.script, draft.module.scope
     match node:
-        case ast.BinOp(op=ast.Div() | ast.FloorDiv(), right=number):
-            pass
-        case ast.AugAssign(op=ast.Div() | ast.FloorDiv(), value=number):
-            pass
-        case _:
-            return False
-    scope = module.scope(node)
-    calls = [call for call in module.calls if module.scope(call) is scope]
-    reduces = any(_REDUCES.match(script.name(call.func)) for call in calls)
-    return reduces and script.is_world_size(number)
+        case (
+            ast.BinOp(op=ast.Div() | ast.FloorDiv(), right=number)
+            | ast.AugAssign(op=ast.Div() | ast.FloorDiv(), value=number)
+        ):
+            calls = [call for call in draft.module.calls if scope(call) is scope(node)]
+            reduces = any(_REDUCES.match(script.name(call.func)) for call in calls)
+            return reduces and script.is_world_size(number)
+    return False
 
 
 def _computes(draft: Draft, node: ast.AST) -> bool:
@@ -149,10 +138,9 @@ def _computes(draft: Draft, node: ast.AST) -> bool:
     match node:
         case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult(), right=right):
             sides = [one for one in (left, right) if not isinstance(one, ast.BinOp)]
-            if not any(draft.script.is_rank(one) for one in sides):
-                return False
-            above = draft.module.above(node)
+            above = list(draft.module.above(node))
             calls = [dotted(one.func) for one in above if isinstance(one, ast.Call)]
-            shown = any(isinstance(one, ast.JoinedStr) for one in draft.module.above(node))
-            return not shown and not any(re.search("print|torch.manual_seed", one) for one in calls)
+            shown = any(isinstance(one, ast.JoinedStr) for one in above)
+            shown = shown or any(re.search("print|torch.manual_seed", one) for one in calls)
+            return not shown and any(draft.script.is_rank(one) for one in sides)
     return False

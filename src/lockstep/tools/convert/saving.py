@@ -25,18 +25,20 @@ _OTHERS = re.compile(
 def convert(draft: Draft) -> None:
     """Let the main rank write what `torch.save` writes."""
     script = draft.script
+    saving = {draft.module.scope(call) for call in script.calls("torch.save")}
     for call in script.calls("torch.save"):
-        statement = draft.module.statement(call)
-        if not isinstance(statement, ast.Expr) or statement.value is not call:
+        statement = draft.alone(call)
+        if statement is None:
             draft.ask(call, questions.SAVE)
         elif not _is_guarded(draft, call):
             _save(draft, call, statement)
     for call in draft.module.calls:
-        statement = draft.module.statement(call)
-        alone = isinstance(statement, ast.Expr) and statement.value is call
-        if _WRITES.match(script.name(call.func)) and alone and _near_save(draft, call):
+        moves = _WRITES.match(script.name(call.func)) and draft.alone(call) is not None
+        if not (moves or _writes(draft, call)) or _is_guarded(draft, call):
+            continue
+        if moves and draft.module.scope(call) in saving:
             draft.edit("guard", draft.line_statement(call), f"{RUN}.is_main_process")
-        elif _writes(draft, call) and not _is_guarded(draft, call):
+        elif _writes(draft, call):
             draft.ask(call, questions.SAVE)
 
 
@@ -72,19 +74,15 @@ def _save(draft: Draft, call: ast.Call, statement: ast.Expr) -> None:
         ):
             if isinstance(model, ast.Attribute) and model.attr == "module":
                 model = model.value
-            given = draft.held.intersection(origins(draft.script, model))
-            if given and _exports(draft, path) and not _by_value(draft, call):
+            known = draft.models.intersection(origins(draft.script, model))
+            texts = [one.value for one in ast.walk(path) if isinstance(one, ast.Constant)]
+            suffixes = {Path(str(one)).suffix for one in [*texts, *draft.script.constants(path)]}
+            exports = suffixes <= {"", ".pt", ".pth", ".bin"}  # which `run.export` takes
+            if known and exports and not _by_value(draft, call):
                 code = f"{RUN}.export({module.source(path)}, {module.source(model)})"
                 draft.edit("replace", call, code)
                 return
     draft.edit("guard", statement, f"{RUN}.is_main_process")
-
-
-def _exports(draft: Draft, path: ast.expr) -> bool:
-    """Whether `run.export` takes a file's suffix, as far as it is seen."""
-    texts = [one.value for one in ast.walk(path) if isinstance(one, ast.Constant)]
-    suffixes = [Path(str(one)).suffix for one in [*texts, *draft.script.constants(path)]]
-    return all(one in ("", ".pt", ".pth", ".bin") for one in suffixes)
 
 
 def _by_value(draft: Draft, node: ast.AST) -> bool:
@@ -97,10 +95,3 @@ def _by_value(draft: Draft, node: ast.AST) -> bool:
         if isinstance(one, ast.If) and "__name__" not in ast.unparse(one.test):
             return any(isinstance(part, ast.Compare) for part in ast.walk(one.test))
     return False
-
-
-def _near_save(draft: Draft, node: ast.AST) -> bool:
-    """Whether a function, or the file, also saves."""
-    scope = draft.module.scope(node)
-    calls = draft.script.calls("torch.save")
-    return not _is_guarded(draft, node) and any(draft.module.scope(one) is scope for one in calls)

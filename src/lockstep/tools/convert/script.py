@@ -15,12 +15,11 @@ from lockstep.tools.check.config import Selection
 from lockstep.tools.check.fix import Edit
 from lockstep.tools.check.project import Project
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.source import Module
+from lockstep.tools.check.source import Module, dotted
 from lockstep.tools.convert import (
     carried,
     data,
     decisions,
-    home,
     loops,
     losses,
     models,
@@ -28,10 +27,11 @@ from lockstep.tools.convert import (
     precision,
     processes,
     ranks,
+    run_scope,
     saving,
     unused,
 )
-from lockstep.tools.convert.draft import REPLICAS, RUN, Draft
+from lockstep.tools.convert.draft import REPLICAS, RUN, Draft, variables
 from lockstep.tools.convert.questions import MARK
 
 #: What turns facts into edits and questions, in this order.
@@ -42,13 +42,7 @@ _PARTS = (
 
 @dataclass(frozen=True)
 class Question:
-    """What could not be decided.
-
-    Attributes:
-        before: the line in the script as it was.
-        after: the line of the comment in the converted script.
-        text: the question.
-    """
+    """What could not be decided: its line in the script as it was, and in the converted script."""
 
     before: int
     after: int
@@ -57,14 +51,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Converted:
-    """What came of a script.
-
-    Attributes:
-        module: the script as it was.
-        text: the converted script.
-        questions: by line.
-        notes: what changed its meaning, and is no question.
-    """
+    """The script as it was and its converted text; questions by line; notes on changes of its meaning."""
 
     module: Module
     text: str
@@ -104,30 +91,20 @@ def _checked(draft: Draft, text: str) -> tuple[str, list[Question]]:
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / draft.module.path.name
         file.write_text(text, encoding="utf-8")
-        findings = engine.check(
-            [file], Selection(("LS601", "LS602", "LS605", "LS609", "LS610"))
-        ).findings
-    lines, found = text.split("\n"), []
-    number = _numbers(draft.module.text, text)
-    for one in sorted(findings, key=lambda one: -one.line):
-        line = lines[one.line - 1]
-        asked = f"{one.code}: {one.message}"
-        end = line[len(line.rstrip("\r")) :]
-        lines.insert(one.line - 1, f"{line[: len(line) - len(line.lstrip())]}{MARK}{asked}{end}")
-        found.append(Question(number[one.line - 1], one.line, asked))
-    shifted = [
-        Question(one.before, one.after + index, one.text)
-        for index, one in enumerate(reversed(found))
-    ]
-    return "\n".join(lines), shifted
-
-
-def _numbers(before: str, after: str) -> list[int]:
-    """Return, of each line of a converted script, the number of the line that it comes from."""
-    numbers: list[int] = []
-    for _, a, b, c, d in _blocks(before, after):
+        rules = Selection(("LS601", "LS602", "LS605", "LS609", "LS610"))
+        findings = engine.check([file], rules).findings
+    lines = text.split("\n")
+    numbers: list[int] = []  # of each line, the line that it comes from
+    for _, a, b, c, d in _blocks(draft.module.text, text):
         numbers += [max(min(a + n, b - 1), 0) + 1 for n in range(d - c)]
-    return numbers
+    found = []
+    for index, finding in enumerate(sorted(findings, key=lambda one: one.line)):
+        line = lines[finding.line - 1 + index]
+        indent, end = line[: len(line) - len(line.lstrip())], line[len(line.rstrip("\r")) :]
+        asked = f"{finding.code}: {finding.message}"
+        lines.insert(finding.line - 1 + index, f"{indent}{MARK}{asked}{end}")
+        found.append(Question(numbers[finding.line - 1], finding.line + index, asked))
+    return "\n".join(lines), found
 
 
 def _blocks(before: str, after: str) -> list[tuple[str, int, int, int, int]]:
@@ -160,13 +137,8 @@ def _read(path: Path) -> Script:
             f"{path} is a script of {' and '.join(sorted(others))}; expected one for a single device or of "
             "DistributedDataParallel"
         )
-    _check_loop(path, script)
-    return script
-
-
-def _check_loop(path: Path, script: Script) -> None:
     if script.step_loops:
-        return
+        return script
     for one in script.program:
         if one.step_loops:
             raise UsageError(
@@ -187,39 +159,37 @@ def _placed(draft: Draft) -> list[Edit]:
     removed = {node for one in draft.removed for node in ast.walk(one)}
     draft.edits = [edit for edit in draft.edits if edit.node not in removed]
     needing: list[ast.AST] = [edit.node for edit in draft.edits if RUN in edit.code]
-    needing += [one for one in draft.inside if one not in removed]
+    needing += [one for one in draft.within_run if one not in removed]
     needing = needing or list(draft.script.step_loops[:1])
-    place = home.find(draft, needing)
-    processes.in_home(draft, place)
-    processes.seeds(draft, place)
+    scope = run_scope.find(draft, needing)
+    processes.spawned(draft, scope)
+    processes.seeds(draft, scope)
     unused.imports(draft)
-    name = "run" if "run" not in _names(module) else "lockstep_run"
-    edits = home.spread(draft, place, name)
+    taken = {one.arg for one in ast.walk(module.tree) if isinstance(one, ast.arg)}
+    taken |= {dotted(one) for one in variables(module.tree)}
+    taken |= {one.name for one in module.functions} | set(module.imports)
+    name = "run" if "run" not in taken else "lockstep_run"
+    edits = run_scope.pass_run(draft, scope, name)
     called = re.sub(r"\W+", "-", module.path.stem.lower()).strip("-_") or "run"
-    start = place.block[place.start]
+    start = scope.block[scope.start]
     code = f'lockstep.Run("{called}", seed={draft.seed}, replicas={REPLICAS}{draft.precision}) as {name}'
-    last = _last_import(module, start)
-    head = [
+    last = _last_import(module) or start
+    return [
         Edit("with", start, code),
         *(Edit("after", last, one) for one in ("import lockstep", *draft.imports)),
+        *(Edit("comment", statement, f"{MARK}{text}") for statement, text in _left(draft)),
+        *edits,
+        *(Edit("delete", one) for one in draft.removed),
     ]
-    asked = [
-        Edit("comment", statement, f"{MARK}{text}")
-        for statement, texts in draft.questions.items()
-        for text in texts
-        if statement not in draft.removed
-    ]
-    return [*head, *asked, *edits, *(Edit("delete", one) for one in draft.removed)]
 
 
-def _names(module: Module) -> set[str]:
-    """Return the names of variables, parameters and functions of a file."""
-    found = {node.id for node in ast.walk(module.tree) if isinstance(node, ast.Name)}
-    found |= {node.arg for node in ast.walk(module.tree) if isinstance(node, ast.arg)}
-    return found | {one.name for one in module.functions} | set(module.imports)
+def _left(draft: Draft) -> list[tuple[ast.stmt, str]]:
+    """Return the questions about statements that stay."""
+    questions = draft.questions.items()
+    return [(one, text) for one, texts in questions if one not in draft.removed for text in texts]
 
 
-def _last_import(module: Module, start: ast.stmt) -> ast.stmt:
+def _last_import(module: Module) -> ast.stmt | None:
     """Return the last of the imports at the head of the file."""
     found = None
     for statement in module.tree.body:
@@ -227,22 +197,16 @@ def _last_import(module: Module, start: ast.stmt) -> ast.stmt:
             found = statement
         elif found is not None and not isinstance(statement, ast.Expr):
             break
-    return found or start
+    return found
 
 
 def _questions(draft: Draft, text: str) -> list[Question]:
     """Return the questions with their lines before and after."""
-    left = sorted(
-        (statement.lineno, one)
-        for statement, texts in draft.questions.items()
-        for one in texts
-        if statement not in draft.removed
-    )
-    lines = text.split("\n")
+    lines = [line.strip() for line in text.split("\n")]
     found = []
-    for before, one in left:
-        after = next((n for n, line in enumerate(lines, 1) if line.strip() == MARK + one), 0)
+    for before, asked in sorted((statement.lineno, one) for statement, one in _left(draft)):
+        after = lines.index(MARK + asked) + 1 if MARK + asked in lines else 0
         if after:
             lines[after - 1] = ""
-        found.append(Question(before, after, one))
+        found.append(Question(before, after, asked))
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import re
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
@@ -18,49 +19,36 @@ def clear(draft: Draft) -> None:
         count = len(draft.removed)
         for node in ast.walk(draft.module.tree):
             if isinstance(node, ast.If) and not node.orelse and set(node.body) <= draft.removed:
-                draft.remove(node)
-            elif isinstance(node, Function) and _empty(draft, node):
-                _remove_function(draft, node)
+                draft.removed.add(node)
+            elif isinstance(node, Function):
+                _remove_empty(draft, node)
         _unread(draft)
 
 
-def _empty(draft: Draft, function: Function) -> bool:
-    body = [
+def _remove_empty(draft: Draft, function: Function) -> None:
+    """Take away a function that has nothing left to do, and its calls, if they are statements."""
+    body = {
         one
         for one in function.body
         if not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))
-    ]
-    return bool(body) and set(body) <= draft.removed
-
-
-def _remove_function(draft: Draft, function: Function) -> None:
-    sites = draft.script.project.sites.get(function, [])
-    statements = [home.statement(site.call) for home, site in sites if home is draft.module]
-    alone = all(
-        isinstance(one, ast.Expr) and one.value is site.call
-        for one, (_, site) in zip(statements, sites, strict=False)
-    )
-    if alone and len(statements) == len(sites):
-        draft.remove(function)
-        for one in statements:
-            draft.remove(one)
+    }
+    calls = [draft.alone(call) for _, call in draft.script.callers(function)]
+    if body and body <= draft.removed and None not in calls:
+        draft.removed.update([function, *(call for call in calls if call is not None)])
 
 
 def _unread(draft: Draft) -> None:
     """Remove assignments of ranks and samplers that nothing reads any more."""
     numbers = re.compile(rf"{RUN}\.(world\.\w+|replicas)")
     ranks = [edit.node for edit in draft.edits if numbers.fullmatch(edit.code)]
-    faded = draft.fading | {
-        statement
-        for node in ranks
-        if isinstance(statement := draft.module.parents.get(node), ast.Assign)
-    }
+    parents = {draft.module.parents.get(node) for node in ranks}
+    assignments = draft.droppable | {one for one in parents if isinstance(one, ast.Assign)}
     dead, words = set(gone(draft)), _words(draft)
-    for statement in faded - draft.removed:
+    for statement in assignments - draft.removed:
         target = statement.targets[0]
         own = isinstance(target, ast.Name) or dotted(target).startswith("self.")
         if own and _is_unread(draft, dotted(target), dead, words):
-            draft.remove(statement)
+            draft.removed.add(statement)
 
 
 def _is_unread(
@@ -80,21 +68,18 @@ def gone(draft: Draft) -> Iterator[ast.AST]:
     for statement in draft.removed:
         yield from ast.walk(statement)
     for edit in draft.edits:
-        for node in _taken(edit.kind, edit.node, edit.name):
-            yield from ast.walk(node)
-
-
-def _taken(kind: str, node: ast.AST, name: str) -> list[ast.AST]:
-    """Return what one edit takes out."""
-    match kind, node:
-        case "replace", _:
-            return [node]
-        case "callee" | "inside", ast.Call():
-            rest = [*node.args[1:], *node.keywords] if kind == "inside" else []
-            return [node.func, *rest]
-        case "argument", ast.Call():
-            return [one.value for one in node.keywords if one.arg == name]
-    return []
+        taken: list[ast.AST] = []
+        match edit.kind, edit.node:
+            case "replace", node:
+                taken = [node]
+            case "callee", ast.Call(func=func):
+                taken = [func]
+            case "inside", ast.Call(func=func, args=[_, *others], keywords=keywords):
+                taken = [func, *others, *keywords]
+            case "argument", ast.Call(keywords=keywords):
+                taken = [one.value for one in keywords if one.arg == edit.name]
+        for part in taken:
+            yield from ast.walk(part)
 
 
 def imports(draft: Draft) -> None:
@@ -111,13 +96,8 @@ def imports(draft: Draft) -> None:
             or not _is_unread(draft, name, dead, words)
         ]
         if not left:
-            draft.remove(statement)
+            draft.removed.add(statement)
         elif len(left) < len(names) and statement.lineno == statement.end_lineno:
-            statement_code = ast.unparse(_with_names(statement, left))
-            draft.edit("statement", statement, statement_code)
-
-
-def _with_names(statement: ast.Import | ast.ImportFrom, left: list[ast.alias]) -> ast.stmt:
-    if isinstance(statement, ast.Import):
-        return ast.Import(left)
-    return ast.ImportFrom(statement.module, left, statement.level)
+            shorter = copy.copy(statement)
+            shorter.names = left
+            draft.edit("statement", statement, ast.unparse(shorter))

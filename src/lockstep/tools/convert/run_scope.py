@@ -1,0 +1,147 @@
+"""Where the run is made, and how functions and classes that need it are given it."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass, replace
+
+from lockstep.errors import UsageError
+from lockstep.tools.check.fix import Edit
+from lockstep.tools.check.script import Script
+from lockstep.tools.check.source import Function, Loop, Module, Scope
+from lockstep.tools.convert import questions
+from lockstep.tools.convert.draft import RUN, Draft
+
+
+@dataclass
+class RunScope:
+    """The function, or the file, whose block the run is made in; from `start` on it is under the run."""
+
+    scope: Scope
+    block: list[ast.stmt]
+    start: int
+
+
+def find(draft: Draft, needing: list[ast.AST]) -> RunScope:
+    """Return where the run is made: the innermost function that all that needs it is called from."""
+    script, module = draft.script, draft.module
+    loops = script.epoch_loops or script.step_loops
+    scope: Scope = module.scope(loops[0])
+    while not isinstance(scope, ast.Module) and not all(
+        _under(script, one, scope) for one in needing
+    ):
+        calls = _calls(script, scope)
+        scope = module.scope(calls[0]) if calls else module.tree
+    entries = [one for node in needing for one in _entries(script, node, scope)]
+    if all(isinstance(one, Function | ast.ClassDef) for one in entries):
+        raise UsageError(
+            f"{module.path} has a training loop, and nothing that calls it; expected a script",
+            hint="convert the file that is started, with the loop in it",
+        )
+    block, start = _common(module, scope, entries)
+    return RunScope(scope, block, start)
+
+
+def _under(script: Script, node: ast.AST, scope: Scope, depth: int = 6) -> bool:
+    """Whether a node stands in a function, or only in functions that are called from there."""
+    if scope in script.module.above(node):
+        return True
+    calls = _calls(script, script.module.scope(node)) if depth else []
+    return bool(calls) and all(_under(script, call, scope, depth - 1) for call in calls)
+
+
+def _calls(script: Script, function: ast.AST) -> list[ast.Call]:
+    """Return the calls of a function in its file; of an `__init__`, those that make its class."""
+    return [call for caller, call in script.callers(function) if caller is script]
+
+
+def _entries(script: Script, node: ast.AST, scope: Scope, depth: int = 6) -> list[ast.stmt]:
+    """Return the statements of a function's own body by which it comes to a node."""
+    module = script.module
+    nearest = module.scope(node)
+    if nearest is scope or depth == 0:
+        statement = module.statement(node)
+        return [statement] if statement is not None else []
+    calls = _calls(script, nearest)
+    found = [entry for call in calls for entry in _entries(script, call, scope, depth - 1)]
+    return found or [
+        one
+        for one in module.above(node)
+        if isinstance(one, ast.stmt) and module.parents.get(one) is scope
+    ]
+
+
+def _common(module: Module, scope: Scope, entries: list[ast.stmt]) -> tuple[list[ast.stmt], int]:
+    """Return the innermost block, outside of loops, that has all entries, and where the first is."""
+    assert not isinstance(scope, ast.Lambda)
+    block, ways = scope.body, [{entry, *module.above(entry)} for entry in entries]
+    while True:
+        tops = [next((one for one in block if one in way), None) for way in ways]
+        only = tops[0] if len(set(tops)) == 1 else None
+        inner: list[list[ast.stmt]] = []
+        if not isinstance(only, Loop | Function | ast.ClassDef) and only not in entries:
+            blocks = [getattr(only, name, []) for name in ("body", "orelse", "finalbody")]
+            inner = [one for one in blocks if all(way.intersection(one) for way in ways)]
+        if not inner:
+            return block, min(block.index(one) for one in tops if one is not None)
+        block = inner[0]
+
+
+def pass_run(draft: Draft, scope: RunScope, name: str) -> list[Edit]:
+    """Return the edits with the run under its name in each function, and those that pass it there."""
+    passed = _RunArgument(draft, scope, name)
+    edits = [
+        replace(edit, code=edit.code.replace(RUN, passed.name_at(edit.node)))
+        if RUN in edit.code
+        else edit
+        for edit in draft.edits
+    ]
+    return [*passed.edits, *edits]
+
+
+class _RunArgument:
+    """Passes the run to functions as a first argument; objects keep it as `self.run`."""
+
+    def __init__(self, draft: Draft, scope: RunScope, name: str) -> None:
+        self.draft, self.scope, self.name = draft, scope.scope, name
+        self.edits: list[Edit] = []
+        self._done: set[ast.AST] = set()
+
+    def name_at(self, node: ast.AST) -> str:
+        """Return what the run is called at a node; pass it to the function that the node stands in."""
+        module = self.draft.module
+        scope = module.scope(node)
+        while isinstance(scope, ast.Lambda):
+            scope = module.scope(scope)
+        if self.scope in (scope, module.tree, *module.above(scope)):
+            return self.name
+        if not isinstance(scope, Function):
+            return self.name
+        owner = module.parents.get(scope)
+        if not isinstance(owner, ast.ClassDef):
+            self._give(scope)
+            return self.name
+        methods = [one for one in owner.body if isinstance(one, Function)]
+        made = next((one for one in methods if one.name == "__init__"), None)
+        if made is None:
+            self.draft.ask(owner, questions.CLASS.format(self.name))
+        else:
+            self._give(made, keep=True)
+        return self.name if scope is made else f"self.{self.name}"
+
+    def _give(self, function: Function, *, keep: bool = False) -> None:
+        if function in self._done:
+            return
+        self._done.add(function)
+        self.edits.append(Edit("parameter", function, self.name))
+        if keep:
+            statements = [one for one in function.body if isinstance(one, ast.Expr)]
+            made = next((one for one in statements if ast.unparse(one).startswith("super(")), None)
+            kept = f"self.{self.name} = {self.name}"
+            self.edits.append(Edit("after", made, kept) if made else Edit("first", function, kept))
+        calls = _calls(self.draft.script, function)
+        for call in calls:
+            if not self.draft.script.name(call.func).startswith("mp."):  # of which it is asked
+                self.edits.append(Edit("given", call, self.name_at(call)))
+        if not calls:
+            self.draft.ask(function, questions.CALLER.format(self.name))
