@@ -1,6 +1,6 @@
-"""Scripts before and after `lockstep convert`, and the example in the manual's page.
+"""Scripts for `lockstep convert`, what it changes in them, and the example in the manual's page.
 
-`python -m tests.converted` converts them anew, and writes the diff into the page.
+`python -m tests.converted` converts them anew, and writes the diffs, and that of the page.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def made(name: str) -> Converted:
 
 
 def expected(name: str) -> Path:
-    """Return the file with the script as it was converted before."""
-    return SCRIPTS / "converted" / f"{name}.py"
+    """Return the file with the diff of a script as it was converted before."""
+    return SCRIPTS / "diffs" / f"{name}.diff"
 
 
-def written(page: str) -> str:
-    """Return the page with the diff of now, as `diff -w` shows it."""
-    one = made("straight")
+def diff(name: str) -> str:
+    """Return what conversion changes now, as `diff -w` shows it; lines are shown as they are after it."""
+    one = made(name)
     before = one.module.text.splitlines()
     after = one.text.splitlines()
     plain, moved = ([line.strip() for line in lines] for lines in (before, after))
@@ -54,11 +54,15 @@ def written(page: str) -> str:
             shown += kept if len(kept) < 5 else [*kept[:1], "@@", *kept[-1:]]
         else:
             shown += [f"-{line}" for line in before[a:b]] + [f"+{line}" for line in after[c:d]]
-    text = "\n".join(line.rstrip() for line in shown)
-    return _PLACE.sub(lambda _: f"```diff\n{text}\n```\n", page)
+    return "".join(f"{line.rstrip()}\n" for line in shown)
+
+
+def written(page: str) -> str:
+    """Return the page with the diff of now."""
+    return _PLACE.sub(lambda _: f"```diff\n{diff('straight')}```\n", page)
 
 
 if __name__ == "__main__":
     for each in NAMES:
-        expected(each).write_text(made(each).text)
+        expected(each).write_text(diff(each))
     PAGE.write_text(written(PAGE.read_text()))

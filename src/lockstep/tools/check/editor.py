@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import libcst as cst
+import libcst.matchers as m
 from libcst.metadata import MetadataWrapper, PositionProvider
 
 from lockstep.errors import UsageError
@@ -243,7 +244,7 @@ def _changed(statement: cst.BaseStatement, edit: Edit) -> cst.BaseStatement:
 
 
 def _passes(loop: cst.For, code: str) -> cst.BaseStatement:
-    """Return the loops of `code`, with the parts of a loop's body where their markers stand in it."""
+    """Return the loop of `code`; its inner loops begin with the parts of this loop's body."""
     block = loop.body
     assert isinstance(block, cst.IndentedBlock)
     parts: list[list[cst.BaseStatement]] = [[]]
@@ -253,27 +254,18 @@ def _passes(loop: cst.For, code: str) -> cst.BaseStatement:
         else:
             assert isinstance(statement, cst.BaseStatement)
             parts[-1].append(statement)
-    made = cst.parse_statement(code).visit(_Parts(parts))
+    made = cst.parse_statement(code)
     assert isinstance(made, cst.For)
     assert isinstance(made.body, cst.IndentedBlock)
-    body = made.body.with_changes(header=block.header, footer=block.footer)
-    return _with_lines(made.with_changes(body=body), _lines(loop))
-
-
-class _Parts(cst.CSTTransformer):
-    """Puts the parts of a body in the place of markers, one after the other."""
-
-    def __init__(self, parts: list[list[cst.BaseStatement]]) -> None:
-        super().__init__()
-        self._left = iter(parts)
-
-    def leave_SimpleStatementLine(  # noqa: N802
-        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
-    ) -> cst.SimpleStatementLine | cst.FlattenSentinel[cst.BaseStatement]:
-        """Put the next part in the place of a marker."""
-        if _text(updated_node) == PART:
-            return cst.FlattenSentinel(next(self._left))
-        return updated_node
+    body: list[cst.BaseStatement] = []
+    left = iter(parts)
+    for statement in made.body.body:
+        assert isinstance(statement, cst.BaseStatement)
+        inner = statement.body if isinstance(statement, cst.For) else None
+        whole = [*next(left), *inner.body[1:]] if inner is not None else []
+        body.append(statement.with_deep_changes(inner, body=whole) if inner else statement)
+    inside = cst.IndentedBlock(body, header=block.header, footer=block.footer)
+    return _with_lines(made.with_changes(body=inside), _lines(loop))
 
 
 def _text(statement: cst.CSTNode) -> str:
@@ -334,18 +326,12 @@ def _under_with(block: cst.IndentedBlock | cst.Module) -> cst.IndentedBlock | cs
             made = cst.parse_statement(f"with {code.removeprefix(_WITH)}:\n    pass\n")
             inside = cst.IndentedBlock([_with_lines(first, lines), *others])
             made = made.with_changes(body=inside, leading_lines=empty)
-            return block.with_changes(body=[*block.body[:index], made.visit(_NoIndent())])
+            # Empty lines stay empty where statements come to stand deeper.
+            empty_line = m.EmptyLine(comment=None, indent=True)
+            under = m.replace(made, empty_line, lambda line, _: line.with_changes(indent=False))
+            assert isinstance(under, cst.BaseStatement)
+            return block.with_changes(body=[*block.body[:index], under])
     return block
-
-
-class _NoIndent(cst.CSTTransformer):
-    """Leaves empty lines empty where statements come to stand deeper."""
-
-    def leave_EmptyLine(  # noqa: N802
-        self, original_node: cst.EmptyLine, updated_node: cst.EmptyLine
-    ) -> cst.EmptyLine:
-        """Take the indentation off a line without a comment."""
-        return updated_node if updated_node.comment else updated_node.with_changes(indent=False)
 
 
 def _with_parameter(function: cst.FunctionDef, code: str) -> cst.FunctionDef:

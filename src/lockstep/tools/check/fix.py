@@ -13,7 +13,7 @@ from typing import Literal
 from lockstep.errors import OutputError, UsageError
 from lockstep.state.files.atomic_file import replacing
 
-#: A statement that stands where another part of a loop's body begins; in the loops to be, where one goes.
+#: A statement that stands where another part of a loop's body begins.
 PART = "lockstep: the next part"
 Kind = Literal[
     "argument", "replace", "callee", "given", "wrap", "inside", "owner",
@@ -35,8 +35,8 @@ class Edit:
     it under `if CODE:`, `with` it and all that follow in its block under `with CODE:`; `delete` removes it;
     `comment` puts a comment above. Of an `if`: `splice` leaves its body. Of a loop or a function: `first`
     puts a statement at the head of its body. Of a function: `parameter` adds one before the others (after
-    `self`) or, without code, removes the first. Of a loop: `passes` makes the loops of CODE of it, with
-    the parts of its body.
+    `self`) or, without code, removes the first. Of a loop: `passes` makes the loop of CODE of it, whose
+    inner loops have the parts of its body.
     """
 
     kind: Kind

@@ -99,7 +99,7 @@ def _two_passes(draft: Draft, loop: Loop, second: int) -> None:
     head = f"for {batch} in {RUN}.batches({loader}):"
     if number:
         head = f"for {number}, {batch} in enumerate({RUN}.batches({loader})):"
-    lines = [head, f"    for {target} in {batch}:", f"        {PART!r}"]
+    lines = [head, f"    for {target} in {batch}:", "        pass"]
     if needed:
         values = f"({', '.join(needed)}{',' * (len(needed) == 1)})"
         lines.insert(1, f"    {kept} = []  # of each microbatch, for the second pass")
@@ -110,7 +110,7 @@ def _two_passes(draft: Draft, loop: Loop, second: int) -> None:
         )
     else:
         lines.append(f"    for {target} in {batch}:")
-    lines.append(f"        {PART!r}")
+    lines.append("        pass")
     draft.edit("passes", loop, "\n".join(lines) + "\n")
     draft.edit("before", rest[0], repr(PART))
 
