@@ -1,8 +1,8 @@
 """`lockstep check`: finds what breaks, hangs or slows a distributed script, by reading it.
 
-`source.py` parses a file or a notebook, `project.py` follows names and calls through the file and the
-project's own modules, `script.py` answers what rules ask: which loop trains, which branch depends on the
-rank. `order.py` answers which call comes first. A rule is one function in `rules/`, with its text.
-`engine.py` runs the rules over paths, `fix.py` edits the concrete syntax, `output.py` writes findings.
-Imports nothing of torch, runs nothing of a script.
+`source.py` parses a file or a notebook and has its names and calls, `project.py` follows values and calls
+through the project's own modules, `script.py` has the queries of rules: which loop trains, which branch
+depends on the rank; `order.py` which call comes first. A rule is one function in a file of `rules/`, with
+its text. `engine.py` runs the rules over paths, `fix.py` defines edits, `editor.py` makes them with LibCST,
+`output.py` writes findings. Does not import torch, does not run a script.
 """

@@ -17,14 +17,14 @@ def argument(call: ast.Call, name: str, place: int | None = None) -> ast.expr | 
 
 
 def spread(call: ast.Call) -> bool:
-    """Whether a call has arguments that do not stand there: `*args`, `**settings`."""
+    """Whether a call has unpacked arguments: `*args`, `**settings`."""
     return any(isinstance(one, ast.Starred) for one in call.args) or any(
         keyword.arg is None for keyword in call.keywords
     )
 
 
 def true(node: ast.expr | None) -> bool:
-    """Whether an argument is there, and `True` as it stands."""
+    """Whether an argument is the literal `True`."""
     return isinstance(node, ast.Constant) and node.value is True
 
 

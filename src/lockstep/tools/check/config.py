@@ -48,7 +48,7 @@ def _named(code: str, words: Iterable[str]) -> bool:
 
 
 def of_file(path: Path, flags: Selection) -> Selection:
-    """Return which rules run on a file: flags win over the nearest pyproject.toml.
+    """Return the selection of rules for a file: flags override the nearest pyproject.toml.
 
     Raises:
         UsageError: if a pyproject.toml cannot be read, or says what cannot be.

@@ -66,7 +66,7 @@ class Editor(cst.CSTTransformer):
         return start.line, start.column
 
     def on_visit(self, node: cst.CSTNode) -> bool:
-        """Give the empty lines and comments of a statement that was deleted to the next one."""
+        """Move the comments of a deleted statement to the next one."""
         if isinstance(node, cst.SimpleStatementLine | cst.BaseCompoundStatement) and self._left:
             apart = bool(node.leading_lines) and node.leading_lines[0].comment is None
             if not apart or any(line.comment for line in self._left):
@@ -75,7 +75,7 @@ class Editor(cst.CSTTransformer):
         return super().on_visit(node)
 
     def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> object:  # type: ignore[override]
-        """Edit a node that is left."""
+        """Apply the edits of a node."""
         match original_node, updated_node:
             case cst.BaseExpression(), _:
                 place = self.get_metadata(PositionProvider, original_node)
@@ -269,7 +269,7 @@ def _passes(loop: cst.For, code: str) -> cst.BaseStatement:
 
 
 def _text(statement: cst.CSTNode) -> str:
-    """Return the text that is a statement of its own, or an empty one."""
+    """Return the string of a statement that is a string literal, otherwise an empty one."""
     match statement:
         case cst.SimpleStatementLine(body=[cst.Expr(value=cst.SimpleString() as text)]):
             return str(text.evaluated_value)

@@ -73,7 +73,7 @@ def files(paths: Iterable[Path]) -> list[Path]:
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """Look for no garbage: the trees stay to the end, and going over them takes a third of the time."""
+    """Disable garbage collection: trees stay to the end, and traversing them takes a third of the time."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -138,7 +138,7 @@ def _findings(
 
 
 def _ignored(module: Module, hit: Hit, code: str) -> bool:
-    """Whether a comment on the first or the last line of a place, or of its statement, says so."""
+    """Whether an ignore comment is on the first or last line of a place or of its statement."""
     if not module.ignored:
         return False
     lines = {hit.node.lineno, hit.node.end_lineno}
@@ -150,7 +150,7 @@ def _ignored(module: Module, hit: Hit, code: str) -> bool:
 
 
 def _in_one_process(module: Module, hit: Hit) -> bool:
-    """Whether a place is in a plain unit test, which runs in one process whatever the program does."""
+    """Whether a place is in a `unittest.TestCase`, which runs in one process."""
     owner = module.enclosing_class(hit.node)
     return owner is not None and "TestCase" in [last_name(base) for base in owner.bases]
 
@@ -165,7 +165,7 @@ def _unknown_codes(path: Path, module: Module) -> Iterator[Finding]:
 
 
 def _no_loop(path: Path, script: Script) -> Iterator[str]:
-    """Say of a script that starts a process group that no loop was found to judge its steps by."""
+    """Yield a note for a script with a process group and an optimizer, but no training loop."""
     starts = any(script.calls("dist.init_process_group", "Accelerator", "Fabric", "lockstep.Run"))
     if starts and script.says(r"\boptim\b|[Oo]ptimizer"):
         yield (

@@ -46,7 +46,7 @@ class Edit:
 
 
 def available() -> None:
-    """Look whether files can be edited.
+    """Check that LibCST, which edits files, is installed.
 
     Raises:
         UsageError: if LibCST is not installed.
@@ -61,7 +61,7 @@ def available() -> None:
 
 
 def diff(path: Path, before: str, after: str) -> str:
-    """Return what differs between two texts of a file, as `diff -u` writes it."""
+    """Return the unified diff of two texts of a file."""
     texts = before.splitlines(True), after.splitlines(True)
     lines = difflib.unified_diff(*texts, str(path), str(path))
     last = "\n\\ No newline at end of file\n"
@@ -69,7 +69,7 @@ def diff(path: Path, before: str, after: str) -> str:
 
 
 def overwrite(path: Path, text: str, encoding: str) -> None:
-    """Put a text in the place of a file, whole or not at all; its mode stays.
+    """Replace the text of a file atomically; its mode stays.
 
     Raises:
         OutputError: if it cannot be written.

@@ -12,7 +12,7 @@ _LEAVES = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 
 
 def conditions(script: Script, node: ast.AST, depth: int = 4) -> set[ast.AST]:
-    """Return the nodes that may keep a program from a node, also around the calls of its function.
+    """Return what may keep a program from executing a node, also around the calls of its function.
 
     These are branches, `try`, loops, and branches before it that return, raise or leave a loop.
     """
@@ -36,7 +36,7 @@ def conditions(script: Script, node: ast.AST, depth: int = 4) -> set[ast.AST]:
 
 
 def wrapped_before(script: Script, node: ast.expr, *wrappers: str) -> ast.Call | None:
-    """Return the call that has wrapped a model when `node` is evaluated."""
+    """Return the call that has wrapped a model before `node` is evaluated."""
     module = script.module
     for call in [
         call for value in _bound(script, node) for call in script.made_by(value, *wrappers)
@@ -52,7 +52,7 @@ def wrapped_before(script: Script, node: ast.expr, *wrappers: str) -> ast.Call |
 
 
 def _bound(script: Script, node: ast.expr) -> list[ast.expr]:
-    """Return what a name was bound to before it is read, in its function; itself where nothing was."""
+    """Return the values assigned to a name before it is read, in its function; without any the name."""
     name = node.id if isinstance(node, ast.Name) else ""
     bound = script.module.bound.get((script.module.scope(node), name), [])
     values = [value for value in bound if isinstance(value, ast.expr)]
@@ -68,7 +68,7 @@ def launcher_only(script: Script, call: ast.Call) -> bool:
 
 
 def _ways(script: Script, node: ast.expr, depth: int = 4) -> Iterator[tuple[ast.AST, ast.expr]]:
-    """Yield a node, the calls of its function, the calls of theirs and so on, each with its scope."""
+    """Yield a node and the direct and indirect calls of its function, each with its scope."""
     scope = script.module.scope(node)
     yield scope, node
     if depth and isinstance(scope, Function):

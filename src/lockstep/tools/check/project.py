@@ -44,7 +44,7 @@ class Project:
         self._file = cache(_file)
 
     def load(self, path: Path) -> Module:
-        """Return a file; it and all that it imports of the project are read, once."""
+        """Return a file, parsed; files of the project that it imports are read as well."""
         path = path.resolve()
         if path not in self.modules:
             module = self.modules[path] = read(path)
@@ -126,7 +126,7 @@ class Project:
 
     @cached_property
     def sites(self) -> dict[ast.AST, list[tuple[Module, Site]]]:
-        """Of each function of the project, the calls of it; `mp.spawn` calls what it is given."""
+        """Call sites by function of the project; `mp.spawn` calls the function that it is given."""
         found: dict[ast.AST, list[tuple[Module, Site]]] = defaultdict(list)
         for module in self.modules.values():
             for call in module.calls:
@@ -207,7 +207,7 @@ class Project:
         return found
 
     def elements(self, module: Module, part: Part) -> list[Value]:
-        """Return what an element may be of a value that several names are bound to."""
+        """Return the expressions that an unpacked element may come from."""
         call, index = part.value, part.index
         if not isinstance(call, ast.Call):
             return []
@@ -232,7 +232,7 @@ class Project:
         ]
 
     def arguments(self, function: Function, name: str) -> list[Value]:
-        """Return what calls give for a parameter, and its default."""
+        """Return the arguments of calls for a parameter, and its default."""
         spec = function.args
         names = [one.arg for one in (*spec.posonlyargs, *spec.args)]
         if name not in names and name not in [one.arg for one in spec.kwonlyargs]:

@@ -50,14 +50,14 @@ _GUARD_DECORATORS = {
 
 
 class Script:
-    """One file within its program, and the answers that rules share."""
+    """One file within its program: the queries that rules share."""
 
     def __init__(self, project: Project, module: Module) -> None:
         self.project, self.module = project, module
         self._others: dict[Module, Script] = {module: self}
 
     def of(self, module: Module) -> Script:
-        """Return the same questions for another module of the program."""
+        """Return the `Script` of another module of the program."""
         if module not in self._others:
             other = self._others[module] = Script(self.project, module)
             other._others = self._others
@@ -71,7 +71,7 @@ class Script:
         return [self.of(module) for module in self.project.program(self.module)]
 
     def name(self, node: ast.AST) -> str:
-        """Return what an expression is called where it was defined (`dist.barrier`, `DDP`)."""
+        """Return the qualified name of an expression in its short form: `dist.barrier`, `DDP`."""
         return self.module.name(node)
 
     def calls(self, *names: str) -> Iterator[ast.Call]:
@@ -90,21 +90,21 @@ class Script:
         return self.project.callee(self.module, node) if isinstance(node, ast.Call) else None
 
     def callers(self, function: ast.AST) -> list[tuple[Script, ast.Call]]:
-        """Return the calls of a function, and the files that they stand in."""
+        """Return the calls of a function, each with its file."""
         sites = self.project.sites.get(function, ())
         return [(self.of(module), site.call) for module, site in sites]
 
     @cached_property
     def called(self) -> set[str]:
-        """Every function and every method that the program calls, by name and by last name."""
+        """Names of all functions and methods that the program calls; methods as `.name`."""
         return {name for script in self.program for name in script.module.called}
 
     def found(self, pattern: str) -> list[str]:
-        """Return what a pattern finds in the source of the whole program."""
+        """Return the matches of a pattern in the source of the whole program."""
         return [text for script in self.program for text in script.module.found(pattern)]
 
     def says(self, pattern: str) -> bool:
-        """Whether the source of the program has something, for what need not be understood to be there."""
+        """Whether a pattern matches the source of the program."""
         return any(script.module.found(pattern) for script in self.program)
 
     @cached_property
@@ -134,7 +134,7 @@ class Script:
     # Values ----------------------------------------------------------------------------------------
 
     def sources(self, node: ast.expr | None) -> list[ast.expr]:
-        """Return the expressions that a value may come from, none where it is not there."""
+        """Return the expressions that a value may come from; none for `None`."""
         found = () if node is None else self.project.sources(self.module, node)
         return [value for _, value in found]
 
@@ -147,7 +147,7 @@ class Script:
         ]
 
     def constants(self, node: ast.expr | None) -> list[object]:
-        """Return the constants that a value may be, none where it is not there."""
+        """Return the constants that a value may be; none for `None`."""
         return [value.value for value in self.sources(node) if isinstance(value, ast.Constant)]
 
     def bound_name(self, node: ast.expr) -> str:
@@ -162,7 +162,7 @@ class Script:
     # The rank --------------------------------------------------------------------------------------
 
     def is_rank(self, node: ast.expr) -> bool:
-        """Whether an expression is the number of a rank, or has it in it."""
+        """Whether an expression is, or contains, the number of a rank."""
         return any(self._is_rank(part) for part in ast.walk(node))
 
     def _is_rank(self, node: ast.AST) -> bool:
@@ -186,7 +186,7 @@ class Script:
         return any(site.positional[:1] == (None,) for _, site in sites)
 
     def is_world_size(self, node: ast.expr) -> bool:
-        """Whether an expression has the number of ranks in it."""
+        """Whether an expression is, or contains, the world size."""
         for part in ast.walk(node):
             match part:
                 case ast.Name(id=name) | ast.Attribute(attr=name):
@@ -198,7 +198,7 @@ class Script:
         return False
 
     def by_rank(self, test: ast.expr) -> bool:
-        """Whether a condition holds on some ranks and not on others."""
+        """Whether a condition is true on some ranks and false on others."""
         match test:
             case ast.BoolOp(values=values):
                 return any(self.by_rank(value) for value in values)
@@ -232,7 +232,7 @@ class Script:
         return any(self.of(home).is_rank(value) for home, value in values)
 
     def guard(self, node: ast.AST, depth: int = 4) -> ast.AST | None:
-        """Return the branch, or the decorator, by which only some ranks come to a node."""
+        """Return the branch, `with` or decorator by which only some ranks execute a node."""
         for parent, child in self.module.ancestry(node):
             match parent:
                 case ast.If(test=test) | ast.IfExp(test=test) if child is not test:
@@ -267,14 +267,14 @@ class Script:
     # Order -----------------------------------------------------------------------------------------
 
     def exclusive(self, one: ast.AST, other: ast.AST) -> bool:
-        """Whether two nodes stand in different branches of one condition."""
+        """Whether two nodes are in different branches of one condition."""
         branches = self._branches(other)
         return any(
             branches.get(node, branch) != branch for node, branch in self._branches(one).items()
         )
 
     def _branches(self, node: ast.AST) -> dict[ast.AST, bool]:
-        """Return the conditions around a node, and of each whether it holds where the node stands."""
+        """Return the conditions around a node, and for each whether the node is in its true branch."""
         found: dict[ast.AST, bool] = {}
         for parent, child in self.module.ancestry(node):
             if isinstance(parent, ast.If | ast.IfExp) and child is not parent.test:
@@ -283,14 +283,14 @@ class Script:
         return found
 
     def earlier(self, one: ast.expr, other: ast.expr) -> bool:
-        """Whether, in the same function, one call comes before another on the same way."""
+        """Whether one expression precedes another in the same function, and not in another branch."""
         same = self.module.scope(one) is self.module.scope(other)
         return same and start(one) < start(other) and not self.exclusive(one, other)
 
     # Loops -----------------------------------------------------------------------------------------
 
     def level(self, nodes: Iterable[ast.AST], depth: int = 5) -> int | None:
-        """Return how many loops stand between nodes and `backward`, `None` if it is not there."""
+        """Return how many loops are between nodes and `backward`, `None` without it."""
         levels = [self._level(node, depth) for node in nodes]
         return min((level for level in levels if level is not None), default=None)
 
@@ -311,7 +311,7 @@ class Script:
         return None if level is None else level + isinstance(node, Loop)
 
     def runs_backward(self, node: ast.AST) -> bool:
-        """Whether a node is a call of a function of the project that has a backward pass in it."""
+        """Whether a node calls a function of the project that contains a backward pass."""
         called = self.callee(node)
         return called is not None and self.level(called.body) is not None
 
@@ -321,12 +321,12 @@ class Script:
 
     @property
     def step_loops(self) -> list[Loop]:
-        """The loops that take a step, or a part of one, in each iteration."""
+        """Loops with one training step, or a part of one, in each iteration."""
         return [loop for loop in self.module.loops if self._levels[loop] == 0]
 
     @property
     def epoch_loops(self) -> list[Loop]:
-        """The loops around those."""
+        """Loops around the step loops."""
         return [loop for loop in self.module.loops if (self._levels[loop] or 0) > 0]
 
     @cached_property
@@ -335,7 +335,7 @@ class Script:
         return any(script.step_loops for script in self.program)
 
     def step_loop(self, node: ast.AST, *, always: bool = False, depth: int = 3) -> ast.AST | None:
-        """Return the training loop whose steps come to a node.
+        """Return the training loop whose iterations execute a node.
 
         Args:
             node: a call, say, in the loop or in a function that is called there.
@@ -358,7 +358,7 @@ class Script:
         return None
 
     def iterated(self, loop: Loop) -> ast.expr | None:
-        """Return the loader, or whatever a `for` goes over, without `enumerate` and `tqdm`."""
+        """Return what a `for` iterates over, such as a loader, without `enumerate` and `tqdm`."""
         node = None if isinstance(loop, ast.While) else loop.iter
         while isinstance(node, ast.Call) and node.args:
             if last_name(node.func) not in _ITERATORS:
@@ -368,7 +368,7 @@ class Script:
 
     @cached_property
     def loaders(self) -> set[ast.AST]:
-        """The calls of DataLoader that a training loop of the program goes over."""
+        """The DataLoader calls that training loops of the program iterate over."""
         return {
             call
             for script in self.program

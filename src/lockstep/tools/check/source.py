@@ -190,13 +190,13 @@ class Module:
         return self.enclosing_class(node) if name.startswith("self.") else None, name
 
     def assigned(self, node: ast.Attribute) -> list[ast.expr | Part]:
-        """Return the values that are assigned to an attribute: in its class, or in the file."""
+        """Return the values assigned to an attribute, in its class or in the file."""
         return self.attributes.get(self._attribute_key(node), [])
 
     # Names -----------------------------------------------------------------------------------------
 
     def name(self, node: ast.AST) -> str:
-        """Return what an expression is called where it was defined, or an empty text."""
+        """Return the qualified name of an expression, in its short form, or an empty text."""
         text = dotted(node)
         first, dot, rest = text.partition(".")
         if first not in self.imports:
@@ -209,7 +209,7 @@ class Module:
 
     @cached_property
     def free_functions(self) -> dict[str, Function]:
-        """The functions that are no methods, by name; of several, the first."""
+        """Functions that are not methods, by name; of several, the first."""
         free = [one for one in self.functions if self.enclosing_class(one) is None]
         return {one.name: one for one in reversed(free)}
 
@@ -223,12 +223,12 @@ class Module:
 
     @cached_property
     def called(self) -> set[str]:
-        """What the module calls: functions by name, methods by `.` and their last name."""
+        """Names of what the module calls: functions by name, methods by `.` and their last name."""
         methods = [one.func.attr for one in self.calls if isinstance(one.func, ast.Attribute)]
         return {*self.calls_by_name, *(f".{method}" for method in methods)}
 
     def found(self, pattern: str) -> list[str]:
-        """Return what a pattern finds in the source; looked for once."""
+        """Return the matches of a pattern in the source; cached."""
         if pattern not in self._matches:
             self._matches[pattern] = re.findall(pattern, self.text)
         return self._matches[pattern]
@@ -236,19 +236,19 @@ class Module:
     # Places ----------------------------------------------------------------------------------------
 
     def above(self, node: ast.AST) -> Iterator[ast.AST]:
-        """Yield what a node stands in, from the inside."""
+        """Yield the nodes around a node, innermost first."""
         while (parent := self.parents.get(node)) is not None:
             yield parent
             node = parent
 
     def ancestry(self, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
-        """Yield what a node stands in, from the inside, each with its child on the way to the node."""
+        """Yield the nodes around a node, innermost first, each with its child on the way to the node."""
         while (parent := self.parents.get(node)) is not None:
             yield parent, node
             node = parent
 
     def scope(self, node: ast.AST) -> Scope:
-        """Return the function, or the module, that a node stands in."""
+        """Return the innermost function, lambda or module around a node."""
         while (parent := self.parents.get(node)) is not None:
             node = parent
             if isinstance(node, Function | ast.Lambda | ast.Module):
@@ -256,16 +256,16 @@ class Module:
         return self.tree
 
     def enclosing_class(self, node: ast.AST) -> ast.ClassDef | None:
-        """Return the class whose body a node stands in."""
+        """Return the innermost class around a node."""
         return next((one for one in self.above(node) if isinstance(one, ast.ClassDef)), None)
 
     def statement(self, node: ast.AST) -> ast.stmt | None:
-        """Return the statement that a node is part of."""
+        """Return the innermost statement that a node belongs to."""
         nodes = (node, *self.above(node))
         return next((one for one in nodes if isinstance(one, ast.stmt)), None)
 
     def is_dataset(self, node: ast.AST) -> bool:
-        """Whether a node stands in a class that is derived from a dataset."""
+        """Whether a node is in a subclass of a dataset."""
         owner = self.enclosing_class(node)
         return owner is not None and any("Dataset" in ast.unparse(base) for base in owner.bases)
 
@@ -274,7 +274,7 @@ class Module:
         return ast.get_source_segment(self.text, node) or ast.unparse(node)
 
     def place(self, line: int) -> tuple[int | None, int]:
-        """Return the number of the cell of a line, `None` outside notebooks, and the line in it."""
+        """Return the cell number of a line, `None` outside notebooks, and the line within the cell."""
         for cell in self.cells:
             if cell.offset < line <= cell.offset + cell.lines:
                 return cell.number, line - cell.offset
@@ -298,7 +298,7 @@ class Module:
 
     @cached_property
     def ignored(self) -> dict[int, set[str] | None]:
-        """Of each line with an ignore comment: its codes, or `None` for all."""
+        """Rule codes by line of their ignore comment; `None` for all rules."""
         found: dict[int, set[str] | None] = {}
         if "lockstep:" not in self.text or not self.tree.body:
             return found
@@ -312,7 +312,7 @@ class Module:
 
 
 def read(path: Path) -> Module:
-    """Return a file, parsed; what cannot be parsed is in its `errors`.
+    """Parse a file; what cannot be parsed is in its `errors`.
 
     Raises:
         OSError: if the file cannot be read.

@@ -13,7 +13,7 @@ from lockstep.tools.convert.draft import RUN, Draft, origins, stored, variables
 
 
 def convert(draft: Draft) -> None:
-    """Give the loaders of training loops to the run."""
+    """Pass the loaders of training loops to the run."""
     script = draft.script
     given: set[ast.expr] = set()
     for loop in script.step_loops:
@@ -37,12 +37,12 @@ def convert(draft: Draft) -> None:
 
 
 def _unknown(node: ast.expr | None) -> str:
-    """Return the question about what is gone over, and is no loader that was found."""
+    """Return the question about an iterable of a training loop that is not a known loader."""
     return questions.LOADER.format("a while loop" if node is None else ast.unparse(node)[:60])
 
 
 def _others(draft: Draft, loop: Loop) -> None:
-    """Ask about what goes beside the loader of a loop, and about parts of a loader."""
+    """Ask about other iterables beside the loader of a loop, and about parts of a loader."""
     inside = ast.walk(loop.iter) if isinstance(loop, ast.For) else ()
     for call in (one for one in inside if isinstance(one, ast.Call)):
         name = last_name(call.func)
@@ -58,7 +58,7 @@ def _others(draft: Draft, loop: Loop) -> None:
 
 
 def _gone_over(script: Script, node: ast.expr) -> list[ast.expr]:
-    """Return what a loop goes over, where it is made: behind a bar, in either branch."""
+    """Return the iterables of a loop, where they are made: within a progress bar, in either branch."""
     found: list[ast.expr] = []
     for origin in origins(script, node):
         match origin:

@@ -22,7 +22,7 @@ _DEVICES = ("device_ids", "output_device", "dim")
 
 
 def convert(draft: Draft) -> None:
-    """Give models, optimizers and schedulers to the run."""
+    """Pass models, optimizers and schedulers to the run."""
     script = draft.script
     made = [call for call in draft.module.calls if _OPTIMIZER.match(script.name(call.func))]
     schedulers = [call for call in draft.module.calls if _SCHEDULER.search(script.name(call.func))]
@@ -39,7 +39,7 @@ def convert(draft: Draft) -> None:
 
 
 def _stepped(draft: Draft, known: set[ast.Call]) -> list[ast.Call]:
-    """Return the calls that make what is stepped and zeroed, by other names than torch's."""
+    """Return the calls that make optimizers of other libraries: what has `step` and `zero_grad` called."""
     script, found = draft.script, []
     zeroed = [ast.unparse(call.func) for call in script.methods("zero_grad")]
     loops = [loop for loop in draft.module.loops if not isinstance(loop, ast.While)]
@@ -87,7 +87,7 @@ def _roots(draft: Draft, call: ast.Call) -> list[ast.expr]:
 
 
 def _model(draft: Draft, variable: ast.expr, call: ast.Call) -> None:
-    """Give the model that a variable is to the run, before the optimizer is made."""
+    """Pass the model of a variable to the run, before the optimizer is made."""
     found = origins(draft.script, variable)
     if draft.models.intersection(found):
         return
@@ -137,7 +137,7 @@ def _changed_after(
 
 
 def _wrappers(draft: Draft) -> None:
-    """Leave of `DDP(model)` and of `model.module` the model, where the run holds it already."""
+    """Replace `DDP(model)` and `model.module` by the model, which is the run's."""
     script, module = draft.script, draft.module
     for call in script.calls(*_WRAPPERS):
         if call in draft.models or not call.args:

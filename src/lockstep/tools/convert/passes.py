@@ -41,7 +41,7 @@ def _starts(body: Sequence[ast.stmt]) -> list[int]:
 
 
 def _one_backward(draft: Draft, part: Sequence[ast.stmt]) -> None:
-    """Send the sum of losses backward where each was sent by itself."""
+    """Join the backward passes of one update into one, of the sum of their losses."""
     sent = [
         (one, one.value)
         for one in part
@@ -62,7 +62,7 @@ def _one_backward(draft: Draft, part: Sequence[ast.stmt]) -> None:
 
 
 def _may_join(part: Sequence[ast.stmt], sent: Sequence[tuple[ast.stmt, ast.Call]]) -> bool:
-    """Whether losses may be added up: without gradients of their own, and not bound again in between."""
+    """Whether losses can be added: no `backward` has arguments, no name is bound again in between."""
     if any(
         call.args or {word.arg for word in call.keywords} - {"retain_graph"} for _, call in sent
     ):
@@ -75,7 +75,7 @@ def _may_join(part: Sequence[ast.stmt], sent: Sequence[tuple[ast.stmt, ast.Call]
 
 
 def is_backward(call: ast.Call) -> bool:
-    """Whether a call is one of a method `backward`."""
+    """Whether a call is `….backward()`."""
     return isinstance(call.func, ast.Attribute) and call.func.attr == "backward"
 
 

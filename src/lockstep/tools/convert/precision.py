@@ -12,7 +12,7 @@ SCALERS = ("torch.amp.GradScaler", "torch.cuda.amp.GradScaler", "torch.amp.grad_
 
 
 def convert(draft: Draft) -> None:
-    """Let the run scale losses."""
+    """Replace GradScaler by the run's precision."""
     script, module = draft.script, draft.module
     scalers = list(script.calls(*SCALERS))
     if not scalers:

@@ -20,7 +20,7 @@ _COLLECTIVE = re.compile(
 
 
 def convert(draft: Draft) -> None:
-    """Take away what the run does, and ask it what ranks are asked for."""
+    """Remove what the run does by itself, replace devices and barriers, ask about collectives."""
     _device_names(draft)
     _devices_of_ranks(draft)
     script = draft.script
@@ -87,7 +87,7 @@ def _sampler(draft: Draft, call: ast.Call) -> None:
 
 
 def _batch(draft: Draft, call: ast.Call) -> None:
-    """Make the batch of a rank that of all replicas."""
+    """Multiply the batch size of a rank by the number of replicas."""
     script, given = draft.script, argument(call, "batch_size", 1)
     match given:
         case None:
@@ -135,7 +135,7 @@ def _devices_of_ranks(draft: Draft) -> None:
 
 
 def _of_rank(script: Script, node: ast.expr) -> bool:
-    """Whether a device is the number of a rank, or a text with it."""
+    """Whether a device is, or contains, the number of a rank."""
     if isinstance(node, ast.Call):
         return False
     return script.is_rank(node) or any(
@@ -149,7 +149,7 @@ def _of_rank(script: Script, node: ast.expr) -> bool:
 
 
 def seeds(draft: Draft, scope: RunScope) -> None:
-    """Make the seed of the script that of the run."""
+    """Move the seed of the script into `lockstep.Run`."""
     script, module = draft.script, draft.module
     for call in script.calls("torch.manual_seed", "torch.random.manual_seed"):
         statement = module.statement(call)
@@ -175,7 +175,7 @@ def seeds(draft: Draft, scope: RunScope) -> None:
 def _known_before(
     script: Script, scope: RunScope, statement: ast.stmt, seed: ast.expr
 ) -> ast.expr | None:
-    """Return a seed, or an only value of it, whose names the run's block does not bind before it is set."""
+    """Return a seed, or its only value, if all names in it are bound before the run begins."""
     bound = stored(*scope.block[scope.start : scope.block.index(statement)])
     values = [_without_rank(script, one) for one in script.sources(seed)]
     for value in [seed, *(values if len(values) == 1 else [])]:
@@ -192,7 +192,7 @@ def _without_rank(script: Script, node: ast.expr) -> ast.expr:
 
 
 def spawned(draft: Draft, scope: RunScope) -> None:
-    """Call what `mp.spawn` would start on each rank."""
+    """Replace `mp.spawn` by a call of its function."""
     script, source = draft.script, draft.module.source
     for call in script.calls("mp.spawn"):
         target = script.project.definition(draft.module, call.args[0]) if call.args else None

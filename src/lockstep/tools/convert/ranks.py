@@ -22,7 +22,7 @@ _REDUCES = re.compile(r"^dist\.(all_)?(reduce|gather)\w*$")
 
 
 def convert(draft: Draft) -> None:
-    """Let the run say what ranks are asked for."""
+    """Replace queries of rank and world size by the run's; ask about values computed from them."""
     if "ddp" not in draft.script.flavours:
         return
     _asked(draft)
@@ -39,7 +39,7 @@ def convert(draft: Draft) -> None:
 
 
 def _asked(draft: Draft) -> None:
-    """Replace what asks for the rank, for the number of ranks, and whether there are any."""
+    """Replace queries of the rank, of the world size, and of whether there are ranks."""
     options = _options(draft)
     for node in ast.walk(draft.module.tree):
         if isinstance(node, ast.Subscript | ast.Call) and (named := _variable(node)):
@@ -55,7 +55,7 @@ def _asked(draft: Draft) -> None:
 
 
 def _variable(node: ast.Subscript | ast.Call) -> str:
-    """Return what a run calls the value of `os.environ["RANK"]` or `os.environ.get("RANK", 0)`."""
+    """Return the run's name for `os.environ["RANK"]` or `os.environ.get("RANK", 0)`."""
     match node:
         case ast.Subscript(value=owner, slice=ast.Constant(value=key)):
             return _named(key) if dotted(owner).endswith("environ") else ""
@@ -90,7 +90,7 @@ def _answer(draft: Draft, call: ast.Call) -> None:
 
 
 def _options(draft: Draft) -> set[str]:
-    """Return the variables that have the option `--local_rank`, which no launcher gives any more."""
+    """Return the variables with the value of the option `--local_rank`, which torchrun does not pass."""
     options = [one for call in draft.script.methods("add_argument") for one in call.args]
     if not any(re.fullmatch("'--local[-_]rank'", ast.unparse(one)) for one in options):
         return set()

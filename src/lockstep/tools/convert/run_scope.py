@@ -23,7 +23,7 @@ class RunScope:
 
 
 def find(draft: Draft, needing: list[ast.AST]) -> RunScope:
-    """Return where the run is made: the innermost function that all that needs it is called from."""
+    """Return where the run is made: the innermost function from which all code that needs it is called."""
     script, module = draft.script, draft.module
     loops = script.epoch_loops or script.step_loops
     scope: Scope = module.scope(loops[0])
@@ -43,7 +43,7 @@ def find(draft: Draft, needing: list[ast.AST]) -> RunScope:
 
 
 def _under(script: Script, node: ast.AST, scope: Scope, depth: int = 6) -> bool:
-    """Whether a node stands in a function, or only in functions that are called from there."""
+    """Whether a node is in a function, or only in functions that are called from there."""
     if scope in script.module.above(node):
         return True
     calls = _calls(script, script.module.scope(node)) if depth else []
@@ -56,7 +56,7 @@ def _calls(script: Script, function: ast.AST) -> list[ast.Call]:
 
 
 def _entries(script: Script, node: ast.AST, scope: Scope, depth: int = 6) -> list[ast.stmt]:
-    """Return the statements of a function's own body by which it comes to a node."""
+    """Return the statements of a function's own body that contain or call a node."""
     module = script.module
     nearest = module.scope(node)
     if nearest is scope or depth == 0:

@@ -43,7 +43,7 @@ def convert(draft: Draft) -> None:
 
 
 def _is_guarded(draft: Draft, node: ast.AST) -> bool:
-    """Whether one rank alone comes to a node; not where `or` lets others come, too."""
+    """Whether one rank alone executes a node; not under an `or` that lets other ranks in."""
     guard = draft.script.guard(node)
     return guard is not None and not (
         isinstance(guard, ast.If)
@@ -57,7 +57,7 @@ def _is_guarded(draft: Draft, node: ast.AST) -> bool:
 
 
 def _writes(draft: Draft, call: ast.Call) -> bool:
-    """Whether a call writes a file, and not into one that was asked about."""
+    """Whether a call writes a file, and is not within a statement with a question."""
     name = draft.script.name(call.func)
     if name.rpartition(".")[2] == "open":
         mode = argument(call, "mode", 0 if isinstance(call.func, ast.Attribute) else 1)

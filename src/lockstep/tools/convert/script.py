@@ -87,7 +87,7 @@ def convert(path: Path) -> Converted:
 
 
 def _checked(draft: Draft, text: str) -> tuple[str, list[Question]]:
-    """Ask what `lockstep check` finds in a converted script: what a resume loses, work per microbatch."""
+    """Turn findings of `lockstep check` in the converted script into questions."""
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / draft.module.path.name
         file.write_text(text, encoding="utf-8")
@@ -153,7 +153,7 @@ def _read(path: Path) -> Script:
 
 
 def _placed(draft: Draft) -> list[Edit]:
-    """Return all edits, with the run where it is needed."""
+    """Return all edits, with the name of the run in each function."""
     module = draft.module
     unused.clear(draft)
     removed = {node for one in draft.removed for node in ast.walk(one)}

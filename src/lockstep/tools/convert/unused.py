@@ -13,7 +13,7 @@ from lockstep.tools.convert.draft import RUN, Draft
 
 
 def clear(draft: Draft) -> None:
-    """Take away what has nothing left to do: empty branches, empty functions, names that nothing reads."""
+    """Remove empty branches, empty functions, and names that nothing reads."""
     count = -1
     while count != len(draft.removed):
         count = len(draft.removed)
@@ -26,7 +26,7 @@ def clear(draft: Draft) -> None:
 
 
 def _remove_empty(draft: Draft, function: Function) -> None:
-    """Take away a function that has nothing left to do, and its calls, if they are statements."""
+    """Remove an empty function and its calls, if they are statements."""
     body = {
         one
         for one in function.body
@@ -54,7 +54,7 @@ def _unread(draft: Draft) -> None:
 def _is_unread(
     draft: Draft, name: str, dead: AbstractSet[ast.AST], words: AbstractSet[str]
 ) -> bool:
-    """Whether a name that was read is read no more."""
+    """Whether no statement that stays reads a name."""
     return name not in words and all(one in dead for one in draft.mentions(name, draft.module.tree))
 
 
@@ -83,7 +83,7 @@ def gone(draft: Draft) -> Iterator[ast.AST]:
 
 
 def imports(draft: Draft) -> None:
-    """Take away imports of what was used, and is no more."""
+    """Remove imports whose last uses are gone."""
     dead, words = set(gone(draft)), _words(draft)
     for statement in draft.module.tree.body:
         if not isinstance(statement, ast.Import | ast.ImportFrom):

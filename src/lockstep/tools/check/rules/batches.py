@@ -18,7 +18,7 @@ _WHOLE_HELP = re.compile(r"\b(total|global|overall|effective|across|all (gpus|pr
 
 
 def _of_one_rank(script: Script, call: ast.Call) -> bool:
-    """Whether a loader gives its batches to one rank, and the others have theirs."""
+    """Whether each rank has batches of its own from a loader."""
     sampler = argument(call, "sampler", 3)
     if sampler is not None and script.made_by(sampler, "DistributedSampler"):
         return True
@@ -162,7 +162,7 @@ def _means_all(script: Script, size: ast.expr) -> bool:
     """,
 )
 def dropped_evaluation(script: Script) -> Iterator[Hit]:
-    """Find loaders of evaluation data that drop."""
+    """Find loaders of evaluation data with `drop_last`."""
     for call in script.calls("DataLoader"):
         if for_evaluation(script, call) and true(argument(call, "drop_last", 8)):
             yield Hit(call)
@@ -199,7 +199,7 @@ def dropped_evaluation(script: Script) -> Iterator[Hit]:
     default=False,
 )
 def plain_learning_rate(script: Script) -> Iterator[Hit]:
-    """Find learning rates that stand fast in programs that neither scale them nor divide a batch."""
+    """Find fixed learning rates in programs that neither scale them nor divide a batch."""
     if not script.plain or "DDP" not in script.called:
         return
     if script.says(
@@ -245,7 +245,7 @@ def plain_learning_rate(script: Script) -> Iterator[Hit]:
     default=False,
 )
 def dropped_training(script: Script) -> Iterator[Hit]:
-    """Find samplers and loaders of one rank's training data that drop."""
+    """Find samplers and loaders of one rank's training data with `drop_last`."""
     for name, place in (("DistributedSampler", 5), ("DataLoader", 8)):
         for call in script.calls(name):
             drops = true(argument(call, "drop_last", place)) and not for_evaluation(script, call)

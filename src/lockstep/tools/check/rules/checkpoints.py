@@ -44,7 +44,7 @@ from lockstep.tools.check.source import dotted
     fix="puts the call under `if dist.get_rank() == 0:`, unless states are sharded or a run may have no process group there",
 )
 def save_everywhere(script: Script) -> Iterator[Hit]:
-    """Find `torch.save` that ranks come to without a guard, to a path that does not have the rank in it."""
+    """Find `torch.save` on all ranks, to a path without the rank in it."""
     if not script.plain:
         return
     for call in script.calls("torch.save"):
@@ -58,7 +58,7 @@ def save_everywhere(script: Script) -> Iterator[Hit]:
 
 
 def _own(script: Script, path: ast.expr) -> bool:
-    """Whether what is written is this process's own: memory, an open file, a temporary directory."""
+    """Whether a path is private to the process: memory, an open file, a temporary directory."""
     values = script.sources(path)
     made = [dotted(one.func) for one in values if isinstance(one, ast.Call)]
     private = r"\btmp_?(path|dir)\b|tempfile\.|mkdtemp|TemporaryDirectory|TemporaryFile"
@@ -76,7 +76,7 @@ def _guarded(script: Script, call: ast.Call) -> Iterator[Edit]:
 
 
 def _has_group(script: Script, call: ast.Call) -> bool:
-    """Whether every way to a call has made the process group, and has not destroyed it: `get_rank` works there."""
+    """Whether the process group certainly exists at a call, so that `get_rank` works."""
     made = [
         (one, start) for one in script.program for start in one.calls("dist.init_process_group")
     ]
@@ -120,7 +120,7 @@ def _has_group(script: Script, call: ast.Call) -> bool:
     fix="saves the state of `model.module`, unless the model is wrapped in some runs only",
 )
 def prefixed(script: Script) -> Iterator[Hit]:
-    """Find saved states of a wrapper, in programs that load none and take no prefix off."""
+    """Find saved states of a wrapper, in programs that neither load states nor remove the prefix."""
     handled = r"load_state_dict|['\"]module\.|consume_prefix|hasattr\(\w+, ['\"]module"
     if script.says(handled):
         return

@@ -43,7 +43,7 @@ from lockstep.tools.check.source import Function, dotted, last_name
     """,
 )
 def download_everywhere(script: Script) -> Iterator[Hit]:
-    """Find downloads that no branch leaves to one rank."""
+    """Find downloads on all ranks."""
     if script.says("FileLock") or not script.flavours - {"lockstep"}:
         return
     for call in script.module.calls:
@@ -121,7 +121,7 @@ def unordered(script: Script) -> Iterator[Hit]:
 
 
 def _numbers_set(script: Script, call: ast.Call) -> bool:
-    """Whether the elements of a set get numbers here; in a dataset, also by a list of them."""
+    """Whether a call enumerates a set, or in a dataset makes a list of it."""
     match call:
         case ast.Call(func=ast.Name(id="enumerate" | "list" as name), args=[first, *_]):
             made = isinstance(first, ast.Call) and dotted(first.func) in ("set", "frozenset")
@@ -180,7 +180,7 @@ def _sorted(script: Script, call: ast.Call) -> bool:
     """,
 )
 def whole_stream(script: Script) -> Iterator[Hit]:
-    """Find streams of plain programs that know of no rank."""
+    """Find iterable datasets of plain programs that do not read the rank."""
     if not script.plain or script.says(r"split_dataset_by_node|IterableDatasetShard"):
         return
     for owner in script.module.classes.values():
@@ -311,7 +311,7 @@ def not_pinned(script: Script) -> Iterator[Hit]:
     """,
 )
 def no_workers(script: Script) -> Iterator[Hit]:
-    """Find loaders of image folders without workers, where there is a GPU to wait."""
+    """Find loaders of image folders without workers, in programs that use GPUs."""
     folders = {"ImageFolder", "VOCSegmentation", "VOCDetection", "CocoDetection", "ImageNet"}
     for call in script.calls("DataLoader"):
         dataset, workers = argument(call, "dataset", 0), argument(call, "num_workers", 5)

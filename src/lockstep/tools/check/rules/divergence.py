@@ -76,7 +76,7 @@ def leaves_alone(script: Script) -> Iterator[Hit]:
 
 
 def _by_own_loss(script: Script, branch: ast.If) -> bool:
-    """Whether a step is left by the loss of this rank's batch."""
+    """Whether a step ends early by the loss of this rank's batch."""
     own = re.search(r"is(nan|finite|inf)\(|\bloss(\.item\(\))? *[<>]", ast.unparse(branch.test))
     if not own or script.step_loop(branch) is None:
         return False

@@ -167,7 +167,7 @@ _OF_OBJECTS = {  # and the position of their argument `group`
 
 
 def sets_device(script: Script) -> bool:
-    """Whether a program says which GPU is a rank's own."""
+    """Whether a program sets the GPU of a rank."""
     return script.says(r"set_device|device_id\s*=|CUDA_VISIBLE_DEVICES|cuda\.device\(")
 
 
@@ -295,7 +295,7 @@ _BEFORE_START = {
     """,
 )
 def no_destroy(script: Script) -> Iterator[Hit]:
-    """Find groups that may be NCCL's and are never destroyed, in scripts of their own."""
+    """Find process groups that may use NCCL and are never destroyed."""
     if script.says("destroy_process_group") or not script.plain or not script.trains:
         return
     for call in script.calls("dist.init_process_group"):
@@ -341,7 +341,7 @@ def no_destroy(script: Script) -> Iterator[Hit]:
     """,
 )
 def both_wrappers(script: Script) -> Iterator[Hit]:
-    """Find a model that is given to one wrapper after the other."""
+    """Find models in both wrappers."""
     for mine, other in (("DataParallel", "DDP"), ("DDP", "DataParallel")):
         for call in script.calls(mine):
             if call.args and always_wrapped(script, call.args[0], other):

@@ -63,7 +63,7 @@ def computed_by_rank(script: Script) -> Iterator[Hit]:
 
 
 def _of_layout(script: Script, node: ast.expr) -> bool:
-    """Whether a value has the rank or the number of ranks in it."""
+    """Whether a value contains the rank or the world size."""
     return any(
         script.is_rank(one) or script.is_world_size(one) for one in (node, *script.sources(node))
     )
@@ -176,7 +176,7 @@ def _makes_generator(module: Module, value: ast.expr) -> bool:
     """,
 )
 def split_stream(script: Script) -> Iterator[Hit]:
-    """Find streams that know of ranks or workers."""
+    """Find iterable datasets that read ranks or workers."""
     for owner in script.module.classes.values() if runs(script) else ():
         if not any(dotted(base).endswith("IterableDataset") for base in owner.bases):
             continue

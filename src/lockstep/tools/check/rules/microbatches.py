@@ -129,13 +129,13 @@ def per_microbatch(script: Script) -> Iterator[Hit]:
 
 
 def _in_step(script: Script, node: ast.AST) -> bool:
-    """Whether a node belongs to each microbatch: it is in a training loop, and not in one over batches."""
+    """Whether a node is executed per microbatch: in a training loop that is not over `run.batches`."""
     loop = script.step_loop(node)
     return isinstance(loop, ast.For) and not ast.unparse(loop.iter).count(".batches(")
 
 
 def _updates(script: Script, call: ast.Call) -> bool:
-    """Whether a statement hands a model of the run, or what was made of one, to something else than the run."""
+    """Whether a statement passes a model of the run, or what was made of one, to other code than the run."""
     func, name = call.func, last_name(call.func)
     statement = script.module.parents.get(call)
     if not isinstance(statement, ast.Expr) or name in _SHOWS or not _in_step(script, call):
@@ -176,7 +176,7 @@ def _over_parameters(script: Script, over: ast.expr) -> bool:
 
 
 def _decides(script: Script, node: ast.AugAssign, name: str) -> bool:
-    """Whether a count is read otherwise than to be shown, returned, or to divide a sum by it."""
+    """Whether a count has other uses than to be shown, returned, or the divisor of a sum."""
     module = script.module
     own = module.enclosing_class(node) if name.startswith("self.") else module.scope(node)
     for read in ast.walk(own or module.tree):
@@ -196,7 +196,7 @@ def _decides(script: Script, node: ast.AugAssign, name: str) -> bool:
 
 
 def is_shown(script: Script, read: ast.AST) -> bool:
-    """Whether a value is read to be shown, and for nothing else."""
+    """Whether a value is only shown."""
     for above in script.module.above(read):
         if isinstance(above, Loop):
             return False

@@ -95,7 +95,7 @@ def cannot_start(script: Script) -> Iterator[Hit]:
     """,
 )
 def no_main_guard(script: Script) -> Iterator[Hit]:
-    """Find starts of fresh processes that importing the script comes to."""
+    """Find starts of processes that an import of the script executes."""
     spawns = script.says(r"set_start_method\(\s*[^)]*['\"](spawn|forkserver)")
     for call in script.module.calls:
         if _starts_fresh(script, call, always=spawns) and _at_import(script, call):
@@ -118,7 +118,7 @@ def _starts_fresh(script: Script, call: ast.Call, *, always: bool) -> bool:
 
 
 def _at_import(script: Script, call: ast.Call, depth: int = 4) -> bool:
-    """Whether importing a module comes to a call, itself or by calls of its function, without a guard."""
+    """Whether an import of the module executes a call, also through calls of its function, without a guard."""
     scope = script.module.scope(call)
     for node in script.module.above(call):
         if isinstance(node, Function):

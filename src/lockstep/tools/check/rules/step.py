@@ -30,7 +30,7 @@ _GROUP = {"barrier": 0, "monitored_barrier": 0, "all_reduce": 2, "broadcast": 2,
 
 
 def collective(script: Script, call: ast.Call) -> str | None:
-    """Return the name of the collective call that this is."""
+    """Return the name of a call if it is a collective."""
     name = script.name(call.func)
     if name.startswith("dist.") and name.removeprefix("dist.") in _COLLECTIVES:
         return name
@@ -83,7 +83,7 @@ def collective_of_one_rank(script: Script) -> Iterator[Hit]:
 
 
 def _matched(script: Script, call: ast.Call, guard: ast.AST) -> bool:
-    """Whether the same call stands in the other branch, or in a branch of its own for the other ranks."""
+    """Whether the other ranks make the same call, in the other branch or in a branch of their own."""
     scope = script.module.scope(call)
     for other in script.module.calls:
         if other is call or script.name(other.func) != script.name(call.func):
@@ -146,7 +146,7 @@ def waits_each_step(script: Script) -> Iterator[Hit]:
 
 
 def _reads(script: Script, call: ast.Call) -> str:
-    """Return how a call reads a tensor, nothing where it reads none."""
+    """Return how a call reads a tensor, otherwise an empty text."""
     match call.func:
         case ast.Attribute(value=of, attr="item" | "tolist" | "cpu" | "numpy" as method):
             text = ast.unparse(of)

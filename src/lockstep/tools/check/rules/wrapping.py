@@ -129,7 +129,7 @@ def late_sync_batchnorm(script: Script) -> Iterator[Hit]:
 
 
 def always_wrapped(script: Script, model: ast.expr, wrapper: str) -> bool:
-    """Whether a model has its wrapper on every way by which the program comes here."""
+    """Whether a model is wrapped on every path to an expression."""
     wrapped = wrapped_before(script, model, wrapper)
     if wrapped is None:
         return False
