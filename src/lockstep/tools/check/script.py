@@ -193,7 +193,7 @@ class Script:
                     own = dotted(part).endswith("world.size")
                     if own or _WORLD.match(name) or name == "get_world_size":
                         return True
-                case ast.Constant(value=str(text)) if text.endswith("WORLD_SIZE"):
+                case ast.Constant(value=str(text)) if re.search(r"WORLD_SIZE$", text):
                     return True
         return False
 
