@@ -15,7 +15,8 @@ from lockstep.tools.check.fix import Edit
 from lockstep.tools.check.project import Project
 from lockstep.tools.check.rules import RULES, SYNTAX, UNKNOWN, Harm, Hit
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.source import Module, last_name
+from lockstep.tools.check.source import Module
+from lockstep.tools.check.syntax import last_name
 
 #: Directories that hold no scripts of the user's.
 _SKIPPED = {"__pycache__", "node_modules", "site-packages", "build", "dist", "venv"}

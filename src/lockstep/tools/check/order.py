@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.source import Function, Loop, before, start
+from lockstep.tools.check.syntax import Function, Loop, before, start
 
 _LEAVES = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 

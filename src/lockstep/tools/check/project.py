@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
-from lockstep.tools.check.arguments import argument
-from lockstep.tools.check.source import Function, Module, Part, Scope, read
+from lockstep.tools.check.source import Module, Part, read
+from lockstep.tools.check.syntax import Function, Scope, argument, method
 
 #: Methods that return what they are given, changed in place or moved.
 _SAME = {
@@ -211,8 +211,7 @@ class Project:
         call, index = part.value, part.index
         if not isinstance(call, ast.Call):
             return []
-        prepared = isinstance(call.func, ast.Attribute) and call.func.attr in _PREPARE
-        if prepared and index < len(call.args):
+        if method(call) in _PREPARE and index < len(call.args):
             return [(module, call.args[index]), (module, call)]
         return [
             (home, value.elts[index])

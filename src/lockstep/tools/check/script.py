@@ -7,9 +7,18 @@ import re
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 
-from lockstep.tools.check.arguments import argument
 from lockstep.tools.check.project import Project
-from lockstep.tools.check.source import Function, Loop, Module, before, dotted, last_name, start
+from lockstep.tools.check.source import Module
+from lockstep.tools.check.syntax import (
+    Function,
+    Loop,
+    argument,
+    before,
+    dotted,
+    last_name,
+    method,
+    start,
+)
 
 #: Names of values that say which rank a process is.
 _RANK = re.compile(r"^(?!lora_|matrix_|low_|max_)(\w*_)?rank$|(^|_)process_index$|^node_id$")
@@ -75,15 +84,12 @@ class Script:
         return self.module.name(node)
 
     def calls(self, *names: str) -> Iterator[ast.Call]:
-        """Yield the calls in this file of functions with these names."""
-        for name in names:
-            yield from self.module.calls_by_name.get(name, ())
+        """Return the calls in this file of functions with these names."""
+        return (call for name in names for call in self.module.calls_by_name.get(name, ()))
 
     def methods(self, *names: str) -> Iterator[ast.Call]:
-        """Yield the calls in this file of methods with these names."""
-        for call in self.module.calls:
-            if isinstance(call.func, ast.Attribute) and call.func.attr in names:
-                yield call
+        """Return the calls in this file of methods with these names."""
+        return (call for call in self.module.calls if method(call) in names)
 
     def callee(self, node: ast.AST) -> Function | None:
         """Return the function of the project that a call runs."""
@@ -298,11 +304,10 @@ class Script:
         if isinstance(node, Function | ast.ClassDef | ast.Lambda):
             return None
         if isinstance(node, ast.Call):
-            method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-            if method == "backward":
+            if method(node) == "backward":
                 return 0
             called = self.callee(node) if depth else None
-            model = bool(method) and called is not None and called.name == "forward"
+            model = bool(method(node)) and called is not None and called.name == "forward"
             if called is not None and called.name != "__init__" and not model:
                 home = self.of(self.project.module_of(called))
                 if (level := home.level(called.body, depth - 1)) is not None:

@@ -14,10 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-Function = ast.FunctionDef | ast.AsyncFunctionDef
-Loop = ast.For | ast.AsyncFor | ast.While
-#: Where a name is bound: a function, or the module.
-Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.Module
+from lockstep.tools.check.syntax import Function, Loop, Scope, dotted, method, start
 
 _IGNORE = re.compile(r"#\s*lockstep:\s*ignore(?:\[(?P<codes>[^\]]*)\])?")
 #: Lines of a cell that IPython takes, and Python does not.
@@ -224,8 +221,7 @@ class Module:
     @cached_property
     def called(self) -> set[str]:
         """Names of what the module calls: functions by name, methods by `.` and their last name."""
-        methods = [one.func.attr for one in self.calls if isinstance(one.func, ast.Attribute)]
-        return {*self.calls_by_name, *(f".{method}" for method in methods)}
+        return {*self.calls_by_name, *(f".{method(call)}" for call in self.calls)}
 
     def found(self, pattern: str) -> list[str]:
         """Return the matches of a pattern in the source; cached."""
@@ -263,6 +259,17 @@ class Module:
         """Return the innermost statement that a node belongs to."""
         nodes = (node, *self.above(node))
         return next((one for one in nodes if isinstance(one, ast.stmt)), None)
+
+    @cached_property
+    def iterators(self) -> list[tuple[ast.ClassDef, Function]]:
+        """Methods `__iter__` of subclasses of IterableDataset, each with its class."""
+        return [
+            (owner, one)
+            for owner in self.classes.values()
+            if any(dotted(base).endswith("IterableDataset") for base in owner.bases)
+            for one in owner.body
+            if isinstance(one, Function) and one.name == "__iter__"
+        ]
 
     def is_dataset(self, node: ast.AST) -> bool:
         """Whether a node is in a subclass of a dataset."""
@@ -348,33 +355,3 @@ def _notebook(content: bytes) -> tuple[str, tuple[Cell, ...]]:
             cells.append(Cell(number, len(joined), len(lines)))
             joined += lines
     return "\n".join(joined), tuple(cells)
-
-
-def dotted(node: ast.AST) -> str:
-    """Return `a.b.c` for names and attributes of names, otherwise an empty text."""
-    parts = []
-    while isinstance(node, ast.Attribute):
-        parts.append(node.attr)
-        node = node.value
-    if not isinstance(node, ast.Name):
-        return ""
-    return ".".join([node.id, *reversed(parts)])
-
-
-def last_name(node: ast.AST) -> str:
-    """Return `c` for `a.b.c`."""
-    return dotted(node).rpartition(".")[2]
-
-
-def start(node: ast.expr | ast.stmt) -> tuple[int, int]:
-    """Return where a node begins: its line and its column in bytes."""
-    return node.lineno, node.col_offset
-
-
-def before(parent: ast.AST, child: ast.AST) -> list[ast.stmt]:
-    """Return the statements that stand before a statement in its block."""
-    for name in ("body", "orelse", "finalbody"):
-        block = getattr(parent, name, None)
-        if isinstance(block, list) and child in block:
-            return block[: block.index(child)]
-    return []

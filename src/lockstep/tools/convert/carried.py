@@ -7,16 +7,18 @@ from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from lockstep.tools.check.source import Function, Loop, before, dotted
-from lockstep.tools.convert import questions
-from lockstep.tools.convert.draft import (
-    Draft,
+from lockstep.tools.check.syntax import (
+    Function,
+    Loop,
+    before,
+    dotted,
     method_calls,
     root,
-    sent_backward,
     stored,
     variables,
 )
+from lockstep.tools.convert import questions
+from lockstep.tools.convert.draft import Draft, sent_backward
 
 #: Methods that put something into a container.
 _FILLS = ("append", "extend", "appendleft", "add", "push", "insert", "update", "pop", "enqueue")

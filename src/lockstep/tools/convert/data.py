@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ast
 
-from lockstep.tools.check.arguments import argument
 from lockstep.tools.check.rules.microbatches import is_shown
 from lockstep.tools.check.script import EVALUATION, Script
-from lockstep.tools.check.source import Loop, dotted, last_name
+from lockstep.tools.check.syntax import Loop, argument, dotted, last_name, stored, variables
 from lockstep.tools.convert import questions
-from lockstep.tools.convert.draft import RUN, Draft, origins, stored, variables
+from lockstep.tools.convert.draft import RUN, Draft, origins
 
 
 def convert(draft: Draft) -> None:

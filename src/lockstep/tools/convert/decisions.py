@@ -5,10 +5,9 @@ from __future__ import annotations
 import ast
 import re
 
-from lockstep.tools.check.arguments import given
-from lockstep.tools.check.source import Loop, dotted, last_name
+from lockstep.tools.check.syntax import Loop, dotted, given, last_name, root, variables
 from lockstep.tools.convert import loops, questions
-from lockstep.tools.convert.draft import Draft, origins, root, variables
+from lockstep.tools.convert.draft import Draft, origins
 
 #: The time, of which each rank has its own.
 _CLOCK = re.compile(r"\b(time|monotonic|perf_counter)\(\)")

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 from lockstep.tools.check.fix import Edit, Kind
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.source import Function, Part, dotted, start
+from lockstep.tools.check.source import Part
+from lockstep.tools.check.syntax import Function, Variable, dotted, start, variables
 
 #: Stands for the run in edits, until `run_scope.py` knows what it is called in each function.
 RUN = "__run__"
 #: How many replicas a converted script has: as many ranks as may share its work.
 REPLICAS = 4
-Variable = ast.Name | ast.Attribute
 
 
 class Draft:
@@ -86,29 +86,6 @@ class Draft:
                 yield node
 
 
-def variables(*nodes: ast.AST) -> Iterator[Variable]:
-    """Yield the names and attributes in nodes."""
-    for node in nodes:
-        yield from (one for one in ast.walk(node) if isinstance(one, Variable))
-
-
-def stored(*nodes: ast.AST) -> set[str]:
-    """Return the variables and attributes that nodes bind."""
-    return {dotted(one) for one in variables(*nodes) if not isinstance(one.ctx, ast.Load)} - {""}
-
-
-def root(node: ast.expr) -> ast.expr | None:
-    """Return the variable that `model.fc` or `self.model.fc` begins with: `model`, `self.model`."""
-    while True:
-        match node:
-            case ast.Name() | ast.Attribute(value=ast.Name(id="self")):
-                return node
-            case ast.Attribute(value=value) | ast.Subscript(value=value) | ast.Call(func=value):
-                node = value
-            case _:
-                return None
-
-
 def origins(script: Script, node: ast.expr, depth: int = 8) -> list[ast.expr]:
     """Return the expressions, as they stand where they are bound, that a variable has when it is read.
 
@@ -172,17 +149,6 @@ def _latest(script: Script, node: ast.expr, values: list[ast.expr | Part]) -> li
         if isinstance(last, ast.Call) and script.name(last.func) in ("DDP", "DataParallel"):
             found[-1] = value  # it wraps a model that was there before
     return found
-
-
-def method_calls(node: ast.AST, *methods: str) -> list[ast.Call]:
-    """Return the calls of methods with these names that stand in a node."""
-    return [
-        one
-        for one in ast.walk(node)
-        if isinstance(one, ast.Call)
-        and isinstance(one.func, ast.Attribute)
-        and one.func.attr in methods
-    ]
 
 
 def sent_backward(call: ast.Call) -> ast.expr:

@@ -6,19 +6,18 @@ import ast
 from collections.abc import Iterator
 from typing import Any
 
-from lockstep.tools.check.arguments import argument, given
-from lockstep.tools.check.source import Loop, dotted, last_name
-from lockstep.tools.convert import questions
-from lockstep.tools.convert.draft import (
-    RUN,
-    Draft,
-    latest,
+from lockstep.tools.check.syntax import (
+    Loop,
+    argument,
+    dotted,
+    given,
+    last_name,
     method_calls,
-    origins,
     root,
-    sent_backward,
     stored,
 )
+from lockstep.tools.convert import questions
+from lockstep.tools.convert.draft import RUN, Draft, latest, origins, sent_backward
 
 _CLIPPING = {
     "torch.nn.utils.clip_grad_norm_": "clip_grad_norm_",

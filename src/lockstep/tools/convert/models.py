@@ -5,10 +5,9 @@ from __future__ import annotations
 import ast
 import re
 
-from lockstep.tools.check.arguments import argument
-from lockstep.tools.check.source import dotted
+from lockstep.tools.check.syntax import argument, dotted, method_calls, root
 from lockstep.tools.convert import precision, questions
-from lockstep.tools.convert.draft import REPLICAS, RUN, Draft, method_calls, origins, root
+from lockstep.tools.convert.draft import REPLICAS, RUN, Draft, origins
 
 _OPTIMIZER = re.compile(r"^torch\.optim\.(?!lr_scheduler|swa_utils)(\w+\.)?[A-Z]\w*$")
 _SCHEDULER = re.compile(r"^torch\.optim\.lr_scheduler\.[A-Z]\w*$|(^|\.)get_\w*schedule\w*$")

@@ -6,9 +6,9 @@ import ast
 from collections.abc import Sequence
 
 from lockstep.tools.check.fix import PART
-from lockstep.tools.check.source import Loop, dotted
+from lockstep.tools.check.syntax import Loop, dotted, method_calls, variables
 from lockstep.tools.convert import carried, questions
-from lockstep.tools.convert.draft import RUN, Draft, method_calls, sent_backward, variables
+from lockstep.tools.convert.draft import RUN, Draft, sent_backward
 
 #: What reads a tensor without its graph.
 _NUMBERS = ("detach", "item", "data", "shape", "size")

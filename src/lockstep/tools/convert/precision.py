@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from lockstep.tools.check.arguments import argument, given
+from lockstep.tools.check.syntax import argument, given
 from lockstep.tools.convert import passes, questions
 from lockstep.tools.convert.draft import RUN, Draft
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import ast
 import re
 
-from lockstep.tools.check.arguments import argument
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.source import Function
+from lockstep.tools.check.syntax import Function, argument, stored
 from lockstep.tools.convert import questions, unused
-from lockstep.tools.convert.draft import REPLICAS, RUN, Draft, stored
+from lockstep.tools.convert.draft import REPLICAS, RUN, Draft
 from lockstep.tools.convert.run_scope import RunScope
 
 _GOES = ("dist.init_process_group", "dist.destroy_process_group")

@@ -6,9 +6,9 @@ import ast
 import re
 
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.source import dotted
+from lockstep.tools.check.syntax import dotted, variables
 from lockstep.tools.convert import questions
-from lockstep.tools.convert.draft import RUN, Draft, variables
+from lockstep.tools.convert.draft import RUN, Draft
 
 #: Variables of the environment, and what a run calls their values. The number of ranks is that of replicas:
 #: what is computed from it is the same on every layout.

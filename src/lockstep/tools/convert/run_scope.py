@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from lockstep.errors import UsageError
 from lockstep.tools.check.fix import Edit
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.source import Function, Loop, Module, Scope
+from lockstep.tools.check.source import Module
+from lockstep.tools.check.syntax import Function, Loop, Scope
 from lockstep.tools.convert import questions
 from lockstep.tools.convert.draft import RUN, Draft
 

@@ -6,8 +6,7 @@ import ast
 import re
 from pathlib import Path
 
-from lockstep.tools.check.arguments import argument
-from lockstep.tools.check.source import Function
+from lockstep.tools.check.syntax import Function, argument
 from lockstep.tools.convert import questions
 from lockstep.tools.convert.draft import RUN, Draft, origins
 

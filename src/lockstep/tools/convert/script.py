@@ -15,7 +15,8 @@ from lockstep.tools.check.config import Selection
 from lockstep.tools.check.fix import Edit
 from lockstep.tools.check.project import Project
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.source import Module, dotted
+from lockstep.tools.check.source import Module
+from lockstep.tools.check.syntax import dotted, variables
 from lockstep.tools.convert import (
     carried,
     data,
@@ -31,7 +32,7 @@ from lockstep.tools.convert import (
     saving,
     unused,
 )
-from lockstep.tools.convert.draft import REPLICAS, RUN, Draft, variables
+from lockstep.tools.convert.draft import REPLICAS, RUN, Draft
 from lockstep.tools.convert.questions import MARK
 
 #: What turns facts into edits and questions, in this order.

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 
-from lockstep.tools.check.source import Function, dotted
+from lockstep.tools.check.syntax import Function, dotted
 from lockstep.tools.convert.draft import RUN, Draft
 
 

@@ -6,11 +6,10 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep.tools.check.arguments import argument, true
 from lockstep.tools.check.rule import Hit, rule
 from lockstep.tools.check.rules.sampling import for_evaluation
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.source import dotted, last_name
+from lockstep.tools.check.syntax import argument, dotted, last_name, true, variables
 
 #: Names and help texts of a batch size that is meant for all ranks together.
 _WHOLE_NAME = re.compile(r"(global|total|effective|overall)_?(train_?)?(batch|bs\b|bsz)")
@@ -72,10 +71,10 @@ def multiplied_batch(script: Script) -> Iterator[Hit]:
         if size is None or not _of_one_rank(script, call):
             continue
         for value in script.sources(size):
-            factor = isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult)
-            factors = [one for one in ast.walk(value) if isinstance(one, ast.Name | ast.Attribute)]
-            world = any(script.is_world_size(of) for one in factors for of in script.sources(one))
-            if factor and (world or script.is_world_size(value)):
+            if not isinstance(value, ast.BinOp) or not isinstance(value.op, ast.Mult):
+                continue
+            factors = [source for one in variables(value) for source in script.sources(one)]
+            if any(script.is_world_size(one) for one in (value, *factors)):
                 yield Hit(call)
                 break
 

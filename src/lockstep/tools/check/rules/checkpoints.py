@@ -6,13 +6,12 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep.tools.check.arguments import argument, spread
 from lockstep.tools.check.fix import Edit
 from lockstep.tools.check.order import conditions, launcher_only, precedes, wrapped_before
 from lockstep.tools.check.rule import Hit, rule
 from lockstep.tools.check.rules.wrapping import always_wrapped
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.source import dotted
+from lockstep.tools.check.syntax import argument, dotted, spread
 
 
 @rule(

@@ -6,12 +6,11 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep.tools.check.arguments import argument, spread, true
 from lockstep.tools.check.fix import Edit
 from lockstep.tools.check.order import launcher_only
 from lockstep.tools.check.rule import Hit, rule
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.source import Function, dotted, last_name
+from lockstep.tools.check.syntax import argument, dotted, last_name, method, spread, true
 
 
 @rule(
@@ -47,8 +46,8 @@ def download_everywhere(script: Script) -> Iterator[Hit]:
     if script.says("FileLock") or not script.flavours - {"lockstep"}:
         return
     for call in script.module.calls:
-        method = isinstance(call.func, ast.Attribute) and call.func.attr == "extractall"
-        fetches = method or script.name(call.func) in _FETCHES or true(argument(call, "download"))
+        unpacks = method(call) == "extractall"
+        fetches = unpacks or script.name(call.func) in _FETCHES or true(argument(call, "download"))
         hub = script.module.path.name == "hubconf.py"  # which loads a model
         if fetches and not hub and script.guard(call) is None and not launcher_only(script, call):
             yield Hit(call)
@@ -104,12 +103,8 @@ def unordered(script: Script) -> Iterator[Hit]:
             name = ast.unparse(call)
             yield Hit(call, f"{name} has another order in every process: sort it")
         name = script.name(call.func)
-        method = isinstance(call.func, ast.Attribute) and call.func.attr in (
-            "iterdir",
-            "rglob",
-            "glob",
-        )
-        lists = method or name in ("os.listdir", "os.scandir", "glob.glob", "glob.iglob")
+        lists = method(call) in ("iterdir", "rglob", "glob")
+        lists = lists or name in ("os.listdir", "os.scandir", "glob.glob", "glob.iglob")
         if not lists or not script.module.is_dataset(call) or _sorted(script, call):
             continue
         entries = name == "os.scandir"  # which have no order of their own
@@ -183,15 +178,10 @@ def whole_stream(script: Script) -> Iterator[Hit]:
     """Find iterable datasets of plain programs that do not read the rank."""
     if not script.plain or script.says(r"split_dataset_by_node|IterableDatasetShard"):
         return
-    for owner in script.module.classes.values():
-        if not any(dotted(base).endswith("IterableDataset") for base in owner.bases):
-            continue
-        text = ast.unparse(owner)
-        method = [one for one in owner.body if isinstance(one, Function) and one.name == "__iter__"]
-        if method and not re.search(
-            r"rank|world|worker|shard|replica|num_parts|start|offset", text
-        ):
-            yield Hit(method[0])
+    splits = r"rank|world|worker|shard|replica|num_parts|start|offset"
+    for owner, iterator in script.module.iterators:
+        if not re.search(splits, ast.unparse(owner)):
+            yield Hit(iterator)
 
 
 @rule(

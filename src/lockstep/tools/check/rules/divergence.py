@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from lockstep.tools.check.rule import Hit, rule
 from lockstep.tools.check.rules.sampling import for_evaluation
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.source import Loop
+from lockstep.tools.check.syntax import Loop
 
 
 @rule(

@@ -6,11 +6,11 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep.tools.check.arguments import argument
 from lockstep.tools.check.fix import Edit
 from lockstep.tools.check.rule import Hit, rule
 from lockstep.tools.check.rules.wrapping import always_wrapped
 from lockstep.tools.check.script import Script
+from lockstep.tools.check.syntax import argument, method
 
 
 @rule(
@@ -205,10 +205,9 @@ def cuda_without_index(script: Script) -> Iterator[Hit]:
     if sets_device(script) or not script.plain or "DDP" not in script.called:
         return
     for call in script.module.calls:
-        name, method = script.name(call.func), getattr(call.func, "attr", "")
-        device = argument(call, "device", 0)
-        bare = method == "cuda" and device is None and not name.startswith("torch")
-        to = method == "to" or (name == "torch.device" and argument(call, "index", 1) is None)
+        name, device = script.name(call.func), argument(call, "device", 0)
+        bare = method(call) == "cuda" and device is None and not name.startswith("torch")
+        to = method(call) == "to" or (name == "torch.device" and argument(call, "index", 1) is None)
         first = call.args[0] if call.args else None
         if bare or (to and isinstance(first, ast.Constant) and first.value == "cuda"):
             yield Hit(call)
@@ -254,7 +253,7 @@ def visible_devices_late(script: Script) -> Iterator[Hit]:
         for call in script.module.calls:
             name = script.name(call.func)
             starts = name.startswith("torch.cuda.") and name not in _BEFORE_START
-            starts = starts or getattr(call.func, "attr", "") == "cuda"
+            starts = starts or method(call) == "cuda"
             same = script.module.scope(call) is scope and call.lineno < node.lineno
             if starts and same and not script.exclusive(call, node):
                 yield Hit(node)

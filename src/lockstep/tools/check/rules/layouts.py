@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from lockstep.tools.check.rule import Hit, rule
 from lockstep.tools.check.rules.loops import runs
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.source import Function, Module, dotted, last_name
+from lockstep.tools.check.source import Module
+from lockstep.tools.check.syntax import Function, last_name
 
 #: Calls whose arguments decide the result, by their last name.
 _DECIDES = {
@@ -177,11 +178,7 @@ def _makes_generator(module: Module, value: ast.expr) -> bool:
 )
 def split_stream(script: Script) -> Iterator[Hit]:
     """Find iterable datasets that read ranks or workers."""
-    for owner in script.module.classes.values() if runs(script) else ():
-        if not any(dotted(base).endswith("IterableDataset") for base in owner.bases):
-            continue
-        for one in owner.body:
-            if isinstance(one, Function) and one.name == "__iter__":
-                text = ast.unparse(one)
-                if re.search(r"get_worker_info|get_rank|\b(world_size|rank)\b", text):
-                    yield Hit(one)
+    splits = r"get_worker_info|get_rank|\b(world_size|rank)\b"
+    for _, iterator in script.module.iterators if runs(script) else ():
+        if re.search(splits, ast.unparse(iterator)):
+            yield Hit(iterator)

@@ -6,11 +6,10 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep.tools.check.arguments import argument, given
 from lockstep.tools.check.rule import Hit, rule
 from lockstep.tools.check.rules.step import every_nth
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.source import Function, Loop, dotted
+from lockstep.tools.check.syntax import Function, Loop, argument, dotted, given
 
 
 def runs(script: Script) -> bool:

@@ -6,10 +6,9 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep.tools.check.arguments import given
 from lockstep.tools.check.rule import Hit, rule
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.source import Loop, dotted, last_name
+from lockstep.tools.check.syntax import Loop, dotted, given, last_name, variables
 
 _REDUCED = r"all_reduce|\breduce\(|all_gather|\bgather|torchmetrics|synchronize_between|broadcast"
 #: Names of a loss of training; `losses` may be those of an evaluation.
@@ -65,8 +64,7 @@ def loss_of_one_rank(script: Script) -> Iterator[Hit]:
     for call in script.module.calls:
         if last_name(call.func) not in _SHOWS or script.guard(call) is None:
             continue
-        values = [part for value in given(call) for part in ast.walk(value)]
-        losses = any(isinstance(one, ast.Name) and _LOSS.match(one.id) for one in values)
+        losses = any(_LOSS.match(dotted(one)) for one in variables(*given(call)))
         if losses and not script.evaluates(call):
             yield Hit(call)
 

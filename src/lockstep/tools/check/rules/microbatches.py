@@ -6,11 +6,10 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep.tools.check.arguments import argument
 from lockstep.tools.check.rule import Hit, rule
 from lockstep.tools.check.rules.loops import runs
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.source import Loop, dotted, last_name
+from lockstep.tools.check.syntax import Loop, argument, dotted, last_name, variables
 
 #: What shows values, and computes nothing with them.
 _SHOWS = {
@@ -156,13 +155,11 @@ def _is_model(script: Script, node: ast.expr) -> bool:
         case ast.Call(func=ast.Attribute(value=owner, attr=name)) if name in _STATES:
             return _is_model(script, owner)
         case ast.Name() | ast.Attribute():
-            return any(
-                isinstance(one, ast.Call)
-                and isinstance(one.func, ast.Attribute)
-                and one.func.attr == "model"
-                and bool(script.made_by(one.func.value, "lockstep.Run"))
-                for one in script.sources(node)
-            )
+            made = [one.func for one in script.sources(node) if isinstance(one, ast.Call)]
+            owners = [
+                one.value for one in made if isinstance(one, ast.Attribute) and one.attr == "model"
+            ]
+            return any(script.made_by(owner, "lockstep.Run") for owner in owners)
     return False
 
 
@@ -179,8 +176,8 @@ def _decides(script: Script, node: ast.AugAssign, name: str) -> bool:
     """Whether a count has other uses than to be shown, returned, or the divisor of a sum."""
     module = script.module
     own = module.enclosing_class(node) if name.startswith("self.") else module.scope(node)
-    for read in ast.walk(own or module.tree):
-        if not isinstance(read, ast.Name | ast.Attribute) or dotted(read) != name:
+    for read in variables(own or module.tree):
+        if dotted(read) != name:
             continue
         scope = module.scope(read)
         parameters = [] if isinstance(scope, ast.Module) else ast.walk(scope.args)

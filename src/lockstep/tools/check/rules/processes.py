@@ -6,10 +6,9 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep.tools.check.arguments import argument
 from lockstep.tools.check.rule import Hit, rule
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.source import Function
+from lockstep.tools.check.syntax import Function, argument
 
 
 @rule(

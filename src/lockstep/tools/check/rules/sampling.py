@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from lockstep.tools.check.arguments import argument, spread, true
 from lockstep.tools.check.fix import Edit
 from lockstep.tools.check.rule import Hit, rule
 from lockstep.tools.check.script import EVALUATION, Script
+from lockstep.tools.check.syntax import argument, spread, true
 
 
 def for_evaluation(script: Script, call: ast.Call) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from lockstep.tools.check.rule import Hit, rule
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.source import Function
+from lockstep.tools.check.syntax import Function
 
 
 @rule(

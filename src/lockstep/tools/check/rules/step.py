@@ -6,10 +6,9 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep.tools.check.arguments import argument, given
 from lockstep.tools.check.rule import Hit, rule
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.source import last_name
+from lockstep.tools.check.syntax import argument, given, last_name
 
 _COLLECTIVES = {
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast"),

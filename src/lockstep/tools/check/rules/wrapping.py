@@ -6,11 +6,10 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep.tools.check.arguments import argument, true
 from lockstep.tools.check.order import conditions, wrapped_before
 from lockstep.tools.check.rule import Hit, rule
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.source import dotted
+from lockstep.tools.check.syntax import argument, dotted, true
 
 
 @rule(
