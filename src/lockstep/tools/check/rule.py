@@ -66,18 +66,23 @@ def rule(
     harm: Harm,
     *,
     why: str,
-    bad: str,
-    good: str,
+    example: str,
     fix: str = "",
     default: bool = True,
 ) -> Callable[[Finder], Finder]:
-    """Enter a function among the rules; the arguments are those of `Rule`."""
+    """Enter a function among the rules; the arguments are those of `Rule`.
+
+    `example` is a diff: lines with `-` are in the bad code alone, lines with `+` in the good code alone.
+    """
+    lines = textwrap.dedent(example).strip("\n").splitlines()
+    bad, good = (
+        "".join(f"{line[2:]}\n" for line in lines if not line.startswith(other)) for other in "+-"
+    )
 
     def enter(find: Finder) -> Finder:
         assert code not in RULES, code
         reason = " ".join(why.split())
-        found, used = (textwrap.dedent(text).strip("\n") + "\n" for text in (bad, good))
-        RULES[code] = Rule(code, name, message, harm, reason, found, used, find, fix, default)
+        RULES[code] = Rule(code, name, message, harm, reason, bad, good, find, fix, default)
         return find
 
     return enter

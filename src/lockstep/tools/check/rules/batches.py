@@ -46,22 +46,15 @@ def option(script: Script, node: ast.expr) -> ast.Call | None:
     why="""Each rank has a loader of its own. With a DistributedSampler, and in loaders that Accelerate and Fabric have
     prepared, `batch_size` samples go to each rank, and the global batch has `batch_size * world_size`: multiplied once more, it
     grows with the square of the ranks.""",
-    bad="""
-    import torch.distributed as dist
-    from torch.utils.data import DataLoader, DistributedSampler
+    example="""
+      import torch.distributed as dist
+      from torch.utils.data import DataLoader, DistributedSampler
 
-    def load(dataset, per_rank):
-        dist.init_process_group()
-        batch = per_rank * dist.get_world_size()
-        return DataLoader(dataset, batch_size=batch, sampler=DistributedSampler(dataset))
-    """,
-    good="""
-    import torch.distributed as dist
-    from torch.utils.data import DataLoader, DistributedSampler
-
-    def load(dataset, per_rank):
-        dist.init_process_group()
-        return DataLoader(dataset, batch_size=per_rank, sampler=DistributedSampler(dataset))
+      def load(dataset, per_rank):
+          dist.init_process_group()
+    -     batch = per_rank * dist.get_world_size()
+    -     return DataLoader(dataset, batch_size=batch, sampler=DistributedSampler(dataset))
+    +     return DataLoader(dataset, batch_size=per_rank, sampler=DistributedSampler(dataset))
     """,
 )
 def multiplied_batch(script: Script) -> Iterator[Hit]:
@@ -86,32 +79,20 @@ def multiplied_batch(script: Script) -> Iterator[Hit]:
     "corrupts",
     why="""`batch_size` of a rank's loader is that of one rank. A number that the script calls the global or the total batch
     size, given to every rank as it is, makes the batch as many times larger as there are ranks.""",
-    bad="""
-    import argparse
-    import torch.distributed as dist
-    from torch.utils.data import DataLoader, DistributedSampler
+    example="""
+      import argparse
+      import torch.distributed as dist
+      from torch.utils.data import DataLoader, DistributedSampler
 
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--batch-size", type=int, default=256, help="total batch size of all GPUs")
-    args = parser.parse_args()
+      parser = argparse.ArgumentParser()
+      parser.add_argument("--batch-size", type=int, default=256, help="total batch size of all GPUs")
+      args = parser.parse_args()
 
-    def load(dataset):
-        dist.init_process_group()
-        return DataLoader(dataset, args.batch_size, sampler=DistributedSampler(dataset))
-    """,
-    good="""
-    import argparse
-    import torch.distributed as dist
-    from torch.utils.data import DataLoader, DistributedSampler
-
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--batch-size", type=int, default=256, help="total batch size of all GPUs")
-    args = parser.parse_args()
-
-    def load(dataset):
-        dist.init_process_group()
-        own = args.batch_size // dist.get_world_size()
-        return DataLoader(dataset, own, sampler=DistributedSampler(dataset))
+      def load(dataset):
+          dist.init_process_group()
+    -     return DataLoader(dataset, args.batch_size, sampler=DistributedSampler(dataset))
+    +     own = args.batch_size // dist.get_world_size()
+    +     return DataLoader(dataset, own, sampler=DistributedSampler(dataset))
     """,
 )
 def whole_batch(script: Script) -> Iterator[Hit]:
@@ -143,21 +124,14 @@ def _means_all(script: Script, size: ast.expr) -> bool:
     "misleads",
     why="""The samples of the last, smaller batch are never measured, and how many these are depends on batch size and
     number of ranks.""",
-    bad="""
-    import torch.distributed as dist
-    from torch.utils.data import DataLoader
+    example="""
+      import torch.distributed as dist
+      from torch.utils.data import DataLoader
 
-    def load(val_set):
-        dist.init_process_group()
-        return DataLoader(val_set, batch_size=32, drop_last=True)
-    """,
-    good="""
-    import torch.distributed as dist
-    from torch.utils.data import DataLoader
-
-    def load(val_set):
-        dist.init_process_group()
-        return DataLoader(val_set, batch_size=32)
+      def load(val_set):
+          dist.init_process_group()
+    -     return DataLoader(val_set, batch_size=32, drop_last=True)
+    +     return DataLoader(val_set, batch_size=32)
     """,
 )
 def dropped_evaluation(script: Script) -> Iterator[Hit]:
@@ -174,26 +148,17 @@ def dropped_evaluation(script: Script) -> Iterator[Hit]:
     "misleads",
     why="""With a batch size per rank the global batch grows with the ranks, and each epoch has fewer steps. Whether the
     learning rate follows (linearly, with a warm-up) or the batch is divided is a decision that a script should show.""",
-    bad="""
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel as DDP
+    example="""
+      import torch
+      import torch.distributed as dist
+      from torch.nn.parallel import DistributedDataParallel as DDP
 
-    def build(net):
-        dist.init_process_group()
-        model = DDP(net)
-        return torch.optim.SGD(model.parameters(), lr=0.1)
-    """,
-    good="""
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    def build(net):
-        dist.init_process_group()
-        model = DDP(net)
-        lr = 0.1 * dist.get_world_size()
-        return torch.optim.SGD(model.parameters(), lr=lr)
+      def build(net):
+          dist.init_process_group()
+          model = DDP(net)
+    -     return torch.optim.SGD(model.parameters(), lr=0.1)
+    +     lr = 0.1 * dist.get_world_size()
+    +     return torch.optim.SGD(model.parameters(), lr=lr)
     """,
     default=False,
 )
@@ -223,23 +188,15 @@ def plain_learning_rate(script: Script) -> Iterator[Hit]:
     "misleads",
     why="""Each rank drops its own last batch, or the sampler drops what cannot be shared out equally. An epoch on 8 ranks has
     other samples, and another number of steps, than one on 4.""",
-    bad="""
-    import torch.distributed as dist
-    from torch.utils.data import DataLoader, DistributedSampler
+    example="""
+      import torch.distributed as dist
+      from torch.utils.data import DataLoader, DistributedSampler
 
-    def load(dataset):
-        dist.init_process_group()
-        sampler = DistributedSampler(dataset)
-        return DataLoader(dataset, batch_size=32, sampler=sampler, drop_last=True)
-    """,
-    good="""
-    import torch.distributed as dist
-    from torch.utils.data import DataLoader, DistributedSampler
-
-    def load(dataset):
-        dist.init_process_group()
-        sampler = DistributedSampler(dataset)
-        return DataLoader(dataset, batch_size=32, sampler=sampler)
+      def load(dataset):
+          dist.init_process_group()
+          sampler = DistributedSampler(dataset)
+    -     return DataLoader(dataset, batch_size=32, sampler=sampler, drop_last=True)
+    +     return DataLoader(dataset, batch_size=32, sampler=sampler)
     """,
     default=False,
 )

@@ -21,24 +21,16 @@ from lockstep.tools.check.syntax import argument, dotted, spread
     "corrupts",
     why="""Ranks that write one file at the same time leave a mixture, or a file that another rank is still writing when
     it is read. On a shared file system this is so over all nodes.""",
-    bad="""
-    import torch
-    import torch.distributed as dist
+    example="""
+      import torch
+      import torch.distributed as dist
 
-    def finish(model):
-        dist.init_process_group()
-        torch.save(model.state_dict(), "model.pt")
-        dist.destroy_process_group()
-    """,
-    good="""
-    import torch
-    import torch.distributed as dist
-
-    def finish(model):
-        dist.init_process_group()
-        if dist.get_rank() == 0:
-            torch.save(model.state_dict(), "model.pt")
-        dist.destroy_process_group()
+      def finish(model):
+          dist.init_process_group()
+    -     torch.save(model.state_dict(), "model.pt")
+    +     if dist.get_rank() == 0:
+    +         torch.save(model.state_dict(), "model.pt")
+          dist.destroy_process_group()
     """,
     fix="puts the call under `if dist.get_rank() == 0:`, unless states are sharded or a run may have no process group there",
 )
@@ -92,29 +84,18 @@ def _has_group(script: Script, call: ast.Call) -> bool:
     "misleads",
     why="""DistributedDataParallel holds the model as `module`, so `state_dict()` of the wrapper has `module.` before every
     name. A script that has no wrapper cannot load it.""",
-    bad="""
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel as DDP
+    example="""
+      import torch
+      import torch.distributed as dist
+      from torch.nn.parallel import DistributedDataParallel as DDP
 
-    def main(net):
-        dist.init_process_group()
-        model = DDP(net)
-        if dist.get_rank() == 0:
-            torch.save(model.state_dict(), "model.pt")
-        dist.destroy_process_group()
-    """,
-    good="""
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    def main(net):
-        dist.init_process_group()
-        model = DDP(net)
-        if dist.get_rank() == 0:
-            torch.save(model.module.state_dict(), "model.pt")
-        dist.destroy_process_group()
+      def main(net):
+          dist.init_process_group()
+          model = DDP(net)
+          if dist.get_rank() == 0:
+    -         torch.save(model.state_dict(), "model.pt")
+    +         torch.save(model.module.state_dict(), "model.pt")
+          dist.destroy_process_group()
     """,
     fix="saves the state of `model.module`, unless the model is wrapped in some runs only",
 )
@@ -142,31 +123,19 @@ def prefixed(script: Script) -> Iterator[Hit]:
     "fails",
     why="""The names in `model.module.state_dict()` do not begin with `module.`. `load_state_dict` of the wrapper misses every
     one of them, or with `strict=False` silently loads nothing.""",
-    bad="""
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel as DDP
+    example="""
+      import torch
+      import torch.distributed as dist
+      from torch.nn.parallel import DistributedDataParallel as DDP
 
-    def main(net):
-        dist.init_process_group()
-        model = DDP(net)
-        model.load_state_dict(torch.load("model.pt", map_location="cpu"))
-        if dist.get_rank() == 0:
-            torch.save(model.module.state_dict(), "model.pt")
-        dist.destroy_process_group()
-    """,
-    good="""
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    def main(net):
-        dist.init_process_group()
-        model = DDP(net)
-        model.module.load_state_dict(torch.load("model.pt", map_location="cpu"))
-        if dist.get_rank() == 0:
-            torch.save(model.module.state_dict(), "model.pt")
-        dist.destroy_process_group()
+      def main(net):
+          dist.init_process_group()
+          model = DDP(net)
+    -     model.load_state_dict(torch.load("model.pt", map_location="cpu"))
+    +     model.module.load_state_dict(torch.load("model.pt", map_location="cpu"))
+          if dist.get_rank() == 0:
+              torch.save(model.module.state_dict(), "model.pt")
+          dist.destroy_process_group()
     """,
 )
 def loaded_into_wrapper(script: Script) -> Iterator[Hit]:
@@ -189,23 +158,15 @@ def loaded_into_wrapper(script: Script) -> Iterator[Hit]:
     "fails",
     why="""Tensors are loaded to the device that they were saved from, which is GPU 0 for what rank 0 saved. All ranks of a
     node then hold a copy there, and GPU 0 runs out of memory.""",
-    bad="""
-    import torch
-    import torch.distributed as dist
+    example="""
+      import torch
+      import torch.distributed as dist
 
-    def resume(model):
-        dist.init_process_group("nccl")
-        model.load_state_dict(torch.load("model.pt"))
-        dist.destroy_process_group()
-    """,
-    good="""
-    import torch
-    import torch.distributed as dist
-
-    def resume(model):
-        dist.init_process_group("nccl")
-        model.load_state_dict(torch.load("model.pt", map_location="cpu"))
-        dist.destroy_process_group()
+      def resume(model):
+          dist.init_process_group("nccl")
+    -     model.load_state_dict(torch.load("model.pt"))
+    +     model.load_state_dict(torch.load("model.pt", map_location="cpu"))
+          dist.destroy_process_group()
     """,
     fix="""passes `map_location="cpu"`""",
 )

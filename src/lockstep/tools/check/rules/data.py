@@ -20,25 +20,18 @@ from lockstep.tools.check.syntax import argument, dotted, last_name, method, spr
     "corrupts",
     why="""Ranks of a node write the same files at the same time, and read them half written: checksums fail, archives
     are corrupt, now and then.""",
-    bad="""
-    import torch.distributed as dist
-    from torchvision.datasets import MNIST
+    example="""
+    + import os
+      import torch.distributed as dist
+      from torchvision.datasets import MNIST
 
-    def load():
-        dist.init_process_group()
-        return MNIST("data", download=True)
-    """,
-    good="""
-    import os
-    import torch.distributed as dist
-    from torchvision.datasets import MNIST
-
-    def load():
-        dist.init_process_group()
-        if int(os.environ["LOCAL_RANK"]) == 0:
-            MNIST("data", download=True)
-        dist.barrier()
-        return MNIST("data")
+      def load():
+          dist.init_process_group()
+    -     return MNIST("data", download=True)
+    +     if int(os.environ["LOCAL_RANK"]) == 0:
+    +         MNIST("data", download=True)
+    +     dist.barrier()
+    +     return MNIST("data")
     """,
 )
 def download_everywhere(script: Script) -> Iterator[Hit]:
@@ -70,29 +63,18 @@ _FETCHES = {
     why="""`os.listdir`, `glob` and `Path.iterdir` return files in the order of the file system, which differs between
     machines, and a set of texts has another order in every process. Ranks that deal samples out by number then read some
     twice and others never.""",
-    bad="""
-    import os
-    import torch.distributed as dist
-    from torch.utils.data import Dataset
+    example="""
+      import os
+      import torch.distributed as dist
+      from torch.utils.data import Dataset
 
-    class Images(Dataset):
-        def __init__(self, root):
-            self.files = os.listdir(root)
+      class Images(Dataset):
+          def __init__(self, root):
+    -         self.files = os.listdir(root)
+    +         self.files = sorted(os.listdir(root))
 
-    dist.init_process_group()
-    dist.destroy_process_group()
-    """,
-    good="""
-    import os
-    import torch.distributed as dist
-    from torch.utils.data import Dataset
-
-    class Images(Dataset):
-        def __init__(self, root):
-            self.files = sorted(os.listdir(root))
-
-    dist.init_process_group()
-    dist.destroy_process_group()
+      dist.init_process_group()
+      dist.destroy_process_group()
     """,
     fix="puts `sorted(…)` around it",
 )
@@ -147,31 +129,20 @@ def _sorted(script: Script, call: ast.Call) -> bool:
     "corrupts",
     why="""A sampler cannot deal out a stream. Unless `__iter__` skips what belongs to other ranks and workers, each
     sample is seen once per rank and once per worker.""",
-    bad="""
-    import torch.distributed as dist
-    from torch.utils.data import DataLoader, IterableDataset
+    example="""
+    + import itertools
+      import torch.distributed as dist
+      from torch.utils.data import DataLoader, IterableDataset
 
-    class Lines(IterableDataset):
-        def __iter__(self):
-            yield from open("data.txt")
+      class Lines(IterableDataset):
+          def __iter__(self):
+    -         yield from open("data.txt")
+    +         rank, size = dist.get_rank(), dist.get_world_size()
+    +         yield from itertools.islice(open("data.txt"), rank, None, size)
 
-    dist.init_process_group()
-    loader = DataLoader(Lines(), batch_size=32)
-    dist.destroy_process_group()
-    """,
-    good="""
-    import itertools
-    import torch.distributed as dist
-    from torch.utils.data import DataLoader, IterableDataset
-
-    class Lines(IterableDataset):
-        def __iter__(self):
-            rank, size = dist.get_rank(), dist.get_world_size()
-            yield from itertools.islice(open("data.txt"), rank, None, size)
-
-    dist.init_process_group()
-    loader = DataLoader(Lines(), batch_size=32)
-    dist.destroy_process_group()
+      dist.init_process_group()
+      loader = DataLoader(Lines(), batch_size=32)
+      dist.destroy_process_group()
     """,
 )
 def whole_stream(script: Script) -> Iterator[Hit]:
@@ -191,23 +162,15 @@ def whole_stream(script: Script) -> Iterator[Hit]:
     "corrupts",
     why="""Ranks start with different random states. `random_split` then cuts the data differently on each, and a sample
     that one rank tests with is one that another trains on.""",
-    bad="""
-    import torch
-    import torch.distributed as dist
-    from torch.utils.data import random_split
+    example="""
+      import torch
+      import torch.distributed as dist
+      from torch.utils.data import random_split
 
-    def load(dataset):
-        dist.init_process_group()
-        return random_split(dataset, [0.9, 0.1])
-    """,
-    good="""
-    import torch
-    import torch.distributed as dist
-    from torch.utils.data import random_split
-
-    def load(dataset):
-        dist.init_process_group()
-        return random_split(dataset, [0.9, 0.1], generator=torch.Generator().manual_seed(0))
+      def load(dataset):
+          dist.init_process_group()
+    -     return random_split(dataset, [0.9, 0.1])
+    +     return random_split(dataset, [0.9, 0.1], generator=torch.Generator().manual_seed(0))
     """,
     fix="passes a generator with seed 0, where torch is imported by its name",
 )
@@ -237,30 +200,19 @@ def random_split(script: Script) -> Iterator[Hit]:
     "slow",
     why="""A copy to the GPU overlaps with computing only if it comes from pinned memory. From other memory it is made in
     two parts, and the step waits.""",
-    bad="""
-    import torch.distributed as dist
-    from torch.utils.data import DataLoader, DistributedSampler
+    example="""
+      import torch.distributed as dist
+      from torch.utils.data import DataLoader, DistributedSampler
 
-    def train(model, dataset, optimizer):
-        dist.init_process_group("nccl")
-        loader = DataLoader(dataset, batch_size=32, sampler=DistributedSampler(dataset))
-        for x in loader:
-            model(x.to("cuda:0", non_blocking=True)).backward()
-            optimizer.step()
-        dist.destroy_process_group()
-    """,
-    good="""
-    import torch.distributed as dist
-    from torch.utils.data import DataLoader, DistributedSampler
-
-    def train(model, dataset, optimizer):
-        dist.init_process_group("nccl")
-        sampler = DistributedSampler(dataset)
-        loader = DataLoader(dataset, batch_size=32, sampler=sampler, pin_memory=True)
-        for x in loader:
-            model(x.to("cuda:0", non_blocking=True)).backward()
-            optimizer.step()
-        dist.destroy_process_group()
+      def train(model, dataset, optimizer):
+          dist.init_process_group("nccl")
+    -     loader = DataLoader(dataset, batch_size=32, sampler=DistributedSampler(dataset))
+    +     sampler = DistributedSampler(dataset)
+    +     loader = DataLoader(dataset, batch_size=32, sampler=sampler, pin_memory=True)
+          for x in loader:
+              model(x.to("cuda:0", non_blocking=True)).backward()
+              optimizer.step()
+          dist.destroy_process_group()
     """,
     fix="adds `pin_memory=True` to the loader",
 )
@@ -279,25 +231,16 @@ def not_pinned(script: Script) -> Iterator[Hit]:
     "images are decoded between steps: pass num_workers",
     "slow",
     why="""With `num_workers=0`, the default, the process that trains decodes every image itself, and the GPU waits.""",
-    bad="""
-    import torch.distributed as dist
-    from torch.utils.data import DataLoader, DistributedSampler
-    from torchvision.datasets import ImageFolder
+    example="""
+      import torch.distributed as dist
+      from torch.utils.data import DataLoader, DistributedSampler
+      from torchvision.datasets import ImageFolder
 
-    def load():
-        dist.init_process_group("nccl")
-        images = ImageFolder("data")
-        return DataLoader(images, batch_size=32, sampler=DistributedSampler(images))
-    """,
-    good="""
-    import torch.distributed as dist
-    from torch.utils.data import DataLoader, DistributedSampler
-    from torchvision.datasets import ImageFolder
-
-    def load():
-        dist.init_process_group("nccl")
-        images = ImageFolder("data")
-        return DataLoader(images, batch_size=32, sampler=DistributedSampler(images), num_workers=4)
+      def load():
+          dist.init_process_group("nccl")
+          images = ImageFolder("data")
+    -     return DataLoader(images, batch_size=32, sampler=DistributedSampler(images))
+    +     return DataLoader(images, batch_size=32, sampler=DistributedSampler(images), num_workers=4)
     """,
 )
 def no_workers(script: Script) -> Iterator[Hit]:
@@ -320,19 +263,13 @@ def no_workers(script: Script) -> Iterator[Hit]:
     "nothing is seeded: two runs of this script have different results",
     "misleads",
     why="""Initial weights, dropout and augmentation come from a random state that differs in every run.""",
-    bad="""
-    import torch.distributed as dist
+    example="""
+    + import torch
+      import torch.distributed as dist
 
-    dist.init_process_group()
-    dist.destroy_process_group()
-    """,
-    good="""
-    import torch
-    import torch.distributed as dist
-
-    torch.manual_seed(0)
-    dist.init_process_group()
-    dist.destroy_process_group()
+    + torch.manual_seed(0)
+      dist.init_process_group()
+      dist.destroy_process_group()
     """,
     default=False,
 )

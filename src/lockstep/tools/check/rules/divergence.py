@@ -19,39 +19,24 @@ from lockstep.tools.check.syntax import Loop
     "hangs",
     why="""A loss is that of one rank's samples, and so is an evaluation whose data is dealt out. A rank that leaves a loop or
     skips a step by it, or because it is rank 0, makes fewer reductions than the others, which wait for it until the timeout.""",
-    bad="""
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel as DDP
+    example="""
+      import torch
+      import torch.distributed as dist
+      from torch.nn.parallel import DistributedDataParallel as DDP
 
-    def train(net, loader, optimizer):
-        dist.init_process_group()
-        model = DDP(net)
-        for x in loader:
-            loss = model(x)
-            if torch.isnan(loss):
-                break
-            loss.backward()
-            optimizer.step()
-        dist.destroy_process_group()
-    """,
-    good="""
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    def train(net, loader, optimizer):
-        dist.init_process_group()
-        model = DDP(net)
-        for x in loader:
-            loss = model(x)
-            mean = loss.detach().clone()
-            dist.all_reduce(mean)
-            if torch.isnan(mean):
-                break
-            loss.backward()
-            optimizer.step()
-        dist.destroy_process_group()
+      def train(net, loader, optimizer):
+          dist.init_process_group()
+          model = DDP(net)
+          for x in loader:
+              loss = model(x)
+    -         if torch.isnan(loss):
+    +         mean = loss.detach().clone()
+    +         dist.all_reduce(mean)
+    +         if torch.isnan(mean):
+                  break
+              loss.backward()
+              optimizer.step()
+          dist.destroy_process_group()
     """,
 )
 def leaves_alone(script: Script) -> Iterator[Hit]:
@@ -107,30 +92,19 @@ def _in_training(script: Script, branch: ast.If) -> bool:
     "hangs",
     why="""A backward pass of DistributedDataParallel is a collective call: all ranks have to make it. An optimizer that steps on
     one rank changes that rank's weights alone.""",
-    bad="""
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel as DDP
+    example="""
+      import torch.distributed as dist
+      from torch.nn.parallel import DistributedDataParallel as DDP
 
-    def train(net, loader, optimizer):
-        dist.init_process_group()
-        model = DDP(net)
-        for x in loader:
-            model(x).backward()
-            if dist.get_rank() == 0:
-                optimizer.step()
-        dist.destroy_process_group()
-    """,
-    good="""
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    def train(net, loader, optimizer):
-        dist.init_process_group()
-        model = DDP(net)
-        for x in loader:
-            model(x).backward()
-            optimizer.step()
-        dist.destroy_process_group()
+      def train(net, loader, optimizer):
+          dist.init_process_group()
+          model = DDP(net)
+          for x in loader:
+              model(x).backward()
+    -         if dist.get_rank() == 0:
+    -             optimizer.step()
+    +         optimizer.step()
+          dist.destroy_process_group()
     """,
 )
 def step_of_some(script: Script) -> Iterator[Hit]:

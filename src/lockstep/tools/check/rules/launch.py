@@ -21,23 +21,16 @@ from lockstep.tools.check.syntax import argument, method
     why="""torchrun and other launchers set `MASTER_ADDR` and `MASTER_PORT`. A script that assigns constants sends every
     rank to its own machine when there are several nodes, and a second run on the machine meets the first one's port.
     A constant `init_method="tcp://…"` does the same.""",
-    bad="""
-    import os
-    import torch.distributed as dist
+    example="""
+      import os
+      import torch.distributed as dist
 
-    os.environ["MASTER_ADDR"] = "localhost"
-    os.environ["MASTER_PORT"] = "12355"
-    dist.init_process_group("gloo")
-    dist.destroy_process_group()
-    """,
-    good="""
-    import os
-    import torch.distributed as dist
-
-    os.environ.setdefault("MASTER_ADDR", "localhost")
-    os.environ.setdefault("MASTER_PORT", "12355")
-    dist.init_process_group("gloo")
-    dist.destroy_process_group()
+    - os.environ["MASTER_ADDR"] = "localhost"
+    - os.environ["MASTER_PORT"] = "12355"
+    + os.environ.setdefault("MASTER_ADDR", "localhost")
+    + os.environ.setdefault("MASTER_PORT", "12355")
+      dist.init_process_group("gloo")
+      dist.destroy_process_group()
     """,
     fix="writes `os.environ.setdefault` for the assignment",
 )
@@ -79,26 +72,19 @@ def _environment(script: Script) -> Iterator[tuple[ast.Assign, str, ast.expr]]:
     why="""`torch.distributed.launch` passed `--local_rank`; torchrun sets the variable `LOCAL_RANK` and passes nothing.
     Under torchrun every rank has the default: all use one GPU, or none. (`lockstep run` passes the option where a
     script declares it.)""",
-    bad="""
-    import argparse
-    import torch
-    import torch.distributed as dist
+    example="""
+    - import argparse
+    + import os
+      import torch
+      import torch.distributed as dist
 
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--local_rank", type=int, default=0)
-    args = parser.parse_args()
-    torch.cuda.set_device(args.local_rank)
-    dist.init_process_group("nccl")
-    dist.destroy_process_group()
-    """,
-    good="""
-    import os
-    import torch
-    import torch.distributed as dist
-
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl")
-    dist.destroy_process_group()
+    - parser = argparse.ArgumentParser()
+    - parser.add_argument("--local_rank", type=int, default=0)
+    - args = parser.parse_args()
+    - torch.cuda.set_device(args.local_rank)
+    + torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+      dist.init_process_group("nccl")
+      dist.destroy_process_group()
     """,
 )
 def local_rank_option(script: Script) -> Iterator[Hit]:
@@ -118,24 +104,16 @@ def local_rank_option(script: Script) -> Iterator[Hit]:
     "fails",
     why="""Collectives of objects (`broadcast_object_list`, `all_gather_object` and the like) send tensors of the current
     device. Where a rank has not set its device, that is GPU 0 on every rank, and NCCL fails with a duplicate GPU.""",
-    bad="""
-    import torch.distributed as dist
+    example="""
+    + import os
+    + import torch
+      import torch.distributed as dist
 
-    def main(settings):
-        dist.init_process_group("nccl")
-        dist.broadcast_object_list(settings)
-        dist.destroy_process_group()
-    """,
-    good="""
-    import os
-    import torch
-    import torch.distributed as dist
-
-    def main(settings):
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl")
-        dist.broadcast_object_list(settings)
-        dist.destroy_process_group()
+      def main(settings):
+    +     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+          dist.init_process_group("nccl")
+          dist.broadcast_object_list(settings)
+          dist.destroy_process_group()
     """,
 )
 def no_device(script: Script) -> Iterator[Hit]:
@@ -178,26 +156,17 @@ def sets_device(script: Script) -> bool:
     "fails",
     why="""`.cuda()`, `.to("cuda")` and `torch.device("cuda")` mean the current device, which is GPU 0 until
     `torch.cuda.set_device` is called: all ranks of a node share GPU 0, run out of memory, or NCCL finds a duplicate GPU.""",
-    bad="""
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
+    example="""
+    + import os
+    + import torch
+      import torch.distributed as dist
+      from torch.nn.parallel import DistributedDataParallel
 
-    def main(net):
-        dist.init_process_group("nccl")
-        model = DistributedDataParallel(net.cuda())
-        dist.destroy_process_group()
-    """,
-    good="""
-    import os
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-
-    def main(net):
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl")
-        model = DistributedDataParallel(net.cuda())
-        dist.destroy_process_group()
+      def main(net):
+    +     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+          dist.init_process_group("nccl")
+          model = DistributedDataParallel(net.cuda())
+          dist.destroy_process_group()
     """,
 )
 def cuda_without_index(script: Script) -> Iterator[Hit]:
@@ -221,27 +190,17 @@ def cuda_without_index(script: Script) -> Iterator[Hit]:
     "fails",
     why="""CUDA reads the variable once, when the process first uses a GPU. Set after that it has no effect, and all
     ranks compute on the same GPUs.""",
-    bad="""
-    import os
-    import torch
-    import torch.distributed as dist
+    example="""
+      import os
+      import torch
+      import torch.distributed as dist
 
-    def main(rank):
-        dist.init_process_group("nccl")
-        print(torch.cuda.get_device_name())
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
-        dist.destroy_process_group()
-    """,
-    good="""
-    import os
-    import torch
-    import torch.distributed as dist
-
-    def main(rank):
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
-        dist.init_process_group("nccl")
-        print(torch.cuda.get_device_name())
-        dist.destroy_process_group()
+      def main(rank):
+    +     os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+          dist.init_process_group("nccl")
+          print(torch.cuda.get_device_name())
+    -     os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+          dist.destroy_process_group()
     """,
 )
 def visible_devices_late(script: Script) -> Iterator[Hit]:
@@ -273,24 +232,15 @@ _BEFORE_START = {
     "misleads",
     why="""NCCL's process group warns at exit that it was not destroyed and that resources may leak. The warning stands last
     in the log, where the reason of a failure is looked for.""",
-    bad="""
-    import torch.distributed as dist
+    example="""
+      import torch.distributed as dist
 
-    def main(model, loader, optimizer):
-        dist.init_process_group("nccl")
-        for x in loader:
-            model(x).backward()
-            optimizer.step()
-    """,
-    good="""
-    import torch.distributed as dist
-
-    def main(model, loader, optimizer):
-        dist.init_process_group("nccl")
-        for x in loader:
-            model(x).backward()
-            optimizer.step()
-        dist.destroy_process_group()
+      def main(model, loader, optimizer):
+          dist.init_process_group("nccl")
+          for x in loader:
+              model(x).backward()
+              optimizer.step()
+    +     dist.destroy_process_group()
     """,
 )
 def no_destroy(script: Script) -> Iterator[Hit]:
@@ -311,32 +261,25 @@ def no_destroy(script: Script) -> Iterator[Hit]:
     "fails",
     why="""Each rank has one device. DataParallel around or inside DistributedDataParallel copies the model to all GPUs of
     the node in every rank, and gradients of the copies are not reduced.""",
-    bad="""
-    import torch.distributed as dist
-    from torch import nn
-    from torch.nn.parallel import DistributedDataParallel as DDP
+    example="""
+      import torch.distributed as dist
+      from torch import nn
+      from torch.nn.parallel import DistributedDataParallel as DDP
 
-    def build(net):
-        dist.init_process_group("nccl")
-        model = DDP(net)
-        model = nn.DataParallel(model)
-        dist.destroy_process_group()
-        return model
-    """,
-    good="""
-    import torch.distributed as dist
-    from torch import nn
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    def build(net, distributed):
-        if distributed:
-            dist.init_process_group("nccl")
-            model = DDP(net)
-        else:
-            model = nn.DataParallel(net)
-        return model
-
-    dist.destroy_process_group()
+    - def build(net):
+    -     dist.init_process_group("nccl")
+    -     model = DDP(net)
+    -     model = nn.DataParallel(model)
+    -     dist.destroy_process_group()
+    + def build(net, distributed):
+    +     if distributed:
+    +         dist.init_process_group("nccl")
+    +         model = DDP(net)
+    +     else:
+    +         model = nn.DataParallel(net)
+          return model
+    +
+    + dist.destroy_process_group()
     """,
 )
 def both_wrappers(script: Script) -> Iterator[Hit]:

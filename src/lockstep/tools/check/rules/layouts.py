@@ -34,17 +34,12 @@ _SEEDS = {"manual_seed", "seed", "set_state", "get_state", "setstate", "getstate
     why="""The run deals samples out, weights losses and seeds each microbatch, the same on any number of ranks. A seed, a part of
     the data, a batch size or a learning rate that has the rank or the number of ranks in it differs between layouts, and
     after a restart on fewer ranks.""",
-    bad="""
-    import lockstep
+    example="""
+      import lockstep
 
-    with lockstep.Run("toy", seed=0, replicas=2) as run:
-        loader = run.loader(data(), batch_size=32 // run.world.size)
-    """,
-    good="""
-    import lockstep
-
-    with lockstep.Run("toy", seed=0, replicas=2) as run:
-        loader = run.loader(data(), batch_size=32)
+      with lockstep.Run("toy", seed=0, replicas=2) as run:
+    -     loader = run.loader(data(), batch_size=32 // run.world.size)
+    +     loader = run.loader(data(), batch_size=32)
     """,
 )
 def computed_by_rank(script: Script) -> Iterator[Hit]:
@@ -78,26 +73,17 @@ def _of_layout(script: Script, node: ast.expr) -> bool:
     why="""The run sets the global generators of torch, NumPy and Python for each sample and each microbatch, so that draws depend
     on neither the layout nor a restart. A generator that the script keeps continues from draw to draw: a rank that hosts
     two replicas draws twice as often, and after a crash it begins anew.""",
-    bad="""
-    import lockstep
-    import torch
+    example="""
+      import lockstep
+      import torch
 
-    with lockstep.Run("toy", seed=0, replicas=2) as run:
-        own = torch.Generator().manual_seed(0)
-        for x, y in run.loader(data(), batch_size=32):
-            x = x + torch.randn(x.shape, generator=own)
-            run.backward(loss_of(model(x), y))
-            optimizer.step()
-    """,
-    good="""
-    import lockstep
-    import torch
-
-    with lockstep.Run("toy", seed=0, replicas=2) as run:
-        for x, y in run.loader(data(), batch_size=32):
-            x = x + torch.randn(x.shape)
-            run.backward(loss_of(model(x), y))
-            optimizer.step()
+      with lockstep.Run("toy", seed=0, replicas=2) as run:
+    -     own = torch.Generator().manual_seed(0)
+          for x, y in run.loader(data(), batch_size=32):
+    -         x = x + torch.randn(x.shape, generator=own)
+    +         x = x + torch.randn(x.shape)
+              run.backward(loss_of(model(x), y))
+              optimizer.step()
     """,
 )
 def own_generator(script: Script) -> Iterator[Hit]:
@@ -152,28 +138,19 @@ def _makes_generator(module: Module, value: ast.expr) -> bool:
     "corrupts",
     why="""A Lockstep loader takes a stream whole and assigns its items to replicas. One that skips items by its rank or by
     `get_worker_info()` is another stream on another layout, or with another number of workers.""",
-    bad="""
-    import lockstep
-    from torch.utils.data import IterableDataset, get_worker_info
+    example="""
+      import lockstep
+    - from torch.utils.data import IterableDataset, get_worker_info
+    + from torch.utils.data import IterableDataset
 
-    class Lines(IterableDataset):
-        def __iter__(self):
-            worker = get_worker_info()
-            yield from list(open("data.txt"))[worker.id :: worker.num_workers]
+      class Lines(IterableDataset):
+          def __iter__(self):
+    -         worker = get_worker_info()
+    -         yield from list(open("data.txt"))[worker.id :: worker.num_workers]
+    +         yield from open("data.txt")
 
-    with lockstep.Run("toy", seed=0, replicas=2) as run:
-        loader = run.loader(Lines(), batch_size=32)
-    """,
-    good="""
-    import lockstep
-    from torch.utils.data import IterableDataset
-
-    class Lines(IterableDataset):
-        def __iter__(self):
-            yield from open("data.txt")
-
-    with lockstep.Run("toy", seed=0, replicas=2) as run:
-        loader = run.loader(Lines(), batch_size=32)
+      with lockstep.Run("toy", seed=0, replicas=2) as run:
+          loader = run.loader(Lines(), batch_size=32)
     """,
 )
 def split_stream(script: Script) -> Iterator[Hit]:

@@ -24,27 +24,19 @@ def runs(script: Script) -> bool:
     "corrupts",
     why="""A resumed run passes over the epochs that are done, so a variable of the script has its first value. A value
     that decides something later, such as the best accuracy so far, is part of the state.""",
-    bad="""
-    import lockstep
+    example="""
+      import lockstep
 
-    with lockstep.Run("toy", seed=0, replicas=2) as run:
-        best = 0.0
-        for epoch in run.epochs(10):
-            accuracy = run.mean(measure())
-            if accuracy > best:
-                best = accuracy
-                run.save(best=accuracy)
-    """,
-    good="""
-    import lockstep
-
-    with lockstep.Run("toy", seed=0, replicas=2) as run:
-        state = run.state(best=0.0)
-        for epoch in run.epochs(10):
-            accuracy = run.mean(measure())
-            if accuracy > state.best:
-                state.best = accuracy
-                run.save(best=accuracy)
+      with lockstep.Run("toy", seed=0, replicas=2) as run:
+    -     best = 0.0
+    +     state = run.state(best=0.0)
+          for epoch in run.epochs(10):
+              accuracy = run.mean(measure())
+    -         if accuracy > best:
+    -             best = accuracy
+    +         if accuracy > state.best:
+    +             state.best = accuracy
+                  run.save(best=accuracy)
     """,
 )
 def not_registered(script: Script) -> Iterator[Hit]:
@@ -90,21 +82,14 @@ def _starts_before(script: Script, loop: Loop, name: str) -> bool:
     "misleads",
     why="""`lockstep.Run` sets the generators from its seed. A draw before that is not a function of the seed, and
     changes with the way the script is started.""",
-    bad="""
-    import lockstep
-    import torch
+    example="""
+      import lockstep
+      import torch
 
-    data = torch.randn(256, 8)
-    with lockstep.Run("toy", seed=0, replicas=2) as run:
-        loader = run.loader(data, batch_size=32)
-    """,
-    good="""
-    import lockstep
-    import torch
-
-    with lockstep.Run("toy", seed=0, replicas=2) as run:
-        data = torch.randn(256, 8)
-        loader = run.loader(data, batch_size=32)
+    - data = torch.randn(256, 8)
+      with lockstep.Run("toy", seed=0, replicas=2) as run:
+    +     data = torch.randn(256, 8)
+          loader = run.loader(data, batch_size=32)
     """,
 )
 def early_draw(script: Script) -> Iterator[Hit]:
@@ -126,21 +111,14 @@ def early_draw(script: Script) -> Iterator[Hit]:
     "corrupts",
     why="""`run.optimizer` and `run.scheduler` let `step()` act once per global batch, and make the object part of what is
     saved. Others act once per microbatch, of which a rank has as many as it hosts replicas.""",
-    bad="""
-    import lockstep
-    import torch
+    example="""
+      import lockstep
+      import torch
 
-    with lockstep.Run("toy", seed=0, replicas=2) as run:
-        model = run.model(torch.nn.Linear(8, 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    """,
-    good="""
-    import lockstep
-    import torch
-
-    with lockstep.Run("toy", seed=0, replicas=2) as run:
-        model = run.model(torch.nn.Linear(8, 1))
-        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+      with lockstep.Run("toy", seed=0, replicas=2) as run:
+          model = run.model(torch.nn.Linear(8, 1))
+    -     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    +     optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     """,
 )
 def not_given(script: Script) -> Iterator[Hit]:
@@ -183,23 +161,15 @@ def not_given(script: Script) -> Iterator[Hit]:
     "corrupts",
     why="""`run.backward` weights the loss of each microbatch and reduces gradients in a fixed order. The loss's own `backward`
     leaves the gradients of one microbatch.""",
-    bad="""
-    import lockstep
+    example="""
+      import lockstep
 
-    with lockstep.Run("toy", seed=0, replicas=2) as run:
-        for x, y in run.loader(data(), batch_size=32):
-            loss = loss_of(model(x), y)
-            loss.backward()
-            optimizer.step()
-    """,
-    good="""
-    import lockstep
-
-    with lockstep.Run("toy", seed=0, replicas=2) as run:
-        for x, y in run.loader(data(), batch_size=32):
-            loss = loss_of(model(x), y)
-            run.backward(loss)
-            optimizer.step()
+      with lockstep.Run("toy", seed=0, replicas=2) as run:
+          for x, y in run.loader(data(), batch_size=32):
+              loss = loss_of(model(x), y)
+    -         loss.backward()
+    +         run.backward(loss)
+              optimizer.step()
     """,
 )
 def own_backward(script: Script) -> Iterator[Hit]:
@@ -222,22 +192,17 @@ def own_backward(script: Script) -> Iterator[Hit]:
     "fails",
     why="""`optimizer.step()` acts once per global batch by itself. To accumulate over more samples, raise `batch_size`, and
     set `replicas` above the number of ranks where memory is short.""",
-    bad="""
-    import lockstep
+    example="""
+      import lockstep
 
-    with lockstep.Run("toy", seed=0, replicas=2) as run:
-        for i, (x, y) in enumerate(run.loader(data(), batch_size=32)):
-            run.backward(loss_of(model(x), y))
-            if (i + 1) % 4 == 0:
-                optimizer.step()
-    """,
-    good="""
-    import lockstep
-
-    with lockstep.Run("toy", seed=0, replicas=8) as run:
-        for x, y in run.loader(data(), batch_size=128):
-            run.backward(loss_of(model(x), y))
-            optimizer.step()
+    - with lockstep.Run("toy", seed=0, replicas=2) as run:
+    -     for i, (x, y) in enumerate(run.loader(data(), batch_size=32)):
+    + with lockstep.Run("toy", seed=0, replicas=8) as run:
+    +     for x, y in run.loader(data(), batch_size=128):
+              run.backward(loss_of(model(x), y))
+    -         if (i + 1) % 4 == 0:
+    -             optimizer.step()
+    +         optimizer.step()
     """,
 )
 def nth_step(script: Script) -> Iterator[Hit]:

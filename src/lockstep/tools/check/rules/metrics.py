@@ -23,38 +23,25 @@ _SHOWS = {"print", "add_scalar", "info", "log", "log_metric", "log_metrics", "wr
     "misleads",
     why="""Each rank has its own samples. The loss on rank 0 is the mean over a part of the batch: it is noisier than the loss that
     is minimised, and on other numbers of ranks it is the mean over another part.""",
-    bad="""
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel as DDP
+    example="""
+      import torch.distributed as dist
+      from torch.nn.parallel import DistributedDataParallel as DDP
 
-    def train(net, loader, optimizer):
-        dist.init_process_group()
-        model = DDP(net)
-        for step, x in enumerate(loader):
-            loss = model(x)
-            loss.backward()
-            optimizer.step()
-            if dist.get_rank() == 0 and step % 100 == 0:
-                print(f"step {step}: loss {loss.item()}")
-        dist.destroy_process_group()
-    """,
-    good="""
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    def train(net, loader, optimizer):
-        dist.init_process_group()
-        model = DDP(net)
-        for step, x in enumerate(loader):
-            loss = model(x)
-            loss.backward()
-            optimizer.step()
-            if step % 100 == 0:
-                mean = loss.detach() / dist.get_world_size()
-                dist.all_reduce(mean)
-                if dist.get_rank() == 0:
-                    print(f"step {step}: loss {mean.item()}")
-        dist.destroy_process_group()
+      def train(net, loader, optimizer):
+          dist.init_process_group()
+          model = DDP(net)
+          for step, x in enumerate(loader):
+              loss = model(x)
+              loss.backward()
+              optimizer.step()
+    -         if dist.get_rank() == 0 and step % 100 == 0:
+    -             print(f"step {step}: loss {loss.item()}")
+    +         if step % 100 == 0:
+    +             mean = loss.detach() / dist.get_world_size()
+    +             dist.all_reduce(mean)
+    +             if dist.get_rank() == 0:
+    +                 print(f"step {step}: loss {mean.item()}")
+          dist.destroy_process_group()
     """,
 )
 def loss_of_one_rank(script: Script) -> Iterator[Hit]:
@@ -76,34 +63,23 @@ def loss_of_one_rank(script: Script) -> Iterator[Hit]:
     "misleads",
     why="""The mean of the batches' means is not the mean over samples, unless all batches are equally large. Over several ranks
     each has a small last batch, so that the number changes with the layout.""",
-    bad="""
-    import torch
-    import torch.distributed as dist
+    example="""
+      import torch
+      import torch.distributed as dist
 
-    @torch.no_grad()
-    def evaluate(model, loader, loss_of):
-        total = 0.0
-        for x, y in loader:
-            total += loss_of(model(x), y).item()
-        return total / len(loader)
+      @torch.no_grad()
+      def evaluate(model, loader, loss_of):
+    -     total = 0.0
+    +     total, count = 0.0, 0
+          for x, y in loader:
+    -         total += loss_of(model(x), y).item()
+    -     return total / len(loader)
+    +         total += loss_of(model(x), y).item() * len(x)
+    +         count += len(x)
+    +     return total / count
 
-    dist.init_process_group()
-    dist.destroy_process_group()
-    """,
-    good="""
-    import torch
-    import torch.distributed as dist
-
-    @torch.no_grad()
-    def evaluate(model, loader, loss_of):
-        total, count = 0.0, 0
-        for x, y in loader:
-            total += loss_of(model(x), y).item() * len(x)
-            count += len(x)
-        return total / count
-
-    dist.init_process_group()
-    dist.destroy_process_group()
+      dist.init_process_group()
+      dist.destroy_process_group()
     """,
 )
 def mean_of_means(script: Script) -> Iterator[Hit]:

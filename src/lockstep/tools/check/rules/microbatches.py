@@ -27,23 +27,15 @@ _STATES = ("parameters", "named_parameters", "buffers", "named_buffers", "state_
     "corrupts",
     why="""`run.backward` weights microbatches by their samples. A mean over tokens, or pixels, has another count in each
     microbatch, so that the sum is not the gradient of the mean over the global batch.""",
-    bad="""
-    import lockstep
-    import torch.nn.functional as F
+    example="""
+      import lockstep
+      import torch.nn.functional as F
 
-    with lockstep.Run("toy", seed=0, replicas=2) as run:
-        for x, y in run.loader(data(), batch_size=32):
-            loss = F.cross_entropy(model(x), y, ignore_index=0)
-            run.backward(loss)
-    """,
-    good="""
-    import lockstep
-    import torch.nn.functional as F
-
-    with lockstep.Run("toy", seed=0, replicas=2) as run:
-        for x, y in run.loader(data(), batch_size=32):
-            loss = F.cross_entropy(model(x), y, ignore_index=0)
-            run.backward(loss, weight=(y != 0).sum())
+      with lockstep.Run("toy", seed=0, replicas=2) as run:
+          for x, y in run.loader(data(), batch_size=32):
+              loss = F.cross_entropy(model(x), y, ignore_index=0)
+    -         run.backward(loss)
+    +         run.backward(loss, weight=(y != 0).sum())
     """,
 )
 def no_weight(script: Script) -> Iterator[Hit]:
@@ -79,26 +71,19 @@ def counts_otherwise(script: Script, call: ast.Call) -> Iterator[str]:
     "corrupts",
     why="""The body of `for x, y in loader` runs once per replica that a rank hosts, so what is counted or averaged there
     depends on the layout. Between the batches of `run.batches(loader)` code runs once per step; `run.step` counts steps.""",
-    bad="""
-    import lockstep
+    example="""
+      import lockstep
 
-    with lockstep.Run("toy", seed=0, replicas=2) as run:
-        loader = run.loader(data(), batch_size=32)
-        for x, y in loader:
-            run.backward(loss_of(model(x), y))
-            optimizer.step()
-            ema.update_parameters(model)
-    """,
-    good="""
-    import lockstep
-
-    with lockstep.Run("toy", seed=0, replicas=2) as run:
-        loader = run.loader(data(), batch_size=32)
-        for batch in run.batches(loader):
-            for x, y in batch:
-                run.backward(loss_of(model(x), y))
-                optimizer.step()
-            ema.update_parameters(model)
+      with lockstep.Run("toy", seed=0, replicas=2) as run:
+          loader = run.loader(data(), batch_size=32)
+    -     for x, y in loader:
+    -         run.backward(loss_of(model(x), y))
+    -         optimizer.step()
+    +     for batch in run.batches(loader):
+    +         for x, y in batch:
+    +             run.backward(loss_of(model(x), y))
+    +             optimizer.step()
+              ema.update_parameters(model)
     """,
 )
 def per_microbatch(script: Script) -> Iterator[Hit]:

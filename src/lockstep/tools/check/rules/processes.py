@@ -19,29 +19,18 @@ from lockstep.tools.check.syntax import Function, argument
     why="""A process forked from one that has used CUDA cannot use it: "Cannot re-initialize CUDA in forked subprocess".
     `mp.spawn` starts fresh processes and sends the function by pickle, which takes functions of a module's top level only:
     no lambda, and no function defined in another.""",
-    bad="""
-    import torch
-    import torch.multiprocessing as mp
-    import torch.distributed as dist
+    example="""
+      import torch
+      import torch.multiprocessing as mp
+      import torch.distributed as dist
 
-    def work(rank):
-        dist.init_process_group("nccl", rank=rank)
-        dist.destroy_process_group()
+      def work(rank):
+          dist.init_process_group("nccl", rank=rank)
+          dist.destroy_process_group()
 
-    if __name__ == "__main__":
-        mp.spawn(lambda rank: work(rank), nprocs=torch.cuda.device_count())
-    """,
-    good="""
-    import torch
-    import torch.multiprocessing as mp
-    import torch.distributed as dist
-
-    def work(rank):
-        dist.init_process_group("nccl", rank=rank)
-        dist.destroy_process_group()
-
-    if __name__ == "__main__":
-        mp.spawn(work, nprocs=torch.cuda.device_count())
+      if __name__ == "__main__":
+    -     mp.spawn(lambda rank: work(rank), nprocs=torch.cuda.device_count())
+    +     mp.spawn(work, nprocs=torch.cuda.device_count())
     """,
 )
 def cannot_start(script: Script) -> Iterator[Hit]:
@@ -71,26 +60,17 @@ def cannot_start(script: Script) -> Iterator[Hit]:
     "fails",
     why="""Spawned processes import the main module, and its top level runs in each of them: they would start processes
     themselves, which Python refuses with "bootstrapping phase".""",
-    bad="""
-    import torch.multiprocessing as mp
-    import torch.distributed as dist
+    example="""
+      import torch.multiprocessing as mp
+      import torch.distributed as dist
 
-    def work(rank):
-        dist.init_process_group("gloo", rank=rank, world_size=2)
-        dist.destroy_process_group()
+      def work(rank):
+          dist.init_process_group("gloo", rank=rank, world_size=2)
+          dist.destroy_process_group()
 
-    mp.spawn(work, nprocs=2)
-    """,
-    good="""
-    import torch.multiprocessing as mp
-    import torch.distributed as dist
-
-    def work(rank):
-        dist.init_process_group("gloo", rank=rank, world_size=2)
-        dist.destroy_process_group()
-
-    if __name__ == "__main__":
-        mp.spawn(work, nprocs=2)
+    - mp.spawn(work, nprocs=2)
+    + if __name__ == "__main__":
+    +     mp.spawn(work, nprocs=2)
     """,
 )
 def no_main_guard(script: Script) -> Iterator[Hit]:

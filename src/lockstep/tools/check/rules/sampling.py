@@ -26,36 +26,21 @@ def for_evaluation(script: Script, call: ast.Call) -> bool:
     "corrupts",
     why="""DistributedSampler shuffles by its seed and its epoch number. Without `set_epoch` the number stays 0,
     and every epoch has the same order.""",
-    bad="""
-    import torch.distributed as dist
-    from torch.utils.data import DataLoader
-    from torch.utils.data.distributed import DistributedSampler
+    example="""
+      import torch.distributed as dist
+      from torch.utils.data import DataLoader
+      from torch.utils.data.distributed import DistributedSampler
 
-    def train(model, dataset, optimizer):
-        dist.init_process_group("gloo")
-        sampler = DistributedSampler(dataset)
-        loader = DataLoader(dataset, batch_size=32, sampler=sampler)
-        for epoch in range(10):
-            for x, y in loader:
-                model(x, y).backward()
-                optimizer.step()
-        dist.destroy_process_group()
-    """,
-    good="""
-    import torch.distributed as dist
-    from torch.utils.data import DataLoader
-    from torch.utils.data.distributed import DistributedSampler
-
-    def train(model, dataset, optimizer):
-        dist.init_process_group("gloo")
-        sampler = DistributedSampler(dataset)
-        loader = DataLoader(dataset, batch_size=32, sampler=sampler)
-        for epoch in range(10):
-            sampler.set_epoch(epoch)
-            for x, y in loader:
-                model(x, y).backward()
-                optimizer.step()
-        dist.destroy_process_group()
+      def train(model, dataset, optimizer):
+          dist.init_process_group("gloo")
+          sampler = DistributedSampler(dataset)
+          loader = DataLoader(dataset, batch_size=32, sampler=sampler)
+          for epoch in range(10):
+    +         sampler.set_epoch(epoch)
+              for x, y in loader:
+                  model(x, y).backward()
+                  optimizer.step()
+          dist.destroy_process_group()
     """,
     fix="puts `set_epoch` at the head of the loop over epochs, where sampler and loop are in one function",
 )
@@ -92,23 +77,15 @@ def _set_epoch(script: Script, call: ast.Call) -> Iterator[Edit]:
     "fails",
     why="""DataLoader raises ValueError for the pair. The sampler decides the order: DistributedSampler shuffles
     by default.""",
-    bad="""
-    import torch.distributed as dist
-    from torch.utils.data import DataLoader, DistributedSampler
+    example="""
+      import torch.distributed as dist
+      from torch.utils.data import DataLoader, DistributedSampler
 
-    def load(dataset):
-        dist.init_process_group()
-        sampler = DistributedSampler(dataset)
-        return DataLoader(dataset, batch_size=32, sampler=sampler, shuffle=True)
-    """,
-    good="""
-    import torch.distributed as dist
-    from torch.utils.data import DataLoader, DistributedSampler
-
-    def load(dataset):
-        dist.init_process_group()
-        sampler = DistributedSampler(dataset)
-        return DataLoader(dataset, batch_size=32, sampler=sampler)
+      def load(dataset):
+          dist.init_process_group()
+          sampler = DistributedSampler(dataset)
+    -     return DataLoader(dataset, batch_size=32, sampler=sampler, shuffle=True)
+    +     return DataLoader(dataset, batch_size=32, sampler=sampler)
     """,
     fix="removes `shuffle=True`",
 )
@@ -130,23 +107,17 @@ def shuffle_with_sampler(script: Script) -> Iterator[Hit]:
     "misleads",
     why="""Without `drop_last`, DistributedSampler repeats the first samples so that every rank has as many. An accuracy
     over all ranks counts these twice, and depends on the number of ranks.""",
-    bad="""
-    import torch.distributed as dist
-    from torch.utils.data import DataLoader, DistributedSampler
+    example="""
+      import torch.distributed as dist
+    - from torch.utils.data import DataLoader, DistributedSampler
+    + from torch.utils.data import DataLoader, Subset
 
-    def load(val_set):
-        dist.init_process_group()
-        sampler = DistributedSampler(val_set, shuffle=False)
-        return DataLoader(val_set, batch_size=32, sampler=sampler)
-    """,
-    good="""
-    import torch.distributed as dist
-    from torch.utils.data import DataLoader, Subset
-
-    def load(val_set):
-        dist.init_process_group()
-        mine = range(dist.get_rank(), len(val_set), dist.get_world_size())
-        return DataLoader(Subset(val_set, mine), batch_size=32)
+      def load(val_set):
+          dist.init_process_group()
+    -     sampler = DistributedSampler(val_set, shuffle=False)
+    -     return DataLoader(val_set, batch_size=32, sampler=sampler)
+    +     mine = range(dist.get_rank(), len(val_set), dist.get_world_size())
+    +     return DataLoader(Subset(val_set, mine), batch_size=32)
     """,
     default=False,
 )
@@ -166,32 +137,21 @@ def padding_sampler(script: Script) -> Iterator[Hit]:
     "misleads",
     why="""Each rank has a loader of its own. Without a sampler that deals samples out, every rank goes over all of them:
     an epoch takes as many steps as on one rank, and sees each sample once per rank.""",
-    bad="""
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel as DDP
-    from torch.utils.data import DataLoader
+    example="""
+      import torch.distributed as dist
+      from torch.nn.parallel import DistributedDataParallel as DDP
+    - from torch.utils.data import DataLoader
+    + from torch.utils.data import DataLoader, DistributedSampler
 
-    def train(net, dataset, optimizer):
-        dist.init_process_group()
-        model = DDP(net)
-        for x, y in DataLoader(dataset, batch_size=32, shuffle=True):
-            model(x, y).backward()
-            optimizer.step()
-        dist.destroy_process_group()
-    """,
-    good="""
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel as DDP
-    from torch.utils.data import DataLoader, DistributedSampler
-
-    def train(net, dataset, optimizer):
-        dist.init_process_group()
-        model = DDP(net)
-        sampler = DistributedSampler(dataset)
-        for x, y in DataLoader(dataset, batch_size=32, sampler=sampler):
-            model(x, y).backward()
-            optimizer.step()
-        dist.destroy_process_group()
+      def train(net, dataset, optimizer):
+          dist.init_process_group()
+          model = DDP(net)
+    -     for x, y in DataLoader(dataset, batch_size=32, shuffle=True):
+    +     sampler = DistributedSampler(dataset)
+    +     for x, y in DataLoader(dataset, batch_size=32, sampler=sampler):
+              model(x, y).backward()
+              optimizer.step()
+          dist.destroy_process_group()
     """,
 )
 def no_sampler(script: Script) -> Iterator[Hit]:
@@ -216,21 +176,14 @@ def no_sampler(script: Script) -> Iterator[Hit]:
     why="""Every DistributedSampler shuffles the whole dataset and takes each n-th sample, and every rank cuts the dataset by
     itself in `random_split`. With a seed of its own, a rank does so in another order: samples are read twice, and others
     never, or one rank tests with what another trains on.""",
-    bad="""
-    import torch.distributed as dist
-    from torch.utils.data import DistributedSampler
+    example="""
+      import torch.distributed as dist
+      from torch.utils.data import DistributedSampler
 
-    def load(dataset, rank):
-        dist.init_process_group()
-        return DistributedSampler(dataset, seed=42 + rank)
-    """,
-    good="""
-    import torch.distributed as dist
-    from torch.utils.data import DistributedSampler
-
-    def load(dataset, rank):
-        dist.init_process_group()
-        return DistributedSampler(dataset, seed=42)
+      def load(dataset, rank):
+          dist.init_process_group()
+    -     return DistributedSampler(dataset, seed=42 + rank)
+    +     return DistributedSampler(dataset, seed=42)
     """,
 )
 def seed_by_rank(script: Script) -> Iterator[Hit]:

@@ -18,28 +18,17 @@ from lockstep.tools.check.syntax import Function
     "corrupts",
     why="""After `scaler.scale(loss).backward()` gradients are multiplied by the loss scale, 65,536 at first. Clipped
     then, nearly every gradient is cut down to `max_norm / scale`, and training stands still or follows noise.""",
-    bad="""
-    import torch
-    from torch.nn.parallel import DistributedDataParallel
+    example="""
+      import torch
+      from torch.nn.parallel import DistributedDataParallel
 
-    def step(model, loss, optimizer, scaler: torch.amp.GradScaler):
-        model = DistributedDataParallel(model)
-        scaler.scale(loss).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-    """,
-    good="""
-    import torch
-    from torch.nn.parallel import DistributedDataParallel
-
-    def step(model, loss, optimizer, scaler: torch.amp.GradScaler):
-        model = DistributedDataParallel(model)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
+      def step(model, loss, optimizer, scaler: torch.amp.GradScaler):
+          model = DistributedDataParallel(model)
+          scaler.scale(loss).backward()
+    +     scaler.unscale_(optimizer)
+          torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+          scaler.step(optimizer)
+          scaler.update()
     """,
 )
 def clip_before_unscale(script: Script) -> Iterator[Hit]:
@@ -74,31 +63,19 @@ def scaled_loss(call: ast.Call) -> bool:
     why="""Gradients of a scaled loss are multiplied by the scale. `scaler.step(optimizer)` divides by it and leaves steps
     with infinities out, which `optimizer.step()` does not. `scaler.update()` has to follow each step: a second one without
     it raises "step() has already been called since the last update()".""",
-    bad="""
-    import torch
-    import torch.distributed as dist
+    example="""
+      import torch
+      import torch.distributed as dist
 
-    def train(model, loader, optimizer):
-        dist.init_process_group("nccl")
-        scaler = torch.amp.GradScaler()
-        for x in loader:
-            scaler.scale(model(x)).backward()
-            optimizer.step()
-            scaler.update()
-        dist.destroy_process_group()
-    """,
-    good="""
-    import torch
-    import torch.distributed as dist
-
-    def train(model, loader, optimizer):
-        dist.init_process_group("nccl")
-        scaler = torch.amp.GradScaler()
-        for x in loader:
-            scaler.scale(model(x)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        dist.destroy_process_group()
+      def train(model, loader, optimizer):
+          dist.init_process_group("nccl")
+          scaler = torch.amp.GradScaler()
+          for x in loader:
+              scaler.scale(model(x)).backward()
+    -         optimizer.step()
+    +         scaler.step(optimizer)
+              scaler.update()
+          dist.destroy_process_group()
     """,
 )
 def wrong_scaler(script: Script) -> Iterator[Hit]:

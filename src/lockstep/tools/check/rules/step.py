@@ -47,23 +47,15 @@ def collective(script: Script, call: ast.Call) -> str | None:
     "hangs",
     why="""A collective call returns when all ranks have made it. In a branch that depends on the rank, some ranks
     never make it: the others wait until the timeout, or are matched with another call and get its bytes.""",
-    bad="""
-    import torch.distributed as dist
+    example="""
+      import torch.distributed as dist
 
-    def report(loss):
-        dist.init_process_group()
-        if dist.get_rank() == 0:
-            dist.all_reduce(loss)
-            print(loss / dist.get_world_size())
-    """,
-    good="""
-    import torch.distributed as dist
-
-    def report(loss):
-        dist.init_process_group()
-        dist.all_reduce(loss)
-        if dist.get_rank() == 0:
-            print(loss / dist.get_world_size())
+      def report(loss):
+          dist.init_process_group()
+    +     dist.all_reduce(loss)
+          if dist.get_rank() == 0:
+    -         dist.all_reduce(loss)
+              print(loss / dist.get_world_size())
     """,
 )
 def collective_of_one_rank(script: Script) -> Iterator[Hit]:
@@ -105,32 +97,20 @@ _SHOWS = {"print", "info", "add_scalar", "set_postfix", "set_description", "floa
     "slow",
     why="""`.item()`, `.cpu()`, `.tolist()`, `float(…)`, and printing a tensor or giving it to a progress bar or a logger wait
     until the GPU has done all that was asked of it. In each step the CPU then cannot run ahead, and the GPU waits for the next step's kernels.""",
-    bad="""
-    import torch.distributed as dist
+    example="""
+      import torch.distributed as dist
 
-    def train(model, loader, optimizer):
-        dist.init_process_group("nccl")
-        total = 0.0
-        for x in loader:
-            loss = model(x.cuda(0))
-            loss.backward()
-            optimizer.step()
-            total += loss.item()
-        dist.destroy_process_group()
-    """,
-    good="""
-    import torch.distributed as dist
-
-    def train(model, loader, optimizer):
-        dist.init_process_group("nccl")
-        total = 0.0
-        for x in loader:
-            loss = model(x.cuda(0))
-            loss.backward()
-            optimizer.step()
-            total += loss.detach()
-        print(total.item())
-        dist.destroy_process_group()
+      def train(model, loader, optimizer):
+          dist.init_process_group("nccl")
+          total = 0.0
+          for x in loader:
+              loss = model(x.cuda(0))
+              loss.backward()
+              optimizer.step()
+    -         total += loss.item()
+    +         total += loss.detach()
+    +     print(total.item())
+          dist.destroy_process_group()
     """,
 )
 def waits_each_step(script: Script) -> Iterator[Hit]:
@@ -187,31 +167,19 @@ def _is_tensor(script: Script, node: ast.expr) -> bool:
     "slow",
     why="""DistributedDataParallel's reduction lets no rank run ahead by more than a step. A barrier beside it adds a
     round trip, and takes the overlap between steps away.""",
-    bad="""
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel as DDP
+    example="""
+      import torch.distributed as dist
+      from torch.nn.parallel import DistributedDataParallel as DDP
 
-    def train(net, loader, optimizer):
-        dist.init_process_group()
-        model = DDP(net)
-        for x in loader:
-            model(x).backward()
-            optimizer.step()
-            dist.barrier()
-        dist.destroy_process_group()
-    """,
-    good="""
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    def train(net, loader, optimizer):
-        dist.init_process_group()
-        model = DDP(net)
-        for x in loader:
-            model(x).backward()
-            optimizer.step()
-        dist.barrier()
-        dist.destroy_process_group()
+      def train(net, loader, optimizer):
+          dist.init_process_group()
+          model = DDP(net)
+          for x in loader:
+              model(x).backward()
+              optimizer.step()
+    -         dist.barrier()
+    +     dist.barrier()
+          dist.destroy_process_group()
     """,
 )
 def barrier_each_step(script: Script) -> Iterator[Hit]:
@@ -230,36 +198,24 @@ def barrier_each_step(script: Script) -> Iterator[Hit]:
     "slow",
     why="""DistributedDataParallel reduces gradients in each backward pass. Where several passes add up to one step, all but
     the last reduction are for nothing.""",
-    bad="""
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel as DDP
+    example="""
+    + import contextlib
+      import torch.distributed as dist
+      from torch.nn.parallel import DistributedDataParallel as DDP
 
-    def train(net, loader, optimizer):
-        dist.init_process_group()
-        model = DDP(net)
-        for i, x in enumerate(loader):
-            model(x).backward()
-            if (i + 1) % 4 == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-        dist.destroy_process_group()
-    """,
-    good="""
-    import contextlib
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    def train(net, loader, optimizer):
-        dist.init_process_group()
-        model = DDP(net)
-        for i, x in enumerate(loader):
-            last = (i + 1) % 4 == 0
-            with contextlib.nullcontext() if last else model.no_sync():
-                model(x).backward()
-            if last:
-                optimizer.step()
-                optimizer.zero_grad()
-        dist.destroy_process_group()
+      def train(net, loader, optimizer):
+          dist.init_process_group()
+          model = DDP(net)
+          for i, x in enumerate(loader):
+    -         model(x).backward()
+    -         if (i + 1) % 4 == 0:
+    +         last = (i + 1) % 4 == 0
+    +         with contextlib.nullcontext() if last else model.no_sync():
+    +             model(x).backward()
+    +         if last:
+                  optimizer.step()
+                  optimizer.zero_grad()
+          dist.destroy_process_group()
     """,
 )
 def no_no_sync(script: Script) -> Iterator[Hit]:

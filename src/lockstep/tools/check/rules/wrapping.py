@@ -19,27 +19,17 @@ from lockstep.tools.check.syntax import argument, dotted, true
     "corrupts",
     why="""FSDP replaces parameters: an optimizer made before updates tensors that the model no longer uses. `.cuda()` and
     `.to()` keep the parameters, and PyTorch's documentation asks for the same order.""",
-    bad="""
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    example="""
+      import torch
+      import torch.distributed as dist
+      from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-    def build(model):
-        dist.init_process_group("nccl")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model = FSDP(model)
-        return model, optimizer
-    """,
-    good="""
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-
-    def build(model):
-        dist.init_process_group("nccl")
-        model = FSDP(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return model, optimizer
+      def build(model):
+          dist.init_process_group("nccl")
+    +     model = FSDP(model)
+          optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    -     model = FSDP(model)
+          return model, optimizer
     """,
 )
 def early_optimizer(script: Script) -> Iterator[Hit]:
@@ -55,14 +45,8 @@ def early_optimizer(script: Script) -> Iterator[Hit]:
                 sharded = [Hit(call) for call in calls if _shards(script, call, name)]
                 # A move keeps the parameters, but PyTorch asks for the order all the same.
                 moved = "the optimizer above was made before the model is moved: make it after"
-                yield from (
-                    sharded
-                    or [
-                        Hit(call, moved, harm="misleads")
-                        for call in calls
-                        if _moves(script, call, name)
-                    ]
-                )[:1]
+                moves = [call for call in calls if _moves(script, call, name)]
+                yield from (sharded or [Hit(call, moved, harm="misleads") for call in moves])[:1]
 
 
 def _shards(script: Script, call: ast.Call, name: str) -> bool:
@@ -89,25 +73,17 @@ def _moves(script: Script, call: ast.Call, name: str) -> bool:
     why="""`convert_sync_batchnorm` makes new layers from the old ones' parameters. FSDP gathers parameters for the layers that it
     has wrapped, and the new ones compute with shards. DistributedDataParallel finds the same parameters in them, and PyTorch's
     documentation asks for the same order.""",
-    bad="""
-    import torch.distributed as dist
-    from torch import nn
-    from torch.nn.parallel import DistributedDataParallel as DDP
+    example="""
+      import torch.distributed as dist
+      from torch import nn
+      from torch.nn.parallel import DistributedDataParallel as DDP
 
-    def build(net):
-        dist.init_process_group("nccl")
-        model = DDP(net)
-        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    """,
-    good="""
-    import torch.distributed as dist
-    from torch import nn
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    def build(net):
-        dist.init_process_group("nccl")
-        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
-        return DDP(net)
+      def build(net):
+          dist.init_process_group("nccl")
+    -     model = DDP(net)
+    -     return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    +     net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
+    +     return DDP(net)
     """,
 )
 def late_sync_batchnorm(script: Script) -> Iterator[Hit]:
@@ -144,39 +120,23 @@ def always_wrapped(script: Script, model: ast.expr, wrapper: str) -> bool:
     "slow",
     why="""With it every step walks the graph of the loss for parameters that got no gradient. A model whose forward pass
     always goes the same way needs that only if a layer is never used.""",
-    bad="""
-    import torch.distributed as dist
-    from torch import nn
-    from torch.nn.parallel import DistributedDataParallel as DDP
+    example="""
+      import torch.distributed as dist
+      from torch import nn
+      from torch.nn.parallel import DistributedDataParallel as DDP
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 1)
+      class Net(nn.Module):
+          def __init__(self):
+              super().__init__()
+              self.layer = nn.Linear(4, 1)
 
-        def forward(self, x):
-            return self.layer(x)
+          def forward(self, x):
+              return self.layer(x)
 
-    dist.init_process_group()
-    model = DDP(Net(), find_unused_parameters=True)
-    dist.destroy_process_group()
-    """,
-    good="""
-    import torch.distributed as dist
-    from torch import nn
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 1)
-
-        def forward(self, x):
-            return self.layer(x)
-
-    dist.init_process_group()
-    model = DDP(Net())
-    dist.destroy_process_group()
+      dist.init_process_group()
+    - model = DDP(Net(), find_unused_parameters=True)
+    + model = DDP(Net())
+      dist.destroy_process_group()
     """,
 )
 def needless_search(script: Script) -> Iterator[Hit]:
@@ -219,25 +179,16 @@ def _straight(owner: ast.ClassDef) -> bool:
     "fails",
     why="""The wrapper checks devices and makes the buckets of gradients when it is made. A model that moves afterwards
     has its gradients on another device than its buckets.""",
-    bad="""
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel as DDP
+    example="""
+      import torch.distributed as dist
+      from torch.nn.parallel import DistributedDataParallel as DDP
 
-    def build(net, device):
-        dist.init_process_group("nccl")
-        model = DDP(net)
-        model.to(device)
-        return model
-    """,
-    good="""
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    def build(net, device):
-        dist.init_process_group("nccl")
-        net.to(device)
-        model = DDP(net)
-        return model
+      def build(net, device):
+          dist.init_process_group("nccl")
+    +     net.to(device)
+          model = DDP(net)
+    -     model.to(device)
+          return model
     """,
 )
 def moved_wrapper(script: Script) -> Iterator[Hit]:
@@ -258,29 +209,18 @@ def moved_wrapper(script: Script) -> Iterator[Hit]:
     "corrupts",
     why="""DistributedDataParallel prepares each reduction in its own `forward`. A call of `model.module` skips that: each
     rank steps by its own gradients, and the copies drift apart.""",
-    bad="""
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel as DDP
+    example="""
+      import torch.distributed as dist
+      from torch.nn.parallel import DistributedDataParallel as DDP
 
-    def train(net, loader, optimizer):
-        dist.init_process_group()
-        model = DDP(net)
-        for x in loader:
-            model.module(x).sum().backward()
-            optimizer.step()
-        dist.destroy_process_group()
-    """,
-    good="""
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    def train(net, loader, optimizer):
-        dist.init_process_group()
-        model = DDP(net)
-        for x in loader:
-            model(x).sum().backward()
-            optimizer.step()
-        dist.destroy_process_group()
+      def train(net, loader, optimizer):
+          dist.init_process_group()
+          model = DDP(net)
+          for x in loader:
+    -         model.module(x).sum().backward()
+    +         model(x).sum().backward()
+              optimizer.step()
+          dist.destroy_process_group()
     """,
 )
 def around_wrapper(script: Script) -> Iterator[Hit]:
