@@ -45,7 +45,7 @@ def wrapped_before(script: Script, node: ast.expr, *wrappers: str) -> ast.Call |
             return call
         same = module.scope(call) is module.scope(node)
         inside = any(part is node for part in ast.walk(call))
-        late = same and (start(call) >= start(node) or script.exclusive(call, node))
+        late = same and (start(call) >= start(node) or script.module.exclusive(call, node))
         if not inside and not late:
             return call
     return None
@@ -58,7 +58,7 @@ def _bound(script: Script, node: ast.expr) -> list[ast.expr]:
     values = [value for value in bound if isinstance(value, ast.expr)]
     if not values or len(values) < len(bound):  # a part of a value is followed from the name
         return [node]
-    return [value for value in values if script.earlier(value, node)]
+    return [value for value in values if script.module.earlier(value, node)]
 
 
 def launcher_only(script: Script, call: ast.Call) -> bool:

@@ -17,7 +17,6 @@ from lockstep.tools.check.syntax import (
     dotted,
     last_name,
     method,
-    start,
 )
 
 #: Names of values that say which rank a process is.
@@ -269,29 +268,6 @@ class Script:
         callers = self.callers(function) if depth else []
         guards = [caller.guard(call, depth - 1) for caller, call in callers]
         return guards[0] if guards and all(guards) else None
-
-    # Order -----------------------------------------------------------------------------------------
-
-    def exclusive(self, one: ast.AST, other: ast.AST) -> bool:
-        """Whether two nodes are in different branches of one condition."""
-        branches = self._branches(other)
-        return any(
-            branches.get(node, branch) != branch for node, branch in self._branches(one).items()
-        )
-
-    def _branches(self, node: ast.AST) -> dict[ast.AST, bool]:
-        """Return the conditions around a node, and for each whether the node is in its true branch."""
-        found: dict[ast.AST, bool] = {}
-        for parent, child in self.module.ancestry(node):
-            if isinstance(parent, ast.If | ast.IfExp) and child is not parent.test:
-                body = parent.body if isinstance(parent, ast.If) else [parent.body]
-                found[parent] = child in body
-        return found
-
-    def earlier(self, one: ast.expr, other: ast.expr) -> bool:
-        """Whether one expression precedes another in the same function, and not in another branch."""
-        same = self.module.scope(one) is self.module.scope(other)
-        return same and start(one) < start(other) and not self.exclusive(one, other)
 
     # Loops -----------------------------------------------------------------------------------------
 

@@ -260,6 +260,27 @@ class Module:
         nodes = (node, *self.above(node))
         return next((one for one in nodes if isinstance(one, ast.stmt)), None)
 
+    def exclusive(self, one: ast.AST, other: ast.AST) -> bool:
+        """Whether two nodes are in different branches of one condition."""
+        branches = self._branches(other)
+        return any(
+            branches.get(node, branch) != branch for node, branch in self._branches(one).items()
+        )
+
+    def _branches(self, node: ast.AST) -> dict[ast.AST, bool]:
+        """Return the conditions around a node, and for each whether the node is in its true branch."""
+        found: dict[ast.AST, bool] = {}
+        for parent, child in self.ancestry(node):
+            if isinstance(parent, ast.If | ast.IfExp) and child is not parent.test:
+                body = parent.body if isinstance(parent, ast.If) else [parent.body]
+                found[parent] = child in body
+        return found
+
+    def earlier(self, one: ast.expr, other: ast.expr) -> bool:
+        """Whether one expression precedes another in the same function, and not in another branch."""
+        same = self.scope(one) is self.scope(other)
+        return same and start(one) < start(other) and not self.exclusive(one, other)
+
     @cached_property
     def iterators(self) -> list[tuple[ast.ClassDef, Function]]:
         """Methods `__iter__` of subclasses of IterableDataset, each with its class."""

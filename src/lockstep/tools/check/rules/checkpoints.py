@@ -176,7 +176,8 @@ def load_without_map(script: Script) -> Iterator[Hit]:
         return
     for call in script.calls("torch.load"):
         given = _mapped(call) or any(
-            _mapped(other) and script.exclusive(call, other) for other in script.calls("torch.load")
+            _mapped(other) and script.module.exclusive(call, other)
+            for other in script.calls("torch.load")
         )  # `if gpu is None: torch.load(path) else: …` knows of devices
         if not given and script.guard(call) is None and not launcher_only(script, call):
             yield Hit(call, None, (Edit("argument", call, '"cpu"', "map_location"),))

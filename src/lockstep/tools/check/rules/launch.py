@@ -214,7 +214,7 @@ def visible_devices_late(script: Script) -> Iterator[Hit]:
             starts = name.startswith("torch.cuda.") and name not in _BEFORE_START
             starts = starts or method(call) == "cuda"
             same = script.module.scope(call) is scope and call.lineno < node.lineno
-            if starts and same and not script.exclusive(call, node):
+            if starts and same and not script.module.exclusive(call, node):
                 yield Hit(node)
                 break
 

@@ -100,7 +100,7 @@ def early_draw(script: Script) -> Iterator[Hit]:
     for run in script.calls("lockstep.Run"):
         for call in script.module.calls:
             drawn = re.match(draws, script.name(call.func)) and argument(call, "generator") is None
-            if drawn and script.earlier(call, run):
+            if drawn and script.module.earlier(call, run):
                 yield Hit(call)
 
 

@@ -38,7 +38,7 @@ def clip_before_unscale(script: Script) -> Iterator[Hit]:
     scaled = [call for call in script.methods("backward") if scaled_loss(call)]
     for call in script.calls("torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad_value_"):
         scope = script.module.scope(call)
-        before = [one for one in scaled if script.earlier(one, call)]
+        before = [one for one in scaled if script.module.earlier(one, call)]
         unscaled = any(
             script.module.scope(one) is scope and one.lineno <= call.lineno
             for one in script.methods("unscale_")
@@ -88,7 +88,7 @@ def wrong_scaler(script: Script) -> Iterator[Hit]:
         by_scaler = [one for one in steps if one.args]
         for step in steps:
             plain = re.search(r"optim|opt$", ast.unparse(step.func)) and not step.args
-            if plain and not by_scaler and not script.exclusive(step, backward):
+            if plain and not by_scaler and not script.module.exclusive(step, backward):
                 yield Hit(step, "these gradients are scaled: call scaler.step(optimizer) instead")
         if by_scaler and ".update" not in script.called:
             second = "the second step raises RuntimeError: call scaler.update() after each"

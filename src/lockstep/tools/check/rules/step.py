@@ -80,7 +80,7 @@ def _matched(script: Script, call: ast.Call, guard: ast.AST) -> bool:
         if other is call or script.name(other.func) != script.name(call.func):
             continue
         around = script.guard(other) if script.module.scope(other) is scope else None
-        if around is not None and (around is not guard or script.exclusive(call, other)):
+        if around is not None and (around is not guard or script.module.exclusive(call, other)):
             return True
     return False
 

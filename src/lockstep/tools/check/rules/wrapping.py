@@ -41,7 +41,7 @@ def early_optimizer(script: Script) -> Iterator[Hit]:
             continue
         match argument(made, "params", 0):
             case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="parameters")):
-                calls = [call for call in script.module.calls if script.earlier(made, call)]
+                calls = [call for call in script.module.calls if script.module.earlier(made, call)]
                 sharded = [Hit(call) for call in calls if _shards(script, call, name)]
                 # A move keeps the parameters, but PyTorch asks for the order all the same.
                 moved = "the optimizer above was made before the model is moved: make it after"
@@ -93,7 +93,7 @@ def late_sync_batchnorm(script: Script) -> Iterator[Hit]:
         if model is None:
             continue
         sharded = isinstance(model, ast.Name) and any(  # which returns its model
-            _shards(script, one, model.id) and script.earlier(one, model)
+            _shards(script, one, model.id) and script.module.earlier(one, model)
             for one in script.calls("fully_shard")
         )
         if sharded or always_wrapped(script, model, "FSDP"):
@@ -110,7 +110,7 @@ def always_wrapped(script: Script, model: ast.expr, wrapper: str) -> bool:
         return False
     home = next(one for one in script.program if wrapped in one.module.parents)
     around = conditions(home, wrapped) - conditions(script, model)
-    return not around and not script.exclusive(wrapped, model)
+    return not around and not script.module.exclusive(wrapped, model)
 
 
 @rule(
@@ -197,7 +197,7 @@ def moved_wrapper(script: Script) -> Iterator[Hit]:
         assert isinstance(call.func, ast.Attribute)
         model = call.func.value
         for made in script.made_by(model, "DDP") if isinstance(model, ast.Name) else ():
-            if made in script.module.parents and script.earlier(made, call):
+            if made in script.module.parents and script.module.earlier(made, call):
                 yield Hit(call)
                 break
 
