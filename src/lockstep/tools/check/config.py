@@ -29,7 +29,7 @@ class Selection:
     def __post_init__(self) -> None:
         known = [*RULES, SYNTAX, UNKNOWN]
         for code in (*(self.select or ()), *self.ignore):
-            if code != "ALL" and not (code and any(one.startswith(code) for one in known)):
+            if code != "ALL" and not (code and any(other.startswith(code) for other in known)):
                 raise UsageError(
                     f"{self.origin}: no rule has the code {code!r}; expected one like LS201, or LS2",
                     hint="lockstep check --list shows all rules",

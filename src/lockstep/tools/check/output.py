@@ -34,18 +34,18 @@ def as_json(outcome: Outcome) -> str:
     """Return the findings as a JSON array of objects."""
     rows = [
         {
-            "path": str(one.path),
-            "cell": one.cell,
-            "line": one.line,
-            "column": one.column,
-            "end_line": one.end,
-            "code": one.code,
-            "name": RULES[one.code].name if one.code in RULES else "",
-            "message": one.message,
-            "harm": one.harm,
-            "fix": RULES[one.code].fix if one.fixable else None,
+            "path": str(finding.path),
+            "cell": finding.cell,
+            "line": finding.line,
+            "column": finding.column,
+            "end_line": finding.end,
+            "code": finding.code,
+            "name": RULES[finding.code].name if finding.code in RULES else "",
+            "message": finding.message,
+            "harm": finding.harm,
+            "fix": RULES[finding.code].fix if finding.fixable else None,
         }
-        for one in outcome.findings
+        for finding in outcome.findings
     ]
     return json.dumps(rows, indent=1)
 
@@ -66,7 +66,7 @@ def sarif(outcome: Outcome) -> str:
     run = {
         "tool": {"driver": driver},
         "columnKind": "unicodeCodePoints",
-        "results": [_result(one) for one in outcome.findings],
+        "results": [_result(finding) for finding in outcome.findings],
     }
     schema = "https://json.schemastore.org/sarif-2.1.0.json"
     return json.dumps({"$schema": schema, "version": "2.1.0", "runs": [run]}, indent=1)

@@ -120,7 +120,7 @@ class Project:
 
     def module_of(self, node: ast.AST) -> Module:
         """Return the module that a function or a class is defined in."""
-        return next(one for one in self.modules.values() if node in one.parents)
+        return next(module for module in self.modules.values() if node in module.parents)
 
     # Calls ---------------------------------------------------------------------------------------
 
@@ -234,7 +234,7 @@ class Project:
         """Return the arguments of calls for a parameter, and its default."""
         spec = function.args
         names = [one.arg for one in (*spec.posonlyargs, *spec.args)]
-        if name not in names and name not in [one.arg for one in spec.kwonlyargs]:
+        if name not in names and name not in [arg.arg for arg in spec.kwonlyargs]:
             return []
         method = bool(names) and names[0] in ("self", "cls")
         index = names.index(name) - method if name in names else -1
@@ -266,5 +266,9 @@ def _file(directory: Path, name: str) -> Path | None:
 
 
 def _method(owner: ast.ClassDef | None, name: str) -> Function | None:
-    methods = (one for one in owner.body if isinstance(one, Function)) if owner is not None else ()
+    methods = (
+        (statement for statement in owner.body if isinstance(statement, Function))
+        if owner is not None
+        else ()
+    )
     return next((one for one in methods if one.name == name), None)

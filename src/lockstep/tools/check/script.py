@@ -185,7 +185,7 @@ class Script:
     def _is_spawned_rank(self, node: ast.Name) -> bool:
         """Whether a name is the first parameter of a function that `mp.spawn` runs."""
         scope = self.module.scope(node)
-        if not isinstance(scope, Function) or [one.arg for one in scope.args.args[:1]] != [node.id]:
+        if not isinstance(scope, Function) or [arg.arg for arg in scope.args.args[:1]] != [node.id]:
             return False
         sites = self.project.sites.get(scope, ())
         return any(site.positional[:1] == (None,) for _, site in sites)
@@ -244,8 +244,8 @@ class Script:
                     if self.by_rank(test):
                         return parent
                 case ast.With(items=items) | ast.AsyncWith(items=items):
-                    calls = (one.context_expr for one in items)
-                    names = [last_name(one.func) for one in calls if isinstance(one, ast.Call)]
+                    calls = (item.context_expr for item in items)
+                    names = [last_name(call.func) for call in calls if isinstance(call, ast.Call)]
                     if _GUARD_CALLS.intersection(names):
                         return parent
             for branch in before(parent, child):  # `if rank != 0: return`

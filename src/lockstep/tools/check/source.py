@@ -157,7 +157,7 @@ class Module:
                     self.imports[alias.asname or first] = alias.name if alias.asname else first
             case ast.ImportFrom(module=module, names=names, level=level):
                 base = "." * level + (f"{module}." if module else "")
-                self.imports |= {one.asname or one.name: base + one.name for one in names}
+                self.imports |= {name.asname or name.name: base + name.name for name in names}
             case ast.Assign(targets=targets, value=value):
                 for target in targets:
                     self._bind(target, value)
@@ -207,8 +207,8 @@ class Module:
     @cached_property
     def free_functions(self) -> dict[str, Function]:
         """Functions that are not methods, by name; of several, the first."""
-        free = [one for one in self.functions if self.enclosing_class(one) is None]
-        return {one.name: one for one in reversed(free)}
+        free = [function for function in self.functions if self.enclosing_class(function) is None]
+        return {function.name: function for function in reversed(free)}
 
     @cached_property
     def calls_by_name(self) -> dict[str, list[ast.Call]]:
@@ -253,7 +253,9 @@ class Module:
 
     def enclosing_class(self, node: ast.AST) -> ast.ClassDef | None:
         """Return the innermost class around a node."""
-        return next((one for one in self.above(node) if isinstance(one, ast.ClassDef)), None)
+        return next(
+            (parent for parent in self.above(node) if isinstance(parent, ast.ClassDef)), None
+        )
 
     def statement(self, node: ast.AST) -> ast.stmt | None:
         """Return the innermost statement that a node belongs to."""
@@ -285,11 +287,11 @@ class Module:
     def iterators(self) -> list[tuple[ast.ClassDef, Function]]:
         """Methods `__iter__` of subclasses of IterableDataset, each with its class."""
         return [
-            (owner, one)
+            (owner, statement)
             for owner in self.classes.values()
             if any(dotted(base).endswith("IterableDataset") for base in owner.bases)
-            for one in owner.body
-            if isinstance(one, Function) and one.name == "__iter__"
+            for statement in owner.body
+            if isinstance(statement, Function) and statement.name == "__iter__"
         ]
 
     def is_dataset(self, node: ast.AST) -> bool:

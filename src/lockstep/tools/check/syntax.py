@@ -52,7 +52,7 @@ def argument(call: ast.Call, name: str, place: int | None = None) -> ast.expr | 
     for keyword in call.keywords:
         if keyword.arg == name:
             return keyword.value
-    starred = any(isinstance(one, ast.Starred) for one in call.args[: (place or 0) + 1])
+    starred = any(isinstance(arg, ast.Starred) for arg in call.args[: (place or 0) + 1])
     if place is not None and place < len(call.args) and not starred:
         return call.args[place]
     return None
@@ -60,7 +60,7 @@ def argument(call: ast.Call, name: str, place: int | None = None) -> ast.expr | 
 
 def spread(call: ast.Call) -> bool:
     """Whether a call has unpacked arguments: `*args`, `**settings`."""
-    return any(isinstance(one, ast.Starred) for one in call.args) or any(
+    return any(isinstance(arg, ast.Starred) for arg in call.args) or any(
         keyword.arg is None for keyword in call.keywords
     )
 
@@ -89,7 +89,9 @@ def variables(*nodes: ast.AST) -> Iterator[Variable]:
 
 def stored(*nodes: ast.AST) -> set[str]:
     """Return the variables and attributes that nodes bind."""
-    return {dotted(one) for one in variables(*nodes) if not isinstance(one.ctx, ast.Load)} - {""}
+    return {
+        dotted(variable) for variable in variables(*nodes) if not isinstance(variable.ctx, ast.Load)
+    } - {""}
 
 
 def root(node: ast.expr) -> ast.expr | None:

@@ -37,12 +37,12 @@ def convert(draft: Draft) -> None:
     """Ask about variables that an iteration leaves to the next, and that a loss follows from."""
     for loop in draft.script.step_loops:
         bindings = [_binding(one) for one in _statements(loop.body)]
-        changed = _counter(loop).union(*(one.names for one in bindings))
+        changed = _counter(loop).union(*(binding.names for binding in bindings))
         early = {
-            name: one.node
-            for one in reversed(bindings)
-            for name in one.read & changed
-            if not _bound_before(draft, loop, one.node, name)
+            name: binding.node
+            for binding in reversed(bindings)
+            for name in binding.read & changed
+            if not _bound_before(draft, loop, binding.node, name)
         }
         for name in sorted(early.keys() & _used(draft, loop, bindings, early.keys())):
             draft.ask(early[name], questions.CARRIED.format(name))
@@ -81,7 +81,7 @@ def _head(statement: ast.stmt) -> ast.AST:
         case ast.For(target=target, iter=over):
             return ast.Tuple([target, over])
         case ast.With(items=items):
-            parts = [part for one in items for part in (one.context_expr, one.optional_vars)]
+            parts = [part for item in items for part in (item.context_expr, item.optional_vars)]
             return ast.Tuple([part for part in parts if part])
     return ast.Tuple([]) if hasattr(statement, "body") else statement
 
@@ -95,7 +95,7 @@ def _binding(statement: ast.stmt) -> _Binding:
         case ast.Expr(value=ast.Call(func=ast.Attribute(value=owner, attr=attr))) if attr in _FILLS:
             filled = owner
     own = {dotted(filled)} if filled is not None else set()
-    read = {dotted(one) for one in variables(head) if isinstance(one.ctx, ast.Load)}
+    read = {dotted(variable) for variable in variables(head) if isinstance(variable.ctx, ast.Load)}
     return _Binding(statement, (stored(head) | own) - {""}, (read | own) - {""})
 
 
@@ -105,15 +105,17 @@ def _used(
     """Return what the losses of a loop follow from, in an iteration and by `early` ones in later ones."""
     sent: list[ast.AST] = [sent_backward(call) for call in method_calls(loop, "backward")]
     sent += [node for node in ast.walk(loop) if draft.script.runs_backward(node)]
-    used = {dotted(one) for one in variables(*sent)}
+    used = {dotted(variable) for variable in variables(*sent)}
     last = max((getattr(one, "lineno", 0) for one in sent), default=0)
     count = 0
     while count != len(used):
         count = len(used)
-        for one in bindings:
-            if one.names & used and (one.node.lineno <= last or one.names & early):
-                tests = [test for test in draft.tests(one.node) if loop in draft.module.above(test)]
-                used |= one.read | {dotted(part) for part in variables(*tests)}
+        for binding in bindings:
+            if binding.names & used and (binding.node.lineno <= last or binding.names & early):
+                tests = [
+                    test for test in draft.tests(binding.node) if loop in draft.module.above(test)
+                ]
+                used |= binding.read | {dotted(part) for part in variables(*tests)}
     return used
 
 

@@ -24,9 +24,9 @@ def convert(draft: Draft) -> None:
     script = draft.script
     for call in script.methods("step"):
         loop = script.step_loop(call)
-        if isinstance(loop, ast.For) and any(_counts(loop, one) for one in given(call)):
+        if isinstance(loop, ast.For) and any(_counts(loop, arg) for arg in given(call)):
             draft.ask(call, questions.RATE)
-        elif loop is None and any(_of_training(draft, one) for one in given(call)):
+        elif loop is None and any(_of_training(draft, arg) for arg in given(call)):
             draft.ask(call, questions.OWN)
     for node in ast.walk(draft.module.tree):
         match node:
@@ -36,7 +36,7 @@ def convert(draft: Draft) -> None:
             ) if name in _SETTINGS:  # `group["lr"] = …`
                 if script.step_loop(node) is not None:
                     draft.ask(node, questions.RATE)
-                elif any(_of_training(draft, one) for one in draft.tests(node)):
+                elif any(_of_training(draft, test) for test in draft.tests(node)):
                     draft.ask(node, questions.OWN)
         leaves = isinstance(node, ast.Break | ast.Return) or loops.exits(draft, node)
         if leaves and _leaves_by_training(draft, node):
@@ -48,13 +48,13 @@ def _counts(loop: ast.For, node: ast.expr) -> bool:
     match loop:
         case ast.For(target=ast.Tuple(elts=[ast.Name(id=number), *_]), iter=ast.Call(func=func)):
             enumerates = dotted(func) == "enumerate"
-            return enumerates and number in [dotted(one) for one in variables(node)]
+            return enumerates and number in [dotted(variable) for variable in variables(node)]
     return False
 
 
 def _leaves_by_training(draft: Draft, node: ast.AST) -> bool:
     """Whether a loop over epochs is left by what training has returned, or by the time it took."""
-    loop = next((one for one in draft.module.above(node) if isinstance(one, Loop)), None)
+    loop = next((parent for parent in draft.module.above(node) if isinstance(parent, Loop)), None)
     return loop in draft.script.epoch_loops and any(
         _of_training(draft, test) or _CLOCK.search(ast.unparse(test))
         for test in draft.tests(node)
@@ -71,7 +71,7 @@ def _of_training(draft: Draft, node: ast.expr, depth: int = 3) -> bool:
         for value in script.sources(name):
             if value not in module.parents:
                 continue
-            if any(one in script.step_loops for one in module.above(value)):
+            if any(parent in script.step_loops for parent in module.above(value)):
                 return True
             if script.runs_backward(value):
                 return True
@@ -94,7 +94,7 @@ def _filled(draft: Draft, name: ast.expr, depth: int) -> bool:
             continue
         if isinstance(call.func, ast.Attribute) and script.step_loop(call) is not None:
             return True
-        if depth and any(_of_training(draft, one, depth - 1) for one in call.args):
+        if depth and any(_of_training(draft, arg, depth - 1) for arg in call.args):
             return True
     return False
 

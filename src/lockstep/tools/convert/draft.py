@@ -77,7 +77,7 @@ class Draft:
 
     def tests(self, node: ast.AST) -> list[ast.expr]:
         """Return the conditions of the `if`s that a node stands in."""
-        return [one.test for one in self.module.above(node) if isinstance(one, ast.If)]
+        return [parent.test for parent in self.module.above(node) if isinstance(parent, ast.If)]
 
     def mentions(self, name: str, scope: ast.AST) -> Iterator[Variable]:
         """Yield where a name, or `self.name`, is read in a scope and what stands in it."""
@@ -146,7 +146,7 @@ def _latest(script: Script, node: ast.expr, values: list[ast.expr | Part]) -> li
             continue
         last = place(found[-1])
         above = set(module.above(last)) - conditions
-        if not any(isinstance(one, ast.If | ast.IfExp) for one in above):
+        if not any(isinstance(parent, ast.If | ast.IfExp) for parent in above):
             break
         if isinstance(last, ast.Call) and script.name(last.func) in ("DDP", "DataParallel"):
             found[-1] = value  # it wraps a model that was there before

@@ -33,8 +33,11 @@ def convert(draft: Draft) -> None:
     for loop in draft.script.epoch_loops:
         if draft.script.level(loop.body) == 1:
             # The loop that counts epochs may be one around it, as around phases of an epoch.
-            around = [loop, *(one for one in draft.module.above(loop) if isinstance(one, Loop))]
-            counting = (one for one in around if _counted(draft, one)[1])
+            around = [
+                loop,
+                *(parent for parent in draft.module.above(loop) if isinstance(parent, Loop)),
+            ]
+            counting = (parent for parent in around if _counted(draft, parent)[1])
             _epochs(draft, next(counting, loop))
     for call in draft.script.methods("backward"):
         if any(edit.node is call for edit in draft.edits):
@@ -71,7 +74,7 @@ def _epochs(draft: Draft, loop: Loop) -> None:
     if any(isinstance(part, ast.Subscript) for part in parts):
         draft.ask(loop, questions.START)
     name = dotted(loop.target)
-    if name and any(True for one in loop.body for _ in draft.mentions(name, one)):
+    if name and any(True for statement in loop.body for _ in draft.mentions(name, statement)):
         draft.edit("first", loop, f"{name} += {source(first)}")
 
 
@@ -124,7 +127,7 @@ def _accumulation(draft: Draft, loop: Loop) -> None:
         varies = any(isinstance(one, ast.Name) and one.id in bound for one in ast.walk(branch.test))
         if not method_calls(branch, "step") or not (number or varies):
             continue
-        sizes = [argument(one, "batch_size", 1) for one in _loaders(draft, loop)]
+        sizes = [argument(call, "batch_size", 1) for call in _loaders(draft, loop)]
         divided = [] if number is None else _divisions(draft, loop, number)
         if number is None or not divided or not _accumulates(loop, branch) or not all(sizes):
             draft.ask(branch, questions.EVERY)
@@ -133,9 +136,9 @@ def _accumulation(draft: Draft, loop: Loop) -> None:
         count = draft.module.source(number)
         for size in sizes:
             assert size is not None
-            known = [one for one in draft.edits if one.kind == "replace" and one.node is size]
+            known = [edit for edit in draft.edits if edit.kind == "replace" and edit.node is size]
             factor = known[0].code if known else draft.operand(size)
-            draft.edits = [one for one in draft.edits if one not in known]
+            draft.edits = [edit for edit in draft.edits if edit not in known]
             draft.edit("replace", size, f"{factor} * {count}")
         for node in divided:
             _undivide(draft, node)
@@ -146,7 +149,9 @@ def _inside(draft: Draft, loop: Loop, kind: Any) -> Iterator[Any]:
     """Yield the statements of a kind whose innermost loop is this one."""
     for node in ast.walk(loop):
         if isinstance(node, kind):
-            nearest = next(one for one in draft.module.above(node) if isinstance(one, Loop))
+            nearest = next(
+                parent for parent in draft.module.above(node) if isinstance(parent, Loop)
+            )
             if nearest is loop:
                 yield node
 
@@ -213,9 +218,9 @@ def _divided(draft: Draft, node: ast.expr, same: str) -> list[ast.AugAssign | as
         case ast.BinOp(op=ast.Mult() | ast.Div(), left=left):
             return _divided(draft, left, same)
         case ast.Name() | ast.Attribute():
-            values = [one for one in latest(draft.script, node) if isinstance(one, ast.expr)]
-            found = [_divided(draft, one, same) for one in values]
-            return [one for part in found for one in part] if all(found) else []
+            values = [value for value in latest(draft.script, node) if isinstance(value, ast.expr)]
+            found = [_divided(draft, value, same) for value in values]
+            return [statement for part in found for statement in part] if all(found) else []
     return []
 
 

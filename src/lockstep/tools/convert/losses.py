@@ -25,7 +25,7 @@ def convert(draft: Draft) -> None:
         return
     trained = {script.callee(call) for call in module.calls if script.step_loop(call) is not None}
     for call in module.calls:
-        words = {(one.arg, ast.unparse(one.value)) for one in call.keywords}
+        words = {(word.arg, ast.unparse(word.value)) for word in call.keywords}
         sums = words & {("reduction", "'sum'"), ("size_average", "False")}
         trains = script.step_loop(call) is not None or module.scope(call) in trained
         if sums and (trains or script.name(call.func).endswith("Loss")):
@@ -48,7 +48,7 @@ def _asked(draft: Draft, node: ast.expr, depth: int = 6) -> tuple[ast.expr, str]
                 return node, questions.WEIGHT
             return None if _OF_SAMPLES.search(text) else (node, questions.SUMS)
     parts = [one for one in _parts(draft, node) if one in draft.module.parents] if depth else []
-    return next((asked for one in parts if (asked := _asked(draft, one, depth - 1))), None)
+    return next((asked for part in parts if (asked := _asked(draft, part, depth - 1))), None)
 
 
 def _adds_up(script: Script, call: ast.Call) -> bool:
@@ -68,5 +68,5 @@ def _parts(draft: Draft, node: ast.expr) -> list[ast.expr]:
         case ast.Name() | ast.Attribute():
             return origins(draft.script, node)
         case ast.Call():
-            return [one for one in draft.script.sources(node) if one is not node]
+            return [source for source in draft.script.sources(node) if source is not node]
     return []

@@ -50,7 +50,7 @@ def _stepped(draft: Draft, known: set[ast.Call]) -> list[ast.Call]:
             continue
         if script.runs_backward(call):
             continue
-        calls = [one for one in origins(script, receiver) if isinstance(one, ast.Call)]
+        calls = [origin for origin in origins(script, receiver) if isinstance(origin, ast.Call)]
         if calls and f"{ast.unparse(receiver)}.zero_grad" in zeroed:
             found += calls
         elif dotted(receiver) not in elements and not script.made_by(receiver, *_STEPS):
@@ -92,7 +92,7 @@ def _model(draft: Draft, variable: ast.expr, call: ast.Call) -> None:
         return
     draft.models.update(found)
     sources = draft.script.sources(variable)
-    own = [one for one in sources if one in draft.module.parents]
+    own = [source for source in sources if source in draft.module.parents]
     draft.within_run += [one for one in own if isinstance(one, ast.Call)]
     made = found[0] if len(found) == 1 and found[0] in draft.module.parents else None
     code = f"{dotted(variable)} = {RUN}.model({dotted(variable)})"
@@ -121,10 +121,10 @@ def _changed_after(
         match node:
             case ast.Assign(targets=targets):
                 changes = any(
-                    isinstance(one, ast.Attribute | ast.Subscript)
-                    and dotted(one) != name
-                    and dotted(root(one) or one) == name
-                    for one in targets
+                    isinstance(target, ast.Attribute | ast.Subscript)
+                    and dotted(target) != name
+                    and dotted(root(target) or target) == name
+                    for target in targets
                 )
             case ast.For(iter=over):
                 freezes = "requires_grad" in ast.unparse(node)

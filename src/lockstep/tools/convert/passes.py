@@ -133,16 +133,24 @@ def _needed(first: Sequence[ast.stmt], second: Sequence[ast.stmt]) -> list[str]:
     bound = _names(ast.Store, *first)
     found: dict[str, None] = {}
     for statement in second:
-        reads = [one for one in variables(statement) if isinstance(one.ctx, ast.Load)]
-        found.update({dotted(one): None for one in reads if dotted(one) in bound})
+        reads = [
+            variable for variable in variables(statement) if isinstance(variable.ctx, ast.Load)
+        ]
+        found.update({dotted(variable): None for variable in reads if dotted(variable) in bound})
         bound -= _names(ast.Store, statement)
     return list(found)
 
 
 def _goes_through(draft: Draft, second: Sequence[ast.stmt], name: str) -> bool:
     """Whether statements read a value otherwise than as numbers."""
-    above = [draft.module.parents[one] for one in variables(*second) if dotted(one) == name]
-    return any(not isinstance(one, ast.Attribute) or one.attr not in _NUMBERS for one in above)
+    above = [
+        draft.module.parents[variable]
+        for variable in variables(*second)
+        if dotted(variable) == name
+    ]
+    return any(
+        not isinstance(parent, ast.Attribute) or parent.attr not in _NUMBERS for parent in above
+    )
 
 
 def _has_graph(draft: Draft, first: Sequence[ast.stmt], name: str) -> bool:
@@ -168,16 +176,16 @@ def _runs_model(draft: Draft, node: ast.AST) -> bool:
     if isinstance(func, ast.Attribute) and dotted(func.value) == "self":
         return draft.script.callee(node) is None
     sources = draft.script.sources(func) if isinstance(func, ast.Name) else []
-    return any(isinstance(one, ast.Call) for one in sources)
+    return any(isinstance(source, ast.Call) for source in sources)
 
 
 def _variables(kind: type[ast.expr_context], *nodes: ast.AST) -> set[str]:
     """Return the attributes that nodes store or load."""
-    found = (one for one in variables(*nodes) if isinstance(one, ast.Attribute))
+    found = (variable for variable in variables(*nodes) if isinstance(variable, ast.Attribute))
     return {dotted(one) for one in found if isinstance(one.ctx, kind)}
 
 
 def _names(kind: type[ast.expr_context], *nodes: ast.AST) -> set[str]:
     """Return the names that nodes store or load."""
-    found = (one for one in variables(*nodes) if isinstance(one, ast.Name))
+    found = (variable for variable in variables(*nodes) if isinstance(variable, ast.Name))
     return {one.id for one in found if isinstance(one.ctx, kind)}

@@ -95,7 +95,7 @@ def _batch(draft: Draft, call: ast.Call) -> None:
             script.is_world_size(right)
         ):
             draft.edit("replace", given, draft.module.source(left))
-        case _ if any(script.is_world_size(one) for one in script.sources(given)):
+        case _ if any(script.is_world_size(source) for source in script.sources(given)):
             draft.ask(call, questions.BATCH_SIZE)
         case _:
             text = draft.operand(given)
@@ -117,7 +117,7 @@ def _devices_of_ranks(draft: Draft) -> None:
     """Replace devices that are computed from the rank."""
     script, module = draft.script, draft.module
     for call in script.calls("torch.device"):
-        if any(_of_rank(script, one) for one in call.args):
+        if any(_of_rank(script, arg) for arg in call.args):
             draft.edit("replace", call, f"{RUN}.device")
     for call in script.methods("to", "cuda"):
         assert isinstance(call.func, ast.Attribute)
@@ -176,9 +176,9 @@ def _known_before(
 ) -> ast.expr | None:
     """Return a seed, or its only value, if all names in it are bound before the run begins."""
     bound = stored(*scope.block[scope.start : scope.block.index(statement)])
-    values = [_without_rank(script, one) for one in script.sources(seed)]
+    values = [_without_rank(script, source) for source in script.sources(seed)]
     for value in [seed, *(values if len(values) == 1 else [])]:
-        if not any(isinstance(one, ast.Name) and one.id in bound for one in ast.walk(value)):
+        if not any(isinstance(node, ast.Name) and node.id in bound for node in ast.walk(value)):
             return value
     return None
 
@@ -200,13 +200,13 @@ def spawned(draft: Draft, scope: RunScope) -> None:
         if not own or not isinstance(target, Function) or not isinstance(given, ast.Tuple):
             draft.ask(call, questions.SPAWN)
             continue
-        words = ", ".join(source(one) for one in given.elts)
+        words = ", ".join(source(element) for element in given.elts)
         draft.edit("replace", call, f"{source(call.args[0])}({words})")
         draft.edit("parameter", target, "")
         dead = set(unused.gone(draft))
-        rank, *others = [one.arg for one in target.args.args]
+        rank, *others = [arg.arg for arg in target.args.args]
         sizes = [one for one in others if script.is_world_size(ast.Name(one))]
         for name in (rank, *sizes):
             value = "world.rank" if name == rank else "replicas"
-            if any(one not in dead for one in draft.mentions(name, target)):
+            if any(variable not in dead for variable in draft.mentions(name, target)):
                 draft.edit("before", scope.block[scope.start], f"{name} = {RUN}.{value}")

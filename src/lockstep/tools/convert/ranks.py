@@ -91,11 +91,11 @@ def _answer(draft: Draft, call: ast.Call) -> None:
 
 def _options(draft: Draft) -> set[str]:
     """Return the variables with the value of the option `--local_rank`, which torchrun does not pass."""
-    options = [one for call in draft.script.methods("add_argument") for one in call.args]
+    options = [arg for call in draft.script.methods("add_argument") for arg in call.args]
     if not any(re.fullmatch("'--local[-_]rank'", ast.unparse(one)) for one in options):
         return set()
     read = {dotted(node) for node in variables(draft.module.tree)}
-    named = {one for one in read if re.fullmatch(r"(?!self\.)\w+\.local_rank", one)}
+    named = {variable for variable in read if re.fullmatch(r"(?!self\.)\w+\.local_rank", variable)}
     return {one for one in named if (None, one) not in draft.module.attributes}
 
 
@@ -112,7 +112,7 @@ def _takes_part(script: Script, node: ast.AST) -> bool:
             return script.is_rank(index) and not device
         case ast.Call(func=func, args=args):
             counts = dotted(func).endswith(("range", "islice"))
-            return counts and any(script.is_rank(one) for one in args)
+            return counts and any(script.is_rank(arg) for arg in args)
         case ast.BinOp(left=left, op=ast.Mod(), right=right):
             shown = isinstance(left, ast.Constant | ast.JoinedStr)
             return script.is_world_size(right) and not (shown or script.is_rank(left))
@@ -139,8 +139,8 @@ def _computes(draft: Draft, node: ast.AST) -> bool:
         case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult(), right=right):
             sides = [one for one in (left, right) if not isinstance(one, ast.BinOp)]
             above = list(draft.module.above(node))
-            calls = [dotted(one.func) for one in above if isinstance(one, ast.Call)]
-            shown = any(isinstance(one, ast.JoinedStr) for one in above)
-            shown = shown or any(re.search("print|torch.manual_seed", one) for one in calls)
-            return not shown and any(draft.script.is_rank(one) for one in sides)
+            calls = [dotted(parent.func) for parent in above if isinstance(parent, ast.Call)]
+            shown = any(isinstance(parent, ast.JoinedStr) for parent in above)
+            shown = shown or any(re.search("print|torch.manual_seed", call) for call in calls)
+            return not shown and any(draft.script.is_rank(side) for side in sides)
     return False

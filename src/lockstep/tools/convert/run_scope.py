@@ -66,9 +66,9 @@ def _entries(script: Script, node: ast.AST, scope: Scope, depth: int = 6) -> lis
     calls = _calls(script, nearest)
     found = [entry for call in calls for entry in _entries(script, call, scope, depth - 1)]
     return found or [
-        one
-        for one in module.above(node)
-        if isinstance(one, ast.stmt) and module.parents.get(one) is scope
+        parent
+        for parent in module.above(node)
+        if isinstance(parent, ast.stmt) and module.parents.get(parent) is scope
     ]
 
 
@@ -77,7 +77,7 @@ def _common(module: Module, scope: Scope, entries: list[ast.stmt]) -> tuple[list
     assert not isinstance(scope, ast.Lambda)
     block, ways = scope.body, [{entry, *module.above(entry)} for entry in entries]
     while True:
-        tops = [next((one for one in block if one in way), None) for way in ways]
+        tops = [next((statement for statement in block if statement in way), None) for way in ways]
         only = tops[0] if len(set(tops)) == 1 else None
         inner: list[list[ast.stmt]] = []
         if not isinstance(only, Loop | Function | ast.ClassDef) and only not in entries:
@@ -122,7 +122,7 @@ class _RunArgument:
         if not isinstance(owner, ast.ClassDef):
             self._give(scope)
             return self.name
-        methods = [one for one in owner.body if isinstance(one, Function)]
+        methods = [statement for statement in owner.body if isinstance(statement, Function)]
         made = next((one for one in methods if one.name == "__init__"), None)
         if made is None:
             self.draft.ask(owner, questions.CLASS.format(self.name))
@@ -136,8 +136,17 @@ class _RunArgument:
         self._done.add(function)
         self.edits.append(Edit("parameter", function, self.name))
         if keep:
-            statements = [one for one in function.body if isinstance(one, ast.Expr)]
-            made = next((one for one in statements if ast.unparse(one).startswith("super(")), None)
+            statements = [
+                statement for statement in function.body if isinstance(statement, ast.Expr)
+            ]
+            made = next(
+                (
+                    statement
+                    for statement in statements
+                    if ast.unparse(statement).startswith("super(")
+                ),
+                None,
+            )
             kept = f"self.{self.name} = {self.name}"
             self.edits.append(Edit("after", made, kept) if made else Edit("first", function, kept))
         calls = _calls(self.draft.script, function)

@@ -61,7 +61,7 @@ def _writes(draft: Draft, call: ast.Call) -> bool:
     if name.rpartition(".")[2] == "open":
         mode = argument(call, "mode", 0 if isinstance(call.func, ast.Attribute) else 1)
         return isinstance(mode, ast.Constant) and bool(re.search("[wax+]", str(mode.value)))
-    inside = any(one in draft.questions for one in draft.module.above(call))
+    inside = any(parent in draft.questions for parent in draft.module.above(call))
     return bool(_OTHERS.search(name) or _WRITES.match(name)) and not inside
 
 
@@ -74,7 +74,7 @@ def _save(draft: Draft, call: ast.Call, statement: ast.Expr) -> None:
             if isinstance(model, ast.Attribute) and model.attr == "module":
                 model = model.value
             known = draft.models.intersection(origins(draft.script, model))
-            texts = [one.value for one in ast.walk(path) if isinstance(one, ast.Constant)]
+            texts = [node.value for node in ast.walk(path) if isinstance(node, ast.Constant)]
             suffixes = {Path(str(one)).suffix for one in [*texts, *draft.script.constants(path)]}
             exports = suffixes <= {"", ".pt", ".pth", ".bin"}  # which `run.export` takes
             if known and exports and not _by_value(draft, call):
@@ -86,11 +86,11 @@ def _save(draft: Draft, call: ast.Call, statement: ast.Expr) -> None:
 
 def _by_value(draft: Draft, node: ast.AST) -> bool:
     """Whether a node stands under a condition that may differ between ranks: of a step, or a comparison."""
-    for one in draft.module.above(node):
-        if one in draft.script.step_loops:
+    for parent in draft.module.above(node):
+        if parent in draft.script.step_loops:
             return True
-        if isinstance(one, Function):
+        if isinstance(parent, Function):
             return False
-        if isinstance(one, ast.If) and "__name__" not in ast.unparse(one.test):
-            return any(isinstance(part, ast.Compare) for part in ast.walk(one.test))
+        if isinstance(parent, ast.If) and "__name__" not in ast.unparse(parent.test):
+            return any(isinstance(part, ast.Compare) for part in ast.walk(parent.test))
     return False

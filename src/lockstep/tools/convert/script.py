@@ -167,8 +167,8 @@ def _placed(draft: Draft) -> list[Edit]:
     processes.seeds(draft, scope)
     unused.imports(draft)
     taken = {one.arg for one in ast.walk(module.tree) if isinstance(one, ast.arg)}
-    taken |= {dotted(one) for one in variables(module.tree)}
-    taken |= {one.name for one in module.functions} | set(module.imports)
+    taken |= {dotted(variable) for variable in variables(module.tree)}
+    taken |= {function.name for function in module.functions} | set(module.imports)
     name = "run" if "run" not in taken else "lockstep_run"
     edits = run_scope.pass_run(draft, scope, name)
     called = re.sub(r"\W+", "-", module.path.stem.lower()).strip("-_") or "run"

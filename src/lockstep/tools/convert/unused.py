@@ -28,9 +28,9 @@ def clear(draft: Draft) -> None:
 def _remove_empty(draft: Draft, function: Function) -> None:
     """Remove an empty function and its calls, if they are statements."""
     body = {
-        one
-        for one in function.body
-        if not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))
+        statement
+        for statement in function.body
+        if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant))
     }
     calls = [draft.alone(call) for _, call in draft.script.callers(function)]
     if body and body <= draft.removed and None not in calls:
@@ -55,7 +55,9 @@ def _is_unread(
     draft: Draft, name: str, dead: AbstractSet[ast.AST], words: AbstractSet[str]
 ) -> bool:
     """Whether no statement that stays reads a name."""
-    return name not in words and all(one in dead for one in draft.mentions(name, draft.module.tree))
+    return name not in words and all(
+        variable in dead for variable in draft.mentions(name, draft.module.tree)
+    )
 
 
 def _words(draft: Draft) -> set[str]:
@@ -77,7 +79,7 @@ def gone(draft: Draft) -> Iterator[ast.AST]:
             case "inside", ast.Call(func=func, args=[_, *others], keywords=keywords):
                 taken = [func, *others, *keywords]
             case "argument", ast.Call(keywords=keywords):
-                taken = [one.value for one in keywords if one.arg == edit.name]
+                taken = [word.value for word in keywords if word.arg == edit.name]
         for part in taken:
             yield from ast.walk(part)
 

@@ -66,7 +66,9 @@ def multiplied_batch(script: Script) -> Iterator[Hit]:
         for value in script.sources(size):
             if not isinstance(value, ast.BinOp) or not isinstance(value.op, ast.Mult):
                 continue
-            factors = [source for one in variables(value) for source in script.sources(one)]
+            factors = [
+                source for variable in variables(value) for source in script.sources(variable)
+            ]
             if any(script.is_world_size(one) for one in (value, *factors)):
                 yield Hit(call)
                 break
@@ -176,7 +178,7 @@ def plain_learning_rate(script: Script) -> Iterator[Hit]:
         rate = argument(call, "lr", 1)
         values = script.sources(rate)
         if rate is None or any(
-            isinstance(one, ast.Constant) or option(script, one) for one in values
+            isinstance(value, ast.Constant) or option(script, value) for value in values
         ):
             yield Hit(call)
 

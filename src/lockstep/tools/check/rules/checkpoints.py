@@ -51,10 +51,10 @@ def save_everywhere(script: Script) -> Iterator[Hit]:
 def _own(script: Script, path: ast.expr) -> bool:
     """Whether a path is private to the process: memory, an open file, a temporary directory."""
     values = script.sources(path)
-    made = [dotted(one.func) for one in values if isinstance(one, ast.Call)]
+    made = [dotted(value.func) for value in values if isinstance(value, ast.Call)]
     private = r"\btmp_?(path|dir)\b|tempfile\.|mkdtemp|TemporaryDirectory|TemporaryFile"
     return any(name.endswith(("BytesIO", "open")) for name in made) or any(
-        re.search(private, ast.unparse(one)) for one in values
+        re.search(private, ast.unparse(value)) for value in values
     )
 
 

@@ -250,7 +250,7 @@ def no_workers(script: Script) -> Iterator[Hit]:
         dataset, workers = argument(call, "dataset", 0), argument(call, "num_workers", 5)
         if dataset is None or spread(call) or not script.cuda:
             continue
-        made = [one.func for one in script.sources(dataset) if isinstance(one, ast.Call)]
+        made = [source.func for source in script.sources(dataset) if isinstance(source, ast.Call)]
         images = any(last_name(func) in folders for func in made)
         none = workers is None or (isinstance(workers, ast.Constant) and workers.value == 0)
         if images and none:

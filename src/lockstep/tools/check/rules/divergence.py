@@ -81,7 +81,7 @@ def _by_own_samples(script: Script, branch: ast.If) -> bool:
 def _in_training(script: Script, branch: ast.If) -> bool:
     """Whether the innermost loop around a branch trains."""
     around = script.module.above(branch)
-    loop = next((one for one in around if isinstance(one, Loop | ast.FunctionDef)), None)
+    loop = next((parent for parent in around if isinstance(parent, Loop | ast.FunctionDef)), None)
     return loop in script.step_loops or loop in script.epoch_loops
 
 

@@ -92,7 +92,7 @@ def local_rank_option(script: Script) -> Iterator[Hit]:
     if script.says(r"\bLOCAL_RANK\b") or script.flavours - {"ddp"}:
         return
     for call in script.methods("add_argument"):
-        words = [one.value for one in call.args if isinstance(one, ast.Constant)]
+        words = [arg.value for arg in call.args if isinstance(arg, ast.Constant)]
         if {"--local_rank", "--local-rank"} & set(words):
             yield Hit(call)
 

@@ -48,7 +48,7 @@ def computed_by_rank(script: Script) -> Iterator[Hit]:
         last = last_name(call.func)
         if last not in _DECIDES and not re.match(r"torch\.optim\.", script.name(call.func)):
             continue
-        named = [one.value for one in call.keywords if one.arg not in _FREE]
+        named = [word.value for word in call.keywords if word.arg not in _FREE]
         if any(_of_layout(script, one) for one in (*call.args, *named)):
             yield Hit(call)
     for node in script.module.parents if runs(script) else ():
@@ -61,7 +61,8 @@ def computed_by_rank(script: Script) -> Iterator[Hit]:
 def _of_layout(script: Script, node: ast.expr) -> bool:
     """Whether a value contains the rank or the world size."""
     return any(
-        script.is_rank(one) or script.is_world_size(one) for one in (node, *script.sources(node))
+        script.is_rank(source) or script.is_world_size(source)
+        for source in (node, *script.sources(node))
     )
 
 
@@ -97,7 +98,7 @@ def own_generator(script: Script) -> Iterator[Hit]:
 
 def _drawn_from(call: ast.Call) -> list[ast.expr]:
     """Return the generators that a call may draw from."""
-    given = [one.value for one in call.keywords if one.arg == "generator"]
+    given = [word.value for word in call.keywords if word.arg == "generator"]
     match call.func:
         case ast.Attribute(value=ast.Name() | ast.Attribute() as of, attr=name) if (
             name not in _SEEDS

@@ -65,10 +65,16 @@ def _changed(node: ast.AST) -> str:
 
 def _starts_before(script: Script, loop: Loop, name: str) -> bool:
     """Whether a name is bound to a constant before a loop, and not again at the head of its body."""
-    if any(_changed(one) == name for one in loop.body[:-1] if isinstance(one, ast.Assign)):
+    if any(
+        _changed(statement) == name
+        for statement in loop.body[:-1]
+        if isinstance(statement, ast.Assign)
+    ):
         return False
     values = script.module.bound.get((script.module.scope(loop), name), ())
-    before = [one for one in values if isinstance(one, ast.expr) and one.lineno < loop.lineno]
+    before = [
+        value for value in values if isinstance(value, ast.expr) and value.lineno < loop.lineno
+    ]
     return any(
         isinstance(one, ast.Constant | ast.UnaryOp) or ast.unparse(one).startswith("float(")
         for one in before
@@ -136,8 +142,8 @@ def not_given(script: Script) -> Iterator[Hit]:
         value
         for call in script.module.calls
         if script.name(call.func).startswith("torch.optim.lr_scheduler.")
-        for one in given(call)
-        for part in ast.walk(one)
+        for arg in given(call)
+        for part in ast.walk(arg)
         if isinstance(part, ast.expr)
         for value in script.sources(part)
     }
@@ -178,7 +184,7 @@ def own_backward(script: Script) -> Iterator[Hit]:
         over = script.iterated(loop)
         if over is None or isinstance(loop, ast.While):
             continue
-        made = [one.func for one in script.sources(over) if isinstance(one, ast.Call)]
+        made = [source.func for source in script.sources(over) if isinstance(source, ast.Call)]
         of_run = any(dotted(func).endswith(".loader") for func in made)
         for call in script.methods("backward") if of_run else ():
             if script.step_loop(call) is loop and "loss" in ast.unparse(call.func).lower():

@@ -51,7 +51,7 @@ def loss_of_one_rank(script: Script) -> Iterator[Hit]:
     for call in script.module.calls:
         if last_name(call.func) not in _SHOWS or script.guard(call) is None:
             continue
-        losses = any(_LOSS.match(dotted(one)) for one in variables(*given(call)))
+        losses = any(_LOSS.match(dotted(read)) for read in variables(*given(call)))
         if losses and not script.evaluates(call):
             yield Hit(call)
 
@@ -108,11 +108,11 @@ def mean_of_means(script: Script) -> Iterator[Hit]:
 
 def _sums(script: Script, loop: Loop, total: str) -> bool:
     """Whether a loop of an evaluation adds up losses, each the mean over a batch."""
-    for one in ast.walk(loop):
-        match one:
+    for node in ast.walk(loop):
+        match node:
             case ast.AugAssign(target=ast.Name(id=name), op=ast.Add(), value=value):
                 text = ast.unparse(value)
                 mean = "loss" in text and not re.search(r"\*|reduction|\.sum\(", text)
-                if name == total and mean and script.evaluates(one):
+                if name == total and mean and script.evaluates(node):
                     return not script.says(r"reduction\s*=\s*['\"]sum")
     return False

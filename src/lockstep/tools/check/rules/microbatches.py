@@ -43,7 +43,7 @@ def no_weight(script: Script) -> Iterator[Hit]:
     for call in script.methods("backward") if runs(script) else ():
         if not call.args or argument(call, "weight", 1) is not None:
             continue
-        losses = [one for one in script.sources(call.args[0]) if isinstance(one, ast.Call)]
+        losses = [source for source in script.sources(call.args[0]) if isinstance(source, ast.Call)]
         names = {name for one in losses for name in counts_otherwise(script, one)}
         if "ignore_index" in names:
             yield Hit(call)
@@ -129,7 +129,7 @@ def _updates(script: Script, call: ast.Call) -> bool:
         return False
     if owner is not None and (script.made_by(owner, "lockstep.Run") or _is_model(script, owner)):
         return False
-    made = [one for one in script.sources(owner) if isinstance(one, ast.Call)]
+    made = [source for source in script.sources(owner) if isinstance(source, ast.Call)]
     values = [*call.args, *(value for one in made for value in one.args)]
     return name == "update_parameters" or any(_is_model(script, value) for value in values)
 
@@ -140,7 +140,7 @@ def _is_model(script: Script, node: ast.expr) -> bool:
         case ast.Call(func=ast.Attribute(value=owner, attr=name)) if name in _STATES:
             return _is_model(script, owner)
         case ast.Name() | ast.Attribute():
-            made = [one.func for one in script.sources(node) if isinstance(one, ast.Call)]
+            made = [source.func for source in script.sources(node) if isinstance(source, ast.Call)]
             owners = [
                 one.value for one in made if isinstance(one, ast.Attribute) and one.attr == "model"
             ]
@@ -152,7 +152,9 @@ def _over_parameters(script: Script, over: ast.expr) -> bool:
     """Whether a loop, or a comprehension, goes over parameters, and changes them or reads gradients."""
     if not any(f".{name}()" in ast.unparse(over) for name in _STATES):
         return False
-    loop = next(one for one in script.module.above(over) if not isinstance(one, ast.comprehension))
+    loop = next(
+        parent for parent in script.module.above(over) if not isinstance(parent, ast.comprehension)
+    )
     names = [node.attr for node in ast.walk(loop) if isinstance(node, ast.Attribute)]
     return any(re.fullmatch(r"grad|[a-z]\w*(?<!requires_grad)_", name) for name in names)
 

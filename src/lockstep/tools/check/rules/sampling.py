@@ -13,7 +13,7 @@ from lockstep.tools.check.syntax import argument, spread, true
 
 def for_evaluation(script: Script, call: ast.Call) -> bool:
     """Whether a sampler, a loader or a dataset is for evaluation, by the names around it."""
-    words = [script.bound_name(call), *(ast.unparse(one) for one in call.args[:1])]
+    words = [script.bound_name(call), *(ast.unparse(arg) for arg in call.args[:1])]
     dataset = argument(call, "dataset")
     words += [] if dataset is None else [ast.unparse(dataset)]
     return any(EVALUATION.search(word.lower()) for word in words)
@@ -96,7 +96,7 @@ def shuffle_with_sampler(script: Script) -> Iterator[Hit]:
         both = sampler is not None and true(argument(call, "shuffle", 2))
         if sampler is None or not both or None in script.constants(sampler):
             continue
-        keyword = any(one.arg == "shuffle" for one in call.keywords)
+        keyword = any(word.arg == "shuffle" for word in call.keywords)
         yield Hit(call, None, (Edit("argument", call, name="shuffle"),) if keyword else ())
 
 

@@ -156,8 +156,8 @@ def _is_tensor(script: Script, node: ast.expr) -> bool:
         return False
     values = script.sources(node)
     read = r"\.item\(|\.tolist\(|\bfloat\(|\bnp\.|numpy|\.avg\b|round\("
-    made = any(isinstance(one, ast.Call) for one in values)
-    return made and not any(re.search(read, ast.unparse(one)) for one in values)
+    made = any(isinstance(value, ast.Call) for value in values)
+    return made and not any(re.search(read, ast.unparse(value)) for value in values)
 
 
 @rule(
@@ -236,9 +236,9 @@ def every_nth(script: Script) -> Iterator[ast.Call]:
         named = re.search(r"optim|opt$|scaler", ast.unparse(call.func.value))
         if not named or not isinstance(branch, ast.If):
             continue
-        modulo = any(isinstance(one, ast.Mod) for one in ast.walk(branch.test))
+        modulo = any(isinstance(node, ast.Mod) for node in ast.walk(branch.test))
         inside = any(
-            isinstance(one, ast.Attribute) and one.attr == "backward" for one in ast.walk(branch)
+            isinstance(node, ast.Attribute) and node.attr == "backward" for node in ast.walk(branch)
         )
         if modulo and not inside and script.step_loop(branch) is not None:
             yield call

@@ -144,7 +144,7 @@ def needless_search(script: Script) -> Iterator[Hit]:
     for call in script.calls("DDP"):
         if not call.args or not true(argument(call, "find_unused_parameters")):
             continue
-        made = [one for one in script.sources(call.args[0]) if isinstance(one, ast.Call)]
+        made = [source for source in script.sources(call.args[0]) if isinstance(source, ast.Call)]
         owners = [script.module.classes.get(dotted(one.func)) for one in made]
         known = [owner for owner in owners if owner is not None]
         if len(known) == len(made) == 1 and _straight(known[0]):
@@ -154,21 +154,25 @@ def needless_search(script: Script) -> Iterator[Hit]:
 
 def _straight(owner: ast.ClassDef) -> bool:
     """Whether the forward pass of a class has no branch and uses every attribute that is set."""
-    methods = {one.name: one for one in owner.body if isinstance(one, ast.FunctionDef)}
+    methods = {
+        statement.name: statement
+        for statement in owner.body
+        if isinstance(statement, ast.FunctionDef)
+    }
     if set(methods) != {"__init__", "forward"} or re.search(
         r"requires_grad|detach", ast.unparse(owner)
     ):
         return False
     forward, made = methods["forward"], methods["__init__"]
     branches = ast.If | ast.IfExp | ast.For | ast.While | ast.BoolOp
-    if any(isinstance(one, branches) for one in ast.walk(forward)):
+    if any(isinstance(node, branches) for node in ast.walk(forward)):
         return False
     stores = [
-        one.attr
-        for one in ast.walk(made)
-        if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store)
+        node.attr
+        for node in ast.walk(made)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
     ]
-    used = {one.attr for one in ast.walk(forward) if isinstance(one, ast.Attribute)}
+    used = {node.attr for node in ast.walk(forward) if isinstance(node, ast.Attribute)}
     return bool(stores) and set(stores) <= used
 
 
