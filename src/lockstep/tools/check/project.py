@@ -266,9 +266,5 @@ def _file(directory: Path, name: str) -> Path | None:
 
 
 def _method(owner: ast.ClassDef | None, name: str) -> Function | None:
-    methods = (
-        (statement for statement in owner.body if isinstance(statement, Function))
-        if owner is not None
-        else ()
-    )
-    return next((one for one in methods if one.name == name), None)
+    methods = [] if owner is None else [one for one in owner.body if isinstance(one, Function)]
+    return next((method for method in methods if method.name == name), None)

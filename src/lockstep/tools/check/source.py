@@ -253,9 +253,7 @@ class Module:
 
     def enclosing_class(self, node: ast.AST) -> ast.ClassDef | None:
         """Return the innermost class around a node."""
-        return next(
-            (parent for parent in self.above(node) if isinstance(parent, ast.ClassDef)), None
-        )
+        return next((one for one in self.above(node) if isinstance(one, ast.ClassDef)), None)
 
     def statement(self, node: ast.AST) -> ast.stmt | None:
         """Return the innermost statement that a node belongs to."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from types import UnionType
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Loop = ast.For | ast.AsyncFor | ast.While
@@ -81,17 +82,17 @@ def method_calls(node: ast.AST, *methods: str) -> list[ast.Call]:
     return [call for call in calls if method(call) in methods]
 
 
-def variables(*nodes: ast.AST) -> Iterator[Variable]:
-    """Yield the names and attributes in nodes."""
+def variables(*nodes: ast.AST, context: type | UnionType = ast.expr_context) -> Iterator[Variable]:
+    """Yield the names and attributes in nodes that are in a context: loaded, stored."""
     for node in nodes:
-        yield from (one for one in ast.walk(node) if isinstance(one, Variable))
+        for part in ast.walk(node):
+            if isinstance(part, Variable) and isinstance(part.ctx, context):
+                yield part
 
 
 def stored(*nodes: ast.AST) -> set[str]:
     """Return the variables and attributes that nodes bind."""
-    return {
-        dotted(variable) for variable in variables(*nodes) if not isinstance(variable.ctx, ast.Load)
-    } - {""}
+    return {dotted(one) for one in variables(*nodes, context=ast.Store | ast.Del)} - {""}
 
 
 def root(node: ast.expr) -> ast.expr | None:

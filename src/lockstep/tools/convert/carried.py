@@ -95,7 +95,7 @@ def _binding(statement: ast.stmt) -> _Binding:
         case ast.Expr(value=ast.Call(func=ast.Attribute(value=owner, attr=attr))) if attr in _FILLS:
             filled = owner
     own = {dotted(filled)} if filled is not None else set()
-    read = {dotted(variable) for variable in variables(head) if isinstance(variable.ctx, ast.Load)}
+    read = {dotted(variable) for variable in variables(head, context=ast.Load)}
     return _Binding(statement, (stored(head) | own) - {""}, (read | own) - {""})
 
 
@@ -112,9 +112,7 @@ def _used(
         count = len(used)
         for binding in bindings:
             if binding.names & used and (binding.node.lineno <= last or binding.names & early):
-                tests = [
-                    test for test in draft.tests(binding.node) if loop in draft.module.above(test)
-                ]
+                tests = draft.tests(binding.node, loop)
                 used |= binding.read | {dotted(part) for part in variables(*tests)}
     return used
 

@@ -90,9 +90,8 @@ def _loader(draft: Draft, loop: Loop, made: ast.expr) -> None:
 def _sizes(draft: Draft, loop: Loop, name: str) -> None:
     """Ask where a training loop reads the size of a batch: a microbatch has a part of it."""
     own = stored(loop)
-    for node in variables(draft.module.tree):
-        read = isinstance(node.ctx, ast.Load) and not is_shown(draft.script, node)
-        if not read or last_name(node) != name or dotted(node) in own:
+    for node in variables(draft.module.tree, context=ast.Load):
+        if last_name(node) != name or dotted(node) in own or is_shown(draft.script, node):
             continue
         if draft.script.step_loop(node) is loop:
             draft.ask(node, questions.SIZE.format(name))

@@ -57,8 +57,7 @@ def _leaves_by_training(draft: Draft, node: ast.AST) -> bool:
     loop = next((parent for parent in draft.module.above(node) if isinstance(parent, Loop)), None)
     return loop in draft.script.epoch_loops and any(
         _of_training(draft, test) or _CLOCK.search(ast.unparse(test))
-        for test in draft.tests(node)
-        if loop in draft.module.above(test)
+        for test in draft.tests(node, loop)
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Iterator
 
 from lockstep.tools.check.fix import Edit, Kind
@@ -75,15 +76,14 @@ class Draft:
             statement, parent = parent, self.module.parents.get(parent)
         return statement
 
-    def tests(self, node: ast.AST) -> list[ast.expr]:
-        """Return the conditions of the `if`s that a node stands in."""
-        return [parent.test for parent in self.module.above(node) if isinstance(parent, ast.If)]
+    def tests(self, node: ast.AST, within: ast.AST | None = None) -> list[ast.expr]:
+        """Return the conditions of the `if`s around a node, of those within another node."""
+        above = itertools.takewhile(lambda one: one is not within, self.module.above(node))
+        return [one.test for one in above if isinstance(one, ast.If)]
 
     def mentions(self, name: str, scope: ast.AST) -> Iterator[Variable]:
         """Yield where a name, or `self.name`, is read in a scope and what stands in it."""
-        for node in variables(scope):
-            if dotted(node) == name and isinstance(node.ctx, ast.Load):
-                yield node
+        return (one for one in variables(scope, context=ast.Load) if dotted(one) == name)
 
 
 def origins(script: Script, node: ast.expr, depth: int = 8) -> list[ast.expr]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,11 +34,7 @@ def convert(draft: Draft) -> None:
     for loop in draft.script.epoch_loops:
         if draft.script.level(loop.body) == 1:
             # The loop that counts epochs may be one around it, as around phases of an epoch.
-            around = [
-                loop,
-                *(parent for parent in draft.module.above(loop) if isinstance(parent, Loop)),
-            ]
-            counting = (parent for parent in around if _counted(draft, parent)[1])
+            counting = (one for one in (loop, *draft.module.above(loop)) if _counted(draft, one)[1])
             _epochs(draft, next(counting, loop))
     for call in draft.script.methods("backward"):
         if any(edit.node is call for edit in draft.edits):
@@ -56,7 +53,7 @@ def convert(draft: Draft) -> None:
             draft.edit("callee", call, f"{RUN}.{method}")
 
 
-def _epochs(draft: Draft, loop: Loop) -> None:
+def _epochs(draft: Draft, loop: ast.AST) -> None:
     bar, counted = _counted(draft, loop)
     if counted is None or not isinstance(loop, ast.For):
         draft.ask(loop, questions.EPOCHS)
@@ -147,13 +144,9 @@ def _accumulation(draft: Draft, loop: Loop) -> None:
 
 def _inside(draft: Draft, loop: Loop, kind: Any) -> Iterator[Any]:
     """Yield the statements of a kind whose innermost loop is this one."""
-    for node in ast.walk(loop):
-        if isinstance(node, kind):
-            nearest = next(
-                parent for parent in draft.module.above(node) if isinstance(parent, Loop)
-            )
-            if nearest is loop:
-                yield node
+    for node in (one for one in ast.walk(loop) if isinstance(one, kind)):
+        if next(one for one in draft.module.above(node) if isinstance(one, Loop)) is loop:
+            yield node
 
 
 def _accumulates(loop: Loop, branch: ast.If) -> bool:
@@ -194,7 +187,7 @@ def _divisions(draft: Draft, loop: Loop, number: ast.expr) -> list[ast.AugAssign
     sent = [_divided(draft, sent_backward(call), same) for call in method_calls(loop, "backward")]
     if not all(sent):
         return []
-    found = list(dict.fromkeys(one for divided in sent for one in divided))
+    found = list(dict.fromkeys(itertools.chain(*sent)))
     names = {  # `loss` of `loss = loss / n`
         dotted(one.target) if isinstance(one, ast.AugAssign) else draft.script.bound_name(one)
         for one in found
@@ -220,7 +213,7 @@ def _divided(draft: Draft, node: ast.expr, same: str) -> list[ast.AugAssign | as
         case ast.Name() | ast.Attribute():
             values = [value for value in latest(draft.script, node) if isinstance(value, ast.expr)]
             found = [_divided(draft, value, same) for value in values]
-            return [statement for part in found for statement in part] if all(found) else []
+            return list(itertools.chain(*found)) if all(found) else []
     return []
 
 

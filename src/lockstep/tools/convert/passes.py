@@ -6,7 +6,7 @@ import ast
 from collections.abc import Sequence
 
 from lockstep.tools.check.fix import PART
-from lockstep.tools.check.syntax import Loop, dotted, method_calls, variables
+from lockstep.tools.check.syntax import Loop, dotted, method_calls, stored, variables
 from lockstep.tools.convert import carried, questions
 from lockstep.tools.convert.draft import RUN, Draft, sent_backward
 
@@ -83,8 +83,10 @@ def _two_passes(draft: Draft, loop: Loop, second: int) -> None:
     """Write a loop over batches, with a pass for each update; what the second needs is kept."""
     taken, first, rest = _taken(loop), loop.body[:second], loop.body[second:]
     needed = _needed(first, rest)
-    attributes = (_variables(kind, *part) for kind, part in ((ast.Store, first), (ast.Load, rest)))
-    undecided = set.intersection(*attributes) or any(
+    read = {
+        dotted(one) for one in variables(*rest, context=ast.Load) if isinstance(one, ast.Attribute)
+    }
+    undecided = read & stored(*first) or any(
         not carried.binds(first, name)
         or (_goes_through(draft, rest, name) and _has_graph(draft, first, name))
         for name in needed
@@ -133,10 +135,8 @@ def _needed(first: Sequence[ast.stmt], second: Sequence[ast.stmt]) -> list[str]:
     bound = _names(ast.Store, *first)
     found: dict[str, None] = {}
     for statement in second:
-        reads = [
-            variable for variable in variables(statement) if isinstance(variable.ctx, ast.Load)
-        ]
-        found.update({dotted(variable): None for variable in reads if dotted(variable) in bound})
+        reads = [dotted(one) for one in variables(statement, context=ast.Load)]
+        found.update({name: None for name in reads if name in bound})
         bound -= _names(ast.Store, statement)
     return list(found)
 
@@ -179,13 +179,7 @@ def _runs_model(draft: Draft, node: ast.AST) -> bool:
     return any(isinstance(source, ast.Call) for source in sources)
 
 
-def _variables(kind: type[ast.expr_context], *nodes: ast.AST) -> set[str]:
-    """Return the attributes that nodes store or load."""
-    found = (variable for variable in variables(*nodes) if isinstance(variable, ast.Attribute))
-    return {dotted(one) for one in found if isinstance(one.ctx, kind)}
-
-
-def _names(kind: type[ast.expr_context], *nodes: ast.AST) -> set[str]:
+def _names(context: type[ast.expr_context], *nodes: ast.AST) -> set[str]:
     """Return the names that nodes store or load."""
-    found = (variable for variable in variables(*nodes) if isinstance(variable, ast.Name))
-    return {one.id for one in found if isinstance(one.ctx, kind)}
+    found = variables(*nodes, context=context)
+    return {one.id for one in found if isinstance(one, ast.Name)}

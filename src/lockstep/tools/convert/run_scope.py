@@ -136,22 +136,13 @@ class _RunArgument:
         self._done.add(function)
         self.edits.append(Edit("parameter", function, self.name))
         if keep:
-            statements = [
-                statement for statement in function.body if isinstance(statement, ast.Expr)
-            ]
-            made = next(
-                (
-                    statement
-                    for statement in statements
-                    if ast.unparse(statement).startswith("super(")
-                ),
-                None,
-            )
+            calls = (one for one in function.body if ast.unparse(one).startswith("super("))
+            made = next(calls, None)
             kept = f"self.{self.name} = {self.name}"
             self.edits.append(Edit("after", made, kept) if made else Edit("first", function, kept))
-        calls = _calls(self.draft.script, function)
-        for call in calls:
+        sites = _calls(self.draft.script, function)
+        for call in sites:
             if not self.draft.script.name(call.func).startswith("mp."):  # of which it is asked
                 self.edits.append(Edit("given", call, self.name_at(call)))
-        if not calls:
+        if not sites:
             self.draft.ask(function, questions.CALLER.format(self.name))

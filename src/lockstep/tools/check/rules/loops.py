@@ -65,19 +65,15 @@ def _changed(node: ast.AST) -> str:
 
 def _starts_before(script: Script, loop: Loop, name: str) -> bool:
     """Whether a name is bound to a constant before a loop, and not again at the head of its body."""
-    if any(
-        _changed(statement) == name
-        for statement in loop.body[:-1]
-        if isinstance(statement, ast.Assign)
-    ):
+    assigned = [one for one in loop.body[:-1] if isinstance(one, ast.Assign)]
+    if name in map(_changed, assigned):
         return False
     values = script.module.bound.get((script.module.scope(loop), name), ())
-    before = [
-        value for value in values if isinstance(value, ast.expr) and value.lineno < loop.lineno
-    ]
     return any(
-        isinstance(one, ast.Constant | ast.UnaryOp) or ast.unparse(one).startswith("float(")
-        for one in before
+        isinstance(value, ast.expr)
+        and value.lineno < loop.lineno
+        and (isinstance(value, ast.Constant | ast.UnaryOp) or "float(" in ast.unparse(value)[:6])
+        for value in values
     )
 
 

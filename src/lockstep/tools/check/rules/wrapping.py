@@ -154,11 +154,7 @@ def needless_search(script: Script) -> Iterator[Hit]:
 
 def _straight(owner: ast.ClassDef) -> bool:
     """Whether the forward pass of a class has no branch and uses every attribute that is set."""
-    methods = {
-        statement.name: statement
-        for statement in owner.body
-        if isinstance(statement, ast.FunctionDef)
-    }
+    methods = {one.name: one for one in owner.body if isinstance(one, ast.FunctionDef)}
     if set(methods) != {"__init__", "forward"} or re.search(
         r"requires_grad|detach", ast.unparse(owner)
     ):
