@@ -123,6 +123,8 @@ def _findings(
         outcome.notes += _no_loop(path, script)
     edits: list[Edit] = []
     selected = [rule for code, rule in RULES.items() if selection.has(code)]
+    if script.flavours != {"lockstep"}:  # loops of others beside one of Lockstep are not judged
+        selected = [rule for rule in selected if not rule.code.startswith("LS6")]
     for rule in selected if script.flavours else ():
         for hit in dict.fromkeys(rule.find(script)):
             if _ignored(module, hit, rule.code) or _in_one_process(module, hit):

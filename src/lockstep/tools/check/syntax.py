@@ -34,6 +34,12 @@ def method(call: ast.Call) -> str:
     return call.func.attr if isinstance(call.func, ast.Attribute) else ""
 
 
+def receiver(call: ast.Call) -> ast.expr:
+    """Return the object whose method is called."""
+    assert isinstance(call.func, ast.Attribute)
+    return call.func.value
+
+
 def start(node: ast.expr | ast.stmt) -> tuple[int, int]:
     """Return where a node begins: its line and its column in bytes."""
     return node.lineno, node.col_offset

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from lockstep.tools.check.fix import Edit, Kind
 from lockstep.tools.check.script import Script
 from lockstep.tools.check.source import Part
-from lockstep.tools.check.syntax import Function, Variable, dotted, start, variables
+from lockstep.tools.check.syntax import Function, Variable, dotted, receiver, start, variables
 
 #: Stands for the run in edits, until `run_scope.py` knows what it is called in each function.
 RUN = "__run__"
@@ -155,8 +155,7 @@ def _latest(script: Script, node: ast.expr, values: list[ast.expr | Part]) -> li
 
 def sent_backward(call: ast.Call) -> ast.expr:
     """Return what a call of `backward` sends: of a scaled loss the loss."""
-    assert isinstance(call.func, ast.Attribute)
-    match call.func.value:
+    match receiver(call):
         case ast.Call(func=ast.Attribute(attr="scale"), args=[loss]):
             return loss
-    return call.func.value
+    return receiver(call)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
-from lockstep.tools.check.syntax import argument, dotted, method_calls, root
+from lockstep.tools.check.syntax import argument, dotted, method_calls, receiver, root
 from lockstep.tools.convert import precision, questions
 from lockstep.tools.convert.draft import REPLICAS, RUN, Draft, origins
 
@@ -44,17 +44,16 @@ def _stepped(draft: Draft, known: set[ast.Call]) -> list[ast.Call]:
     loops = [loop for loop in draft.module.loops if not isinstance(loop, ast.While)]
     elements = {dotted(loop.target) for loop in loops}
     for call in script.methods("step", "step_update"):
-        assert isinstance(call.func, ast.Attribute)
-        receiver = call.func.value
-        if script.step_loop(call) is None or known & set(script.sources(receiver)):
+        owner = receiver(call)
+        if script.step_loop(call) is None or known & set(script.sources(owner)):
             continue
         if script.runs_backward(call):
             continue
-        calls = [origin for origin in origins(script, receiver) if isinstance(origin, ast.Call)]
-        if calls and f"{ast.unparse(receiver)}.zero_grad" in zeroed:
+        calls = [origin for origin in origins(script, owner) if isinstance(origin, ast.Call)]
+        if calls and f"{ast.unparse(owner)}.zero_grad" in zeroed:
             found += calls
-        elif dotted(receiver) not in elements and not script.made_by(receiver, *_STEPS):
-            draft.ask(call, questions.OPTIMIZER.format(ast.unparse(receiver)))
+        elif dotted(owner) not in elements and not script.made_by(owner, *_STEPS):
+            draft.ask(call, questions.OPTIMIZER.format(ast.unparse(owner)))
     return list(dict.fromkeys(found))
 
 
@@ -76,8 +75,7 @@ def _roots(draft: Draft, call: ast.Call) -> list[ast.expr]:
         return []
     for value in [given, *script.sources(given)]:
         for called in method_calls(value, "parameters", "named_parameters"):
-            assert isinstance(called.func, ast.Attribute)
-            variable = root(called.func.value)
+            variable = root(receiver(called))
             if variable is not None and variable in draft.module.parents:
                 found[dotted(variable)] = variable
     if not found and dotted(given) and not _OPTIMIZER.match(script.name(call.func)):

@@ -6,7 +6,7 @@ import ast
 import re
 
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.syntax import Function, argument, stored
+from lockstep.tools.check.syntax import Function, argument, method, receiver, stored
 from lockstep.tools.convert import questions, unused
 from lockstep.tools.convert.draft import REPLICAS, RUN, Draft
 from lockstep.tools.convert.run_scope import RunScope
@@ -120,10 +120,9 @@ def _devices_of_ranks(draft: Draft) -> None:
         if any(_of_rank(script, arg) for arg in call.args):
             draft.edit("replace", call, f"{RUN}.device")
     for call in script.methods("to", "cuda"):
-        assert isinstance(call.func, ast.Attribute)
         if call.args and _of_rank(script, call.args[0]):
-            if call.func.attr == "cuda":
-                draft.edit("replace", call.func, f"{draft.operand(call.func.value)}.to")
+            if method(call) == "cuda":
+                draft.edit("replace", call.func, f"{draft.operand(receiver(call))}.to")
             draft.edit("replace", call.args[0], f"{RUN}.device")
     for values in (*module.bound.values(), *module.attributes.values()):
         for value in values:

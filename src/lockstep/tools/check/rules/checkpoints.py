@@ -11,7 +11,7 @@ from lockstep.tools.check.order import conditions, launcher_only, precedes, wrap
 from lockstep.tools.check.rule import Hit, rule
 from lockstep.tools.check.rules.wrapping import always_wrapped
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.syntax import argument, dotted, spread
+from lockstep.tools.check.syntax import argument, dotted, receiver, spread
 
 
 @rule(
@@ -144,8 +144,7 @@ def loaded_into_wrapper(script: Script) -> Iterator[Hit]:
     if "module" not in saves or script.says(r"['\"]module\.|consume_prefix"):
         return
     for call in script.methods("load_state_dict"):
-        assert isinstance(call.func, ast.Attribute)
-        model = call.func.value
+        model = receiver(call)
         wrapped = isinstance(model, ast.Name) and wrapped_before(script, model, "DDP") is not None
         if wrapped and ast.unparse(model) not in saves:
             yield Hit(call)

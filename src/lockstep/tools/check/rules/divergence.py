@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from lockstep.tools.check.rule import Hit, rule
 from lockstep.tools.check.rules.sampling import for_evaluation
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.syntax import Loop
+from lockstep.tools.check.syntax import Loop, method, receiver
 
 
 @rule(
@@ -115,9 +115,8 @@ def step_of_some(script: Script) -> Iterator[Hit]:
     if "DDP" not in script.called or others & script.called or script.says("dist.rpc"):
         return
     for call in script.methods("backward", "step"):
-        assert isinstance(call.func, ast.Attribute)
-        optimizer = re.search(r"optim|opt$", ast.unparse(call.func.value))
-        alone = call.func.attr == "step"
+        optimizer = re.search(r"optim|opt$", ast.unparse(receiver(call)))
+        alone = method(call) == "step"
         if alone and not optimizer:
             continue
         if isinstance(script.guard(call), ast.If) and script.step_loop(call) is not None:

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 
 from lockstep.tools.check.rule import Hit, rule
-from lockstep.tools.check.rules.loops import runs
 from lockstep.tools.check.script import Script
 from lockstep.tools.check.source import Module
 from lockstep.tools.check.syntax import Function, last_name
@@ -44,14 +43,14 @@ _SEEDS = {"manual_seed", "seed", "set_state", "get_state", "setstate", "getstate
 )
 def computed_by_rank(script: Script) -> Iterator[Hit]:
     """Find seeds, data, batch sizes, losses and learning rates with the rank or the world size in them."""
-    for call in script.module.calls if runs(script) else ():
+    for call in script.module.calls:
         last = last_name(call.func)
         if last not in _DECIDES and not re.match(r"torch\.optim\.", script.name(call.func)):
             continue
         named = [word.value for word in call.keywords if word.arg not in _FREE]
         if any(_of_layout(script, one) for one in (*call.args, *named)):
             yield Hit(call)
-    for node in script.module.parents if runs(script) else ():
+    for node in script.module.parents:
         match node:
             case ast.Subscript(slice=ast.Slice(step=ast.expr() as step)):
                 if _of_layout(script, step):
@@ -89,7 +88,7 @@ def _of_layout(script: Script, node: ast.expr) -> bool:
 )
 def own_generator(script: Script) -> Iterator[Hit]:
     """Find draws, in steps and in `__getitem__`, from generators that were made outside of them."""
-    for call in script.module.calls if runs(script) else ():
+    for call in script.module.calls:
         if not _per_sample(script, call) and script.step_loop(call) is None:
             continue
         if any(_kept(script, one) for one in _drawn_from(call)):
@@ -157,6 +156,6 @@ def _makes_generator(module: Module, value: ast.expr) -> bool:
 def split_stream(script: Script) -> Iterator[Hit]:
     """Find iterable datasets that read ranks or workers."""
     splits = r"get_worker_info|get_rank|\b(world_size|rank)\b"
-    for _, iterator in script.module.iterators if runs(script) else ():
+    for _, iterator in script.module.iterators:
         if re.search(splits, ast.unparse(iterator)):
             yield Hit(iterator)

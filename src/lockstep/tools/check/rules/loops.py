@@ -12,11 +12,6 @@ from lockstep.tools.check.script import Script
 from lockstep.tools.check.syntax import Function, Loop, argument, dotted, given
 
 
-def runs(script: Script) -> bool:
-    """Whether the program is a Lockstep script, and not one that has loops of others as well."""
-    return script.flavours == {"lockstep"}
-
-
 @rule(
     "LS601",
     "value that decides later and is not kept",
@@ -41,7 +36,7 @@ def runs(script: Script) -> bool:
 )
 def not_registered(script: Script) -> Iterator[Hit]:
     """Find constants from before the loop over epochs that its body compares and changes."""
-    for loop in script.module.loops if runs(script) else ():
+    for loop in script.module.loops:
         over = script.iterated(loop)
         if not (isinstance(over, ast.Call) and dotted(over.func).endswith(".epochs")):
             continue
@@ -96,7 +91,7 @@ def _starts_before(script: Script, loop: Loop, name: str) -> bool:
 )
 def early_draw(script: Script) -> Iterator[Hit]:
     """Find draws from the global generators before the Run, in the same function."""
-    if not runs(script) or script.says(r"manual_seed|random\.seed"):
+    if script.says(r"manual_seed|random\.seed"):
         return
     draws = r"torch\.(rand|randn|randint|randperm|normal|bernoulli|multinomial)$|(numpy\.)?random\.(?!default_rng|Generator|RandomState|SeedSequence|Random)\w+$"
     for run in script.calls("lockstep.Run"):
@@ -125,8 +120,6 @@ def early_draw(script: Script) -> Iterator[Hit]:
 )
 def not_given(script: Script) -> Iterator[Hit]:
     """Find optimizers and schedulers of torch that no call of the run is given."""
-    if not runs(script):
-        return
     known = {
         value
         for one in script.program
@@ -176,7 +169,7 @@ def not_given(script: Script) -> Iterator[Hit]:
 )
 def own_backward(script: Script) -> Iterator[Hit]:
     """Find backward passes of a loss in loops over a run's loader."""
-    for loop in script.step_loops if runs(script) else ():
+    for loop in script.step_loops:
         over = script.iterated(loop)
         if over is None or isinstance(loop, ast.While):
             continue
@@ -209,5 +202,4 @@ def own_backward(script: Script) -> Iterator[Hit]:
 )
 def nth_step(script: Script) -> Iterator[Hit]:
     """Find steps under a modulo in Lockstep loops."""
-    for call in every_nth(script) if runs(script) else ():
-        yield Hit(call)
+    yield from map(Hit, every_nth(script))

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 
 from lockstep.tools.check.rule import Hit, rule
-from lockstep.tools.check.rules.loops import runs
 from lockstep.tools.check.script import Script
 from lockstep.tools.check.syntax import Loop, argument, dotted, last_name, variables
 
@@ -40,7 +39,7 @@ _STATES = ("parameters", "named_parameters", "buffers", "named_buffers", "state_
 )
 def no_weight(script: Script) -> Iterator[Hit]:
     """Find losses with `ignore_index` that are sent backward without a weight."""
-    for call in script.methods("backward") if runs(script) else ():
+    for call in script.methods("backward"):
         if not call.args or argument(call, "weight", 1) is not None:
             continue
         losses = [source for source in script.sources(call.args[0]) if isinstance(source, ast.Call)]
@@ -88,8 +87,6 @@ def counts_otherwise(script: Script, call: ast.Call) -> Iterator[str]:
 )
 def per_microbatch(script: Script) -> Iterator[Hit]:
     """Find averages of models, gradients that are changed, and counts of steps, in loops over microbatches."""
-    if not runs(script):
-        return
     updates = [call for call in script.module.calls if _updates(script, call)]
     model = (
         "this is done with the model once per microbatch: do it between the batches of run.batches"

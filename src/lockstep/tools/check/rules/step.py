@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from lockstep.tools.check.rule import Hit, rule
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.syntax import argument, given, last_name
+from lockstep.tools.check.syntax import argument, given, last_name, receiver
 
 _COLLECTIVES = {
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast"),
@@ -224,16 +224,14 @@ def no_no_sync(script: Script) -> Iterator[Hit]:
         return
     if script.says(r"no_sync|grad_sync|gradient_sync"):
         return
-    for call in every_nth(script):
-        yield Hit(call)
+    yield from map(Hit, every_nth(script))
 
 
 def every_nth(script: Script) -> Iterator[ast.Call]:
     """Yield the steps of optimizers under `if i % n == 0` in a loop whose backward pass is not."""
     for call in script.methods("step"):
-        assert isinstance(call.func, ast.Attribute)
         branch = script.module.parents.get(script.module.statement(call) or call)
-        named = re.search(r"optim|opt$|scaler", ast.unparse(call.func.value))
+        named = re.search(r"optim|opt$|scaler", ast.unparse(receiver(call)))
         if not named or not isinstance(branch, ast.If):
             continue
         modulo = any(isinstance(node, ast.Mod) for node in ast.walk(branch.test))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from lockstep.tools.check.order import conditions, wrapped_before
 from lockstep.tools.check.rule import Hit, rule
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.syntax import argument, dotted, true
+from lockstep.tools.check.syntax import argument, dotted, receiver, true
 
 
 @rule(
@@ -194,8 +194,7 @@ def _straight(owner: ast.ClassDef) -> bool:
 def moved_wrapper(script: Script) -> Iterator[Hit]:
     """Find moves of a variable that the same function has bound to a wrapper."""
     for call in script.methods("to", "cuda"):
-        assert isinstance(call.func, ast.Attribute)
-        model = call.func.value
+        model = receiver(call)
         for made in script.made_by(model, "DDP") if isinstance(model, ast.Name) else ():
             if made in script.module.parents and script.module.earlier(made, call):
                 yield Hit(call)
