@@ -140,14 +140,13 @@ class Script:
 
     def sources(self, node: ast.expr | None) -> list[ast.expr]:
         """Return the expressions that a value may come from; none for `None`."""
-        found = () if node is None else self.project.sources(self.module, node)
-        return [value for _, value in found]
+        return [value for _, value in self.project.sources(self.module, node)] if node else []
 
-    def made_by(self, node: ast.expr, *names: str) -> list[ast.Call]:
-        """Return the calls of functions with these names that a value may come from."""
+    def made_by(self, node: ast.expr | None, *names: str) -> list[ast.Call]:
+        """Return the calls of functions with these names that a value may come from; none for `None`."""
         return [
             value
-            for module, value in self.project.sources(self.module, node)
+            for module, value in (self.project.sources(self.module, node) if node else ())
             if isinstance(value, ast.Call) and module.name(value.func) in names
         ]
 
@@ -354,8 +353,7 @@ class Script:
             call
             for script in self.program
             for loop in script.step_loops
-            if (node := script.iterated(loop)) is not None
-            for call in script.made_by(node, "DataLoader")
+            for call in script.made_by(script.iterated(loop), "DataLoader")
         }
 
     def evaluates(self, node: ast.AST) -> bool:

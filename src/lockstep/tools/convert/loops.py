@@ -124,7 +124,8 @@ def _accumulation(draft: Draft, loop: Loop) -> None:
         varies = any(isinstance(one, ast.Name) and one.id in bound for one in ast.walk(branch.test))
         if not method_calls(branch, "step") or not (number or varies):
             continue
-        sizes = [argument(call, "batch_size", 1) for call in _loaders(draft, loop)]
+        loaders = draft.script.made_by(draft.script.iterated(loop), "DataLoader")
+        sizes = [argument(call, "batch_size", 1) for call in loaders]
         divided = [] if number is None else _divisions(draft, loop, number)
         if number is None or not divided or not _accumulates(loop, branch) or not all(sizes):
             draft.ask(branch, questions.EVERY)
@@ -173,11 +174,6 @@ def _modulus(test: ast.expr) -> ast.expr | None:
     return None
 
 
-def _loaders(draft: Draft, loop: Loop) -> list[ast.Call]:
-    given = draft.script.iterated(loop)
-    return [] if given is None else draft.script.made_by(given, "DataLoader")
-
-
 def _divisions(draft: Draft, loop: Loop, number: ast.expr) -> list[ast.AugAssign | ast.BinOp]:
     """Return where the losses that are sent backward are divided by a number, and what follows from it.
 
@@ -192,7 +188,7 @@ def _divisions(draft: Draft, loop: Loop, number: ast.expr) -> list[ast.AugAssign
         dotted(one.target) if isinstance(one, ast.AugAssign) else draft.script.bound_name(one)
         for one in found
     } - {""}
-    loaders = set(_loaders(draft, loop))
+    loaders = set(draft.script.made_by(draft.script.iterated(loop), "DataLoader"))
     for node in ast.walk(draft.module.tree):
         if isinstance(node, ast.BinOp) and ast.dump(node.right) == same and node not in found:
             length = isinstance(node.op, ast.Div | ast.FloorDiv) and _length(draft, node, loaders)

@@ -63,9 +63,8 @@ def _remove(draft: Draft, call: ast.Call) -> None:
 
 def _sampler(draft: Draft, call: ast.Call) -> None:
     """Give a DataLoader the order of its DistributedSampler, and the batch of all replicas."""
-    script, given = draft.script, argument(call, "sampler")
-    made = [] if given is None else script.made_by(given, "DistributedSampler")
-    trains = call in script.loaders
+    made = draft.script.made_by(argument(call, "sampler"), "DistributedSampler")
+    trains = call in draft.script.loaders
     if made:
         order = argument(made[0], "shuffle", 3)
         asked = "True" if order is None else draft.module.source(order)

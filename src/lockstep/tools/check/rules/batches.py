@@ -18,8 +18,7 @@ _WHOLE_HELP = re.compile(r"\b(total|global|overall|effective|across|all (gpus|pr
 
 def _of_one_rank(script: Script, call: ast.Call) -> bool:
     """Whether each rank has batches of its own from a loader."""
-    sampler = argument(call, "sampler", 3)
-    if sampler is not None and script.made_by(sampler, "DistributedSampler"):
+    if script.made_by(argument(call, "sampler", 3), "DistributedSampler"):
         return True
     prepared = {".prepare", ".setup_dataloaders"} & script.called
     return bool(prepared) and not script.says(r"split_batches|dispatch_batches")
@@ -61,9 +60,7 @@ def multiplied_batch(script: Script) -> Iterator[Hit]:
     """Find loaders of one rank's samples whose batch size has the number of ranks as a factor."""
     for call in script.calls("DataLoader"):
         size = argument(call, "batch_size", 1)
-        if size is None or not _of_one_rank(script, call):
-            continue
-        for value in script.sources(size):
+        for value in script.sources(size) if _of_one_rank(script, call) else ():
             if not isinstance(value, ast.BinOp) or not isinstance(value.op, ast.Mult):
                 continue
             factors = [
@@ -106,17 +103,15 @@ def whole_batch(script: Script) -> Iterator[Hit]:
 
 
 def _means_all(script: Script, size: ast.expr) -> bool:
-    values = script.sources(size)
-    divided = any("/" in ast.unparse(value) for value in values)
-    if divided or script.says(r"batch_?size\w*\s*/"):
+    """Whether a size is named, or its option is explained, as that of all ranks, and is not divided."""
+    values = [size, *script.sources(size)]
+    if any("/" in ast.unparse(value) for value in values[1:]):
         return False
-    for value in (size, *values):
-        asked = option(script, value)
-        text = argument(asked, "help") if asked is not None else None
-        help_text = str(text.value).lower() if isinstance(text, ast.Constant) else ""
-        if _WHOLE_NAME.search(dotted(value).lower()) or _WHOLE_HELP.search(help_text):
-            return True
-    return False
+    options = [call for value in values if (call := option(script, value))]
+    texts = [ast.unparse(text).lower() for call in options if (text := argument(call, "help"))]
+    named = any(_WHOLE_NAME.search(dotted(value).lower()) for value in values)
+    means = named or any(_WHOLE_HELP.search(text) for text in texts)
+    return means and not script.says(r"batch_?size\w*\s*/")
 
 
 @rule(

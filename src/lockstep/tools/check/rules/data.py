@@ -247,13 +247,13 @@ def no_workers(script: Script) -> Iterator[Hit]:
     """Find loaders of image folders without workers, in programs that use GPUs."""
     folders = {"ImageFolder", "VOCSegmentation", "VOCDetection", "CocoDetection", "ImageNet"}
     for call in script.calls("DataLoader"):
-        dataset, workers = argument(call, "dataset", 0), argument(call, "num_workers", 5)
-        if dataset is None or spread(call) or not script.cuda:
-            continue
-        made = [source.func for source in script.sources(dataset) if isinstance(source, ast.Call)]
-        images = any(last_name(func) in folders for func in made)
+        values, workers = (
+            script.sources(argument(call, "dataset", 0)),
+            argument(call, "num_workers", 5),
+        )
+        made = [last_name(value.func) for value in values if isinstance(value, ast.Call)]
         none = workers is None or (isinstance(workers, ast.Constant) and workers.value == 0)
-        if images and none:
+        if none and folders.intersection(made) and script.cuda and not spread(call):
             yield Hit(call)
 
 

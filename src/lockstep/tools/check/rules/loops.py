@@ -170,10 +170,8 @@ def not_given(script: Script) -> Iterator[Hit]:
 def own_backward(script: Script) -> Iterator[Hit]:
     """Find backward passes of a loss in loops over a run's loader."""
     for loop in script.step_loops:
-        over = script.iterated(loop)
-        if over is None or isinstance(loop, ast.While):
-            continue
-        made = [source.func for source in script.sources(over) if isinstance(source, ast.Call)]
+        values = script.sources(script.iterated(loop))
+        made = [value.func for value in values if isinstance(value, ast.Call)]
         of_run = any(dotted(func).endswith(".loader") for func in made)
         for call in script.methods("backward") if of_run else ():
             if script.step_loop(call) is loop and "loss" in ast.unparse(call.func).lower():

@@ -124,7 +124,7 @@ def _updates(script: Script, call: ast.Call) -> bool:
     owner = func.value if isinstance(func, ast.Attribute) else None
     if script.runs_backward(call):
         return False
-    if owner is not None and (script.made_by(owner, "lockstep.Run") or _is_model(script, owner)):
+    if script.made_by(owner, "lockstep.Run") or (owner and _is_model(script, owner)):
         return False
     made = [source for source in script.sources(owner) if isinstance(source, ast.Call)]
     values = [*call.args, *(value for one in made for value in one.args)]

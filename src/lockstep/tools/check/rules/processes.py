@@ -47,8 +47,7 @@ def cannot_start(script: Script) -> Iterator[Hit]:
         method = argument(call, "method", 0) or argument(call, "start_method")
         starts = "mp.Process" in script.called or ".Process" in script.called
         starts = starts or script.name(call.func) != "mp.get_context"
-        forks = method is not None and script.constants(method) == ["fork"]
-        if starts and forks and script.says("nccl"):
+        if starts and script.constants(method) == ["fork"] and script.says("nccl"):
             message = "a forked process cannot use CUDA if this one has: start processes by spawn"
             yield Hit(call, message)
 

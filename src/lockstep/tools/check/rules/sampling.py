@@ -94,10 +94,9 @@ def shuffle_with_sampler(script: Script) -> Iterator[Hit]:
     for call in script.calls("DataLoader"):
         sampler = argument(call, "sampler", 3)
         both = sampler is not None and true(argument(call, "shuffle", 2))
-        if sampler is None or not both or None in script.constants(sampler):
-            continue
-        keyword = any(word.arg == "shuffle" for word in call.keywords)
-        yield Hit(call, None, (Edit("argument", call, name="shuffle"),) if keyword else ())
+        if both and None not in script.constants(sampler):
+            keyword = argument(call, "shuffle") is not None
+            yield Hit(call, None, (Edit("argument", call, name="shuffle"),) if keyword else ())
 
 
 @rule(
@@ -189,14 +188,11 @@ def no_sampler(script: Script) -> Iterator[Hit]:
 def seed_by_rank(script: Script) -> Iterator[Hit]:
     """Find samplers and splits whose seed has the rank in it."""
     for call in script.calls("DistributedSampler"):
-        seed = argument(call, "seed", 4)
-        if seed is not None and any(script.is_rank(value) for value in script.sources(seed)):
+        if any(map(script.is_rank, script.sources(argument(call, "seed", 4)))):
             yield Hit(call)
     for call in script.calls("torch.utils.data.random_split"):
-        generator = argument(call, "generator", 2)
-        for made in () if generator is None else script.sources(generator):
+        for made in script.sources(argument(call, "generator", 2)):
             match made:
-                case ast.Call(func=ast.Attribute(attr="manual_seed"), args=[seed]) if any(
-                    script.is_rank(value) for value in script.sources(seed)
-                ):
-                    yield Hit(call)
+                case ast.Call(func=ast.Attribute(attr="manual_seed"), args=[seed]):
+                    if any(map(script.is_rank, script.sources(seed))):
+                        yield Hit(call)
