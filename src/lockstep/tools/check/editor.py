@@ -178,15 +178,15 @@ def _changed_expression(node: cst.CSTNode, edit: Edit) -> cst.BaseExpression:
             made = cst.Call(made, [cst.Arg(node)])
         case "callee", cst.Call():
             made = node.with_changes(func=made)
-        case "given", cst.Call(args=args):
+        case "prepend", cst.Call(args=args):
             comma = _COMMA if args else cst.MaybeSentinel.DEFAULT
             made = node.with_changes(args=[cst.Arg(made, comma=comma), *args])
-        case ("inside", cst.Call(args=[cst.Arg(value=value), *_])) | (
-            "inside",
+        case ("unwrap", cst.Call(args=[cst.Arg(value=value), *_])) | (
+            "unwrap",
             cst.Attribute(value=value),
         ):
             made = value
-        case "owner", cst.Call(func=cst.Attribute(value=value)):
+        case "receiver", cst.Call(func=cst.Attribute(value=value)):
             made = cst.Call(made, [cst.Arg(value.with_changes(lpar=[], rpar=[]))])
         case _:
             assert edit.kind == "replace", edit

@@ -170,7 +170,7 @@ def _unknown_codes(path: Path, module: Module) -> Iterator[Finding]:
 def _no_loop(path: Path, script: Script) -> Iterator[str]:
     """Yield a note for a script with a process group and an optimizer, but no training loop."""
     starts = any(script.calls("dist.init_process_group", "Accelerator", "Fabric", "lockstep.Run"))
-    if starts and script.says(r"\boptim\b|[Oo]ptimizer"):
+    if starts and script.matches(r"\boptim\b|[Oo]ptimizer"):
         yield (
             f"{path}: no training loop found, so the rules about steps did not run; looked for a for or "
             "while loop with .backward() in it, or in a function that it calls, in this file and the "

@@ -16,7 +16,7 @@ from lockstep.state.files.atomic_file import replacing
 #: A statement that stands where another part of a loop's body begins.
 PART = "lockstep: the next part"
 Kind = Literal[
-    "argument", "replace", "callee", "given", "wrap", "inside", "owner",
+    "argument", "replace", "callee", "prepend", "wrap", "unwrap", "receiver",
     "statement", "first", "before", "after", "guard",
     "delete", "splice", "with", "parameter", "comment", "passes",
 ]  # fmt: skip
@@ -27,8 +27,8 @@ class Edit:
     """One change at an expression or a statement.
 
     Of a call: `argument` sets or, without code, removes the keyword `name`; `callee` calls another
-    function; `given` gives one more argument before the others; `inside` leaves its first argument (of an
-    attribute, its object); `owner` makes the object of a method the argument of a function. Of any
+    function; `prepend` gives one more argument before the others; `unwrap` leaves its first argument (of an
+    attribute, its object); `receiver` makes the object of a method the argument of a function. Of any
     expression: `replace` puts another one there; `wrap` makes it the argument of a call.
 
     Of a statement: `statement` puts another one there; `before` and `after` put one beside it; `guard` puts

@@ -104,13 +104,13 @@ class Script:
         """Names of all functions and methods that the program calls; methods as `.name`."""
         return {name for script in self.program for name in script.module.called}
 
-    def found(self, pattern: str) -> list[str]:
+    def findall(self, pattern: str) -> list[str]:
         """Return the matches of a pattern in the source of the whole program."""
-        return [text for script in self.program for text in script.module.found(pattern)]
+        return [text for script in self.program for text in script.module.findall(pattern)]
 
-    def says(self, pattern: str) -> bool:
+    def matches(self, pattern: str) -> bool:
         """Whether a pattern matches the source of the program."""
-        return any(script.module.found(pattern) for script in self.program)
+        return any(script.module.findall(pattern) for script in self.program)
 
     @cached_property
     def flavours(self) -> set[str]:
@@ -134,7 +134,7 @@ class Script:
     @cached_property
     def cuda(self) -> bool:
         """Whether the program uses CUDA."""
-        return self.says(r"\bcuda\b|\bnccl\b|torch\.accelerator")
+        return self.matches(r"\bcuda\b|\bnccl\b|torch\.accelerator")
 
     # Values ----------------------------------------------------------------------------------------
 

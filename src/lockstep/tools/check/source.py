@@ -223,7 +223,7 @@ class Module:
         """Names of what the module calls: functions by name, methods by `.` and their last name."""
         return {*self.calls_by_name, *(f".{method(call)}" for call in self.calls)}
 
-    def found(self, pattern: str) -> list[str]:
+    def findall(self, pattern: str) -> list[str]:
         """Return the matches of a pattern in the source; cached."""
         if pattern not in self._matches:
             self._matches[pattern] = re.findall(pattern, self.text)

@@ -77,7 +77,7 @@ def true(node: ast.expr | None) -> bool:
     return isinstance(node, ast.Constant) and node.value is True
 
 
-def given(call: ast.Call) -> list[ast.expr]:
+def all_arguments(call: ast.Call) -> list[ast.expr]:
     """Return the arguments of a call, by position and by keyword."""
     return [*call.args, *(keyword.value for keyword in call.keywords)]
 

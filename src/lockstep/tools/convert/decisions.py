@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
-from lockstep.tools.check.syntax import Loop, dotted, given, last_name, root, variables
+from lockstep.tools.check.syntax import Loop, all_arguments, dotted, last_name, root, variables
 from lockstep.tools.convert import loops, questions
 from lockstep.tools.convert.draft import Draft, origins
 
@@ -24,9 +24,9 @@ def convert(draft: Draft) -> None:
     script = draft.script
     for call in script.methods("step"):
         loop = script.step_loop(call)
-        if isinstance(loop, ast.For) and any(_counts(loop, arg) for arg in given(call)):
+        if isinstance(loop, ast.For) and any(_counts(loop, arg) for arg in all_arguments(call)):
             draft.ask(call, questions.RATE)
-        elif loop is None and any(_of_training(draft, arg) for arg in given(call)):
+        elif loop is None and any(_of_training(draft, arg) for arg in all_arguments(call)):
             draft.ask(call, questions.OWN)
     for node in ast.walk(draft.module.tree):
         match node:

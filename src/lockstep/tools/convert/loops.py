@@ -9,9 +9,9 @@ from typing import Any
 
 from lockstep.tools.check.syntax import (
     Loop,
+    all_arguments,
     argument,
     dotted,
-    given,
     last_name,
     method_calls,
     root,
@@ -41,10 +41,10 @@ def convert(draft: Draft) -> None:
             continue  # of a loss that is scaled
         if draft.script.step_loop(call) is None:
             draft.ask(call, questions.OUTSIDE)
-        elif given(call):
+        elif all_arguments(call):
             draft.ask(call, questions.BACKWARD)
         else:
-            draft.edit("owner", call, f"{RUN}.backward")
+            draft.edit("receiver", call, f"{RUN}.backward")
     for loop in draft.script.step_loops:
         _accumulation(draft, loop)
     _leaving(draft)

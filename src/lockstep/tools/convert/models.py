@@ -145,11 +145,11 @@ def _wrappers(draft: Draft) -> None:
             ):
                 draft.removed.add(statement)
             case _:
-                draft.edit("inside", call)
+                draft.edit("unwrap", call)
     for node in ast.walk(module.tree):
         match node:
             case ast.Attribute(value=value, attr="module") if script.made_by(value, *_WRAPPERS):
-                draft.edit("inside", node)
+                draft.edit("unwrap", node)
     for call in script.calls("torch.nn.SyncBatchNorm.convert_sync_batchnorm"):
         draft.edit("callee", call, f"{RUN}.sync_batchnorm")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from lockstep.tools.check.syntax import argument, given
+from lockstep.tools.check.syntax import all_arguments, argument
 from lockstep.tools.convert import passes, questions
 from lockstep.tools.convert.draft import RUN, Draft
 
@@ -36,13 +36,13 @@ def _call(draft: Draft, call: ast.Call, method: str) -> None:
     statement = draft.alone(call)
     above = draft.module.parents.get(call)
     whole = draft.module.parents.get(above) if isinstance(above, ast.Attribute) else None
-    if method == "step" and len(given(call)) == 1 and call.args:
+    if method == "step" and len(all_arguments(call)) == 1 and call.args:
         draft.edit("replace", call, f"{draft.module.source(call.args[0])}.step()")
     elif isinstance(whole, ast.Call) and passes.is_backward(whole):
-        if not given(whole):
-            draft.edit("inside", call)
-            draft.edit("owner", whole, f"{RUN}.backward")
-    elif statement and (method == "unscale_" or (method == "update" and not given(call))):
+        if not all_arguments(whole):
+            draft.edit("unwrap", call)
+            draft.edit("receiver", whole, f"{RUN}.backward")
+    elif statement and (method == "unscale_" or (method == "update" and not all_arguments(call))):
         draft.removed.add(statement)
     else:
         draft.ask(call, questions.SCALER)

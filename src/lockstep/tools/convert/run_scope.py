@@ -143,6 +143,6 @@ class _RunArgument:
         sites = _calls(self.draft.script, function)
         for call in sites:
             if not self.draft.script.name(call.func).startswith("mp."):  # of which it is asked
-                self.edits.append(Edit("given", call, self.name_at(call)))
+                self.edits.append(Edit("prepend", call, self.name_at(call)))
         if not sites:
             self.draft.ask(function, questions.CALLER.format(self.name))

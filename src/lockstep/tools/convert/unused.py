@@ -76,7 +76,7 @@ def gone(draft: Draft) -> Iterator[ast.AST]:
                 taken = [node]
             case "callee", ast.Call(func=func):
                 taken = [func]
-            case "inside", ast.Call(func=func, args=[_, *others], keywords=keywords):
+            case "unwrap", ast.Call(func=func, args=[_, *others], keywords=keywords):
                 taken = [func, *others, *keywords]
             case "argument", ast.Call(keywords=keywords):
                 taken = [word.value for word in keywords if word.arg == edit.name]

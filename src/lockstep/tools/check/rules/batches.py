@@ -21,7 +21,7 @@ def _of_one_rank(script: Script, call: ast.Call) -> bool:
     if script.made_by(argument(call, "sampler", 3), "DistributedSampler"):
         return True
     prepared = {".prepare", ".setup_dataloaders"} & script.called
-    return bool(prepared) and not script.says(r"split_batches|dispatch_batches")
+    return bool(prepared) and not script.matches(r"split_batches|dispatch_batches")
 
 
 def option(script: Script, node: ast.expr) -> ast.Call | None:
@@ -111,7 +111,7 @@ def _means_all(script: Script, size: ast.expr) -> bool:
     texts = [ast.unparse(text).lower() for call in options if (text := argument(call, "help"))]
     named = any(_WHOLE_NAME.search(dotted(value).lower()) for value in values)
     means = named or any(_WHOLE_HELP.search(text) for text in texts)
-    return means and not script.says(r"batch_?size\w*\s*/")
+    return means and not script.matches(r"batch_?size\w*\s*/")
 
 
 @rule(
@@ -163,7 +163,7 @@ def plain_learning_rate(script: Script) -> Iterator[Hit]:
     """Find fixed learning rates in programs that neither scale them nor divide a batch."""
     if not script.plain or "DDP" not in script.called:
         return
-    if script.says(
+    if script.matches(
         r"(lr|learning_rate)\w*\s*\*|\*\s*[\w.]*(lr|learning_rate)|batch_size\s*/|=\s*[\d.]+\s*\*\s*[\w.]*world"
     ):
         return

@@ -102,7 +102,7 @@ def _has_group(script: Script, call: ast.Call) -> bool:
 def prefixed(script: Script) -> Iterator[Hit]:
     """Find saved states of a wrapper, in programs that neither load states nor remove the prefix."""
     handled = r"load_state_dict|['\"]module\.|consume_prefix|hasattr\(\w+, ['\"]module"
-    if script.says(handled):
+    if script.matches(handled):
         return
     for save in script.calls("torch.save"):
         for call in ast.walk(save):
@@ -140,8 +140,8 @@ def prefixed(script: Script) -> Iterator[Hit]:
 )
 def loaded_into_wrapper(script: Script) -> Iterator[Hit]:
     """Find loads into a wrapper, in programs whose saves are all of `module`."""
-    saves = script.found(r"(\w+)\.state_dict\(")
-    if "module" not in saves or script.says(r"['\"]module\.|consume_prefix"):
+    saves = script.findall(r"(\w+)\.state_dict\(")
+    if "module" not in saves or script.matches(r"['\"]module\.|consume_prefix"):
         return
     for call in script.methods("load_state_dict"):
         model = receiver(call)

@@ -36,7 +36,7 @@ from lockstep.tools.check.syntax import argument, dotted, last_name, method, spr
 )
 def download_everywhere(script: Script) -> Iterator[Hit]:
     """Find downloads on all ranks."""
-    if script.says("FileLock") or not script.flavours - {"lockstep"}:
+    if script.matches("FileLock") or not script.flavours - {"lockstep"}:
         return
     for call in script.module.calls:
         unpacks = method(call) == "extractall"
@@ -147,7 +147,7 @@ def _sorted(script: Script, call: ast.Call) -> bool:
 )
 def whole_stream(script: Script) -> Iterator[Hit]:
     """Find iterable datasets of plain programs that do not read the rank."""
-    if not script.plain or script.says(r"split_dataset_by_node|IterableDatasetShard"):
+    if not script.plain or script.matches(r"split_dataset_by_node|IterableDatasetShard"):
         return
     splits = r"rank|world|worker|shard|replica|num_parts|start|offset"
     for owner, iterator in script.module.iterators:
@@ -218,7 +218,7 @@ def random_split(script: Script) -> Iterator[Hit]:
 )
 def not_pinned(script: Script) -> Iterator[Hit]:
     """Find loaders of programs that copy without waiting and never pin."""
-    if not script.says(r"non_blocking\s*=\s*True") or script.says(r"pin_?memory"):
+    if not script.matches(r"non_blocking\s*=\s*True") or script.matches(r"pin_?memory"):
         return
     for call in script.calls("DataLoader"):
         if call in script.loaders and not spread(call):
@@ -275,6 +275,6 @@ def no_workers(script: Script) -> Iterator[Hit]:
 )
 def no_seed(script: Script) -> Iterator[Hit]:
     """Find process groups of programs that seed nothing."""
-    if not script.says(r"manual_seed|seed_everything|set_seed"):
+    if not script.matches(r"manual_seed|seed_everything|set_seed"):
         for call in script.calls("dist.init_process_group", "Accelerator", "Fabric"):
             yield Hit(call)

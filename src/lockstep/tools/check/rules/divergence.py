@@ -74,7 +74,7 @@ def _by_own_samples(script: Script, branch: ast.If) -> bool:
     if not early or not _in_training(script, branch):
         return False
     samplers = [(one, made) for one in script.program for made in one.calls("DistributedSampler")]
-    reduced = script.says(r"all_reduce|\breduce\(|all_gather|broadcast")
+    reduced = script.matches(r"all_reduce|\breduce\(|all_gather|broadcast")
     return not reduced and any(for_evaluation(one, made) for one, made in samplers)
 
 
@@ -112,7 +112,7 @@ def step_of_some(script: Script) -> Iterator[Hit]:
     backward = "only some ranks run this backward pass, which waits for the gradients of the others"
     step = "only some ranks take this step: the others have other weights afterwards"
     others = {"dist.send", "dist.recv", "dist.isend", "dist.irecv"}
-    if "DDP" not in script.called or others & script.called or script.says("dist.rpc"):
+    if "DDP" not in script.called or others & script.called or script.matches("dist.rpc"):
         return
     for call in script.methods("backward", "step"):
         optimizer = re.search(r"optim|opt$", ast.unparse(receiver(call)))

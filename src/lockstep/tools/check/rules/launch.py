@@ -89,7 +89,7 @@ def _environment(script: Script) -> Iterator[tuple[ast.Assign, str, ast.expr]]:
 )
 def local_rank_option(script: Script) -> Iterator[Hit]:
     """Find the option in programs that do not read the variable."""
-    if script.says(r"\bLOCAL_RANK\b") or script.flavours - {"ddp"}:
+    if script.matches(r"\bLOCAL_RANK\b") or script.flavours - {"ddp"}:
         return
     for call in script.methods("add_argument"):
         words = [arg.value for arg in call.args if isinstance(arg, ast.Constant)]
@@ -146,7 +146,7 @@ _OF_OBJECTS = {  # and the position of their argument `group`
 
 def sets_device(script: Script) -> bool:
     """Whether a program sets the GPU of a rank."""
-    return script.says(r"set_device|device_id\s*=|CUDA_VISIBLE_DEVICES|cuda\.device\(")
+    return script.matches(r"set_device|device_id\s*=|CUDA_VISIBLE_DEVICES|cuda\.device\(")
 
 
 @rule(
@@ -245,7 +245,7 @@ _BEFORE_START = {
 )
 def no_destroy(script: Script) -> Iterator[Hit]:
     """Find process groups that may use NCCL and are never destroyed."""
-    if script.says("destroy_process_group") or not script.plain or not script.trains:
+    if script.matches("destroy_process_group") or not script.plain or not script.trains:
         return
     for call in script.calls("dist.init_process_group"):
         backends = script.constants(argument(call, "backend", 0))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from lockstep.tools.check.rule import Hit, rule
 from lockstep.tools.check.rules.step import every_nth
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.syntax import Function, Loop, argument, dotted, given
+from lockstep.tools.check.syntax import Function, Loop, all_arguments, argument, dotted
 
 
 @rule(
@@ -91,7 +91,7 @@ def _starts_before(script: Script, loop: Loop, name: str) -> bool:
 )
 def early_draw(script: Script) -> Iterator[Hit]:
     """Find draws from the global generators before the Run, in the same function."""
-    if script.says(r"manual_seed|random\.seed"):
+    if script.matches(r"manual_seed|random\.seed"):
         return
     draws = r"torch\.(rand|randn|randint|randperm|normal|bernoulli|multinomial)$|(numpy\.)?random\.(?!default_rng|Generator|RandomState|SeedSequence|Random)\w+$"
     for run in script.calls("lockstep.Run"):
@@ -131,7 +131,7 @@ def not_given(script: Script) -> Iterator[Hit]:
         value
         for call in script.module.calls
         if script.name(call.func).startswith("torch.optim.lr_scheduler.")
-        for arg in given(call)
+        for arg in all_arguments(call)
         for part in ast.walk(arg)
         if isinstance(part, ast.expr)
         for value in script.sources(part)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from lockstep.tools.check.rule import Hit, rule
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.syntax import Loop, dotted, given, last_name, variables
+from lockstep.tools.check.syntax import Loop, all_arguments, dotted, last_name, variables
 
 _REDUCED = r"all_reduce|\breduce\(|all_gather|\bgather|torchmetrics|synchronize_between|broadcast"
 #: Names of a loss of training; `losses` may be those of an evaluation.
@@ -46,12 +46,12 @@ _SHOWS = {"print", "add_scalar", "info", "log", "log_metric", "log_metrics", "wr
 )
 def loss_of_one_rank(script: Script) -> Iterator[Hit]:
     """Find what rank 0 shows of a loss, in programs that reduce nothing."""
-    if not script.plain or "DDP" not in script.called or script.says(_REDUCED):
+    if not script.plain or "DDP" not in script.called or script.matches(_REDUCED):
         return
     for call in script.module.calls:
         if last_name(call.func) not in _SHOWS or script.guard(call) is None:
             continue
-        losses = any(_LOSS.match(dotted(read)) for read in variables(*given(call)))
+        losses = any(_LOSS.match(dotted(read)) for read in variables(*all_arguments(call)))
         if losses and not script.evaluates(call):
             yield Hit(call)
 
@@ -84,7 +84,7 @@ def loss_of_one_rank(script: Script) -> Iterator[Hit]:
 )
 def mean_of_means(script: Script) -> Iterator[Hit]:
     """Find sums of batches' losses in evaluations that are divided by the number of batches."""
-    if "lockstep" in script.flavours or script.says(r"drop_last\s*=\s*True"):
+    if "lockstep" in script.flavours or script.matches(r"drop_last\s*=\s*True"):
         return
     for node in script.module.parents:
         match node:
@@ -114,5 +114,5 @@ def _sums(script: Script, loop: Loop, total: str) -> bool:
                 text = ast.unparse(value)
                 mean = "loss" in text and not re.search(r"\*|reduction|\.sum\(", text)
                 if name == total and mean and script.evaluates(node):
-                    return not script.says(r"reduction\s*=\s*['\"]sum")
+                    return not script.matches(r"reduction\s*=\s*['\"]sum")
     return False

@@ -47,7 +47,7 @@ def cannot_start(script: Script) -> Iterator[Hit]:
         method = argument(call, "method", 0) or argument(call, "start_method")
         starts = "mp.Process" in script.called or ".Process" in script.called
         starts = starts or script.name(call.func) != "mp.get_context"
-        if starts and script.constants(method) == ["fork"] and script.says("nccl"):
+        if starts and script.constants(method) == ["fork"] and script.matches("nccl"):
             message = "a forked process cannot use CUDA if this one has: start processes by spawn"
             yield Hit(call, message)
 
@@ -74,7 +74,7 @@ def cannot_start(script: Script) -> Iterator[Hit]:
 )
 def no_main_guard(script: Script) -> Iterator[Hit]:
     """Find starts of processes that an import of the script executes."""
-    spawns = script.says(r"set_start_method\(\s*[^)]*['\"](spawn|forkserver)")
+    spawns = script.matches(r"set_start_method\(\s*[^)]*['\"](spawn|forkserver)")
     for call in script.module.calls:
         if _starts_fresh(script, call, always=spawns) and _at_import(script, call):
             yield Hit(call)

@@ -47,7 +47,7 @@ def for_evaluation(script: Script, call: ast.Call) -> bool:
 def no_set_epoch(script: Script) -> Iterator[Hit]:
     """Find samplers of training data in programs that never call `set_epoch`."""
     framework = {".prepare", ".setup_dataloaders"} & script.called
-    if ".set_epoch" in script.called or framework or script.says("set_epoch"):
+    if ".set_epoch" in script.called or framework or script.matches("set_epoch"):
         return
     epochs = any(one.epoch_loops for one in script.program)
     for call in script.calls("DistributedSampler"):
@@ -122,7 +122,7 @@ def shuffle_with_sampler(script: Script) -> Iterator[Hit]:
 )
 def padding_sampler(script: Script) -> Iterator[Hit]:
     """Find samplers of evaluation data without `drop_last`."""
-    if script.says("gather_for_metrics"):
+    if script.matches("gather_for_metrics"):
         return
     for call in script.calls("DistributedSampler"):
         if for_evaluation(script, call) and not true(argument(call, "drop_last", 5)):
@@ -155,10 +155,10 @@ def padding_sampler(script: Script) -> Iterator[Hit]:
 )
 def no_sampler(script: Script) -> Iterator[Hit]:
     """Find loaders of training loops without a sampler, in programs with nothing that deals samples out."""
-    if not script.plain or "DDP" not in script.called or script.says("IterableDataset"):
+    if not script.plain or "DDP" not in script.called or script.matches("IterableDataset"):
         return
     dealt = r"[sS]ampler|Subset|split_dataset_by_node|\.shard\(|\[\s*\w*rank\w*\s*::"
-    if script.says(dealt):
+    if script.matches(dealt):
         return
     for call in script.calls("DataLoader"):
         whole = call in script.loaders and not spread(call) and not for_evaluation(script, call)

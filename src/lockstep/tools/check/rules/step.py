@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from lockstep.tools.check.rule import Hit, rule
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.syntax import argument, given, last_name, receiver
+from lockstep.tools.check.syntax import all_arguments, argument, last_name, receiver
 
 _COLLECTIVES = {
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast"),
@@ -132,7 +132,9 @@ def _reads(script: Script, call: ast.Call) -> str:
             fits = _TENSOR.search(text.lower()) and ".cpu()" not in text
             return f"{text}.{method}()" if fits else ""
     name = last_name(call.func)
-    shown = [part for value in given(call) for part in _shown(value)] if name in _SHOWS else []
+    shown = (
+        [part for value in all_arguments(call) for part in _shown(value)] if name in _SHOWS else []
+    )
     return next((f"{name} of {ast.unparse(one)}" for one in shown if _is_tensor(script, one)), "")
 
 
@@ -222,7 +224,7 @@ def no_no_sync(script: Script) -> Iterator[Hit]:
     """Find steps that are taken every n-th time, in programs that always reduce."""
     if "DDP" not in script.called or not script.plain:
         return
-    if script.says(r"no_sync|grad_sync|gradient_sync"):
+    if script.matches(r"no_sync|grad_sync|gradient_sync"):
         return
     yield from map(Hit, every_nth(script))
 

@@ -34,7 +34,7 @@ from lockstep.tools.check.syntax import argument, dotted, receiver, true
 )
 def early_optimizer(script: Script) -> Iterator[Hit]:
     """Find a move or a sharding of a model, by its name, after the optimizer of its parameters."""
-    if script.says(r"\[['\"]params['\"]\]\s*="):
+    if script.matches(r"\[['\"]params['\"]\]\s*="):
         return  # gives the optimizer other parameters by hand
     for made in script.module.calls:
         if not script.name(made.func).startswith("torch.optim."):
