@@ -315,12 +315,9 @@ class Script:
         return any(script.step_loops for script in self.program)
 
     def step_loop(self, node: ast.AST, *, always: bool = False, depth: int = 3) -> ast.AST | None:
-        """Return the training loop whose iterations execute a node.
+        """Return the training loop whose iterations execute a node, also by calls of its function.
 
-        Args:
-            node: a call, say, in the loop or in a function that is called there.
-            always: whether it has to be every step, without a condition.
-            depth: how many calls are followed.
+        With `always` only a loop that executes it in every iteration, without a condition.
         """
         for parent, child in self.module.ancestry(node):
             conditional = isinstance(parent, ast.If) and child is not parent.test

@@ -134,14 +134,11 @@ def _latest(script: Script, node: ast.expr, values: list[ast.expr | Part]) -> li
         return bound.end_lineno or bound.lineno, bound.end_col_offset or 0
 
     same = [one for one in values if module.scope(place(one)) is module.scope(node)]
-    before = [
-        one
-        for one in same
-        if end(one) < start(node) and not script.module.exclusive(place(one), node)
-    ]
+    earlier = [one for one in same if end(one) < start(node)]
+    before = [one for one in earlier if not module.exclusive(place(one), node)]
     found: list[ast.expr | Part] = []
     for value in sorted(before or values, key=end, reverse=True):
-        if all(script.module.exclusive(place(value), place(other)) for other in found):
+        if all(module.exclusive(place(value), place(other)) for other in found):
             found.append(value)
             continue
         last = place(found[-1])

@@ -215,12 +215,9 @@ def _divided(draft: Draft, node: ast.expr, same: str) -> list[ast.AugAssign | as
 
 def _length(draft: Draft, node: ast.BinOp, loaders: set[ast.Call]) -> bool:
     """Whether a number is computed from the length of one of some loaders."""
-    return any(
-        isinstance(one, ast.Call)
-        and dotted(one.func) == "len"
-        and loaders.intersection(draft.script.made_by(one.args[0], "DataLoader"))
-        for one in ast.walk(node.left)
-    )
+    calls = [one for one in ast.walk(node.left) if isinstance(one, ast.Call)]
+    lengths = [call.args[0] for call in calls if dotted(call.func) == "len"]
+    return any(loaders.intersection(draft.script.made_by(one, "DataLoader")) for one in lengths)
 
 
 def _undivide(draft: Draft, node: ast.AugAssign | ast.BinOp) -> None:
@@ -254,7 +251,7 @@ def exits(draft: Draft, node: ast.AST) -> bool:
     """Whether a node ends the script, or raises an exception of the script's own."""
     if isinstance(node, ast.Call):
         return draft.script.name(node.func) in _EXITS
-    if not isinstance(node, ast.Raise) or node.exc is None:
-        return False
-    raised = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
-    return dotted(raised) in {"SystemExit", "KeyboardInterrupt", *draft.module.classes}
+    match node:
+        case ast.Raise(exc=ast.Call(func=raised) | (ast.Name() as raised)):
+            return dotted(raised) in {"SystemExit", "KeyboardInterrupt", *draft.module.classes}
+    return False

@@ -63,9 +63,8 @@ def _one_backward(draft: Draft, part: Sequence[ast.stmt]) -> None:
 
 def _may_join(part: Sequence[ast.stmt], sent: Sequence[tuple[ast.stmt, ast.Call]]) -> bool:
     """Whether losses can be added: no `backward` has arguments, no name is bound again in between."""
-    if any(
-        call.args or {word.arg for word in call.keywords} - {"retain_graph"} for _, call in sent
-    ):
+    words = {word.arg for _, call in sent for word in call.keywords}
+    if words - {"retain_graph"} or any(call.args for _, call in sent):
         return False
     last = part.index(sent[-1][0])
     return not any(
@@ -143,14 +142,9 @@ def _needed(first: Sequence[ast.stmt], second: Sequence[ast.stmt]) -> list[str]:
 
 def _goes_through(draft: Draft, second: Sequence[ast.stmt], name: str) -> bool:
     """Whether statements read a value otherwise than as numbers."""
-    above = [
-        draft.module.parents[variable]
-        for variable in variables(*second)
-        if dotted(variable) == name
-    ]
-    return any(
-        not isinstance(parent, ast.Attribute) or parent.attr not in _NUMBERS for parent in above
-    )
+    reads = [one for one in variables(*second) if dotted(one) == name]
+    above = [draft.module.parents[one] for one in reads]
+    return any(not isinstance(one, ast.Attribute) or one.attr not in _NUMBERS for one in above)
 
 
 def _has_graph(draft: Draft, first: Sequence[ast.stmt], name: str) -> bool:

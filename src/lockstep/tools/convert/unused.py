@@ -6,7 +6,6 @@ import ast
 import copy
 import re
 from collections.abc import Iterator
-from collections.abc import Set as AbstractSet
 
 from lockstep.tools.check.syntax import Function, dotted
 from lockstep.tools.convert.draft import RUN, Draft
@@ -51,13 +50,9 @@ def _unread(draft: Draft) -> None:
             draft.removed.add(statement)
 
 
-def _is_unread(
-    draft: Draft, name: str, dead: AbstractSet[ast.AST], words: AbstractSet[str]
-) -> bool:
+def _is_unread(draft: Draft, name: str, dead: set[ast.AST], words: set[str]) -> bool:
     """Whether no statement that stays reads a name."""
-    return name not in words and all(
-        variable in dead for variable in draft.mentions(name, draft.module.tree)
-    )
+    return name not in words and dead.issuperset(draft.mentions(name, draft.module.tree))
 
 
 def _words(draft: Draft) -> set[str]:

@@ -414,6 +414,13 @@ def test_a_seed_that_a_function_is_given_is_a_question(tmp_path: Path) -> None:
     assert questions.SEED in [one.text for one in convert(path).questions]
 
 
+def test_questions_about_one_line_are_in_the_order_of_their_names(tmp_path: Path) -> None:
+    path = script(tmp_path, "a = b = c = d = e = 0", "a = b = c = d = e = step")
+    path.write_text(path.read_text().replace("model(x)", "model(x + a + b + c + d + e)"))
+    asked = [one.text for one in convert(path).questions]
+    assert asked == [questions.CARRIED.format(name) for name in "abcde"]
+
+
 def test_what_check_finds_in_the_converted_script_is_a_question(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     average = "    mean = torch.optim.swa_utils.AveragedModel(model)\n    sched ="

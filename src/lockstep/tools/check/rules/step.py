@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from lockstep.tools.check.rule import Hit, rule
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.syntax import all_arguments, argument, last_name, receiver
+from lockstep.tools.check.syntax import all_arguments, argument, last_name, method_calls, receiver
 
 _COLLECTIVES = {
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast"),
@@ -65,9 +65,8 @@ def collective_of_one_rank(script: Script) -> Iterator[Hit]:
         if name is None:
             continue
         group = argument(call, "group", _GROUP.get(name.removeprefix("dist.")))
-        guard = (
-            script.guard(call) if group is None else None
-        )  # its members may be those of the branch
+        # The members of a group may be the ranks of the branch.
+        guard = script.guard(call) if group is None else None
         if isinstance(guard, ast.If | ast.expr) and not _matched(script, call, guard):
             message = f"{name} is called by some ranks only, and waits for the others: call it on all ranks"
             yield Hit(call, message)
@@ -132,9 +131,8 @@ def _reads(script: Script, call: ast.Call) -> str:
             fits = _TENSOR.search(text.lower()) and ".cpu()" not in text
             return f"{text}.{method}()" if fits else ""
     name = last_name(call.func)
-    shown = (
-        [part for value in all_arguments(call) for part in _shown(value)] if name in _SHOWS else []
-    )
+    values = all_arguments(call) if name in _SHOWS else []
+    shown = (part for value in values for part in _shown(value))
     return next((f"{name} of {ast.unparse(one)}" for one in shown if _is_tensor(script, one)), "")
 
 
@@ -237,8 +235,6 @@ def every_nth(script: Script) -> Iterator[ast.Call]:
         if not named or not isinstance(branch, ast.If):
             continue
         modulo = any(isinstance(node, ast.Mod) for node in ast.walk(branch.test))
-        inside = any(
-            isinstance(node, ast.Attribute) and node.attr == "backward" for node in ast.walk(branch)
-        )
+        inside = method_calls(branch, "backward")
         if modulo and not inside and script.step_loop(branch) is not None:
             yield call

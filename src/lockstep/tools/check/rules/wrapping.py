@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from lockstep.tools.check.order import conditions, wrapped_before
 from lockstep.tools.check.rule import Hit, rule
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.syntax import argument, dotted, receiver, true
+from lockstep.tools.check.syntax import argument, dotted, receiver, true, variables
 
 
 @rule(
@@ -163,13 +163,10 @@ def _straight(owner: ast.ClassDef) -> bool:
     branches = ast.If | ast.IfExp | ast.For | ast.While | ast.BoolOp
     if any(isinstance(node, branches) for node in ast.walk(forward)):
         return False
-    stores = [
-        node.attr
-        for node in ast.walk(made)
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-    ]
+    assigned = variables(made, context=ast.Store)
+    stores = {node.attr for node in assigned if isinstance(node, ast.Attribute)}
     used = {node.attr for node in ast.walk(forward) if isinstance(node, ast.Attribute)}
-    return bool(stores) and set(stores) <= used
+    return bool(stores) and stores <= used
 
 
 @rule(
