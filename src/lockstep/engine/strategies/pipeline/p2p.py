@@ -158,7 +158,9 @@ class Row:
             fill(block)
         tensors: list[torch.Tensor] = []
         parts = dismantle(value, tensors)
-        return Message(parts, tensors, [tensor.requires_grad for tensor in tensors])
+        needy = [tensor.requires_grad for tensor in tensors]
+        # Where the others have them: ranks compare hashes, which belong to a device.
+        return Message(parts, [tensor.to(device) for tensor in tensors], needy)
 
     def gather(self, value: Any) -> list[Any]:
         """Return what every rank gives, in the processor's memory; all call it together."""
