@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest -m "not wide"
 MPI := .mpi/mpich/.installed .mpi/openmpi/.installed
 
 # The longest first.
-TESTS := test-distributed test-unit test-cli-more test-cli test-slurm test-mpi test-adversarial test-nodes
+TESTS := test-distributed test-device test-unit test-cli-more test-cli test-slurm test-mpi test-adversarial test-nodes
 
 .PHONY: install mpi demo test $(TESTS) test-wide test-adversary lint docs bench test-gpu clean
 
@@ -45,6 +45,10 @@ test-cli-more:
 
 test-distributed:
 	$(PYTEST) tests/distributed tests/gpu
+
+# Builds the simulated accelerator once for each version of torch, in build/device; skips without a compiler.
+test-device:
+	$(PYTEST) tests/device
 
 test-mpi:
 	$(PYTEST) tests/mpi
