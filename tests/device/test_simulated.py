@@ -87,7 +87,7 @@ def test_a_missing_wait_changes_the_result(simulated, name: str) -> None:
         ("torch.ones(3, device='sim:4')", "invalid device ordinal 4 of 4"),
         (
             "import os\ntorch.ones(3, device='sim')\nchild = os.fork() or torch.ones(3, device='sim')\n"
-            + "os.waitpid(child, 0)",
+            "os.waitpid(child, 0)",
             "Cannot re-initialize sim in forked subprocess",
         ),
     ],
