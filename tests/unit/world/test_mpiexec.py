@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import socket
-import subprocess
-import sys
-
 import pytest
 
 from lockstep.errors import WorldError
@@ -34,10 +29,8 @@ OPENMPI_4 = {
 #: As seen from MPICH 5.0.2.
 MPICH = {
     "GFORTRAN_UNBUFFERED_PRECONNECTED": "y",
-    "HYDI_CONTROL_FD": "7",
     "MPI_LOCALNRANKS": "2",
     "MPI_LOCALRANKID": "1",
-    "PMI_FD": "9999",
     "PMI_HOSTNAME": "vm",
     "PMI_RANK": "1",
     "PMI_SIZE": "2",
@@ -131,38 +124,9 @@ def test_a_file_to_meet_in() -> None:
     assert (world.file, world.environment, world.rank) == ("/shared/rendezvous", "mpich", 7)
 
 
-def test_no_proxy_in_sight_leaves_it_to_mpi() -> None:
-    for descriptor in ("9999", "", "nonsense", "-1", "99999999999999999999", "0"):
-        world = detect({**MPICH, "PMI_FD": descriptor})
-        assert (world.by_mpi, world.key, world.address) == (True, None, "127.0.0.1")
-    assert detect({name: MPICH[name] for name in MPICH if name != "PMI_FD"}).by_mpi
-
-
-def test_the_key_is_the_process_at_the_other_end() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        code = f"""
-import json, os, lockstep
-both = [lockstep.detect({{**{MPICH!r}, "PMI_FD": fd}}) for fd in ("{theirs.fileno()}", "9999")]
-print(json.dumps([os.getppid(), *(world.key for world in both)]))
-"""
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            pass_fds=[theirs.fileno()],
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=True,
-        )
-    parent, key, without = json.loads(done.stdout)
-    assert key.startswith(f"mpich-{parent}-")
-    assert without is None
-
-
-def test_a_descriptor_that_means_another_socket_by_now() -> None:
-    ours, theirs = socket.socketpair()  # both ends are this process's: it has started no ranks
-    with ours, theirs:
-        assert detect({**MPICH, "PMI_FD": str(theirs.fileno())}).key is None
+def test_no_process_of_hydra_in_sight_leaves_it_to_mpi() -> None:
+    world = detect(MPICH)
+    assert (world.by_mpi, world.key, world.address) == (True, None, "127.0.0.1")
 
 
 def test_a_single_rank_needs_no_place_to_meet() -> None:
@@ -178,7 +142,7 @@ def test_a_single_rank_needs_no_place_to_meet() -> None:
 
 
 def test_hydra_that_says_nothing_of_nodes() -> None:
-    world = detect({"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": "9", **PLACE})
+    world = detect({"PMI_RANK": "1", "PMI_SIZE": "2", **PLACE})
     assert (world.placed, world.local_rank, world.local_size) == (False, 1, 2)
 
 

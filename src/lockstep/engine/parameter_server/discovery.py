@@ -21,7 +21,7 @@ from lockstep.errors import PeerError, WorldError
 from lockstep.world import network
 from lockstep.world.environments.init_method import STORE
 from lockstep.world.environments.lockstep import TOKEN
-from lockstep.world.environments.variables import meeting_place
+from lockstep.world.environments.variables import master
 from lockstep.world.model import World
 from lockstep.world.network import LOOPBACK
 from lockstep.world.rendezvous.port_discovery import await_port
@@ -141,7 +141,7 @@ def connect(place: Place, name: str) -> socket.socket:
 
 
 def _launch(environ: Mapping[str, str]) -> tuple[str, int]:
-    address, port = meeting_place(environ)
+    address, port = master(environ)
     if address is None or port is None:
         raise WorldError("the environment of this server names no launch to serve")
     return address, port

@@ -2,62 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from lockstep.world.environments import init_method
-from lockstep.world.environments.variables import meeting_place
+from lockstep.world.environments.variables import master
 from lockstep.world.model import World
 from lockstep.world.network import LOOPBACK
-
-#: From whether all ranks share a node to the name that only this job has there, if there is one.
-FindKey = Callable[[bool], str | None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Numbers:
-    """Who a process is; `None` where its launcher doesn't say which ranks share a node."""
-
-    rank: int
-    size: int
-    local_rank: int | None
-    local_size: int | None
 
 
 def world(
     environ: Mapping[str, str],
-    numbers: Numbers,
-    find_key: FindKey,
     *,
+    rank: int,
+    size: int,
+    local_rank: int | None,
+    local_size: int | None,
+    key: str | None,
     environment: str,
     reason: str,
 ) -> World:
     """Return the world of a process that `mpiexec` has started.
 
     On one node the rendezvous is on its loopback interface, under a name that only this job has. On
-    several nodes nothing says where rank 0 is, nor which number a node has: unless `MASTER_ADDR` and
-    `MASTER_PORT` do, the ranks ask MPI at the rendezvous.
+    several nodes no variable has the address of rank 0 or the number of a node: unless `MASTER_ADDR` and
+    `MASTER_PORT` are set, the ranks ask MPI at the rendezvous.
+
+    Args:
+        environ: variables of the process.
+        rank: its rank.
+        size: number of processes.
+        local_rank: its rank on its node, where the launcher gives it.
+        local_size: number of processes on its node, where the launcher gives it.
+        key: a name of this job that all of its processes know, and no other job has.
+        environment: name of the environment.
+        reason: why it was chosen.
 
     Raises:
         WorldError: if the numbers contradict each other.
     """
-    address, port = meeting_place(environ)
-    one_node = numbers.size == numbers.local_size
-    if one_node and numbers.size > 1:
+    address, port = master(environ)
+    one_node = size == local_size
+    if one_node and size > 1:
         address = address or LOOPBACK
-    is_known = port is not None or init_method.FILE in environ or numbers.size == 1
-    key = None if is_known else find_key(one_node)
-    has_place = address is not None and (port is not None or key is not None)
+    if port is not None or init_method.FILE in environ or size == 1:
+        key = None
     return World(
-        rank=numbers.rank,
-        size=numbers.size,
-        local_rank=numbers.rank if numbers.local_rank is None else numbers.local_rank,
-        local_size=numbers.size if numbers.local_size is None else numbers.local_size,
-        placed=one_node or numbers.size == 1,
+        rank=rank,
+        size=size,
+        local_rank=rank if local_rank is None else local_rank,
+        local_size=size if local_size is None else local_size,
+        placed=one_node or size == 1,
         address=address,
         port=port,
         key=key,
-        by_mpi=numbers.size > 1 and not has_place,
+        by_mpi=size > 1 and (address is None or (port is None and key is None)),
         environment=environment,
         reason=reason,
     )

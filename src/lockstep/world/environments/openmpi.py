@@ -27,16 +27,15 @@ def detect(environ: Mapping[str, str]) -> World | None:
     """
     if f"{_PREFIX}RANK" not in environ and f"{_PREFIX}SIZE" not in environ:
         return None
-    numbers = mpiexec.Numbers(
-        rank=integer(environ, f"{_PREFIX}RANK"),
-        size=integer(environ, f"{_PREFIX}SIZE"),
-        local_rank=integer(environ, f"{_PREFIX}LOCAL_RANK"),
-        local_size=integer(environ, f"{_PREFIX}LOCAL_SIZE"),
-    )
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    rank, size, local_rank, local_size = (integer(environ, _PREFIX + name) for name in names)
     return mpiexec.world(
         environ,
-        numbers,
-        lambda one_node: _key(environ, one_node=one_node),
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        key=_key(environ, one_node=size == local_size),
         environment="openmpi",
         reason=f"{_PREFIX}RANK is set",
     )

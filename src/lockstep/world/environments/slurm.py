@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from lockstep.errors import WorldError
 from lockstep.world import slurm_nodes
 from lockstep.world.environments import init_method
-from lockstep.world.environments.variables import integer, meeting_place
+from lockstep.world.environments.variables import integer, master
 from lockstep.world.model import World
 from lockstep.world.network import LOOPBACK
 
@@ -38,7 +38,7 @@ def detect(environ: Mapping[str, str]) -> World | None:
         raise WorldError(
             f"slurm: SLURM_NODEID is {node_rank} in a step of {len(nodes)} node(s)", hint=_HINT
         )
-    address, port = meeting_place(environ)
+    address, port = master(environ)
     return World(
         rank=integer(environ, "SLURM_PROCID"),
         size=size,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from lockstep.errors import WorldError
 from lockstep.world.environments import init_method
-from lockstep.world.environments.variables import integer, meeting_place
+from lockstep.world.environments.variables import integer, master
 from lockstep.world.model import World
 
 
@@ -30,7 +30,7 @@ def read(environ: Mapping[str, str], *, environment: str, reason: str) -> World:
         WorldError: if one is missing or contradicts another.
     """
     rank, size = integer(environ, "RANK"), integer(environ, "WORLD_SIZE")
-    address, port = meeting_place(environ)
+    address, port = master(environ)
     placed = _is_placed(environ, size)
     numbers = _numbers(environ, size) if placed else _Numbers(rank, size, 0, 1)
     return World(

@@ -27,7 +27,7 @@ def integer(environ: Mapping[str, str], name: str, default: int | None = None) -
         raise WorldError(f"{name} is {text!r}; expected an integer") from None
 
 
-def meeting_place(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
+def master(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
     """Return `MASTER_ADDR` and `MASTER_PORT`, each `None` where it is not set.
 
     Raises:
