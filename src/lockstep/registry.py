@@ -101,6 +101,22 @@ class StrategyEntry:
     slow_import: bool = False
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class EnvironmentEntry:
+    """A launcher that gives a process its rank by environment variables.
+
+    Attributes:
+        name: what users choose it by; of an entry point, that one's name.
+        detect: function from environment variables to a `lockstep.World`, or to `None` where they are not
+            this launcher's; imports no torch.
+        starts_launchers: whether each process that it starts may be a `lockstep run`.
+    """
+
+    name: str = ""
+    detect: Function = ""
+    starts_launchers: bool = True
+
+
 EntryT = TypeVar("EntryT", bound=ExchangeEntry | StrategyEntry)
 
 

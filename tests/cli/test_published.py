@@ -1,4 +1,4 @@
-"""An exchange and a strategy of another package, found by their entry points."""
+"""An exchange, a strategy and an environment of another package, found by their entry points."""
 
 from __future__ import annotations
 
@@ -13,10 +13,24 @@ pytestmark = pytest.mark.forked
 
 #: What their package consists of: what there is, and how it works.
 ENTRIES = """
-from lockstep.registry import ExchangeEntry, StrategyEntry
+from lockstep import World
+from lockstep.registry import EnvironmentEntry, ExchangeEntry, StrategyEntry
 
 all_gather = ExchangeEntry(build="gathering_sums:build")
 told = StrategyEntry(hold="gathering_sums:hold")
+
+
+def detect(environ):
+    if "CLUSTER_TASK" not in environ:
+        return None
+    rank, size = int(environ["CLUSTER_TASK"]), int(environ["CLUSTER_TASKS"])
+    return World(
+        rank=rank, size=size, local_rank=rank, local_size=size, address="127.0.0.1",
+        key=environ["CLUSTER_JOB"], reason="CLUSTER_TASK is set",
+    )
+
+
+cluster = EnvironmentEntry(detect=detect)
 """
 SUMS = """
 import torch
@@ -79,7 +93,8 @@ def site(tmp_path: Path) -> dict[str, str]:
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: gathering\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text(
         "[lockstep.exchanges]\nall-gather = gathering:all_gather\n"
-        "[lockstep.engine.strategies]\ntold = gathering:told\n"
+        "[lockstep.strategies]\ntold = gathering:told\n"
+        "[lockstep.environments]\ncluster = gathering:cluster\n"
     )
     (place / "gathering.py").write_text(ENTRIES)
     (place / "gathering_sums.py").write_text(SUMS)
@@ -117,3 +132,32 @@ def test_a_name_that_nothing_has_lists_theirs(lockstep: Lockstep, site: dict[str
     missing = lockstep("run", "--strategy", "told", "train.py")
     assert missing.code == 2
     assert "--strategy is 'told'; expected one of auto, single, ddp" in missing.err
+
+
+#: How the tasks of their launcher say who they are; a Slurm job and MPI's variables are around them.
+TASKS = [
+    {"CLUSTER_TASK": task, "CLUSTER_TASKS": "2", "PMI_RANK": "0", "PMI_SIZE": "1"} for task in "01"
+]
+
+
+@pytest.mark.parametrize("words", [("train.py",), ("run", "train.py")], ids=["ranks", "launchers"])
+def test_their_launcher_gives_ranks(
+    words: tuple[str, ...], lockstep: Lockstep, site: dict[str, str], tmp_path: Path
+) -> None:
+    lockstep.script(SCRIPT)
+    expected = digest(lockstep("run", "-n", "2", "train.py"))
+    job = {**site, "CLUSTER_JOB": str(tmp_path), "LOCKSTEP_RUN_DIR": "job"}
+    program = ("-m", "lockstep") if words[0] == "run" else ()
+    tasks = [lockstep.start(*words, env={**job, **task}, program=program) for task in TASKS]
+    first, second = map(lockstep.finish, tasks)
+    assert digest(first) == expected
+    assert second.code == 0, second
+
+
+def test_their_launcher_by_name(lockstep: Lockstep, site: dict[str, str]) -> None:
+    lockstep.script("import lockstep\nprint(lockstep.detect().environment)\n")
+    chosen = {"LOCKSTEP_ENVIRONMENT": "cluster"}
+    task = {**TASKS[1], "CLUSTER_JOB": "1"}
+    assert lockstep.python("train.py", env={**site, **chosen, **task}).out == "cluster\n"
+    missing = lockstep.python("train.py", env=chosen)
+    assert "LOCKSTEP_ENVIRONMENT is 'cluster'; expected one of lockstep, torchrun" in missing.err

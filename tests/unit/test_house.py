@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "setting_checks": set(),
     "settings": {"engine.layout", "registry", "setting_checks"},
     "unknown_variables": {"settings"},
-    "world": set(),
+    "world": {"registry"},
     "state.files": {"world"},
     "state.checkpoint": {"state.files", "engine.layout", "world", "engine.data"},
     "state.record": {"state.files", "engine.data", "world", "state.checkpoint"},

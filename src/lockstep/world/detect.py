@@ -3,38 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from lockstep.errors import UsageError
-from lockstep.world.environments import (
-    init_method,
-    lockstep,
-    mpich,
-    openmpi,
-    slurm,
-    torchrun,
-)
+from lockstep.world.environments import VARIABLE, candidates, init_method, read, torchrun
 from lockstep.world.model import World
-
-Detector = Callable[[Mapping[str, str]], World | None]
-
-
-def _single(_: Mapping[str, str]) -> World:
-    """Return the world of a script that was started by `python`: one process."""
-    return World(environment="single", reason="no launcher's variables are set")
-
-
-#: In order of precedence: the first that recognises its variables wins. What was started last comes
-#: first: torchrun inside a Slurm step, mpiexec inside a Slurm job.
-ENVIRONMENTS: dict[str, Detector] = {
-    "lockstep": lockstep.detect,
-    "torchrun": torchrun.detect,
-    "openmpi": openmpi.detect,
-    "mpich": mpich.detect,
-    "slurm": slurm.detect,
-    "single": _single,
-}
 
 
 def detect(environ: Mapping[str, str] | None = None) -> World:
@@ -52,7 +26,13 @@ def detect(environ: Mapping[str, str] | None = None) -> World:
             `LOCKSTEP_INIT_METHOD` is no init method.
     """
     environ = init_method.apply(os.environ if environ is None else environ)
-    world = _detect(environ)
+    world = next(filter(None, (read(entry, environ) for entry in candidates(environ))), None)
+    if world is None:
+        wanted = environ[VARIABLE]
+        raise UsageError(
+            f"LOCKSTEP_ENVIRONMENT is {wanted!r}, but the variables of {wanted} are not set",
+            hint=f"start with {wanted}, or unset LOCKSTEP_ENVIRONMENT",
+        )
     if world.environment == "single" and init_method.says_where(environ):
         raise UsageError(
             f"{init_method.VARIABLE} is {environ[init_method.VARIABLE]!r}, and there is no rank for this "
@@ -61,32 +41,6 @@ def detect(environ: Mapping[str, str] | None = None) -> World:
         )
     file = environ.get(init_method.FILE)
     return world if file is None or world.size == 1 else replace(world, file=file)
-
-
-def _detect(environ: Mapping[str, str]) -> World:
-    wanted = environ.get("LOCKSTEP_ENVIRONMENT")
-    if wanted is not None:
-        return _detect_wanted(wanted, environ)
-    for detector in ENVIRONMENTS.values():
-        world = detector(environ)
-        if world is not None:
-            return world
-    raise AssertionError("the single environment always answers")
-
-
-def _detect_wanted(wanted: str, environ: Mapping[str, str]) -> World:
-    if wanted not in ENVIRONMENTS:
-        raise UsageError(
-            f"LOCKSTEP_ENVIRONMENT is {wanted!r}; expected one of {', '.join(ENVIRONMENTS)}",
-            hint="unset LOCKSTEP_ENVIRONMENT to detect the environment",
-        )
-    world = ENVIRONMENTS[wanted](environ)
-    if world is None:
-        raise UsageError(
-            f"LOCKSTEP_ENVIRONMENT is {wanted!r}, but the variables of {wanted} are not set",
-            hint=f"start with {wanted}, or unset LOCKSTEP_ENVIRONMENT",
-        )
-    return world
 
 
 def given(

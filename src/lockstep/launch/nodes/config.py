@@ -10,12 +10,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from lockstep.errors import UsageError
-from lockstep.world.environments import mpich, openmpi, slurm
+from lockstep.world import environments
 from lockstep.world.environments.lockstep import MARK
 from lockstep.world.model import World
 
-#: Environments whose tasks may each be a launcher, in order of precedence.
-_TASKS = {"openmpi": openmpi.detect, "mpich": mpich.detect, "slurm": slurm.detect}
 _LONGEST = 86_400 * 365  # seconds
 _RENDEZVOUS_HINT = (
     "--node-rank K --master-addr HOST on each node, or --rdzv-endpoint HOST "
@@ -297,12 +295,8 @@ def _tasks(environ: Mapping[str, str]) -> World | None:
     # A launcher inside a worker starts a launch of its own.
     if MARK in environ or {"RANK", "WORLD_SIZE"} <= environ.keys():
         return None
-    wanted = environ.get("LOCKSTEP_ENVIRONMENT")
-    for name, detect in _TASKS.items():
-        world = detect(environ) if wanted in (None, name) else None
-        if world is not None:
-            return world
-    return None
+    entries = (entry for entry in environments.candidates(environ) if entry.starts_launchers)
+    return next(filter(None, (environments.read(entry, environ) for entry in entries)), None)
 
 
 def _named_after(work: Sequence[str]) -> str:

@@ -1,1 +1,70 @@
-"""One module per environment: `detect(environ)` gives a `World`, or `None` where it is not the one."""
+"""Environments, one module for each: from a launcher's environment variables to a `World`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from lockstep.registry import EnvironmentEntry, Registry, resolve
+from lockstep.world.model import World
+
+_OWN = [
+    EnvironmentEntry(
+        name="lockstep",
+        detect="lockstep.world.environments.lockstep:detect",
+        starts_launchers=False,
+    ),
+    EnvironmentEntry(
+        name="torchrun",
+        detect="lockstep.world.environments.torchrun:detect",
+        starts_launchers=False,
+    ),
+    EnvironmentEntry(name="openmpi", detect="lockstep.world.environments.openmpi:detect"),
+    EnvironmentEntry(name="mpich", detect="lockstep.world.environments.mpich:detect"),
+    EnvironmentEntry(name="slurm", detect="lockstep.world.environments.slurm:detect"),
+    EnvironmentEntry(
+        name="single",
+        detect=lambda _: World(reason="no launcher's variables are set"),
+        starts_launchers=False,
+    ),
+]
+#: What says which environment is asked, whatever the others' variables are.
+VARIABLE = "LOCKSTEP_ENVIRONMENT"
+ENVIRONMENTS: Registry[Any] = Registry("environment", "lockstep.environments", _OWN)
+
+
+def candidates(environ: Mapping[str, str]) -> Iterator[EnvironmentEntry]:
+    """Yield the environments to ask, in order of precedence: those whose processes start others come last.
+
+    torchrun may run inside a job of another package's launcher, and that one may set MPI's variables or run
+    inside a Slurm job.
+
+    Raises:
+        UsageError: if `LOCKSTEP_ENVIRONMENT` names none.
+    """
+    wanted = environ.get(VARIABLE)
+    if wanted is not None:
+        ENVIRONMENTS.require(wanted, VARIABLE)
+        yield ENVIRONMENTS.find(wanted)
+        return
+    yield from _OWN[:2]
+    yield from _published()
+    yield from _OWN[2:]
+
+
+@functools.cache
+def _published() -> tuple[EnvironmentEntry, ...]:
+    """Return the environments of other packages; looking for entry points takes milliseconds."""
+    return tuple(map(ENVIRONMENTS.find, ENVIRONMENTS.names()[len(_OWN) :]))
+
+
+def read(entry: EnvironmentEntry, environ: Mapping[str, str]) -> World | None:
+    """Return the world that an environment's variables describe, or `None` without them.
+
+    Raises:
+        WorldError: if they contradict each other.
+    """
+    world: World | None = resolve(entry.detect)(environ)
+    return None if world is None else replace(world, environment=entry.name)
