@@ -20,7 +20,7 @@ from lockstep.engine.recovery.resume import Saved, Search, _newest_whole
 from lockstep.state.checkpoint.parts import Stored
 from lockstep.testing import run_ranks
 from lockstep.testing.ranks import RankError
-from lockstep.world.rendezvous.rank_rendezvous import Rendezvous
+from lockstep.world.rendezvous.rank_rendezvous import RankRendezvous
 
 
 def train(directory: str, slow: float = 0.0) -> str:
@@ -128,7 +128,7 @@ def spread(holder: int) -> list[object]:
         "empty": torch.empty(0, 3),
     }
     world = lockstep.World(rank=rank, size=3, local_rank=rank, local_size=3, address="x", port=1)
-    rendezvous = Rendezvous(world=world, store=store, number=0, ours=False)
+    rendezvous = RankRendezvous(world=world, store=store, number=0, ours=False)
     search = Search(rendezvous, dist.group.WORLD, None, None)
     stored = {name: Stored.of(tensor) for name, tensor in tensors.items()}
     own = Saved('{"text": 1}', stored, "memory") if rank == holder else None

@@ -11,7 +11,7 @@ from lockstep.errors import DeviceError
 from lockstep.world import accelerator
 from lockstep.world.devices import device_identity
 from lockstep.world.groups import keep
-from lockstep.world.rendezvous.rank_rendezvous import Rendezvous
+from lockstep.world.rendezvous.rank_rendezvous import RankRendezvous
 from lockstep.world.rendezvous.store import TIMEOUT
 
 
@@ -30,7 +30,9 @@ class Connection:
     owned: bool
 
 
-def connect(rendezvous: Rendezvous, device: torch.device, *, always: bool = False) -> Connection:
+def connect(
+    rendezvous: RankRendezvous, device: torch.device, *, always: bool = False
+) -> Connection:
     """Return the process group of the ranks of a rendezvous.
 
     A process group that the script has already made is taken as it is, if it moves tensors in the

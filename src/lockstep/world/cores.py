@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from lockstep.world.cgroups import cpu_quota
 
 if TYPE_CHECKING:
-    from lockstep.world.rendezvous.rank_rendezvous import Rendezvous
+    from lockstep.world.rendezvous.rank_rendezvous import RankRendezvous
 
 _SYSTEM = Path("/sys/devices/system")
 
@@ -65,7 +65,7 @@ def count(shares: Iterable[Share]) -> int:
     return max(1, min(cores, limit))
 
 
-def shared_cores(rendezvous: Rendezvous) -> int:
+def shared_cores(rendezvous: RankRendezvous) -> int:
     """Return how many cores the ranks on the main rank's node may use together; all ranks call it.
 
     Unlike `usable_cores()`, it doesn't depend on whether the launcher bound each rank to a part of them, as
@@ -85,7 +85,7 @@ def shared_cores(rendezvous: Rendezvous) -> int:
         rendezvous.wait(keys, "begin")
         return str(count(Share(**json.loads(store.get(key))) for key in keys))
 
-    return int(rendezvous.told("cores", counted, "begin"))
+    return int(rendezvous.broadcast("cores", counted, "begin"))
 
 
 def topology(allowed: Iterable[int] | None = None) -> Topology:

@@ -41,7 +41,7 @@ def keep(group: ProcessGroup | None) -> None:
     _part_at_the_end()
 
 
-def hold_destroyed() -> None:
+def keep_destroyed() -> None:
     """Have `torch.distributed.destroy_process_group` leave a script's groups to the end of the process.
 
     That is for forked workers, in which torch is there before the script; elsewhere it does nothing.

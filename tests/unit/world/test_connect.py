@@ -11,17 +11,17 @@ import torch.distributed as dist
 
 from lockstep.errors import DeviceError, PeerError
 from lockstep.world import World, connect
-from lockstep.world.rendezvous.rank_rendezvous import Rendezvous
+from lockstep.world.rendezvous.rank_rendezvous import RankRendezvous
 from tests.unit.threads import Party
 
 CPU = torch.device("cpu")
 
 
-def each_rank(size: int) -> list[Rendezvous]:
+def each_rank(size: int) -> list[RankRendezvous]:
     store = dist.HashStore()
     place = {"size": size, "local_size": size, "address": "h", "port": 1}
     worlds = [World(rank=rank, local_rank=rank, **place) for rank in range(size)]  # type: ignore[arg-type]
-    return [Rendezvous(world=one, store=store, number=0, ours=True) for one in worlds]
+    return [RankRendezvous(world=one, store=store, number=0, ours=True) for one in worlds]
 
 
 def test_one_rank_needs_no_group() -> None:
@@ -61,7 +61,10 @@ def test_one_gpu_for_two_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     while not one.store.check(["devices/GPU-1/first"]):
         assert time.monotonic() < deadline
         time.sleep(0.005)
-    with pytest.raises(DeviceError, match="ranks 0 and 1 are both on GPU GPU-1"), two.telling():
+    with (
+        pytest.raises(DeviceError, match="ranks 0 and 1 are both on GPU GPU-1"),
+        two.reporting_failure(),
+    ):
         connect.connect(two, CPU)
     failure = first.end()
     assert isinstance(failure, PeerError), "nobody waits in a collective"

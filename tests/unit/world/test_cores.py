@@ -24,7 +24,7 @@ from lockstep.world.cores import (
     topology,
     usable_cores,
 )
-from lockstep.world.rendezvous.rank_rendezvous import Rendezvous
+from lockstep.world.rendezvous.rank_rendezvous import RankRendezvous
 
 
 def process(directory: Path, cgroup: str, mounts: str) -> Path:
@@ -186,7 +186,7 @@ def test_ranks_of_a_node_share_their_cores(monkeypatch):
             address="127.0.0.1",
             port=1,
         )
-        rendezvous = Rendezvous(world=world, store=store, number=0, ours=True)
+        rendezvous = RankRendezvous(world=world, store=store, number=0, ours=True)
         return shared_cores(rendezvous)
 
     with ThreadPoolExecutor(3) as pool:

@@ -26,7 +26,7 @@ from lockstep.errors import PeerError
 from lockstep.world.device_types import HIDDEN
 from lockstep.world.environments.lockstep import SERVER, SERVER_ROOT, TOKEN
 from lockstep.world.network import LOOPBACK
-from lockstep.world.rendezvous.rank_rendezvous import Rendezvous, join_timeout
+from lockstep.world.rendezvous.rank_rendezvous import RankRendezvous, join_timeout
 
 #: How long a server may take to end when all workers have left.
 _END_SECONDS = 5.0
@@ -42,7 +42,9 @@ class Servers:
         threads: intra-op threads of each rank.
     """
 
-    def __init__(self, rendezvous: Rendezvous, count: int, directory: Path, threads: int) -> None:
+    def __init__(
+        self, rendezvous: RankRendezvous, count: int, directory: Path, threads: int
+    ) -> None:
         self._rendezvous, self._count, self._threads = rendezvous, count, threads
         self._logs = directory / "logs"
         self._processes: list[subprocess.Popen[str]] = []
@@ -87,7 +89,7 @@ class Servers:
             places = discovery.find(world, self._count)
             self._found = places, discovery.token_of(os.environ)
         elif self._found is None:
-            told = rendezvous.told("servers/own", self._started, "start the parameter servers")
+            told = rendezvous.broadcast("servers/own", self._started, "start the parameter servers")
             places, token = json.loads(told)
             self._found = [Place(**place) for place in places], token
         return self._found

@@ -27,7 +27,7 @@ from lockstep.state.files.lock import Owner
 from lockstep.state.record import unfinished
 from lockstep.state.record.unfinished import BASE
 from lockstep.world.model import World
-from lockstep.world.rendezvous.rank_rendezvous import Rendezvous
+from lockstep.world.rendezvous.rank_rendezvous import RankRendezvous
 
 _NO_RANK = "-1"
 #: How a user asks for the newest unfinished run, and for one by its directory.
@@ -71,7 +71,7 @@ def launch_of(world: World, environ: Mapping[str, str]) -> str | None:
 
 
 def recall(
-    rendezvous: Rendezvous, run_dir: Path | None, launch: str | None, settings: Settings
+    rendezvous: RankRendezvous, run_dir: Path | None, launch: str | None, settings: Settings
 ) -> ResumeInfo:
     """Return what the main rank finds in the run's directory, the same on all ranks.
 
@@ -100,12 +100,12 @@ def recall(
         replicas, threads = identity.get("replicas"), identity.get("threads")
         return ResumeInfo(len(generations), replicas, threads, is_ours, found, line)
 
-    told = rendezvous.told("earlier", lambda: json.dumps(asdict(earlier())), "begin")
+    told = rendezvous.broadcast("earlier", lambda: json.dumps(asdict(earlier())), "begin")
     return ResumeInfo(**json.loads(told))
 
 
 def _choose(
-    rendezvous: Rendezvous, run_dir: Path | None, launch: str | None, settings: Settings
+    rendezvous: RankRendezvous, run_dir: Path | None, launch: str | None, settings: Settings
 ) -> tuple[Path | None, str | None]:
     """Return the run's directory, `None` for a new one, and the line that names an unfinished run."""
     world, is_first = rendezvous.world, rendezvous.number == 0
@@ -185,7 +185,7 @@ class Search:
 
     def __init__(
         self,
-        rendezvous: Rendezvous,
+        rendezvous: RankRendezvous,
         group: dist.ProcessGroup | None,
         snapshots: Snapshots | None,
         disk: Checkpoints,

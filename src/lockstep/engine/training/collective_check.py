@@ -19,7 +19,7 @@ from lockstep.engine.training.heartbeat import Call, Heartbeat
 from lockstep.errors import LockstepError, MismatchError, PeerError
 from lockstep.state.record import stacks
 from lockstep.world.model import World
-from lockstep.world.rendezvous.rank_rendezvous import Rendezvous
+from lockstep.world.rendezvous.rank_rendezvous import RankRendezvous
 from lockstep.world.rendezvous.store import TIMEOUT
 
 #: Bytes in which a rank says what it is in.
@@ -51,7 +51,7 @@ class CollectiveCheck:
     """
 
     def __init__(
-        self, heartbeat: Heartbeat, group: dist.ProcessGroup | None, rendezvous: Rendezvous
+        self, heartbeat: Heartbeat, group: dist.ProcessGroup | None, rendezvous: RankRendezvous
     ) -> None:
         self._heartbeat, self._group, self._rendezvous = heartbeat, group, rendezvous
         self.fails: Callable[[BaseException], None] = _ignore
@@ -79,7 +79,7 @@ class CollectiveCheck:
         try:
             told = told_by_all(f"{kind}\n{place}".encode(), _LENGTH, group)
         except RuntimeError as error:
-            why = self._rendezvous.heard(_SECONDS)
+            why = self._rendezvous.failure_of_others(_SECONDS)
             if why is None:
                 raise
             raise PeerError(why) from error

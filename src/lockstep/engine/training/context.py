@@ -42,7 +42,7 @@ from lockstep.world.devices import (
     make_deterministic,
 )
 from lockstep.world.devices_asked import CORES
-from lockstep.world.rendezvous.rank_rendezvous import Rendezvous, join_ranks
+from lockstep.world.rendezvous.rank_rendezvous import RankRendezvous, join_ranks
 
 #: Directories that earlier runs of this process have taken.
 taken_directories: set[Path] = set()
@@ -74,7 +74,7 @@ class Context:
     """
 
     settings: Settings
-    rendezvous: Rendezvous
+    rendezvous: RankRendezvous
     identity: Identity
     resume_info: ResumeInfo
     says_replicas: bool
@@ -166,7 +166,7 @@ def join(settings: Settings, world: World, store: dist.Store | None = None) -> C
     rendezvous = join_ranks(world, store)
     world = rendezvous.world
     heartbeat = Heartbeat.begin(find_slot(os.environ, world), os.environ)
-    with rendezvous.telling(), heartbeat.collective("the start of the run"):
+    with rendezvous.reporting_failure(), heartbeat.collective("the start of the run"):
         run_dir, launch = _run_dir(settings, rendezvous.number), launch_of(world, os.environ)
         resume_info = recall(rendezvous, run_dir, launch, settings)
         mesh = choose_mesh(settings, world)
@@ -218,7 +218,7 @@ def _run_dir(settings: Settings, number: int) -> Path | None:
     return run_dir
 
 
-def _set_threads(asked: int | None, rendezvous: Rendezvous, replicas: int) -> int:
+def _set_threads(asked: int | None, rendezvous: RankRendezvous, replicas: int) -> int:
     """Let torch use as many threads as the run is to have: its bits depend on their number."""
     threads = asked or _default_threads(rendezvous, replicas)
     if torch.get_num_threads() != threads:
@@ -226,17 +226,19 @@ def _set_threads(asked: int | None, rendezvous: Rendezvous, replicas: int) -> in
     return threads
 
 
-def _default_threads(rendezvous: Rendezvous, replicas: int) -> int:
+def _default_threads(rendezvous: RankRendezvous, replicas: int) -> int:
     """Return one default for all ranks: cores may differ, but a run computes with as many threads."""
     # A launcher that binds its ranks to cores has told what they share.
     alone = rendezvous.world.size == 1 or CORES in os.environ
     cores = None if alone else shared_cores(rendezvous)
-    return int(rendezvous.told("threads", lambda: str(default_threads(replicas, cores)), "begin"))
+    return int(
+        rendezvous.broadcast("threads", lambda: str(default_threads(replicas, cores)), "begin")
+    )
 
 
 def _open_record(
     settings: Settings,
-    rendezvous: Rendezvous,
+    rendezvous: RankRendezvous,
     identity: Identity,
     resume_info: ResumeInfo,
     here: ParallelDims,
@@ -260,7 +262,7 @@ def _open_record(
         loggers=settings.loggers,
         method=method,
     )
-    with rendezvous.telling():
+    with rendezvous.reporting_failure():
         if not rendezvous.world.is_main:  # which may refuse the directory
             rendezvous.wait(["directory"], "begin")
         record = Recorder(asked, identity, rendezvous.world, rendezvous.store)

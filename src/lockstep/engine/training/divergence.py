@@ -18,7 +18,7 @@ from lockstep.engine.data.sources import Tell
 from lockstep.engine.exchange.scatter import told_by_all
 from lockstep.engine.training.checksums import Checksums
 from lockstep.errors import DivergenceError, PeerError
-from lockstep.world.rendezvous.rank_rendezvous import Rendezvous
+from lockstep.world.rendezvous.rank_rendezvous import RankRendezvous
 from lockstep.world.waiting import await_any
 
 #: What is compared, in this order, and how a difference is said.
@@ -57,7 +57,7 @@ class SameData:
         audits: whether samples must be the same when they are fetched again.
     """
 
-    rendezvous: Rendezvous
+    rendezvous: RankRendezvous
     exact: bool
     replicas: int
     audits: bool
@@ -121,7 +121,7 @@ def differing(
 
 
 def check_same(
-    rendezvous: Rendezvous, own: str, parts: Callable[[], dict[str, str]], *, exact: bool
+    rendezvous: RankRendezvous, own: str, parts: Callable[[], dict[str, str]], *, exact: bool
 ) -> None:
     """Wait until all ranks have come to their end, and compare what they end with.
 
@@ -152,13 +152,15 @@ def _first_other(digests: list[str]) -> str:
     return json.dumps(None if other is None else [main, other, digests[other]])
 
 
-def _differing(rendezvous: Rendezvous, own: dict[str, str], other: int) -> str:
+def _differing(rendezvous: RankRendezvous, own: dict[str, str], other: int) -> str:
     """Return the names of what rank 0 and another rank hold that is not the same."""
     one, two = _exchanged(rendezvous, own, (0, other), "the end")
     return ", ".join(n for n in {**one, **two} if one.get(n) != two.get(n)) or "the objects"
 
 
-def _exchanged(rendezvous: Rendezvous, own: Any, ranks: tuple[int, int], what: str) -> list[Any]:
+def _exchanged(
+    rendezvous: RankRendezvous, own: Any, ranks: tuple[int, int], what: str
+) -> list[Any]:
     """Return what two ranks have to say; all ranks call this together, before they end."""
     keys = [f"parts/{rank}" for rank in ranks]
     rendezvous.store.set(f"parts/{rendezvous.world.rank}", json.dumps(own))
@@ -167,7 +169,11 @@ def _exchanged(rendezvous: Rendezvous, own: Any, ranks: tuple[int, int], what: s
 
 
 def check_states(
-    rendezvous: Rendezvous, group: dist.ProcessGroup, own: Checksums, steps: int, models: list[str]
+    rendezvous: RankRendezvous,
+    group: dist.ProcessGroup,
+    own: Checksums,
+    steps: int,
+    models: list[str],
 ) -> None:
     """Compare what ranks hold, before it is kept; all of them call this together.
 

@@ -19,7 +19,7 @@ from lockstep.state.checkpoint.shared_memory import (
 from lockstep.state.checkpoint.snapshot import Snapshots
 from lockstep.state.files.run_file import Identity
 from lockstep.world.model import World
-from lockstep.world.rendezvous.rank_rendezvous import Rendezvous
+from lockstep.world.rendezvous.rank_rendezvous import RankRendezvous
 
 #: Which of its launcher's ranks a worker is, and how many they are: `index/count`.
 SLOT_VARIABLE = "LOCKSTEP_SLOT"
@@ -47,7 +47,7 @@ class Memory:
 
     @staticmethod
     def find(
-        environ: Mapping[str, str], rendezvous: Rendezvous, identity: Identity, ahead: int
+        environ: Mapping[str, str], rendezvous: RankRendezvous, identity: Identity, ahead: int
     ) -> Memory | None:
         """Return the memory that the launcher has made; `None` without one, as under `torchrun`.
 

@@ -125,7 +125,7 @@ class Session:
         self.rank_order = RankOrder(context.world, context.store, context.heartbeat)
         context.collectives.fails = self.loop.fails
         record.bind(self.loop, self.digests)
-        with context.rendezvous.telling():
+        with context.rendezvous.reporting_failure():
             self._checkpointing = checkpointing.begin(
                 context, self.state, self.loop, self._variables
             )

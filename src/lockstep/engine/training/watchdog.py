@@ -26,7 +26,7 @@ from lockstep.engine.training.heartbeat import Heartbeat
 from lockstep.engine.training.listeners import Listener
 from lockstep.errors import EarlyExitError, LockstepError, PeerError
 from lockstep.state.record import error_report, stacks
-from lockstep.world.rendezvous.rank_rendezvous import Rendezvous
+from lockstep.world.rendezvous.rank_rendezvous import RankRendezvous
 
 _LOOK_SECONDS = 1.0
 #: Seconds that the thread may take to end: one that asks a store whose host is gone does not.
@@ -59,7 +59,7 @@ class Watchdog(Listener):
 
     def __init__(
         self,
-        rendezvous: Rendezvous,
+        rendezvous: RankRendezvous,
         heartbeat: Heartbeat,
         fail: Callable[[LockstepError, stacks.Frame | None], None] | None = None,
     ) -> None:

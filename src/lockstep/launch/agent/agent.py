@@ -24,7 +24,7 @@ from lockstep.launch.agent.restarts import Kind, Restarts
 from lockstep.launch.agent.workers import LAST_GRACE, Workers
 from lockstep.launch.fault_tolerance import FaultTolerance
 from lockstep.launch.nodes.client import CoordinatorClient, RoundOverError
-from lockstep.launch.nodes.messages import Decision, Told
+from lockstep.launch.nodes.messages import Decision, FailureReport
 from lockstep.launch.output import Output, say
 from lockstep.launch.plan import Generation, Plan, WorkerPlan
 from lockstep.settings import TABLE
@@ -206,7 +206,7 @@ class Agent:
             and self._progress.is_inside(index)
         }
 
-    def _report(self, told: Told) -> _State:
+    def _report(self, told: FailureReport) -> _State:
         """Do what is decided on a failure of this launcher's workers, or of all that it knows."""
         verdict = told.verdict
         self._record("failure", generation=self._generation, name=verdict.name, text=verdict.brief)
@@ -250,23 +250,23 @@ class Agent:
         run_dir = Path(self._workers[0].env["LOCKSTEP_RUN_DIR"])
         return preempted(self._progress.step, run_dir, self.plan.spec.command)
 
-    def _told(self, failures: list[Failure]) -> Told:
+    def _told(self, failures: list[Failure]) -> FailureReport:
         """Return what the others are told of this launcher's failures."""
         cause, size = failure.first(failures), self._rendezvous.membership.size
-        return Told(
+        return FailureReport(
             verdict=failure.verdict(failures, size, killed_for_memory=self._kills.grew()),
             consequence=cause.consequence,
             time=failure.wall(cause.time),
         )
 
-    def _hang(self) -> Told | None:
+    def _hang(self) -> FailureReport | None:
         """Return what is told if no rank moves any more."""
         size = self._rendezvous.membership.size
         hang = self._hangs.look(self._workers, self._processes.living, size, self._servers)
         if hang is None:
             return None
         # Another launcher may know of a failure, or of a rank that is further behind.
-        return Told(verdict=hang.verdict, consequence=True, time=hang.progress)
+        return FailureReport(verdict=hang.verdict, consequence=True, time=hang.progress)
 
     def _await_decision(self) -> Decision | None:
         assert self._coordinator is not None
@@ -345,7 +345,7 @@ class Agent:
         verdict = Verdict(
             text=text, exit_code=exit_code, name=None, traceback=None, kind=Kind.REFUSED
         )
-        self._coordinator.fail(Told(verdict=verdict, consequence=False, time=time.time()))
+        self._coordinator.fail(FailureReport(verdict=verdict, consequence=False, time=time.time()))
 
     def _training(self) -> bool:
         """Whether any worker runs: servers end when they are told that all workers have."""

@@ -73,7 +73,7 @@ def run_guarded(body: Callable[[], object], environ: Mapping[str, str], home: st
         home: directory of the user's code.
     """
     stacks.offer(environ)
-    groups.hold_destroyed()
+    groups.keep_destroyed()
     try:
         body()
     except SystemExit as leave:

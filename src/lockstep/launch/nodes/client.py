@@ -23,8 +23,16 @@ from lockstep.errors import shortened
 from lockstep.launch.nodes import coordinator
 from lockstep.launch.nodes.coordinator import Coordinator, Policy
 from lockstep.launch.nodes.membership import Membership
-from lockstep.launch.nodes.messages import LINE, Answer, Decision, Said, Told, fitting, lost_verdict
-from lockstep.launch.nodes.server import CoordinatorServer, Place
+from lockstep.launch.nodes.messages import (
+    LINE,
+    Answer,
+    Decision,
+    FailureReport,
+    LauncherReport,
+    fitting,
+    lost_verdict,
+)
+from lockstep.launch.nodes.server import CoordinatorServer, ServerAddress
 from lockstep.world.rendezvous.decode import decode
 from lockstep.world.waiting import Check
 
@@ -73,7 +81,7 @@ class CoordinatorClient:
     def __init__(
         self,
         membership: Membership,
-        at: CoordinatorServer | Place,
+        at: CoordinatorServer | ServerAddress,
         *,
         number: int = 1,
         generation: int = 0,
@@ -85,12 +93,14 @@ class CoordinatorClient:
         self._least = least
         self._hint = hint
         self._lock = threading.Lock()
-        self._said = Said(index=membership.index, round=number, generation=generation)
+        self._said = LauncherReport(index=membership.index, round=number, generation=generation)
         self._answer = Answer()
         self._wake, self._stop = threading.Event(), threading.Event()
         self._owner = Owner()
         self.server = at if isinstance(at, CoordinatorServer) else None
-        self._connection = _Connection(membership.address, at) if isinstance(at, Place) else None
+        self._connection = (
+            _Connection(membership.address, at) if isinstance(at, ServerAddress) else None
+        )
         #: What decides, where this is launcher 0.
         self._own = Coordinator(
             membership, time.monotonic(), policy=policy, least=least, generation=generation
@@ -102,7 +112,7 @@ class CoordinatorClient:
         )
         self._thread.start()
 
-    def fail(self, told: Told) -> None:
+    def fail(self, told: FailureReport) -> None:
         """Tell the others that this launcher's workers failed."""
         self._say(failure=fitting(told))
 
@@ -139,7 +149,7 @@ class CoordinatorClient:
         """
         with self._lock:
             index = self._membership.index
-            self._said = Said(index=index, round=self._number, generation=generation)
+            self._said = LauncherReport(index=index, round=self._number, generation=generation)
             self._answer = Answer()
         if self.server is not None:
             with self.server.locked(self._number):
@@ -235,7 +245,7 @@ class CoordinatorClient:
             if answer is not None and said.generation == self._said.generation:
                 self._answer = answer
 
-    def _ask(self, said: Said) -> Answer | None:
+    def _ask(self, said: LauncherReport) -> Answer | None:
         assert self._connection is not None
         told = self._connection.ask(asdict(said))
         return None if told is None else decode(Answer, told)
@@ -274,7 +284,7 @@ class Owner:
 class _Connection:
     """A launcher's connection to launcher 0, made anew where it is silent."""
 
-    def __init__(self, address: str, place: Place) -> None:
+    def __init__(self, address: str, place: ServerAddress) -> None:
         self._address, self._place = address, place
         self._socket: socket.socket | None = None
         self._reader: Any = None

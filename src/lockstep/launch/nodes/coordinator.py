@@ -13,7 +13,13 @@ from collections.abc import Callable, Sequence
 
 from lockstep.launch.agent.failure import Verdict
 from lockstep.launch.nodes.membership import Membership
-from lockstep.launch.nodes.messages import Answer, Decision, Said, Told, lost_verdict
+from lockstep.launch.nodes.messages import (
+    Answer,
+    Decision,
+    FailureReport,
+    LauncherReport,
+    lost_verdict,
+)
 
 #: A launcher of which nothing was heard for as long is lost.
 LOST_SECONDS = 15.0
@@ -57,7 +63,9 @@ class Coordinator:
         self._first_leaves: float | None = None
         self._saves = False
         self._generation = generation
-        self._said = {index: Said(index=index, generation=-1) for index in range(membership.count)}
+        self._said = {
+            index: LauncherReport(index=index, generation=-1) for index in range(membership.count)
+        }
         self._heard = dict.fromkeys(range(membership.count), now)
         self._gone: dict[int, float] = {}
         self._first_told: float | None = None
@@ -68,7 +76,7 @@ class Coordinator:
         self.decision: Decision | None = None
         self._readers: set[int] = set()
 
-    def hear(self, said: Said, now: float) -> Answer:
+    def hear(self, said: LauncherReport, now: float) -> Answer:
         """Take what a launcher says, and answer it.
 
         Raises:
@@ -84,7 +92,7 @@ class Coordinator:
         self.look(now)
         return self._answer(said)
 
-    def _answer(self, said: Said) -> Answer:
+    def _answer(self, said: LauncherReport) -> Answer:
         decision = self.decision
         if decision is not None and (decision.is_last or said.generation == self._generation):
             return Answer(decision=decision)
@@ -159,7 +167,7 @@ class Coordinator:
         if self.decision is None or not self.decision.is_last:
             self.decision = decision
 
-    def _judge(self, told: list[Told]) -> None:
+    def _judge(self, told: list[FailureReport]) -> None:
         verdict = min(told, key=lambda one: one.order).verdict
         line = self._policy(verdict)
         if line is None:
@@ -167,7 +175,7 @@ class Coordinator:
         else:
             self._decide(Decision(kind="restart", text=line))
 
-    def _judge_consequences(self, told: list[Told], now: float) -> None:
+    def _judge_consequences(self, told: list[FailureReport], now: float) -> None:
         """Wait for the cause, or for the end of a launcher that is silent: it may be the cause."""
         if self._first_told is None:
             self._first_told = now
@@ -183,7 +191,7 @@ class Coordinator:
         # What launcher 0 says of itself needs no connection.
         return 0.0 if index == 0 else now - self._heard[index]
 
-    def _let_go(self, leaving: list[Said], now: float) -> None:
+    def _let_go(self, leaving: list[LauncherReport], now: float) -> None:
         """Continue without those that leave; if too few stay, let all save the run's state and leave."""
         if self._first_leaves is None:
             self._first_leaves = now

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from lockstep.errors import WorldError
 from lockstep.launch.nodes.membership import Common, Launcher, NotNeeded
-from lockstep.launch.nodes.server import Place
+from lockstep.launch.nodes.server import ServerAddress
 from lockstep.world.rendezvous.decode import decode
 from lockstep.world.rendezvous.membership_check import HINTS, NodeInfo
 from lockstep.world.waiting import Check, await_any
@@ -57,7 +57,7 @@ class Card:
     node: NodeInfo
     launcher: Launcher
     common: Common
-    place: Place
+    place: ServerAddress
     round: int
     index: int
     generation: int

@@ -21,7 +21,7 @@ from lockstep.launch.nodes.endpoint import enter, missing_hint
 from lockstep.launch.nodes.join import Join
 from lockstep.launch.nodes.keys import Card, RendezvousKeys
 from lockstep.launch.nodes.membership import Common, Launcher, Membership, owns
-from lockstep.launch.nodes.server import CoordinatorServer, Place
+from lockstep.launch.nodes.server import CoordinatorServer, ServerAddress
 from lockstep.launch.nodes.store_watch import StoreWatch
 from lockstep.world import network
 from lockstep.world.rendezvous.connectivity_check import Reach, check_connectivity, offers
@@ -138,7 +138,7 @@ class Rounds:
         return None if self.fixed else self.common.replicas
 
     @property
-    def launcher_0(self) -> CoordinatorServer | Place:
+    def launcher_0(self) -> CoordinatorServer | ServerAddress:
         """Where launcher 0 of this round listens; its server, where it is this launcher."""
         return self.server if self.membership.index == 0 else self._cards[0].place
 

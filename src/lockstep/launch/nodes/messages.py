@@ -14,7 +14,7 @@ LINE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class FailureReport:
     """What a launcher says of its own failure.
 
     Attributes:
@@ -34,7 +34,7 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class LauncherReport:
     """What a launcher says with every sign of life.
 
     Attributes:
@@ -52,7 +52,7 @@ class Said:
     round: int = 1
     generation: int
     done: bool = False
-    failure: Told | None = None
+    failure: FailureReport | None = None
     leaves: str = ""
     saves: bool = False
     heard: bool = False
@@ -95,7 +95,7 @@ class Answer:
     saves: bool = False
 
 
-def fitting(told: Told) -> Told:
+def fitting(told: FailureReport) -> FailureReport:
     """Return `told`, with another verdict where a message could not hold this one."""
     size = len(json.dumps(asdict(told)))
     if size <= LINE // 2:  # an answer holds the verdict, and its brief twice

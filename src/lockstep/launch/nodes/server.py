@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from lockstep.launch.nodes.coordinator import Coordinator
-from lockstep.launch.nodes.messages import LINE, Answer, Said
+from lockstep.launch.nodes.messages import LINE, Answer, LauncherReport
 from lockstep.world import network
 from lockstep.world.rendezvous.decode import decode
 
@@ -33,7 +33,7 @@ _PING_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ServerAddress:
     """Where a launcher listens, and what shows that a caller belongs to the launch.
 
     Attributes:
@@ -84,7 +84,7 @@ class CoordinatorServer:
         self._closed = threading.Event()
         self._room = threading.BoundedSemaphore(_UNKNOWN)
         port = self._listener.getsockname()[1]
-        self.place = Place(port=port, token=secrets.token_hex(16), addresses=addresses)
+        self.place = ServerAddress(port=port, token=secrets.token_hex(16), addresses=addresses)
         #: Whether the others are to take this launcher for lost.
         self.is_silent = False
         self._thread = threading.Thread(
@@ -97,7 +97,7 @@ class CoordinatorServer:
         with self._lock:
             self._coordinators[number] = coordinator
 
-    def hear(self, said: Said) -> Answer:
+    def hear(self, said: LauncherReport) -> Answer:
         """Take what a launcher says, and answer it; there is nothing to say while its round is to begin."""
         with self._lock:
             coordinator = self._coordinators.get(said.round)
@@ -171,7 +171,7 @@ class CoordinatorServer:
                     if "ping" in told:
                         connection.sendall(b"{}\n")
                         continue
-                    said = decode(Said, told["said"])
+                    said = decode(LauncherReport, told["said"])
                     if said.index < 1:
                         break
                     caller = said.round, said.index

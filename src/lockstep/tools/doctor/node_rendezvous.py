@@ -16,7 +16,7 @@ from lockstep.launch.nodes.endpoint import Endpoint, enter, missing_hint
 from lockstep.launch.nodes.join import Join
 from lockstep.launch.nodes.keys import Card, RendezvousKeys
 from lockstep.launch.nodes.membership import Common, Launcher
-from lockstep.launch.nodes.server import Place
+from lockstep.launch.nodes.server import ServerAddress
 from lockstep.world import host
 from lockstep.world.network import interfaces
 from lockstep.world.rendezvous.connectivity_check import Reach
@@ -153,7 +153,7 @@ def _join(config: RendezvousConfig, endpoint: Endpoint, token: str) -> tuple[Car
         node=NodeInfo.here(os.getpid()),
         launcher=Launcher(ranks=1, name=host.name()),
         common=Common.new(replicas=1),
-        place=Place(port=0, token=""),
+        place=ServerAddress(port=0, token=""),
         round=0,
         index=first if config.index is None else config.index,
         generation=0,

@@ -72,7 +72,7 @@ class Reach:
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class ProbeTarget:
     """What a member says of itself.
 
     Attributes:
@@ -164,12 +164,12 @@ class _Member:
         self._seconds, self._patience = seconds, patience
         self._own = interfaces()
 
-    def introduce(self, token: str, port: int, interface: str | None) -> list[Card]:
+    def introduce(self, token: str, port: int, interface: str | None) -> list[ProbeTarget]:
         """Exchange cards; a wrong interface is told to all."""
         wrong: UsageError | None = None
         try:
             offered = offers(self._own if interface is None else (named(interface),))
-            own: dict[str, Any] = asdict(Card(token, port, offered))
+            own: dict[str, Any] = asdict(ProbeTarget(token, port, offered))
         except UsageError as error:
             wrong, own = error, {"error": error.message}
 
@@ -178,7 +178,7 @@ class _Member:
             for label, card in zip(self._labels, told, strict=True):
                 if "error" in card:
                     raise UnreachableError(f"{label}: {card['error']}", hint=_HINT)
-                decode(Card, card)
+                decode(ProbeTarget, card)
             return told
 
         try:
@@ -187,9 +187,9 @@ class _Member:
             if wrong is not None:
                 raise wrong from None
             raise
-        return [decode(Card, card) for card in told]
+        return [decode(ProbeTarget, card) for card in told]
 
-    def connect(self, cards: Sequence[Card], now: float) -> tuple[Reach, ...]:
+    def connect(self, cards: Sequence[ProbeTarget], now: float) -> tuple[Reach, ...]:
         """Try member 0, then all others; `now` is when this member's clock heard of the cards."""
         first = [] if self._index == 0 else [(0, place) for place in cards[0].offers]
         for look, seconds in enumerate((min(_QUICK, self._seconds), self._seconds)):
@@ -214,7 +214,7 @@ class _Member:
         return tuple(Reach(*place) for place in found)
 
     def _places(
-        self, cards: Sequence[Card], question: str, own: Any, seconds: float, *, last: bool
+        self, cards: Sequence[ProbeTarget], question: str, own: Any, seconds: float, *, last: bool
     ) -> list[list[Reach]]:
         """Ask where each member is to be tried; nothing, if another look at member 0 is to come."""
 
@@ -232,7 +232,7 @@ class _Member:
         return [[Reach(*one) for one in there] for there in told]
 
     def _result(
-        self, cards: Sequence[Card], places: Sequence[Sequence[Reach]], told: Sequence[Any]
+        self, cards: Sequence[ProbeTarget], places: Sequence[Sequence[Reach]], told: Sequence[Any]
     ) -> list[tuple[str, str]]:
         self._check_here(told, "left while the network was tried,")
         reports = [[decode(Attempt, one) for one in report] for report in told]
@@ -253,7 +253,7 @@ class _Member:
             )
 
     def _try(
-        self, cards: Sequence[Card], targets: Sequence[tuple[int, Reach]], seconds: float
+        self, cards: Sequence[ProbeTarget], targets: Sequence[tuple[int, Reach]], seconds: float
     ) -> list[Attempt]:
         """Try all targets, `_AT_ONCE` at a time, for `seconds` each at the most."""
 
@@ -270,7 +270,9 @@ class _Member:
         with ThreadPoolExecutor(max(1, min(_AT_ONCE, len(targets)))) as pool:
             return list(pool.map(attempt, targets))
 
-    def _failure(self, cards: Sequence[Card], member: int, place: Reach, seconds: float) -> str:
+    def _failure(
+        self, cards: Sequence[ProbeTarget], member: int, place: Reach, seconds: float
+    ) -> str:
         """Connect to a member; return why in vain, in words."""
         found = _connect(cards[member], place, seconds)
         if found and any(one.address == place.address for one in self._own):
@@ -278,7 +280,7 @@ class _Member:
         return found
 
 
-def _connect(card: Card, place: Reach, seconds: float) -> str:
+def _connect(card: ProbeTarget, place: Reach, seconds: float) -> str:
     deadline = time.monotonic() + seconds
     try:
         with socket.create_connection((place.address, card.port), timeout=seconds) as connection:
@@ -290,7 +292,7 @@ def _connect(card: Card, place: Reach, seconds: float) -> str:
     return "" if told.get("token") == card.token else "answered by another launch"
 
 
-def choose(cards: Sequence[Card], reports: Sequence[Report]) -> list[list[Reach]]:
+def choose(cards: Sequence[ProbeTarget], reports: Sequence[Report]) -> list[list[Reach]]:
     """Return where each member is to be tried, from the attempts of all others at member 0.
 
     Member 0 at its first interface that all reach; at all of them, if there is none. The others at the
@@ -313,7 +315,7 @@ def _reaches(report: Report, places: Sequence[Reach]) -> bool:
     return any(one.place in places[:1] and not one.failure for one in report)
 
 
-def problem(cards: Sequence[Card], reports: Sequence[Report], labels: Sequence[str]) -> str:
+def problem(cards: Sequence[ProbeTarget], reports: Sequence[Report], labels: Sequence[str]) -> str:
     """Say which members cannot reach which, and how each way failed; nothing if all do."""
     unreached = {(by, to) for by, report in enumerate(reports) for to in _unreached(report)}
     pairs = sorted({tuple(sorted(pair)) for pair in unreached})
@@ -340,7 +342,7 @@ def _unreached(report: Report) -> set[int]:
 
 
 def _ways(
-    by: int, to: int, cards: Sequence[Card], reports: Sequence[Report], labels: Sequence[str]
+    by: int, to: int, cards: Sequence[ProbeTarget], reports: Sequence[Report], labels: Sequence[str]
 ) -> Iterator[str]:
     """Yield a line for each way that one member tried to another; loopback only if there is no other."""
     tried = [attempt for attempt in reports[by] if attempt.member == to]

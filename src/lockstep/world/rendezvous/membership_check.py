@@ -57,7 +57,7 @@ class NodeInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankPlacement:
     """Where a rank is: its launcher said so, or the membership check found it."""
 
     local_rank: int
@@ -78,12 +78,12 @@ class RankInfo:
 
     node: NodeInfo
     world: int
-    place: Place | None
+    place: RankPlacement | None
 
     @staticmethod
     def of(world: World, pid: int) -> RankInfo:
         """Return what the rank that `world` describes says."""
-        place = Place(**{name: getattr(world, name) for name in Place.__slots__})
+        place = RankPlacement(**{name: getattr(world, name) for name in RankPlacement.__slots__})
         return RankInfo(
             node=NodeInfo.here(pid), world=world.size, place=place if world.placed else None
         )
@@ -97,7 +97,7 @@ class RankInfo:
         return RankInfo(
             node=NodeInfo(**node),
             world=told.get("world", 0),
-            place=None if place is None else Place(**place),
+            place=None if place is None else RankPlacement(**place),
         )
 
 
@@ -175,14 +175,14 @@ def node_numbers(hosts: Sequence[str]) -> list[int]:
     return [numbers[name] for name in hosts]
 
 
-def places(infos: Sequence[RankInfo]) -> list[Place]:
+def places(infos: Sequence[RankInfo]) -> list[RankPlacement]:
     """Return the place of each rank: what launchers said, and else what follows from the hosts."""
     hosts = [info.node.host for info in infos]
     nodes, sizes, seen = node_numbers(hosts), Counter(hosts), Counter[str]()
     found = []
     for info, node in zip(infos, nodes, strict=True):
         name = info.node.host
-        by_host = Place(
+        by_host = RankPlacement(
             local_rank=seen[name],
             local_size=sizes[name],
             node_rank=node,

@@ -39,7 +39,7 @@ _PAUSE = (0.02, 0.25)
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 #: An address and a port.
-Place = tuple[str, int]
+SocketAddress = tuple[str, int]
 
 
 def sequence(name: str) -> tuple[int, ...]:
@@ -130,7 +130,7 @@ def find(
     seconds: float,
     port: int | None = None,
     check: Check = go_on,
-) -> Place:
+) -> SocketAddress:
     """Return the address at which the host of `name` answers, and the port of its store.
 
     Args:
@@ -148,7 +148,7 @@ def find(
     ports = sequence(name) if port is None else (port,)
     wanted = _hash(name)
 
-    def ask(place: Place) -> Place | None:
+    def ask(place: SocketAddress) -> SocketAddress | None:
         told = _hear(place)
         known = told.get("name") == wanted and isinstance(told.get("port"), int)
         return (place[0], told["port"]) if known else None
@@ -164,7 +164,7 @@ def await_port(addresses: Sequence[str], port: int, who: str, seconds: float) ->
         WorldError: if nothing listens within `seconds`.
     """
 
-    def look(place: Place) -> Place:
+    def look(place: SocketAddress) -> SocketAddress:
         socket.create_connection(place, timeout=_CONNECT_SECONDS).close()
         return place
 
@@ -179,14 +179,14 @@ class _Search:
         addresses: Sequence[str],
         ports: Sequence[int],
         who: str,
-        look: Callable[[Place], Place | None],
+        look: Callable[[SocketAddress], SocketAddress | None],
     ) -> None:
         self._addresses, self._ports, self._who, self._look = addresses, ports, who, look
         #: whether anything has come back from the host, be it a refusal
         self._signs = False
         self._failures: dict[str, str] = {}
 
-    def run(self, seconds: float, check: Check) -> Place:
+    def run(self, seconds: float, check: Check) -> SocketAddress:
         places = [(address, port) for address in self._addresses for port in self._ports]
         began = time.monotonic()
         pool = ThreadPoolExecutor(max(1, len(places)))
@@ -205,7 +205,7 @@ class _Search:
             hint="is the first one started, there, and with the same settings?",
         )
 
-    def _try(self, place: Place) -> Place | None:
+    def _try(self, place: SocketAddress) -> SocketAddress | None:
         try:
             found = self._look(place)
         except ConnectionRefusedError:
@@ -231,7 +231,7 @@ class _Search:
         )
 
 
-def _hear(place: Place) -> dict[str, Any]:
+def _hear(place: SocketAddress) -> dict[str, Any]:
     with socket.create_connection(place, timeout=_CONNECT_SECONDS) as connection:
         return hear(connection, time.monotonic() + _CONNECT_SECONDS)
 

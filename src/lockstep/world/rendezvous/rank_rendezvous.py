@@ -49,7 +49,7 @@ _runs = itertools.count()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rendezvous:
+class RankRendezvous:
     """A completed rendezvous of all ranks.
 
     Attributes:
@@ -75,7 +75,7 @@ class Rendezvous:
                 text = f"rank {self.world.rank} failed: {type(error).__name__}: {what}"
                 self.store.set("failed", text)
 
-    def heard(self, seconds: float) -> str | None:
+    def failure_of_others(self, seconds: float) -> str | None:
         """Return what another rank has told of its failure, or tells within `seconds`."""
         with contextlib.suppress(RuntimeError):  # the store may be gone with its host
             if await_any(self.store, [["failed"]], seconds) is not None:
@@ -83,7 +83,7 @@ class Rendezvous:
         return None
 
     @contextlib.contextmanager
-    def telling(self) -> Iterator[None]:
+    def reporting_failure(self) -> Iterator[None]:
         """Tell the other ranks if the body fails."""
         try:
             yield
@@ -120,9 +120,9 @@ class Rendezvous:
             self.wait(keys, what)
             return of([self.store.get(one).decode() for one in keys])
 
-        return self.told(key, answer, what)
+        return self.broadcast(key, answer, what)
 
-    def told(self, key: str, answer: Callable[[], str], what: str) -> str:
+    def broadcast(self, key: str, answer: Callable[[], str], what: str) -> str:
         """Return what `answer` returns on rank 0, which calls it; all ranks call this together.
 
         Raises:
@@ -150,7 +150,7 @@ class Rendezvous:
             raise PeerError(failed or f"not all ranks came to {what} within {TIMEOUT}")
 
 
-def join_ranks(world: World, store: dist.Store | None = None) -> Rendezvous:
+def join_ranks(world: World, store: dist.Store | None = None) -> RankRendezvous:
     """Meet the other ranks.
 
     A store of the user's, or the one of a process group that the script has made, is taken as it is.
@@ -168,7 +168,7 @@ def join_ranks(world: World, store: dist.Store | None = None) -> Rendezvous:
     if store is None and dist.is_initialized():
         world = _as_in_group(world)
     if world.size == 1:
-        return Rendezvous(world=world, store=dist.HashStore(), number=number, ours=True)
+        return RankRendezvous(world=world, store=dist.HashStore(), number=number, ours=True)
     given = store
     if given is None and dist.is_initialized():
         given = dist.distributed_c10d._get_default_store()
@@ -182,7 +182,7 @@ def join_ranks(world: World, store: dist.Store | None = None) -> Rendezvous:
             world = _complete(world, dist.PrefixStore("join", fresh), number, wait)
     if not unchecked and network.is_loopback(world.address):
         _use_interface("lo")
-    return Rendezvous(world=world, store=fresh, number=number, ours=given is None)
+    return RankRendezvous(world=world, store=fresh, number=number, ours=given is None)
 
 
 def join_timeout() -> timedelta:
@@ -200,7 +200,7 @@ def join_timeout() -> timedelta:
     raise UsageError(f"{_JOIN_VARIABLE} is {text!r}; expected a positive number of seconds")
 
 
-def leave(rendezvous: Rendezvous) -> None:
+def leave(rendezvous: RankRendezvous) -> None:
     """Leave in good order: rank 0, which may host the store, goes last."""
     world, store = rendezvous.world, rendezvous.store
     launchers = world.agent_store or world.launch_file is not None

@@ -16,7 +16,7 @@ from lockstep.engine.recovery.resume import ResumeInfo, Search, launch_of, recal
 from lockstep.engine.training.divergence import check_same
 from lockstep.settings import Settings
 from lockstep.world.model import World
-from lockstep.world.rendezvous.rank_rendezvous import Rendezvous
+from lockstep.world.rendezvous.rank_rendezvous import RankRendezvous
 from tests.unit.threads import together
 
 
@@ -40,14 +40,14 @@ class Counting:
         return getattr(self._store, name)
 
 
-def each_rank(size: int) -> list[Rendezvous]:
+def each_rank(size: int) -> list[RankRendezvous]:
     store = dist.HashStore()
     place: dict[str, Any] = {"size": size, "local_size": size, "address": "h", "port": 1}
     worlds = [World(rank=rank, local_rank=rank, **place) for rank in range(size)]
-    return [Rendezvous(world=one, store=Counting(store), number=0, ours=True) for one in worlds]  # type: ignore[arg-type]
+    return [RankRendezvous(world=one, store=Counting(store), number=0, ours=True) for one in worlds]  # type: ignore[arg-type]
 
 
-def keys_read(ranks: list[Rendezvous]) -> list[int]:
+def keys_read(ranks: list[RankRendezvous]) -> list[int]:
     return [sum(one.store.read.values()) for one in ranks]  # type: ignore[attr-defined]
 
 
@@ -80,9 +80,9 @@ def test_ranks_are_ready_when_the_main_rank_says_so(size: int) -> None:
     assert (main, others) == (size, [1] * (size - 1))
 
 
-def rendezvous(generation: int = 0, environment: str = "lockstep") -> Rendezvous:
+def rendezvous(generation: int = 0, environment: str = "lockstep") -> RankRendezvous:
     world = World(generation=generation, environment=environment)
-    return Rendezvous(world=world, store=dist.HashStore(), number=0, ours=True)
+    return RankRendezvous(world=world, store=dist.HashStore(), number=0, ours=True)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from lockstep.errors import LockstepError, PeerError
 from lockstep.state.checkpoint.shared_memory import Slot
 from lockstep.state.record.stacks import Frame
 from lockstep.world.model import World
-from lockstep.world.rendezvous.rank_rendezvous import Rendezvous
+from lockstep.world.rendezvous.rank_rendezvous import RankRendezvous
 from tests.unit.threads import Party
 
 
@@ -40,7 +40,7 @@ class Rank:
         self.heartbeat = Heartbeat(self.slot)
         self.told: list[LockstepError] = []
         self.place: Frame | None = None
-        rendezvous = Rendezvous(world=world, store=store, number=0, ours=True)
+        rendezvous = RankRendezvous(world=world, store=store, number=0, ours=True)
         self.watch = Watchdog(rendezvous, self.heartbeat, self.tell)
 
     def tell(self, error: LockstepError, place: Frame | None) -> None:

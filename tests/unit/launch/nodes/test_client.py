@@ -17,8 +17,8 @@ from lockstep.launch.agent.failure import Verdict
 from lockstep.launch.nodes import client, coordinator, server
 from lockstep.launch.nodes.client import CoordinatorClient, RoundOverError
 from lockstep.launch.nodes.membership import Membership
-from lockstep.launch.nodes.messages import Decision, Told
-from lockstep.launch.nodes.server import CoordinatorServer, Place
+from lockstep.launch.nodes.messages import Decision, FailureReport
+from lockstep.launch.nodes.server import CoordinatorServer, ServerAddress
 from tests.unit.threads import Party, together
 
 Maker = Callable[..., CoordinatorClient]
@@ -60,7 +60,7 @@ def end(launcher: CoordinatorClient) -> None:
         launcher.server.close()
 
 
-def place_of(first: CoordinatorClient) -> Place:
+def place_of(first: CoordinatorClient) -> ServerAddress:
     assert first.server is not None
     return first.server.place
 
@@ -83,8 +83,8 @@ def verdict(rank: int) -> Verdict:
     )
 
 
-def cause(rank: int) -> Told:
-    return Told(verdict=verdict(rank), consequence=False, time=1.0)
+def cause(rank: int) -> FailureReport:
+    return FailureReport(verdict=verdict(rank), consequence=False, time=1.0)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 5) -> bool:
@@ -167,7 +167,7 @@ def test_a_stranger_that_sends_slowly_is_closed(
     assert sent < len(place_of(first).start) - 1
     second = make(1, 2)
     verdict_of_1 = replace(verdict(1), traceback="x" * (1 << 16))
-    second.fail(Told(verdict=verdict_of_1, consequence=False, time=1.0))
+    second.fail(FailureReport(verdict=verdict_of_1, consequence=False, time=1.0))
     assert problem_of(first) == verdict_of_1, "a launcher's first message may be long"
 
 
@@ -344,7 +344,7 @@ def test_launcher_0_that_has_ended_is_lost(
 
 def test_launcher_0_that_says_nothing_is_lost(lost_soon: None) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        place = Place(port=listener.getsockname()[1], token="")
+        place = ServerAddress(port=listener.getsockname()[1], token="")
         one = CoordinatorClient(membership(1, 2), place)
         found = problem_of(one)
         one.close()

@@ -15,7 +15,13 @@ from lockstep.launch.agent.failure import Verdict
 from lockstep.launch.agent.restarts import Kind
 from lockstep.launch.nodes.coordinator import Coordinator
 from lockstep.launch.nodes.membership import Membership
-from lockstep.launch.nodes.messages import Answer, Decision, Said, Told, lost_verdict
+from lockstep.launch.nodes.messages import (
+    Answer,
+    Decision,
+    FailureReport,
+    LauncherReport,
+    lost_verdict,
+)
 from lockstep.world.rendezvous.decode import decode
 
 Maker = Callable[..., Coordinator]
@@ -45,7 +51,7 @@ def make(
 
 
 def say(coordinator: Coordinator, index: int, now: float = 0.0, **news: Any) -> Answer:
-    return coordinator.hear(Said(**{"index": index, "generation": 0, **news}), now)
+    return coordinator.hear(LauncherReport(**{"index": index, "generation": 0, **news}), now)
 
 
 def verdict(rank: int) -> Verdict:
@@ -54,8 +60,8 @@ def verdict(rank: int) -> Verdict:
     )
 
 
-def told(rank: int, *, when: float = 1.0, consequence: bool = False) -> Told:
-    return Told(verdict=verdict(rank), consequence=consequence, time=when)
+def told(rank: int, *, when: float = 1.0, consequence: bool = False) -> FailureReport:
+    return FailureReport(verdict=verdict(rank), consequence=consequence, time=when)
 
 
 def kind(coordinator: Coordinator) -> str | None:
@@ -80,8 +86,10 @@ def test_what_is_said_survives_json() -> None:
     odd = Verdict(
         text="é\n\udcff\0 '\"", exit_code=137, name="rank 3", traceback=None, kind=Kind.HANG
     )
-    said = Said(index=2, generation=5, failure=Told(verdict=odd, consequence=True, time=1.5))
-    assert decode(Said, json.loads(json.dumps(asdict(said)))) == said
+    said = LauncherReport(
+        index=2, generation=5, failure=FailureReport(verdict=odd, consequence=True, time=1.5)
+    )
+    assert decode(LauncherReport, json.loads(json.dumps(asdict(said)))) == said
     answer = Answer(decision=Decision(kind="round", text="x", verdict=odd, staying=(0, 2)), port=7)
     assert decode(Answer, json.loads(json.dumps(asdict(answer)))) == answer
 

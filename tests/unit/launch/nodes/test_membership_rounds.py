@@ -34,7 +34,7 @@ from lockstep.launch.nodes.join import order
 from lockstep.launch.nodes.keys import Card, RendezvousKeys
 from lockstep.launch.nodes.membership import Common, Launcher, Membership, NotNeeded
 from lockstep.launch.nodes.membership_rounds import Rounds
-from lockstep.launch.nodes.server import Place
+from lockstep.launch.nodes.server import ServerAddress
 from lockstep.launch.plan import Generation
 from lockstep.world import host
 from lockstep.world.rendezvous.membership_check import NodeInfo
@@ -161,7 +161,7 @@ def card(token: str, last: int, index: int) -> Card:
         node=NodeInfo(host="h", name=token, pid=1, versions={}),
         launcher=Launcher(ranks=1, name=token),
         common=COMMON,
-        place=Place(port=1, token=token),
+        place=ServerAddress(port=1, token=token),
         round=last,
         index=index,
         generation=0,

@@ -8,16 +8,16 @@ from dataclasses import asdict
 import pytest
 
 from lockstep.launch.agent.failure import Verdict
-from lockstep.launch.nodes.messages import LINE, Answer, Decision, Told, fitting
+from lockstep.launch.nodes.messages import LINE, Answer, Decision, FailureReport, fitting
 from lockstep.state.record import error_report
 
 
-def told(length: int) -> Told:
+def told(length: int) -> FailureReport:
     """What is told of a verdict so long that its message has `length` bytes."""
 
-    def of(text: str) -> Told:
+    def of(text: str) -> FailureReport:
         verdict = Verdict(text=text, exit_code=1, name="rank 1", traceback=None, brief="x")
-        return Told(verdict=verdict, consequence=False, time=1.0)
+        return FailureReport(verdict=verdict, consequence=False, time=1.0)
 
     return of("a" * (length - len(json.dumps(asdict(of(""))))))
 
@@ -40,7 +40,7 @@ def test_what_is_too_long_says_so(size: int) -> None:
     assert (one.verdict.exit_code, one.time) == (1, 1.0)
 
 
-def answer(one: Told) -> int:
+def answer(one: FailureReport) -> int:
     """The bytes of the answer that all launchers get."""
     decision = Decision(kind="end", text=one.verdict.brief, verdict=one.verdict)
     return len(json.dumps(asdict(Answer(decision=decision))))
@@ -53,7 +53,7 @@ def test_a_verdict_of_any_exception_fits(letter: str) -> None:
     assert "1991808 characters left out" in report.message
     text = f"{report.exception}: {report.message}"
     verdict = Verdict(text=text, exit_code=1, name="rank 1", traceback=report.traceback, brief=text)
-    one = Told(verdict=verdict, consequence=False, time=1.0)
+    one = FailureReport(verdict=verdict, consequence=False, time=1.0)
     assert fitting(one) is one
     assert answer(one) < LINE
 

@@ -20,7 +20,7 @@ from lockstep.world.network import Interface, listen
 from lockstep.world.rendezvous import connectivity_check, members
 from lockstep.world.rendezvous.connectivity_check import (
     Attempt,
-    Card,
+    ProbeTarget,
     Reach,
     check_connectivity,
     choose,
@@ -39,8 +39,8 @@ def eth(member: int, name: str = "eth0") -> Reach:
     return Reach(name, f"10.0.0.{member}")
 
 
-def card(member: int, *offered: Reach) -> Card:
-    return Card(f"token {member}", 4000 + member, offered or (eth(member), LOOPBACK))
+def card(member: int, *offered: Reach) -> ProbeTarget:
+    return ProbeTarget(f"token {member}", 4000 + member, offered or (eth(member), LOOPBACK))
 
 
 def reach(member: int, place: Reach | None = None, source: Reach | None = None) -> Attempt:
@@ -103,7 +103,7 @@ IB, DEAD = eth(0, "ib0"), eth(9, "eno1")
     ],
 )
 def test_where_members_are_tried(
-    cards: list[Card], reports: list[list[Attempt]], places: list[list[Reach]]
+    cards: list[ProbeTarget], reports: list[list[Attempt]], places: list[list[Reach]]
 ) -> None:
     assert choose(cards, reports) == places
 
@@ -271,7 +271,7 @@ def test_another_one_listens_there(
         if said is None:
             server.shutdown(socket.SHUT_RDWR)
             server.close()
-        store.set("cards/1", json.dumps(asdict(Card("token", port, (LOOPBACK,)))))
+        store.set("cards/1", json.dumps(asdict(ProbeTarget("token", port, (LOOPBACK,)))))
         store.set("first/0/1", json.dumps([time.time(), [asdict(reach(0, LOOPBACK, LOOPBACK))]]))
         store.set("pairs/1", json.dumps([asdict(reach(0, LOOPBACK, LOOPBACK))]))
         error = the_error([Party(partial(check, store, 0, 2)).end()])
@@ -300,7 +300,9 @@ def test_the_store_goes_away() -> None:
 
 def tell(store: dist.Store, member: int, port: int, *reports: list[Attempt]) -> None:
     """Leave in the store what a member of two looks would, which reaches all in the end."""
-    store.set(f"cards/{member}", json.dumps(asdict(Card(f"token {member}", port, (LOOPBACK,)))))
+    store.set(
+        f"cards/{member}", json.dumps(asdict(ProbeTarget(f"token {member}", port, (LOOPBACK,))))
+    )
     for look, report in enumerate(reports):
         told = [time.time(), [asdict(one) for one in report]]
         store.set(f"first/{look}/{member}", json.dumps(told))

@@ -18,8 +18,8 @@ from lockstep.world import World
 from lockstep.world.rendezvous import members
 from lockstep.world.rendezvous.membership_check import (
     NodeInfo,
-    Place,
     RankInfo,
+    RankPlacement,
     came_once,
     check_members,
     places,
@@ -30,13 +30,17 @@ from tests.unit.threads import Party, together
 VERSIONS = {"lockstep": "0.1", "torch": "2.13.0"}
 
 
-def place(local_rank: int, local_size: int, node_rank: int = 0, node_count: int = 1) -> Place:
-    return Place(
+def place(
+    local_rank: int, local_size: int, node_rank: int = 0, node_count: int = 1
+) -> RankPlacement:
+    return RankPlacement(
         local_rank=local_rank, local_size=local_size, node_rank=node_rank, node_count=node_count
     )
 
 
-def info(host: str = "a", size: int = 2, where: Place | None = None, **node: Any) -> RankInfo:
+def info(
+    host: str = "a", size: int = 2, where: RankPlacement | None = None, **node: Any
+) -> RankInfo:
     plain = NodeInfo(host=host, name=host, pid=1, versions=VERSIONS)
     return RankInfo(node=replace(plain, **node), world=size, place=where)
 

@@ -17,7 +17,13 @@ from hypothesis import strategies as st
 
 from lockstep.errors import UnreachableError, WorldError
 from lockstep.world.rendezvous import port_discovery
-from lockstep.world.rendezvous.port_discovery import Announcer, Place, announce, await_port, find
+from lockstep.world.rendezvous.port_discovery import (
+    Announcer,
+    SocketAddress,
+    announce,
+    await_port,
+    find,
+)
 from tests.unit.threads import Party, together
 
 HERE = ("127.0.0.1",)
@@ -75,7 +81,7 @@ def _say(listener: socket.socket, said: bytes | None, open_: contextlib.ExitStac
                 connection.close()
 
 
-def look_for(name: str, seconds: float = 5, **changes: Any) -> Place:
+def look_for(name: str, seconds: float = 5, **changes: Any) -> SocketAddress:
     return find(changes.pop("addresses", HERE), name, "rank 1", seconds=seconds, **changes)
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from lockstep.errors import LockstepError, PeerError, UnreachableError, UsageError, WorldError
 from lockstep.world import World
 from lockstep.world.rendezvous import members, port_discovery, rank_rendezvous, store
-from lockstep.world.rendezvous.rank_rendezvous import Rendezvous
+from lockstep.world.rendezvous.rank_rendezvous import RankRendezvous
 from tests.unit.threads import Party, together
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
@@ -60,7 +60,7 @@ def join_all(ranks: list[World], store: dist.Store | None = None) -> list[Any]:
 
 def check_met(found: list[Any]) -> None:
     """Let ranks that have met exchange a word, and leave."""
-    assert all(isinstance(one, Rendezvous) for one in found), found
+    assert all(isinstance(one, RankRendezvous) for one in found), found
     for rank, one in enumerate(found):
         assert (one.world.rank, one.world.placed, one.number) == (rank, True, 0)
         one.store.set(f"word/{rank}", f"of {rank}")
@@ -210,7 +210,9 @@ def test_a_rank_that_does_not_come_to_the_file(tmp_path: Path, impatient: None) 
 
 def test_a_stale_file_is_named_and_kept(tmp_path: Path, impatient: None) -> None:
     ranks = worlds(file=str(tmp_path / "rendezvous"))
-    assert all(isinstance(one, Rendezvous) for one in join_all(ranks))  # and die without leaving
+    assert all(
+        isinstance(one, RankRendezvous) for one in join_all(ranks)
+    )  # and die without leaving
     found = join_all(ranks)
     assert all(isinstance(one, WorldError) for one in found), found
     assert all("has come twice" in one.message for one in found)
@@ -222,7 +224,7 @@ def test_a_stale_file_is_no_trap_for_what_lockstep_run_started(
     tmp_path: Path, impatient: None
 ) -> None:
     ranks = worlds(placed=True, environment="lockstep", file=str(tmp_path / "rendezvous"))
-    assert all(isinstance(one, Rendezvous) for one in join_all(ranks))
+    assert all(isinstance(one, RankRendezvous) for one in join_all(ranks))
     assert all("has come twice" in str(one) for one in join_all(ranks))
 
 
@@ -340,18 +342,18 @@ def test_the_interface_that_the_user_chose(
 
 
 @pytest.fixture
-def pair() -> Callable[[], list[Rendezvous]]:
+def pair() -> Callable[[], list[RankRendezvous]]:
     """Make the meetings of two ranks."""
 
-    def make(**settings: Any) -> list[Rendezvous]:
+    def make(**settings: Any) -> list[RankRendezvous]:
         store = dist.HashStore()
         ranks = worlds(file="(none)", **settings)
-        return [Rendezvous(world=one, store=store, number=0, ours=True) for one in ranks]
+        return [RankRendezvous(world=one, store=store, number=0, ours=True) for one in ranks]
 
     return make
 
 
-def test_ranks_are_ready_together(pair: Callable[..., list[Rendezvous]]) -> None:
+def test_ranks_are_ready_together(pair: Callable[..., list[RankRendezvous]]) -> None:
     one, two = pair()
     first = Party(one.ready)
     time.sleep(0.05)
@@ -360,17 +362,19 @@ def test_ranks_are_ready_together(pair: Callable[..., list[Rendezvous]]) -> None
     assert first.end() is None
 
 
-def test_a_rank_that_cannot_go_on_is_named(pair: Callable[..., list[Rendezvous]]) -> None:
+def test_a_rank_that_cannot_go_on_is_named(pair: Callable[..., list[RankRendezvous]]) -> None:
     one, two = pair()
     waiting = Party(one.ready)
-    with pytest.raises(ValueError, match="no such"), two.telling():
+    with pytest.raises(ValueError, match="no such"), two.reporting_failure():
         raise ValueError("no such file\nand more")
     failure = waiting.end()
     assert isinstance(failure, PeerError)
     assert failure.message == "rank 1 failed: ValueError: no such file"
 
 
-def test_the_first_failure_is_the_one_that_is_told(pair: Callable[..., list[Rendezvous]]) -> None:
+def test_the_first_failure_is_the_one_that_is_told(
+    pair: Callable[..., list[RankRendezvous]],
+) -> None:
     one, two = pair()
     two.fail(ValueError("first"))
     one.fail(ValueError("second"))
@@ -379,7 +383,7 @@ def test_the_first_failure_is_the_one_that_is_told(pair: Callable[..., list[Rend
 
 
 def test_nobody_is_waited_for_for_ever(
-    pair: Callable[..., list[Rendezvous]], monkeypatch: pytest.MonkeyPatch
+    pair: Callable[..., list[RankRendezvous]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_rendezvous, "TIMEOUT", timedelta(seconds=0.1))
     with pytest.raises(PeerError, match=r"not all ranks came to the end within 0:00:00.1"):
@@ -390,14 +394,14 @@ def test_the_store_goes_with_its_host() -> None:
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", host.port, is_master=False)
     world = worlds(address="127.0.0.1", port=host.port)[1]
-    rendezvous = Rendezvous(world=world, store=client, number=0, ours=True)
+    rendezvous = RankRendezvous(world=world, store=client, number=0, ours=True)
     del host
     with pytest.raises(PeerError, match="the store is gone, and with it the rank that hosts it"):
         rendezvous.wait(["never"], "come")
     rendezvous.fail(ValueError("nobody hears"))
 
 
-def test_rank_0_leaves_last(pair: Callable[..., list[Rendezvous]]) -> None:
+def test_rank_0_leaves_last(pair: Callable[..., list[RankRendezvous]]) -> None:
     one, two = pair()
     first = Party(lambda: rank_rendezvous.leave(one))
     time.sleep(0.05)
@@ -406,7 +410,7 @@ def test_rank_0_leaves_last(pair: Callable[..., list[Rendezvous]]) -> None:
     assert first.end() is None
 
 
-def test_who_hosts_no_store_waits_for_nobody(pair: Callable[..., list[Rendezvous]]) -> None:
+def test_who_hosts_no_store_waits_for_nobody(pair: Callable[..., list[RankRendezvous]]) -> None:
     rank_rendezvous.leave(pair(agent_store=True)[0])
     rank_rendezvous.leave(replace(pair()[0], ours=False))
     rank_rendezvous.leave(pair()[1])
