@@ -14,25 +14,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
+#: The process that is asked about, by its directory in `/proc`; by default this one.
 _SELF = Path("/proc/self")
 
 
 def cpu_quota(process: Path = _SELF) -> float | None:
-    """Return how many processors' time the process may use, or `None` where nothing limits it.
-
-    Args:
-        process: its directory in `/proc`.
-    """
+    """Return how many processors' time the process may use, or `None` where nothing limits it."""
     limits = [limit for group in _groups(process, "cpu") if (limit := _limit(group)) is not None]
     return min(limits, default=None)
 
 
 def memory_left(process: Path = _SELF) -> int | None:
-    """Return how many more bytes the process may use, or `None` where nothing limits it.
-
-    Args:
-        process: its directory in `/proc`.
-    """
+    """Return how many more bytes the process may use, or `None` where nothing limits it."""
     left = [left for group in _groups(process, "memory") if (left := _left(group)) is not None]
     return min(left, default=None)
 
@@ -41,9 +34,6 @@ def oom_kills(process: Path = _SELF) -> int | None:
     """Return how often the kernel killed a process of a group for memory; `None` where it doesn't say.
 
     A group without the controller is counted in the next above it.
-
-    Args:
-        process: its directory in `/proc`.
     """
     for group in _groups(process, "memory"):
         for name in ("memory.events", "memory.oom_control"):  # of version 2, and of version 1
@@ -63,7 +53,8 @@ def _groups(process: Path, controller: str) -> Iterator[Path]:
         _, controllers, path = line.split(":", 2)
         for mount in mounts:
             if _has(controller, mount, controllers):
-                yield from _upwards(root=mount[3], point=Path(_unescape(mount[4])), path=path)
+                point = Path(mount[4].replace("\\040", " "))  # how mountinfo writes blanks
+                yield from _upwards(root=mount[3], point=point, path=path)
 
 
 def _has(controller: str, mount: list[str], controllers: str) -> bool:
@@ -103,13 +94,10 @@ def _left(group: Path) -> int | None:
     ):
         match _read(group / most, group / now):
             case [limit, used] if limit != "max":
-                return max(0, int(limit) - int(used) + _reclaimable(group))
+                # The kernel gives up cached files before it kills a process.
+                cached = int(_pairs(group / "memory.stat").get("inactive_file", 0))
+                return max(0, int(limit) - int(used) + cached)
     return None
-
-
-def _reclaimable(group: Path) -> int:
-    """Return the bytes of files that the kernel gives up before it kills anybody."""
-    return int(_pairs(group / "memory.stat").get("inactive_file", 0))
 
 
 def _pairs(file: Path) -> dict[str, str]:
@@ -122,8 +110,3 @@ def _read(*files: Path) -> list[str]:
         return [word for file in files for word in file.read_text().split()]
     except OSError:
         return []
-
-
-def _unescape(text: str) -> str:
-    """Undo how mountinfo writes blanks."""
-    return text.replace("\\040", " ")

@@ -17,11 +17,10 @@ from lockstep.world.rendezvous.store import TIMEOUT
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """How this rank reaches the others.
+    """Store and process group of a run.
 
     Attributes:
-        store: where ranks leave notes for each other.
-        group: the process group; `None` for a single rank.
+        group: `None` for a single rank.
         owned: whether the group was made here, and is to be destroyed at the end.
     """
 
@@ -37,11 +36,7 @@ def connect(
 
     A process group that the script has already made is taken as it is, if it moves tensors in the
     processor's memory as well as on the device; else a group of the same ranks that does is made beside it.
-
-    Args:
-        rendezvous: rendezvous of the ranks.
-        device: what this rank computes on.
-        always: whether a rank that is alone has a process group, too.
+    With `always`, a single rank has a process group, too.
 
     Raises:
         DeviceError: if two ranks would share a GPU.
@@ -66,9 +61,9 @@ def connect(
 
 
 def _adopt(device: torch.device) -> dist.ProcessGroup:
-    """Return the script's group, or a group of its ranks where a group such as NCCL's has no CPU side.
+    """Return the script's group, or a new one of its ranks where it has no CPU backend, as NCCL's.
 
-    Ranks compare what they do, and sum metrics, in the processor's memory.
+    Ranks compare their steps, and sum metrics, in the processor's memory.
     """
     group = dist.group.WORLD
     assert group is not None, "the script has made it"
@@ -85,7 +80,7 @@ def _check_devices(store: dist.Store, rank: int, device: torch.device) -> None:
     own = device_identity(device)
     if own is None:
         return
-    claims = dist.PrefixStore(own, store)  # no two GPUs have one name, on however many nodes
+    claims = dist.PrefixStore(own, store)  # no two GPUs have the same name, on however many nodes
     if claims.add("claims", 1) == 1:
         claims.set("first", str(rank))
         return

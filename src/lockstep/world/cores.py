@@ -27,7 +27,7 @@ Topology = tuple[tuple[Core, ...], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What one process may use of its host, in a form that another process can be told.
+    """Cores and processor time that one process may use.
 
     Attributes:
         cores: each core by the smallest number among its processors.
@@ -54,7 +54,7 @@ def usable_cores() -> int:
 
 
 def count(shares: Iterable[Share]) -> int:
-    """Return how many cores processes of one host may use together, of which each has a share.
+    """Return how many cores the processes of one host may use together.
 
     Launchers may give each process cores of its own, or all of them the same.
     """
@@ -71,9 +71,6 @@ def shared_cores(rendezvous: RankRendezvous) -> int:
     Unlike `usable_cores()`, it doesn't depend on whether the launcher bound each rank to a part of them, as
     `mpiexec` and Slurm do.
 
-    Args:
-        rendezvous: rendezvous of all ranks.
-
     Raises:
         PeerError: if a rank cannot continue.
     """
@@ -89,16 +86,15 @@ def shared_cores(rendezvous: RankRendezvous) -> int:
 
 
 def topology(allowed: Iterable[int] | None = None) -> Topology:
-    """Return the cores that this process may run on, by NUMA node, all in order of their numbers.
+    """Return the cores of the allowed processors, by NUMA node, all in order of their numbers.
 
-    Args:
-        allowed: processors; by default those of this process.
+    By default these are the processors that this process may run on.
     """
-    cpus = sorted(os.sched_getaffinity(0) if allowed is None else allowed)
     nodes: dict[int, dict[int, list[int]]] = {}
-    for cpu in cpus:
-        cores = nodes.setdefault(_numa_node(cpu), {})
-        cores.setdefault(_siblings(cpu)[0], []).append(cpu)
+    for cpu in sorted(os.sched_getaffinity(0) if allowed is None else allowed):
+        links = (_SYSTEM / "cpu" / f"cpu{cpu}").glob("node[0-9]*")
+        node = min((int(link.name.removeprefix("node")) for link in links), default=0)
+        nodes.setdefault(node, {}).setdefault(_siblings(cpu)[0], []).append(cpu)
     return tuple(tuple(map(tuple, cores.values())) for _, cores in sorted(nodes.items()))
 
 
@@ -111,11 +107,6 @@ def _siblings(cpu: int) -> list[int]:
         except (OSError, ValueError):
             continue
     return [cpu]
-
-
-def _numa_node(cpu: int) -> int:
-    nodes = (_SYSTEM / "cpu" / f"cpu{cpu}").glob("node[0-9]*")
-    return min((int(node.name.removeprefix("node")) for node in nodes), default=0)
 
 
 def parse_list(text: str) -> list[int]:

@@ -33,7 +33,7 @@ def detect(environ: Mapping[str, str] | None = None) -> World:
             f"LOCKSTEP_ENVIRONMENT is {wanted!r}, but the variables of {wanted} are not set",
             hint=f"start with {wanted}, or unset LOCKSTEP_ENVIRONMENT",
         )
-    if world.environment == "single" and init_method.says_where(environ):
+    if world.environment == "single" and init_method.has_address(environ):
         raise UsageError(
             f"{init_method.VARIABLE} is {environ[init_method.VARIABLE]!r}, and there is no rank for this "
             "process; expected RANK and WORLD_SIZE too",
@@ -70,24 +70,17 @@ def given(
             hint="the environment knows them under every launcher",
         )
     environ = init_method.apply(os.environ if environ is None else environ, init_method_url)
-    if rank is not None:
-        environ = _counted(environ, {"RANK": str(rank), "WORLD_SIZE": str(world_size)})
     if has_store:
         environ = {**environ, init_method.FILE: "(a store of the script's own)"}
     if rank is None:
         return detect(environ)
+    numbers = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    if not numbers.items() <= environ.items():  # the launcher counts other processes
+        environ = {name: environ[name] for name in environ if name not in _LAUNCHERS_OWN} | numbers
     return torchrun.read(environ, environment="given", reason="the script gave rank and world_size")
 
 
-def _counted(environ: Mapping[str, str], numbers: Mapping[str, str]) -> Mapping[str, str]:
-    """Return `environ` with the script's `numbers`, which may be its launcher's or others."""
-    if numbers.items() <= environ.items():
-        return environ
-    kept = {name: environ[name] for name in environ if name not in _LAUNCHERS_OWN}
-    return {**kept, **numbers}
-
-
-#: What a launcher said of a process that its script counts otherwise.
+#: Variables of a launcher that mean nothing where the script gives other ranks.
 _LAUNCHERS_OWN = (
     "LOCAL_RANK",
     "LOCAL_WORLD_SIZE",

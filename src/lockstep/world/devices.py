@@ -33,13 +33,9 @@ def choose_device(
 ) -> torch.device:
     """Return the device of this rank, and make it the current one.
 
-    What `lockstep run` chose for this rank wins over `wanted`.
-
-    Args:
-        wanted: `cpu`; `gpu`; `auto`, a GPU where there is one for every local rank; or a list of
-            indices, one for every local rank, among the GPUs that this process sees.
-        world: this rank's world.
-        environ: variables of this process.
+    `wanted` is `cpu`; `gpu`; `auto`, a GPU where there is one for every local rank; or a list of indices,
+    one for every local rank, among the GPUs that this process sees. What `lockstep run` chose for this rank
+    wins over it.
 
     Raises:
         DeviceError: if GPUs are wanted and cannot be had.
@@ -76,13 +72,13 @@ def _index(asked: Word | Ids, world: World, count: int, environ: Mapping[str, st
 
 def _listed(ids: Ids, world: World, count: int) -> int:
     shown = ",".join(ids)
-    named = [one for one in ids if not one.isdecimal()]
-    if named:
+    name = next((one for one in ids if not one.isdecimal()), None)
+    if name is not None:
         raise DeviceError(
-            f"devices={shown}: {named[0]} is no index, and a process that runs cannot be shown other GPUs",
+            f"devices={shown}: {name} is no index, and a process that runs cannot be shown other GPUs",
             hint=f"lockstep run --devices {shown}, or {_variable()}={shown}",
         )
-    if len(set(ids)) != world.local_size or len(ids) != world.local_size:
+    if not len(set(ids)) == len(ids) == world.local_size:
         raise DeviceError(
             f"devices={shown} for {world.local_size} rank(s) on this node; expected one for each"
         )
@@ -96,7 +92,7 @@ def _listed(ids: Ids, world: World, count: int) -> int:
 
 
 def _shown(environ: Mapping[str, str]) -> list[str]:
-    """Return what the variable that hides GPUs names, if it is set."""
+    """Return the devices that CUDA_VISIBLE_DEVICES, or the like, names, if it is set."""
     text = environ.get(_variable())
     return [] if text is None else [entry.strip() for entry in text.split(",")]
 
@@ -135,10 +131,8 @@ def default_threads(replicas: int, cores: int | None = None) -> int:
     They belong to the run's identity on CPU: a sum over two threads has other bits than over one.
     So they follow from the replicas, of which there are as many on every layout.
 
-    Args:
-        replicas: number of replicas of the run.
-        cores: cores of this node; by default those that this process may use, or had before
-            `lockstep run --bind cores` gave it a part of them.
+    By default the cores are those that this process may use, or had before `lockstep run --bind cores`
+    gave it a part of them.
     """
     if cores is None:
         cores = int(os.environ.get(CORES) or usable_cores())
@@ -161,11 +155,8 @@ def keep_freed_memory(device: torch.device, environ: Mapping[str, str] | None = 
 
     By default glibc gives the gradients and activations of a step back to the system, and the system
     must clear each page again in the next step. A tensor above 32 MiB that fits into no freed block
-    gets pages of its own, which go back.
-
-    Args:
-        device: of the rank; on a GPU, PyTorch's own allocator keeps the tensors' memory.
-        environ: variables of this process; what they set for the allocator stays.
+    gets pages of its own, which go back. On a GPU, PyTorch's own allocator keeps the tensors' memory. What
+    the user has set for glibc stays.
     """
     environ = os.environ if environ is None else environ
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl and macOS have none

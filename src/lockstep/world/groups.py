@@ -25,51 +25,47 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-#: Groups of ours, for as long as there is something that can use them.
+#: Lockstep's groups, for as long as something can use them.
 _kept: list[ProcessGroup | None] = []
 #: Groups that the script has destroyed, the newest last.
 _destroyed: dict[ProcessGroup, None] = {}
-#: How many of earlier ones are held: each has sockets, and a script may make and destroy groups for ever.
-_HELD = 16
-#: Seconds in which a thread of a group that a model still holds gets the interpreter's lock.
+#: How many of the earlier ones are kept: each has sockets, and a script may destroy groups for ever.
+_MOST_DESTROYED = 16
+#: Seconds in which a thread of a group that a model still refers to gets the interpreter's lock.
 _TURN = 0.1
 
 
 def keep(group: ProcessGroup | None) -> None:
     """Keep a process group until the process ends."""
     _kept.append(group)
-    _part_at_the_end()
+    _release_at_exit()
 
 
 def keep_destroyed() -> None:
-    """Have `torch.distributed.destroy_process_group` leave a script's groups to the end of the process.
+    """Patch `torch.distributed.destroy_process_group`: a script's groups stay until the process ends.
 
-    That is for forked workers, in which torch is there before the script; elsewhere it does nothing.
+    Only forked workers need it, in which torch is imported before the script; elsewhere it does nothing.
     """
     dist: Any = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available():
         return
-    _part_at_the_end()
+    _release_at_exit()
     inner = dist.distributed_c10d
     destroy = inner.destroy_process_group
 
     @functools.wraps(destroy)
     def destroy_process_group(group: ProcessGroup | None = None) -> None:
-        _hold(tuple(inner._world.pg_map))
+        groups = tuple(inner._world.pg_map)
+        for earlier in [one for one in _destroyed if one not in groups][:-_MOST_DESTROYED]:
+            del _destroyed[earlier]
+        _destroyed.update(dict.fromkeys(groups))
         destroy(group)
 
     dist.destroy_process_group = inner.destroy_process_group = destroy_process_group
 
 
-def _hold(groups: tuple[ProcessGroup, ...]) -> None:
-    earlier = [group for group in _destroyed if group not in groups]
-    for group in earlier[:-_HELD]:
-        del _destroyed[group]
-    _destroyed.update(dict.fromkeys(groups))
-
-
 def _inherit() -> None:
-    """Never let go, in a fork, of the groups of its parent: their threads are not here to be joined."""
+    """Leak the parent's groups in a fork: their threads are not here to be joined."""
     for group in (*_kept, *_destroyed):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     _kept.clear()
@@ -79,15 +75,15 @@ def _inherit() -> None:
 os.register_at_fork(after_in_child=_inherit)
 
 
-def _part_at_the_end() -> None:
-    atexit.unregister(_let_go)
-    atexit.register(_let_go)
+def _release_at_exit() -> None:
+    atexit.unregister(_release)
+    atexit.register(_release)
 
 
-def _let_go() -> None:
-    """Part from all groups while the interpreter is whole.
+def _release() -> None:
+    """Drop all groups while the interpreter is whole.
 
-    Threads of groups that something else holds, such as a model in a global variable, get a turn.
+    Threads of groups that something else refers to, such as a model in a global variable, get a turn.
     """
     groups = [weakref.ref(group) for group in (*_kept, *_destroyed) if group is not None]
     _kept.clear()

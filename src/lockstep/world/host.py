@@ -37,8 +37,8 @@ def peer(end: socket.socket) -> tuple[int, int]:
     Raises:
         OSError: if there is none.
     """
-    told = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, user, _ = _CREDENTIALS.unpack(told)
+    credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, user, _ = _CREDENTIALS.unpack(credentials)
     return pid, user
 
 

@@ -54,33 +54,29 @@ class World:
     reason: str = ""
 
     def __post_init__(self) -> None:
-        self._check_pair("rank", self.rank, "size", self.size)
-        self._check_pair("local_rank", self.local_rank, "local_size", self.local_size)
-        self._check_pair("node_rank", self.node_rank, "node_count", self.node_count)
+        for index_name, count_name in (
+            ("rank", "size"),
+            ("local_rank", "local_size"),
+            ("node_rank", "node_count"),
+        ):
+            index, count = getattr(self, index_name), getattr(self, count_name)
+            if not 0 <= index < count:
+                raise WorldError(
+                    f"{self.environment}: {index_name} is {index} with {count_name} {count}; "
+                    f"expected 0 <= {index_name} < {count_name}",
+                    hint="two launchers may have set variables of one process; start from a clean shell",
+                )
         if self.local_size > self.size:
             raise WorldError(
                 f"{self.environment}: {self.local_size} local processes in a world of {self.size}; "
                 "expected at most the size of the world",
                 hint="check LOCAL_WORLD_SIZE and WORLD_SIZE",
             )
-        if self.size > 1 and not self._has_meeting_place:
+        by_address = self.address is not None and (self.port is not None or self.key is not None)
+        if self.size > 1 and not (by_address or self.file or self.launch_file or self.by_mpi):
             raise WorldError(
                 f"{self.environment}: {self.size} processes but no rendezvous address",
                 hint="set MASTER_ADDR and MASTER_PORT, or start with `lockstep run`",
-            )
-
-    @property
-    def _has_meeting_place(self) -> bool:
-        has_port = self.port is not None or self.key is not None
-        by_name = self.address is not None and has_port
-        return by_name or bool(self.file or self.launch_file) or self.by_mpi
-
-    def _check_pair(self, index_name: str, index: int, count_name: str, count: int) -> None:
-        if not 0 <= index < count:
-            raise WorldError(
-                f"{self.environment}: {index_name} is {index} with {count_name} {count}; "
-                f"expected 0 <= {index_name} < {count_name}",
-                hint="two launchers may have set variables of one process; start from a clean shell",
             )
 
     @property

@@ -19,46 +19,19 @@ from lockstep.errors import WorldError
 from lockstep.world import network
 from lockstep.world.model import World
 
-#: Bytes of what rank 0 tells the others: a name, and the addresses of its interfaces.
-_NOTE = 1 << 14
+#: Bytes of the broadcast of rank 0: a name, and the addresses of its interfaces.
+_BROADCAST = 1 << 14
 
-#: What is mpi4py's: it has no types where it is not installed.
+#: Types of mpi4py, which has none where it is not installed.
 Library = Any
 Communicator = Any
 Request = Any
-
-
-class _End:
-    """How MPI ends in this process: decided when the interpreter does.
-
-    Args:
-        library: mpi4py's module `MPI`.
-        ours: whether MPI was begun here, and is to be ended here.
-    """
-
-    def __init__(self, library: Library, *, ours: bool) -> None:
-        self._library, self._ours = library, ours
-        self._process = os.getpid()
-
-    def __call__(self) -> None:
-        if os.getpid() != self._process or self._library.Is_finalized():
-            return
-        everyone = self._library.COMM_WORLD
-        if not has_failed() or everyone.size == 1:
-            if self._ours:
-                self._library.Finalize()
-        elif not self._ours:
-            # mpi4py would call MPI_Finalize next, which waits for ranks that wait for this one.
-            sys.stdout.flush()
-            sys.stderr.flush()
-            everyone.Abort(1)
-
 
 _failed = threading.Event()
 
 
 def fail() -> None:
-    """Take note that a run of this process has failed: it will not wait for the others at its end."""
+    """Note that a run of this process has failed: it will not wait for other ranks at its end."""
     _failed.set()
 
 
@@ -74,11 +47,11 @@ def library() -> Library:
     Raises:
         WorldError: if mpi4py or the MPI library are not there.
     """
-    began_before = "mpi4py.MPI" in sys.modules
+    ours = "mpi4py.MPI" not in sys.modules
     try:
         import mpi4py
 
-        if not began_before:
+        if ours:
             mpi4py.rc.finalize = False
         from mpi4py import MPI
     except ImportError as error:
@@ -92,8 +65,23 @@ def library() -> Library:
         ) from error
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
-    atexit.register(_End(MPI, ours=not began_before))
+    atexit.register(_finish, MPI, os.getpid(), ours=ours)
     return MPI
+
+
+def _finish(mpi: Library, process: int, *, ours: bool) -> None:
+    """End MPI at the interpreter's exit: finalize what was begun here, abort if this rank has failed."""
+    if os.getpid() != process or mpi.Is_finalized():
+        return
+    everyone = mpi.COMM_WORLD
+    if not has_failed() or everyone.size == 1:
+        if ours:
+            mpi.Finalize()
+    elif not ours:
+        # mpi4py would call MPI_Finalize next, which waits for ranks that wait for this one.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        everyone.Abort(1)
 
 
 @functools.cache
@@ -130,19 +118,16 @@ def agree(world: World) -> tuple[str, tuple[str, ...]]:
             hint="set MASTER_ADDR and MASTER_PORT, or install the extra: "
             "pip install 'torch-lockstep[mpi]'",
         ) from error
-    note = bytearray(_NOTE)
+    buffer = bytearray(_BROADCAST)
     if world.rank == 0:
-        told = json.dumps([secrets.token_hex(16), _own_addresses(world)]).encode()
-        assert len(told) <= _NOTE, "more interfaces than anybody has"
-        note[: len(told)] = told
-    everyone.Bcast(note, root=0)
-    name, addresses = json.loads(note.rstrip(b"\0"))
+        if world.address is not None:
+            own = list(network.addresses_of(world.address))
+        else:
+            known = sorted(network.interfaces(), key=lambda interface: interface.loopback)
+            own = [interface.address for interface in known]
+        message = json.dumps([secrets.token_hex(16), own]).encode()
+        assert len(message) <= _BROADCAST, "more interfaces than hosts have"
+        buffer[: len(message)] = message
+    everyone.Bcast(buffer, root=0)
+    name, addresses = json.loads(buffer.rstrip(b"\0"))
     return str(name), tuple(addresses)
-
-
-def _own_addresses(world: World) -> list[str]:
-    """Return where the others may look for this process, the network before the loopback interface."""
-    if world.address is not None:
-        return list(network.addresses_of(world.address))
-    known = sorted(network.interfaces(), key=lambda interface: interface.loopback)
-    return [interface.address for interface in known]

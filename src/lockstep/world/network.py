@@ -37,13 +37,7 @@ _UNREACHED = {
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """An interface of this host that is up, with an address.
-
-    Attributes:
-        name: the system's name of it.
-        address: IPv4, or IPv6 of global scope; an interface with several appears once for each.
-        loopback: whether it leads to this host alone.
-    """
+    """An interface of this host that is up, and one of its addresses: IPv4, or IPv6 of global scope."""
 
     name: str
     address: str
@@ -54,23 +48,15 @@ def interfaces() -> tuple[Interface, ...]:
     """Return the interfaces that are up, in the system's order, IPv4 addresses of each first."""
     import psutil
 
-    up = {name for name, one in psutil.net_if_stats().items() if one.isup}
+    states = psutil.net_if_stats()
     found = []
     for name, addresses in psutil.net_if_addrs().items():
-        if name not in up:
-            continue
         for family in (socket.AF_INET, socket.AF_INET6):
-            texts = [one.address for one in addresses if one.family == family]
-            found += [_interface(name, text) for text in texts if _offered(text)]
+            for text in [one.address for one in addresses if one.family == family]:
+                address = ipaddress.ip_address(text)
+                if name in states and states[name].isup and not address.is_link_local:
+                    found.append(Interface(name, text, address.is_loopback))
     return tuple(found)
-
-
-def _interface(name: str, address: str) -> Interface:
-    return Interface(name, address, ipaddress.ip_address(address).is_loopback)
-
-
-def _offered(text: str) -> bool:
-    return not ipaddress.ip_address(text).is_link_local
 
 
 def named(name: str) -> Interface:
@@ -79,21 +65,18 @@ def named(name: str) -> Interface:
     Raises:
         UsageError: if there is none of that name which is up and has an address.
     """
-    known = interfaces()
-    for one in known:
-        if one.name == name:
-            return one
-    first = {one.name: one.address for one in reversed(known)}
-    there = ", ".join(f"{one} ({address})" for one, address in reversed(first.items())) or "none"
-    why = "is down or has no address" if _exists(name) else "does not exist"
+    first: dict[str, Interface] = {}
+    for interface in interfaces():
+        first.setdefault(interface.name, interface)
+    if name in first:
+        return first[name]
+    there = ", ".join(f"{one.name} ({one.address})" for one in first.values()) or "none"
+    exists = any(name == known for _, known in socket.if_nameindex())
+    why = "is down or has no address" if exists else "does not exist"
     raise UsageError(
         f"the interface {name!r} {why} on {socket.gethostname()}; expected one of: {there}",
         hint="--interface NAME or LOCKSTEP_INTERFACE; without it, the interface is found by trying",
     )
-
-
-def _exists(name: str) -> bool:
-    return any(name == known for _, known in socket.if_nameindex())
 
 
 def interface_towards(address: str, among: Sequence[Interface] | None = None) -> Interface | None:
@@ -113,12 +96,12 @@ def interface_towards(address: str, among: Sequence[Interface] | None = None) ->
 
 
 def addresses_of(host: str) -> tuple[str, ...]:
-    """Return the addresses of `host`: a literal, or what the first of several sources says of the name.
+    """Return the addresses of `host`: a literal, or those of the first source that knows the name.
 
     The sources: the system's resolver, bounded to a few seconds; an address that the name carries; Slurm.
 
     Raises:
-        UnreachableError: if none of them knows the name; the message says what each said.
+        UnreachableError: if none of them knows the name; the message has the answer of each.
     """
     with contextlib.suppress(ValueError):
         return (str(ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))),)
@@ -162,23 +145,25 @@ def _is_literal(text: str) -> bool:
 
 
 def _resolve(host: str) -> tuple[str, ...] | str:
-    """Ask the resolver; return the addresses, or why there are none."""
+    """Return the addresses that the resolver knows, or why there are none."""
     answers: list[tuple[str, ...] | str] = []
+
+    def ask() -> None:
+        try:
+            found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else None
+            answers.append(f"said {(why or str(error))!r}")
+            return
+        addresses = dict.fromkeys(str(entry[4][0]) for entry in found)
+        known = tuple(address for address in addresses if "%" not in address)
+        answers.append(known or "knows no address of it")
+
     # A thread, since the call cannot be broken off; as a daemon it does not keep the process.
-    asking = threading.Thread(target=lambda: answers.append(_ask_resolver(host)), daemon=True)
+    asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(_RESOLVER_SECONDS)
     return answers[0] if answers else f"did not answer within {_RESOLVER_SECONDS:g} s"
-
-
-def _ask_resolver(host: str) -> tuple[str, ...] | str:
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else None
-        return f"said {(why or str(error))!r}"
-    addresses = dict.fromkeys(str(entry[4][0]) for entry in found)
-    return tuple(one for one in addresses if "%" not in one) or "knows no address of it"
 
 
 def listen(port: int, *, loopback: bool) -> socket.socket:
@@ -211,12 +196,10 @@ def listens_locally(address: str | None) -> bool:
 
 def is_loopback(address: str | None) -> bool:
     """Return whether an address or a host's name means this host alone."""
-    if address == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(address or "").is_loopback
-    except ValueError:
-        return False
+    address = address or ""
+    return address == "localhost" or (
+        _is_literal(address) and ipaddress.ip_address(address).is_loopback
+    )
 
 
 def reason(error: OSError) -> str:

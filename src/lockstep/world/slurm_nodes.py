@@ -28,15 +28,14 @@ def expand(node_list: str) -> tuple[str, ...]:
     """
     from ClusterShell.NodeSet import NodeSetException
 
-    if not _LIST.fullmatch(node_list):
-        raise _unparsable(node_list, "names, ranges in brackets and commas are allowed")
-    groups = _TOP_LEVEL_COMMA.split(node_list)
-    if "" in groups:
-        raise _unparsable(node_list, "a name is empty")
     try:
-        return tuple(name for group in groups for name in _expand_group(group))
+        return tuple(name for group in _groups(node_list) for name in _expand_group(group))
     except (NodeSetException, ValueError) as error:
-        raise _unparsable(node_list, str(error)) from None
+        raise WorldError(
+            f"the node list {node_list!r} cannot be parsed: {error}; "
+            "expected one such as 'n[1-2,7],m03'",
+            hint="LOCKSTEP_SLURM=0 ignores Slurm's variables",
+        ) from None
 
 
 def address(host: str) -> str | None:
@@ -58,6 +57,16 @@ def address(host: str) -> str | None:
         return None
     found = re.search(r"^\s*NodeAddr=(\S+)", done.stdout, re.MULTILINE)
     return found[1] if done.returncode == 0 and found and found[1] != host else None
+
+
+def _groups(node_list: str) -> list[str]:
+    """Return the parts of a list between commas that are in no brackets."""
+    if not _LIST.fullmatch(node_list):
+        raise ValueError("names, ranges in brackets and commas are allowed")
+    groups = _TOP_LEVEL_COMMA.split(node_list)
+    if "" in groups:
+        raise ValueError("a name is empty")
+    return groups
 
 
 def _expand_group(group: str) -> list[str]:
@@ -84,10 +93,3 @@ def _names(text: str) -> list[str]:
     from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet
 
     return list(NodeSet(text, resolver=RESOLVER_NOGROUP))
-
-
-def _unparsable(node_list: str, why: str) -> WorldError:
-    return WorldError(
-        f"the node list {node_list!r} cannot be parsed: {why}; expected one such as 'n[1-2,7],m03'",
-        hint="LOCKSTEP_SLURM=0 ignores Slurm's variables",
-    )

@@ -25,13 +25,9 @@ def go_on() -> None:
 def await_any(
     store: dist.Store, wanted: Sequence[Sequence[str]], seconds: float, check: Check = go_on
 ) -> int | None:
-    """Wait until all keys of one of several groups are there; return which, `None` if none comes.
+    """Wait until all keys of one of several groups exist; return its index, `None` after `seconds`.
 
-    Args:
-        store: where to look.
-        wanted: groups of keys, the more important ones first.
-        seconds: how long to wait at most.
-        check: called between two looks; may raise to end the wait.
+    If several groups do, the first of them counts. `check` is called between two looks.
 
     Raises:
         RuntimeError: torch's own, if the store is gone.

@@ -133,11 +133,3 @@ def test_the_variable_wins_over_the_script() -> None:
 def test_no_init_method_leaves_the_environment(url: str | None) -> None:
     environ = {"RANK": "1", VARIABLE: ""}
     assert init_method.apply(environ, url) == environ
-
-
-@pytest.mark.parametrize(
-    ("value", "says"),
-    [(None, False), ("", False), ("env://", False), ("tcp://h:1", True), ("file:///a", True)],
-)
-def test_whether_it_says_where(value: str | None, says: bool) -> None:
-    assert init_method.says_where({} if value is None else {VARIABLE: value}) == says

@@ -77,7 +77,7 @@ def test_names_that_carry_none(host: str) -> None:
 def test_a_literal_is_asked_of_nobody(
     host: str, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(network, "_ask_resolver", lambda _: pytest.fail("asked"))
+    monkeypatch.setattr(network, "_resolve", lambda _: pytest.fail("asked"))
     assert network.addresses_of(host) == (address,)
 
 

@@ -33,34 +33,30 @@ def apply(environ: Mapping[str, str], url: str | None = None) -> Mapping[str, st
     url = environ.get(VARIABLE) or url
     if not url:
         return environ
-    parts = _split(url)
-    if parts is None or parts.scheme not in _READERS:
+    try:
+        parts = urlsplit(url, allow_fragments=False)  # '#' is a letter like others in a file's name
+    except ValueError:
+        parts = urlsplit("")
+    if parts.scheme not in ("tcp", "file", "env"):
         raise UsageError(
             f"the init method is {url!r}; expected tcp://, file:// or env://", hint=_HINT
         )
-    identity = _identity(parts, url)
-    place = _READERS[parts.scheme](parts, url)
-    meant = {**environ, **place, **identity}
-    if place:
-        meant.pop(STORE, None)
-    if identity and not meant.keys() >= {"RANK", "WORLD_SIZE"}:
+    ranks = _ranks(parts, url)
+    changed = {**environ, **ranks}
+    if parts.scheme != "env":
+        changed.update(_tcp(parts, url) if parts.scheme == "tcp" else _file(parts, url))
+        changed.pop(STORE, None)
+    if ranks and not changed.keys() >= {"RANK", "WORLD_SIZE"}:
         raise UsageError(
             f"the init method {url!r} gives one of rank and world_size; expected both or neither",
             hint=_HINT,
         )
-    return meant
+    return changed
 
 
-def says_where(environ: Mapping[str, str]) -> bool:
-    """Return whether the init method of `environ` names a place."""
+def has_address(environ: Mapping[str, str]) -> bool:
+    """Return whether the init method of `environ` has a rendezvous address."""
     return not (environ.get(VARIABLE) or "env:").startswith("env:")
-
-
-def _split(url: str) -> SplitResult | None:
-    try:
-        return urlsplit(url, allow_fragments=False)  # '#' is a letter like others in a file's name
-    except ValueError:
-        return None
 
 
 def _tcp(parts: SplitResult, url: str) -> dict[str, str]:
@@ -86,14 +82,7 @@ def _file(parts: SplitResult, url: str) -> dict[str, str]:
     return {FILE: parts.path}
 
 
-def _env(parts: SplitResult, url: str) -> dict[str, str]:
-    return {}
-
-
-_READERS = {"tcp": _tcp, "file": _file, "env": _env}
-
-
-def _identity(parts: SplitResult, url: str) -> dict[str, str]:
+def _ranks(parts: SplitResult, url: str) -> dict[str, str]:
     names = {"rank": "RANK", "world_size": "WORLD_SIZE"}
     query = parse_qs(parts.query, keep_blank_values=True)
     unknown = query.keys() - names

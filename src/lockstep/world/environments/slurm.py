@@ -16,9 +16,9 @@ from lockstep.world.environments.variables import integer, master
 from lockstep.world.model import World
 from lockstep.world.network import LOOPBACK
 
-#: `LOCKSTEP_SLURM=0` makes Lockstep blind to Slurm.
+#: `LOCKSTEP_SLURM=0` ignores Slurm.
 SWITCH = "LOCKSTEP_SLURM"
-#: Steps from here on are none of srun's: Slurm numbers its batch, interactive and extern steps so.
+#: The first number of Slurm's batch, interactive and extern steps, which srun does not start.
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 _HINT = f"start with srun, or set {SWITCH}=0 to ignore Slurm's variables"
 
@@ -29,10 +29,17 @@ def detect(environ: Mapping[str, str]) -> World | None:
     Raises:
         WorldError: if the step's variables are incomplete or contradict each other.
     """
-    if environ.get(SWITCH) == "0" or not _is_step(environ):
+    step = environ.get("SLURM_STEP_ID", "")
+    is_step = step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP
+    if environ.get(SWITCH) == "0" or not is_step:
         return None
-    size = _size(environ)
-    nodes, tasks = _places(environ, size)
+    name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    size = integer(environ, name)
+    if "SLURM_PTY_PORT" in environ and size <= 1:
+        # A shell on a terminal passes the terminal's port on to steps that are started from it, so that
+        # only a single task is taken for the shell: as a world it would be a single process anyway.
+        return None
+    nodes, tasks = _nodes_and_tasks(environ, size)
     node_rank = integer(environ, "SLURM_NODEID")
     if not 0 <= node_rank < len(nodes):
         raise WorldError(
@@ -55,22 +62,10 @@ def detect(environ: Mapping[str, str]) -> World | None:
     )
 
 
-def _is_step(environ: Mapping[str, str]) -> bool:
-    step = environ.get("SLURM_STEP_ID", "")
-    if not step.isdecimal() or int(step) >= _FIRST_SPECIAL_STEP:
-        return False
-    # A shell on a terminal passes the terminal's port on to steps that are started from it, so that
-    # only a single task is taken for the shell: as a world it would be a single process anyway.
-    return "SLURM_PTY_PORT" not in environ or _size(environ) > 1
-
-
-def _size(environ: Mapping[str, str]) -> int:
-    name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
-    return integer(environ, name)
-
-
-def _places(environ: Mapping[str, str], size: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Return the step's nodes and the number of tasks on each."""
+def _nodes_and_tasks(
+    environ: Mapping[str, str], size: int
+) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Return the names of the step's nodes and the number of tasks on each."""
     nodes = slurm_nodes.expand(_text(environ, "SLURM_STEP_NODELIST"))
     tasks = _tasks_per_node(_text(environ, "SLURM_STEP_TASKS_PER_NODE"))
     count = integer(environ, "SLURM_STEP_NUM_NODES", default=len(nodes))

@@ -8,7 +8,6 @@ node: the ranks find out at the rendezvous.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from lockstep.errors import WorldError
 from lockstep.world.environments import init_method
@@ -31,15 +30,22 @@ def read(environ: Mapping[str, str], *, environment: str, reason: str) -> World:
     """
     rank, size = integer(environ, "RANK"), integer(environ, "WORLD_SIZE")
     address, port = master(environ)
-    placed = _is_placed(environ, size)
-    numbers = _numbers(environ, size) if placed else _Numbers(rank, size, 0, 1)
+    placed = _has_local_ranks(environ, size)
+    local_rank, local_size, node_rank, node_count = rank, size, 0, 1
+    if placed:
+        local_rank = integer(environ, "LOCAL_RANK")
+        local_size = integer(environ, "LOCAL_WORLD_SIZE")
+        if local_size < 1:
+            raise WorldError(f"LOCAL_WORLD_SIZE is {local_size}; expected at least 1")
+        node_rank = integer(environ, "GROUP_RANK", default=0)
+        node_count = integer(environ, "GROUP_WORLD_SIZE", default=max(1, size // local_size))
     return World(
         rank=rank,
         size=size,
-        local_rank=numbers.local_rank,
-        local_size=numbers.local_size,
-        node_rank=numbers.node_rank,
-        node_count=numbers.node_count,
+        local_rank=local_rank,
+        local_size=local_size,
+        node_rank=node_rank,
+        node_count=node_count,
         placed=placed,
         address=address,
         port=port,
@@ -51,11 +57,11 @@ def read(environ: Mapping[str, str], *, environment: str, reason: str) -> World:
     )
 
 
-def _is_placed(environ: Mapping[str, str], size: int) -> bool:
-    """Return whether the local numbers are there, and of the same launcher as `WORLD_SIZE`.
+def _has_local_ranks(environ: Mapping[str, str], size: int) -> bool:
+    """Return whether the local ranks are given, and by the same launcher as `WORLD_SIZE`.
 
     A script that a launcher started as its only process may start processes of its own, and give
-    them `RANK` and `WORLD_SIZE`; they inherit the launcher's local numbers, which say nothing then.
+    them `RANK` and `WORLD_SIZE`; they inherit the launcher's local ranks, which mean nothing then.
     """
     if "LOCAL_RANK" not in environ or "LOCAL_WORLD_SIZE" not in environ:
         return False
@@ -63,22 +69,3 @@ def _is_placed(environ: Mapping[str, str], size: int) -> bool:
     if "GROUP_RANK" not in environ:
         return integer(environ, "LOCAL_WORLD_SIZE") == size
     return not (alone and size > 1 and integer(environ, "GROUP_WORLD_SIZE", default=1) == 1)
-
-
-class _Numbers(NamedTuple):
-    local_rank: int
-    local_size: int
-    node_rank: int
-    node_count: int
-
-
-def _numbers(environ: Mapping[str, str], size: int) -> _Numbers:
-    local_size = integer(environ, "LOCAL_WORLD_SIZE")
-    if local_size < 1:
-        raise WorldError(f"LOCAL_WORLD_SIZE is {local_size}; expected at least 1")
-    return _Numbers(
-        local_rank=integer(environ, "LOCAL_RANK"),
-        local_size=local_size,
-        node_rank=integer(environ, "GROUP_RANK", default=0),
-        node_count=integer(environ, "GROUP_WORLD_SIZE", default=max(1, size // local_size)),
-    )
