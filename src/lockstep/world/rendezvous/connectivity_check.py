@@ -1,7 +1,7 @@
 """Connectivity check: every node connects to every other one, before any rank waits for it.
 
 The members share a store already; collectives need connections between them, too.
-Each listens, and tells a token: 172.17.0.1 exists on every host with Docker, and would answer for the
+Each listens, and sends a token: 172.17.0.1 exists on every host with Docker, and would answer for the
 wrong one. All try the interfaces of member 0. The interface by which a member reaches it is the
 member's, unless the user chose one; then all pairs are tried at these. The answer is the same for all:
 an interface and an address for each member, or which pairs cannot reach each other, and how that failed.
@@ -31,7 +31,7 @@ from lockstep.world.network import (
 )
 from lockstep.world.rendezvous.decode import decode
 from lockstep.world.rendezvous.members import Members
-from lockstep.world.rendezvous.port_discovery import Announcer, hear
+from lockstep.world.rendezvous.port_discovery import Announcer, receive
 from lockstep.world.waiting import Check, go_on
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ _HINT = (
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Where a member is reached by all others."""
+    """Interface and address at which all others reach a member."""
 
     interface: str
     address: str
@@ -73,11 +73,9 @@ class Reach:
 
 @dataclass(frozen=True, slots=True)
 class ProbeTarget:
-    """What a member says of itself.
+    """Where a member listens, and the token that its listener sends.
 
     Attributes:
-        token: what its listener tells.
-        port: where it listens.
         offers: its interfaces, the better ones first; the one that the user chose.
     """
 
@@ -88,12 +86,10 @@ class ProbeTarget:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What came of a member's attempt to reach another.
+    """The result of an attempt to reach another member.
 
     Attributes:
-        member: the other.
-        place: where it was tried.
-        source: the own interface that the way there begins at; `None` without a way.
+        source: the own interface that leads there; `None` without a route.
         failure: why it was not reached; empty if it was.
     """
 
@@ -109,10 +105,10 @@ Report = Sequence[Attempt]
 def offers(own: Iterable[Interface]) -> tuple[Reach, ...]:
     """Return where a member with these interfaces may be: each one's first address, which Gloo takes."""
     first: dict[str, Interface] = {}
-    for one in own:
-        first.setdefault(one.name, one)
-    ranked = sorted(first.values(), key=lambda one: (one.loopback, one.name.startswith(_VIRTUAL)))
-    return tuple(Reach(one.name, one.address) for one in ranked[:_MOST_OFFERS])
+    for interface in own:
+        first.setdefault(interface.name, interface)
+    ranked = sorted(first.values(), key=lambda it: (it.loopback, it.name.startswith(_VIRTUAL)))
+    return tuple(Reach(interface.name, interface.address) for interface in ranked[:_MOST_OFFERS])
 
 
 def check_connectivity(
@@ -154,7 +150,7 @@ def check_connectivity(
 
 
 class _Member:
-    """One member's part."""
+    """The attempts and reports of one member."""
 
     def __init__(
         self, members: Members, seconds: float, patience: float, warn: Callable[[str], None]
@@ -165,7 +161,7 @@ class _Member:
         self._own = interfaces()
 
     def introduce(self, token: str, port: int, interface: str | None) -> list[ProbeTarget]:
-        """Exchange cards; a wrong interface is told to all."""
+        """Gather where all members listen; a wrong interface is an error of all."""
         wrong: UsageError | None = None
         try:
             offered = offers(self._own if interface is None else (named(interface),))
@@ -173,29 +169,29 @@ class _Member:
         except UsageError as error:
             wrong, own = error, {"error": error.message}
 
-        def answer(told: list[Any]) -> Any:
-            self._check_here(told, "met the others, but did not come to try the network")
-            for label, card in zip(self._labels, told, strict=True):
-                if "error" in card:
-                    raise UnreachableError(f"{label}: {card['error']}", hint=_HINT)
-                decode(ProbeTarget, card)
-            return told
+        def answer(values: list[Any]) -> Any:
+            self._check_here(values, "met the others, but did not come to try the network")
+            for label, value in zip(self._labels, values, strict=True):
+                if "error" in value:
+                    raise UnreachableError(f"{label}: {value['error']}", hint=_HINT)
+                decode(ProbeTarget, value)
+            return values
 
         try:
-            told = self._members.ask("cards", own, answer, self._patience)
+            found = self._members.ask("cards", own, answer, self._patience)
         except UnreachableError:
             if wrong is not None:
                 raise wrong from None
             raise
-        return [decode(ProbeTarget, card) for card in told]
+        return [decode(ProbeTarget, value) for value in found]
 
     def connect(self, cards: Sequence[ProbeTarget], now: float) -> tuple[Reach, ...]:
-        """Try member 0, then all others; `now` is when this member's clock heard of the cards."""
+        """Try member 0, then all others; `now` is this member's clock when it had the cards."""
         first = [] if self._index == 0 else [(0, place) for place in cards[0].offers]
         for look, seconds in enumerate((min(_QUICK, self._seconds), self._seconds)):
             report = self._try(cards, first, seconds)
-            told = [now, [asdict(one) for one in report]]
-            places = self._places(cards, f"first/{look}", told, seconds, last=look == 1)
+            own = [now, [asdict(attempt) for attempt in report]]
+            places = self._places(cards, f"first/{look}", own, seconds, last=look == 1)
             if places:
                 break
         others = [
@@ -207,8 +203,8 @@ class _Member:
         report += self._try(cards, others, self._seconds)
         found = self._members.ask(
             "pairs",
-            [asdict(one) for one in report],
-            lambda told: self._result(cards, places, told),
+            [asdict(attempt) for attempt in report],
+            lambda values: self._result(cards, places, values),
             self._seconds * math.ceil(len(cards) / _AT_ONCE) + self._patience,
         )
         return tuple(Reach(*place) for place in found)
@@ -216,39 +212,49 @@ class _Member:
     def _places(
         self, cards: Sequence[ProbeTarget], question: str, own: Any, seconds: float, *, last: bool
     ) -> list[list[Reach]]:
-        """Ask where each member is to be tried; nothing, if another look at member 0 is to come."""
+        """Return where each member is to be tried; nothing, if another look at member 0 is to come."""
 
-        def answer(told: list[Any]) -> Any:
-            self._check_here(told, "left while the network was tried,")
-            reports = [[decode(Attempt, one) for one in report] for _, report in told]
+        def answer(values: list[Any]) -> Any:
+            self._check_here(values, "left while the network was tried,")
+            reports = [[decode(Attempt, one) for one in report] for _, report in values]
             places = choose(cards, reports)
-            if not last and not all(_reaches(report, places[0]) for report in reports[1:]):
+            first = places[0][:1]
+            if not last and not all(
+                any(attempt.place in first and not attempt.failure for attempt in report)
+                for report in reports[1:]
+            ):
                 return []
-            for text in _clock_problems(self._labels, [clock for clock, _ in told]):
+            for text in _clock_problems(self._labels, [clock for clock, _ in values]):
                 self._warn(text)
-            return [[(one.interface, one.address) for one in there] for there in places]
+            return [[(place.interface, place.address) for place in there] for there in places]
 
-        told = self._members.ask(question, own, answer, seconds + self._patience)
-        return [[Reach(*one) for one in there] for there in told]
+        found = self._members.ask(question, own, answer, seconds + self._patience)
+        return [[Reach(*place) for place in there] for there in found]
 
     def _result(
-        self, cards: Sequence[ProbeTarget], places: Sequence[Sequence[Reach]], told: Sequence[Any]
+        self, cards: Sequence[ProbeTarget], places: Sequence[Sequence[Reach]], values: Sequence[Any]
     ) -> list[tuple[str, str]]:
-        self._check_here(told, "left while the network was tried,")
-        reports = [[decode(Attempt, one) for one in report] for report in told]
+        self._check_here(values, "left while the network was tried,")
+        reports = [[decode(Attempt, one) for one in report] for report in values]
         found = problem(cards, reports, self._labels)
         if found:
             raise UnreachableError(found, hint=_HINT)
         if len(places[0]) != 1:
-            raise UnreachableError(_no_common(reports, self._labels), hint=_HINT)
+            lines = [
+                f"no interface of {self._labels[0]} is reached by all others; expected one that is:"
+            ]
+            for label, report in zip(self._labels[1:], reports[1:], strict=True):
+                at = [str(one.place) for one in report if one.member == 0 and not one.failure]
+                lines.append(f"  {label} reaches {', '.join(at)}")
+            raise UnreachableError("\n".join(lines), hint=_HINT)
         return [(there[0].interface, there[0].address) for there in places]
 
-    def _check_here(self, told: Sequence[Any], what: str) -> None:
-        missing = [label for label, one in zip(self._labels, told, strict=True) if one is None]
+    def _check_here(self, values: Sequence[Any], what: str) -> None:
+        missing = [label for label, one in zip(self._labels, values, strict=True) if one is None]
         if missing:
             raise UnreachableError(
                 f"{', '.join(missing)} {what} within {self._patience:g} s; "
-                f"expected all {len(told)} nodes",
+                f"expected all {len(values)} nodes",
                 hint=_HINT,
             )
 
@@ -260,36 +266,27 @@ class _Member:
         def attempt(target: tuple[int, Reach]) -> Attempt:
             member, place = target
             leaving = interface_towards(place.address, self._own)
-            return Attempt(
-                member,
-                place,
-                None if leaving is None else Reach(leaving.name, leaving.address),
-                self._failure(cards, member, place, seconds),
-            )
+            failure = _connect(cards[member], place, seconds)
+            if failure and any(own.address == place.address for own in self._own):
+                failure = f"{self._labels[self._index]} has that address itself"
+            source = None if leaving is None else Reach(leaving.name, leaving.address)
+            return Attempt(member, place, source, failure)
 
         with ThreadPoolExecutor(max(1, min(_AT_ONCE, len(targets)))) as pool:
             return list(pool.map(attempt, targets))
 
-    def _failure(
-        self, cards: Sequence[ProbeTarget], member: int, place: Reach, seconds: float
-    ) -> str:
-        """Connect to a member; return why in vain, in words."""
-        found = _connect(cards[member], place, seconds)
-        if found and any(one.address == place.address for one in self._own):
-            return f"{self._labels[self._index]} has that address itself"
-        return found
-
 
 def _connect(card: ProbeTarget, place: Reach, seconds: float) -> str:
+    """Connect to a member; return in words why it failed, or nothing."""
     deadline = time.monotonic() + seconds
     try:
         with socket.create_connection((place.address, card.port), timeout=seconds) as connection:
-            told = hear(connection, deadline)
+            message = receive(connection, deadline)
     except OSError as error:
         return why_unreached(error)
     except ValueError:
         return "answered by something else than Lockstep"
-    return "" if told.get("token") == card.token else "answered by another launch"
+    return "" if message.get("token") == card.token else "answered by another launch"
 
 
 def choose(cards: Sequence[ProbeTarget], reports: Sequence[Report]) -> list[list[Reach]]:
@@ -310,14 +307,12 @@ def choose(cards: Sequence[ProbeTarget], reports: Sequence[Report]) -> list[list
     return places
 
 
-def _reaches(report: Report, places: Sequence[Reach]) -> bool:
-    """Return whether member 0 was reached at the first of these places."""
-    return any(one.place in places[:1] and not one.failure for one in report)
-
-
 def problem(cards: Sequence[ProbeTarget], reports: Sequence[Report], labels: Sequence[str]) -> str:
-    """Say which members cannot reach which, and how each way failed; nothing if all do."""
-    unreached = {(by, to) for by, report in enumerate(reports) for to in _unreached(report)}
+    """Return which members cannot reach which, and how each way failed; nothing if all do."""
+    reached = {
+        (by, one.member) for by, report in enumerate(reports) for one in report if not one.failure
+    }
+    unreached = {(by, one.member) for by, report in enumerate(reports) for one in report} - reached
     pairs = sorted({tuple(sorted(pair)) for pair in unreached})
     lines: list[str] = []
     for low, high in pairs[:_MOST_PAIRS]:
@@ -336,30 +331,17 @@ def problem(cards: Sequence[ProbeTarget], reports: Sequence[Report], labels: Seq
     return "\n".join(lines)
 
 
-def _unreached(report: Report) -> set[int]:
-    reached = {attempt.member for attempt in report if not attempt.failure}
-    return {attempt.member for attempt in report} - reached
-
-
 def _ways(
     by: int, to: int, cards: Sequence[ProbeTarget], reports: Sequence[Report], labels: Sequence[str]
 ) -> Iterator[str]:
     """Yield a line for each way that one member tried to another; loopback only if there is no other."""
     tried = [attempt for attempt in reports[by] if attempt.member == to]
-    telling = [attempt for attempt in tried if not is_loopback(attempt.place.address)]
-    for one in telling or tried:
+    beyond = [attempt for attempt in tried if not is_loopback(attempt.place.address)]
+    for one in beyond or tried:
         yield (
             f"  {labels[by]} from {one.source or 'no interface'} to {one.place} "
             f"port {cards[to].port}: {one.failure}"
         )
-
-
-def _no_common(reports: Sequence[Report], labels: Sequence[str]) -> str:
-    lines = [f"no interface of {labels[0]} is reached by all others; expected one that is:"]
-    for label, report in zip(labels[1:], reports[1:], strict=True):
-        at = [str(one.place) for one in report if one.member == 0 and not one.failure]
-        lines.append(f"  {label} reaches {', '.join(at)}")
-    return "\n".join(lines)
 
 
 def _clock_problems(labels: Sequence[str], clocks: Sequence[float]) -> Iterator[str]:

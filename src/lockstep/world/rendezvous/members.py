@@ -49,7 +49,7 @@ class Members:
     def ask(
         self, question: str, own: Any, answer: Callable[[list[Any]], Any], seconds: float
     ) -> Any:
-        """Give this member's value; return what member 0 concludes from the values of all.
+        """Gather the values of all members; return the answer that member 0 makes of them.
 
         Args:
             question: names it; asked once.
@@ -70,17 +70,17 @@ class Members:
                 raise self._kind(
                     f"{self.labels[0]} did not answer within {patience:g} s", hint=self._hint
                 )
-            told = json.loads(self._store.get(f"{question}/answer"))
-            if "error" in told:
+            found = json.loads(self._store.get(f"{question}/answer"))
+            if "error" in found:
                 self._linger(question)
         except RuntimeError as error:
             why = str(error).partition("\n")[0]
             raise self._kind(
                 f"{self.labels[0]} is gone, or the store is: {why}", hint=self._hint
             ) from error
-        if "error" in told:
-            raise self._kind(told["error"], hint=told["hint"])
-        return told["answer"]
+        if "error" in found:
+            raise self._kind(found["error"], hint=found["hint"])
+        return found["answer"]
 
     def refuse(self, question: str, error: LockstepError) -> None:
         """Give an error as the answer, unless there is an answer."""
@@ -105,17 +105,17 @@ class Members:
         if await_any(self._store, [[f"{question}/answer"], keys], seconds, self._check) == 0:
             return  # an error
         try:
-            told = {"answer": answer([self.read(question, index) for index in everybody])}
+            found = {"answer": answer([self.read(question, index) for index in everybody])}
         except LockstepError as error:
             self.refuse(question, error)
         except (AttributeError, KeyError, IndexError, TypeError, ValueError):
             self.refuse(question, self._unreadable("a member"))
         else:
-            self._post(question, told)
+            self._post(question, found)
 
-    def _post(self, question: str, told: dict[str, Any]) -> None:
+    def _post(self, question: str, answer: dict[str, Any]) -> None:
         if self._store.add(f"{question}/answers", 1) == 1:
-            self._store.set(f"{question}/answer", json.dumps(told))
+            self._store.set(f"{question}/answer", json.dumps(answer))
 
     def _unreadable(self, label: str) -> WorldError:
         text = f"what {label} told cannot be read; expected one launch here"

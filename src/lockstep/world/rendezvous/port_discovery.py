@@ -17,9 +17,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from types import TracebackType
 from typing import Any, Self
 
 from lockstep.errors import UnreachableError, WorldError
@@ -52,15 +51,10 @@ def sequence(name: str) -> tuple[int, ...]:
 
 
 class Announcer:
-    """Tells one line to each connection, from a thread, until it is closed.
+    """A thread that sends one message to each connection of a listener, and closes both at its end."""
 
-    Args:
-        listener: where it listens; closed with it.
-        told: what it tells.
-    """
-
-    def __init__(self, listener: socket.socket, told: Mapping[str, Any]) -> None:
-        self._listener, self._line = listener, json.dumps(told).encode() + b"\n"
+    def __init__(self, listener: socket.socket, message: Mapping[str, Any]) -> None:
+        self._listener, self._line = listener, json.dumps(message).encode() + b"\n"
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lockstep-announce", daemon=True)
         self._thread.start()
@@ -74,11 +68,11 @@ class Announcer:
                     self._closed.wait(_PAUSE[1])  # connections wait in the system's queue meanwhile
                 continue
             with connection, contextlib.suppress(OSError):
-                connection.setblocking(False)  # a line has room in what the system keeps
+                connection.setblocking(False)  # the line fits into the socket's buffer
                 connection.send(self._line)
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop answering."""
         self._closed.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
@@ -88,25 +82,16 @@ class Announcer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def announce(
     name: str, store_port: int, *, loopback: bool = False, port: int | None = None
 ) -> Announcer:
-    """Answer which port has the store of `name`, until what is returned is closed.
+    """Return an announcer of the port at which the store of the job `name` listens.
 
-    Args:
-        name: what all processes of the job call it.
-        store_port: the port of the store.
-        loopback: listen on the loopback interface only.
-        port: the one port to listen at, where the user chose it.
+    It listens at `port`, where the user chose one, or at the first free port of the job's sequence.
 
     Raises:
         WorldError: if no port of the sequence is free.
@@ -131,15 +116,9 @@ def find(
     port: int | None = None,
     check: Check = go_on,
 ) -> SocketAddress:
-    """Return the address at which the host of `name` answers, and the port of its store.
+    """Return the address at which the host of the job `name` answers, and the port of its store.
 
-    Args:
-        addresses: where the host may be.
-        name: what all processes of the job call it.
-        who: name of this process in messages.
-        seconds: how long the host may take to answer.
-        port: the one port to ask at, where the user chose it.
-        check: called again and again meanwhile; may raise to end it.
+    The host is one of `addresses`. `who` is this process in messages. `check` is called between attempts.
 
     Raises:
         UnreachableError: if no packet reaches the host.
@@ -149,9 +128,10 @@ def find(
     wanted = _hash(name)
 
     def ask(place: SocketAddress) -> SocketAddress | None:
-        told = _hear(place)
-        known = told.get("name") == wanted and isinstance(told.get("port"), int)
-        return (place[0], told["port"]) if known else None
+        with socket.create_connection(place, timeout=_CONNECT_SECONDS) as connection:
+            message = receive(connection, time.monotonic() + _CONNECT_SECONDS)
+        known = message.get("name") == wanted and isinstance(message.get("port"), int)
+        return (place[0], message["port"]) if known else None
 
     return _Search(addresses, ports, who, ask).run(seconds, check)
 
@@ -172,7 +152,7 @@ def await_port(addresses: Sequence[str], port: int, who: str, seconds: float) ->
 
 
 class _Search:
-    """Looks at all ports of a host, again and again, until what is looked for is at one of them."""
+    """Tries all ports of a host, again and again, until `look` finds its result at one of them."""
 
     def __init__(
         self,
@@ -182,22 +162,26 @@ class _Search:
         look: Callable[[SocketAddress], SocketAddress | None],
     ) -> None:
         self._addresses, self._ports, self._who, self._look = addresses, ports, who, look
-        #: whether anything has come back from the host, be it a refusal
+        #: Whether the host has sent anything, be it a refusal.
         self._signs = False
         self._failures: dict[str, str] = {}
 
     def run(self, seconds: float, check: Check) -> SocketAddress:
         places = [(address, port) for address in self._addresses for port in self._ports]
-        began = time.monotonic()
+        began, pause = time.monotonic(), _PAUSE[0]
         pool = ThreadPoolExecutor(max(1, len(places)))
         try:
-            for _ in _again(seconds):
+            while True:
                 check()
                 for trial in as_completed([pool.submit(self._try, place) for place in places]):
                     if (found := trial.result()) is not None:
                         return found
                 if not self._signs and time.monotonic() - began > _UNREACHABLE_SECONDS:
                     raise self._unreachable()
+                if time.monotonic() + pause > began + seconds:
+                    break
+                time.sleep(pause)
+                pause = min(2 * pause, _PAUSE[1])
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
         raise WorldError(
@@ -208,21 +192,20 @@ class _Search:
     def _try(self, place: SocketAddress) -> SocketAddress | None:
         try:
             found = self._look(place)
-        except ConnectionRefusedError:
-            self._signs = True
+        except (ConnectionRefusedError, ValueError):  # refused, or another program listens there
+            found = None
         except OSError as error:
             self._failures[place[0]] = why_unreached(error)
-        except ValueError:
-            self._signs = True  # something listens there that says other things
-        else:
-            self._signs = True
-            return found
-        return None
+            return None
+        self._signs = True
+        return found
 
     def _unreachable(self) -> UnreachableError:
+        leaving = [(address, interface_towards(address)) for address in self._addresses]
         tried = "; ".join(
-            f"{address}{_way(address)}: {self._failures.get(address)}"
-            for address in self._addresses
+            f"{address}{f' from {own.name} {own.address}' if own else ' (no route from here)'}: "
+            f"{self._failures.get(address)}"
+            for address, own in leaving
         )
         return UnreachableError(
             f"{self._who} cannot reach {' or '.join(self._addresses) or 'a host without an address'} "
@@ -231,16 +214,11 @@ class _Search:
         )
 
 
-def _hear(place: SocketAddress) -> dict[str, Any]:
-    with socket.create_connection(place, timeout=_CONNECT_SECONDS) as connection:
-        return hear(connection, time.monotonic() + _CONNECT_SECONDS)
-
-
-def hear(connection: socket.socket, deadline: float) -> dict[str, Any]:
-    """Return what an announcer tells at the other end of a connection.
+def receive(connection: socket.socket, deadline: float) -> dict[str, Any]:
+    """Return the message of an announcer.
 
     Raises:
-        ValueError: if what comes until `deadline`, of `time.monotonic`, is no line with an object.
+        ValueError: if no line with a JSON object comes until `deadline`, of `time.monotonic`.
     """
     line = b""
     while not line.endswith(b"\n") and len(line) < _LINE:
@@ -255,27 +233,10 @@ def hear(connection: socket.socket, deadline: float) -> dict[str, Any]:
         if not part:
             raise ValueError("no line")
         line += part
-    told = json.loads(line)
-    if not isinstance(told, dict):
+    message = json.loads(line)
+    if not isinstance(message, dict):
         raise ValueError("no object")  # noqa: TRY004 - a wrong value from the network
-    return told
-
-
-def _way(address: str) -> str:
-    """Return in words by which interface packets leave for `address`."""
-    leaving = interface_towards(address)
-    return f" from {leaving.name} {leaving.address}" if leaving else " (no route from here)"
-
-
-def _again(seconds: float) -> Iterator[None]:
-    """Continue until `seconds` are over, with a pause between that gets longer."""
-    deadline, pause = time.monotonic() + seconds, _PAUSE[0]
-    while True:
-        yield
-        if time.monotonic() + pause > deadline:
-            return
-        time.sleep(pause)
-        pause = min(2 * pause, _PAUSE[1])
+    return message
 
 
 def _hash(name: str) -> str:
