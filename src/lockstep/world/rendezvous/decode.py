@@ -1,4 +1,4 @@
-"""What members tell each other: dataclasses that `asdict` and JSON have made plain, made whole again."""
+"""From JSON to the dataclasses of messages: the inverse of `dataclasses.asdict`."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ T = TypeVar("T")
 _hints = functools.cache(get_type_hints)
 
 
-def decode(kind: type[T], told: Any) -> T:
-    """Return the dataclass that was told; in it may be others, tuples of them, enumerations and `None`.
+def decode(kind: type[T], fields: Any) -> T:
+    """Return a `kind` from its fields; it may contain dataclasses, tuples of them, enumerations, `None`.
 
     Raises:
         KeyError: if it has a field that `kind` has not.
         TypeError: if it is none.
         ValueError: if it is none.
     """
-    value: T = _decode(kind, told)
+    value: T = _decode(kind, fields)
     return value
 
 
-def _decode(kind: Any, told: Any) -> Any:
+def _decode(kind: Any, fields: Any) -> Any:
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        return None if told is None else _decode(arguments[0], told)
+        return None if fields is None else _decode(arguments[0], fields)
     if origin is tuple:
-        return tuple(_decode(arguments[0], one) for one in told)
+        return tuple(_decode(arguments[0], part) for part in fields)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         hints = _hints(kind)
-        return kind(**{name: _decode(hints[name], one) for name, one in dict(told).items()})
-    return kind(told) if isinstance(kind, type) and issubclass(kind, Enum) else told
+        return kind(**{name: _decode(hints[name], part) for name, part in dict(fields).items()})
+    return kind(fields) if isinstance(kind, type) and issubclass(kind, Enum) else fields

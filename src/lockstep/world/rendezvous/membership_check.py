@@ -1,8 +1,8 @@
 """Membership check: rank 0 compares the ranks, hosts and versions of all.
 
 It finds ranks that share a host, and names ranks that did not come, ranks that claim the same place, and
-nodes whose libraries differ, before anything waits for them in a collective. What launchers say of their
-nodes is compared by the same functions.
+nodes whose libraries differ, before anything waits for them in a collective. The nodes of launchers are
+compared by the same functions.
 """
 
 from __future__ import annotations
@@ -32,13 +32,11 @@ _QUESTION = "members"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeInfo:
-    """What a process says of the host that it is on.
+    """Host, process id and library versions of a process.
 
     Attributes:
-        host: which host, as `host.identity` has it.
-        name: the host's name.
-        pid: the process id.
-        versions: of what the bits depend on.
+        host: identity of the host, of `host.identity`.
+        versions: of libraries that the bits depend on.
     """
 
     host: str
@@ -48,7 +46,7 @@ class NodeInfo:
 
     @staticmethod
     def here(pid: int) -> NodeInfo:
-        """Return what the process `pid` of this host says."""
+        """Return the info of the process `pid` of this host."""
         return NodeInfo(host=host.identity(), name=host.name(), pid=pid, versions=host.versions())
 
     def __str__(self) -> str:
@@ -58,7 +56,7 @@ class NodeInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlacement:
-    """Where a rank is: its launcher said so, or the membership check found it."""
+    """Local and node rank of a process, by its launcher or by the membership check."""
 
     local_rank: int
     local_size: int
@@ -68,12 +66,11 @@ class RankPlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """What a rank says of itself.
+    """Node, world size and placement of a rank.
 
     Attributes:
-        node: its host.
-        world: its number of ranks.
-        place: where its launcher said that it is, if it did.
+        world: number of ranks.
+        place: its placement by its launcher; `None` where that gives none.
     """
 
     node: NodeInfo
@@ -82,21 +79,21 @@ class RankInfo:
 
     @staticmethod
     def of(world: World, pid: int) -> RankInfo:
-        """Return what the rank that `world` describes says."""
+        """Return the info of the rank of `world`."""
         place = RankPlacement(**{name: getattr(world, name) for name in RankPlacement.__slots__})
         return RankInfo(
             node=NodeInfo.here(pid), world=world.size, place=place if world.placed else None
         )
 
     @staticmethod
-    def parse(told: Mapping[str, Any]) -> RankInfo:
-        """Read what `asdict` and JSON have made of one."""
-        # Another version may say more, or less; that it is another one is told by its versions.
-        node = {name: told["node"].get(name) for name in NodeInfo.__slots__}
-        place = told.get("place")
+    def parse(fields: Mapping[str, Any]) -> RankInfo:
+        """Return the info whose `asdict` these fields are."""
+        # Another version may have more fields, or less; its versions tell them apart.
+        node = {name: fields["node"].get(name) for name in NodeInfo.__slots__}
+        place = fields.get("place")
         return RankInfo(
             node=NodeInfo(**node),
-            world=told.get("world", 0),
+            world=fields.get("world", 0),
             place=None if place is None else RankPlacement(**place),
         )
 
@@ -104,33 +101,36 @@ class RankInfo:
 def check_members(
     store: dist.Store, world: World, own: RankInfo, seconds: float
 ) -> tuple[World, list[str]]:
-    """Check that all ranks have come and fit together; return the world with its places.
+    """Check that all ranks have joined and fit together; return the complete world and its nodes' names.
 
     Args:
         store: a store that all ranks reach, used for this alone.
-        world: rank and rendezvous of this process.
-        own: what it says of itself.
-        seconds: how long ranks may take to come.
-
-    Returns:
-        The complete world, and the names of its nodes.
+        world: of this rank.
+        own: info of this rank.
+        seconds: how long ranks may take to join.
 
     Raises:
-        WorldError: on every rank the same, if what the ranks say does not fit together.
+        WorldError: on every rank the same, if the infos of the ranks do not fit together.
     """
     rank = world.rank
     labels = [f"rank {number}" for number in range(world.size)]
     members = Members(store, rank, labels, hint=HINTS["missing"])
     if store.add(f"claim/{rank}", 1) > 1:
-        raise _claimed_twice(members, rank, own)
+        other = members.read(_QUESTION, rank)
+        also = "" if other is None else f", and {RankInfo.parse(other).node}"
+        error = WorldError(f"rank {rank} has come twice: {own.node}{also}", hint=HINTS["twice"])
+        members.refuse(_QUESTION, error)
+        raise error
 
-    def answer(told: list[Any]) -> Any:
-        missing = [rank for rank, one in enumerate(told) if one is None]
+    def answer(values: list[Any]) -> Any:
+        missing = [rank for rank, value in enumerate(values) if value is None]
         if missing:
+            absent = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
             raise WorldError(
-                missing_text("rank", missing, len(told), seconds), hint=HINTS["missing"]
+                f"{len(missing)} of {len(values)} ranks did not come within {seconds:g} s: rank {absent}",
+                hint=HINTS["missing"],
             )
-        infos = [RankInfo.parse(one) for one in told]
+        infos = [RankInfo.parse(value) for value in values]
         for text, hint in problems(infos):
             raise WorldError(text, hint=HINTS[hint])
         found = places(infos)
@@ -149,24 +149,8 @@ def check_members(
 
 
 def came_once(store: dist.Store, rank: int) -> bool:
-    """Return whether one process has come as `rank`, and no other one, not even in an earlier run."""
+    """Return whether exactly one process has joined as `rank`, also in earlier runs."""
     return store.add(f"claim/{rank}", 0) == 1
-
-
-def _claimed_twice(members: Members, rank: int, own: RankInfo) -> WorldError:
-    other = members.read(_QUESTION, rank)
-    text = f"rank {rank} has come twice: {own.node}"
-    if other is not None:
-        text += f", and {RankInfo.parse(other).node}"
-    error = WorldError(text, hint=HINTS["twice"])
-    members.refuse(_QUESTION, error)
-    return error
-
-
-def missing_text(what: str, missing: Sequence[int], count: int, seconds: float) -> str:
-    """Return which ranks or nodes did not come."""
-    names = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
-    return f"{len(missing)} of {count} {what}s did not come within {seconds:g} s: {what} {names}"
 
 
 def node_numbers(hosts: Sequence[str]) -> list[int]:
@@ -176,19 +160,17 @@ def node_numbers(hosts: Sequence[str]) -> list[int]:
 
 
 def places(infos: Sequence[RankInfo]) -> list[RankPlacement]:
-    """Return the place of each rank: what launchers said, and else what follows from the hosts."""
+    """Return the placement of each rank: by its launcher, or else by its host."""
     hosts = [info.node.host for info in infos]
-    nodes, sizes, seen = node_numbers(hosts), Counter(hosts), Counter[str]()
-    found = []
-    for info, node in zip(infos, nodes, strict=True):
-        name = info.node.host
+    sizes, seen, found = Counter(hosts), Counter[str](), []
+    for info, host_name, node in zip(infos, hosts, node_numbers(hosts), strict=True):
         by_host = RankPlacement(
-            local_rank=seen[name],
-            local_size=sizes[name],
+            local_rank=seen[host_name],
+            local_size=sizes[host_name],
             node_rank=node,
             node_count=len(sizes),
         )
-        seen[name] += 1
+        seen[host_name] += 1
         found.append(info.place or by_host)
     return found
 
@@ -196,7 +178,7 @@ def places(infos: Sequence[RankInfo]) -> list[RankPlacement]:
 def differing_versions(
     label: str, versions: Mapping[str, str], first: str, expected: Mapping[str, str]
 ) -> str | None:
-    """Return which library `label` has in another version than `first`, in words."""
+    """Return in words which library of `label` has another version than that of `first`."""
     for library, version in expected.items():
         if versions.get(library) != version:
             return (
@@ -207,7 +189,7 @@ def differing_versions(
 
 
 def problems(infos: Sequence[RankInfo]) -> Iterator[tuple[str, str]]:
-    """Yield what does not fit together in what ranks say, the causes first, each with its hint's name."""
+    """Yield what does not fit together in the infos, causes first, each with the name of its hint."""
     labels = [f"rank {rank} on {info.node.name}" for rank, info in enumerate(infos)]
     first = infos[0]
     for label, info in zip(labels, infos, strict=True):

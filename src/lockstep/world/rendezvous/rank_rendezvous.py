@@ -44,7 +44,7 @@ _JOIN_SECONDS = 300.0
 _CONNECTIVITY_SECONDS = 120.0
 
 #: Runs of this process so far. All ranks make the same runs in the same order, so that the number keeps
-#: the notes of one run from being taken for another's.
+#: their keys apart.
 _runs = itertools.count()
 
 
@@ -53,10 +53,10 @@ class RankRendezvous:
     """A completed rendezvous of all ranks.
 
     Attributes:
-        world: rank and rendezvous, complete: its local and node numbers are known.
+        world: complete: its local and node ranks are known.
         store: a key-value store that all ranks reach; fresh for every run and generation.
         number: how many runs this process has made before.
-        ours: whether the store was made here, so that this process leaves it in good order.
+        ours: whether the store was made here, so that `leave` cleans it up.
     """
 
     world: World
@@ -65,18 +65,18 @@ class RankRendezvous:
     ours: bool
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks, outside of collectives, that this one cannot continue."""
+        """Report to the other ranks, outside of collectives, that this rank cannot continue."""
         if self.world.size == 1:
             return
         what = shortened(str(error).partition("\n")[0], 1000)
-        # The store may be gone with its host; then there is no rank to tell.
+        # The store may be gone with its host; then no rank is left to read it.
         with contextlib.suppress(RuntimeError):
             if self.store.add("failures", 1) == 1:
                 text = f"rank {self.world.rank} failed: {type(error).__name__}: {what}"
                 self.store.set("failed", text)
 
     def failure_of_others(self, seconds: float) -> str | None:
-        """Return what another rank has told of its failure, or tells within `seconds`."""
+        """Return the failure that another rank has reported, or reports within `seconds`."""
         with contextlib.suppress(RuntimeError):  # the store may be gone with its host
             if await_any(self.store, [["failed"]], seconds) is not None:
                 return self.store.get("failed").decode()
@@ -84,7 +84,7 @@ class RankRendezvous:
 
     @contextlib.contextmanager
     def reporting_failure(self) -> Iterator[None]:
-        """Tell the other ranks if the body fails."""
+        """Report an exception of the body to the other ranks."""
         try:
             yield
         except BaseException as error:
@@ -92,7 +92,7 @@ class RankRendezvous:
             raise
 
     def ready(self) -> None:
-        """Wait until all ranks are ready for what they can only do together.
+        """Wait until all ranks are ready for a collective.
 
         Raises:
             PeerError: if one cannot continue.
@@ -100,15 +100,15 @@ class RankRendezvous:
         self.conclude("ready", "1", lambda _: "1", "begin")
 
     def conclude(self, key: str, own: str, of: Callable[[list[str]], str], what: str) -> str:
-        """Return what rank 0 concludes from the texts of all ranks; all ranks call it together.
+        """Gather the texts of all ranks on rank 0, and return its conclusion; all ranks call it.
 
         Rank 0 reads all texts and every rank reads one answer: N ranks read 2 N keys.
 
         Args:
-            key: names the question; used once per rendezvous.
+            key: of the store; used once per rendezvous.
             own: the text of this rank.
-            of: makes the answer from all texts, in rank order; called on rank 0 alone.
-            what: what ranks come to, for the error.
+            of: makes the conclusion from all texts, in rank order; called on rank 0 alone.
+            what: the phase of the run, for the error.
 
         Raises:
             PeerError: as `wait`.
@@ -118,12 +118,12 @@ class RankRendezvous:
 
         def answer() -> str:
             self.wait(keys, what)
-            return of([self.store.get(one).decode() for one in keys])
+            return of([self.store.get(name).decode() for name in keys])
 
         return self.broadcast(key, answer, what)
 
     def broadcast(self, key: str, answer: Callable[[], str], what: str) -> str:
-        """Return what `answer` returns on rank 0, which calls it; all ranks call this together.
+        """Return the result of `answer`, which rank 0 alone calls; all ranks call this.
 
         Raises:
             PeerError: as `wait`.
@@ -151,17 +151,13 @@ class RankRendezvous:
 
 
 def join_ranks(world: World, store: dist.Store | None = None) -> RankRendezvous:
-    """Meet the other ranks.
+    """Return the rendezvous of all ranks.
 
-    A store of the user's, or the one of a process group that the script has made, is taken as it is.
-
-    Args:
-        world: rank and rendezvous of this process.
-        store: a store that all ranks have, of the user's own.
+    A store of the user's, or of a process group that the script has made, is used as it is.
 
     Raises:
         UnreachableError: if another rank or node cannot be reached.
-        WorldError: if ranks don't come, or what they say of themselves doesn't fit together.
+        WorldError: if ranks don't join, or don't fit together.
         UsageError: if a variable makes no sense.
     """
     number = next(_runs)
@@ -173,10 +169,10 @@ def join_ranks(world: World, store: dist.Store | None = None) -> RankRendezvous:
     if given is None and dist.is_initialized():
         given = dist.distributed_c10d._get_default_store()
     wait = join_timeout()
-    with contextlib.ExitStack() as announced:  # closes what tells the others where the store is
+    with contextlib.ExitStack() as announced:  # closes the announcer of the store's port
         base = _reach_store(world, number, wait, announced) if given is None else given
         fresh = dist.PrefixStore(f"lockstep/{world.generation}/{number}", base)
-        # What `lockstep run` started, its launchers have checked; but a file may be a stale one.
+        # The launchers of `lockstep run` have checked its ranks; but a file may be a stale one.
         unchecked = world.environment != "lockstep" or world.file is not None
         if unchecked:
             world = _complete(world, dist.PrefixStore("join", fresh), number, wait)
@@ -186,7 +182,7 @@ def join_ranks(world: World, store: dist.Store | None = None) -> RankRendezvous:
 
 
 def join_timeout() -> timedelta:
-    """Return how long others may take to come: `LOCKSTEP_JOIN_TIMEOUT`, in seconds.
+    """Return how long ranks may take to join: `LOCKSTEP_JOIN_TIMEOUT`, in seconds.
 
     Raises:
         UsageError: if it is no positive number.
@@ -201,7 +197,7 @@ def join_timeout() -> timedelta:
 
 
 def leave(rendezvous: RankRendezvous) -> None:
-    """Leave in good order: rank 0, which may host the store, goes last."""
+    """Leave the store: rank 0, which may host it, waits for all others."""
     world, store = rendezvous.world, rendezvous.store
     launchers = world.agent_store or world.launch_file is not None
     if not rendezvous.ours or launchers or world.size == 1:
@@ -248,7 +244,7 @@ def _complete(world: World, store: dist.Store, number: int, wait: timedelta) -> 
 
 
 def _check_connectivity(world: World, names: Sequence[str], store: dist.Store) -> None:
-    """Let one rank of each node find out where the others reach it, and tell the others there."""
+    """Let the first rank of each node run the connectivity check, for all ranks of its node."""
     mine = f"interface/{world.node_rank}"
     if world.local_rank == 0:
         labels = [f"node {number} ({name})" for number, name in enumerate(names)]
@@ -298,16 +294,12 @@ def _reach_store(
     if world.by_mpi:
         name, addresses = mpi.agree(world)
         return _by_name(world, name, addresses, wait, announced)
-    assert world.address is not None, "World checks it"
     if world.key is not None and world.port is None:
+        assert world.address is not None, "World checks it"
         name = f"{world.key}/{world.generation}/{number}"
         addresses = () if world.is_main else network.addresses_of(world.address)
         return _by_name(world, name, addresses, wait, announced)
-    if world.rank == 0 and not world.agent_store:
-        return _host(world)
-    address = _first_reachable(world, wait)
-    assert world.port is not None, "World checks it"
-    return connect_store(address, world.port)
+    return _at_port(world, wait)
 
 
 def _file_of(world: World, number: int) -> Path:
@@ -322,6 +314,7 @@ def _by_name(
     wait: timedelta,
     announced: contextlib.ExitStack,
 ) -> dist.Store:
+    """Return the store whose port is found by port discovery."""
     loopback = network.listens_locally(world.address)
     if world.rank == 0:
         store = host_store(0, loopback=loopback)
@@ -331,8 +324,15 @@ def _by_name(
     return connect_store(*port_discovery.find(addresses, name, who, seconds=wait.total_seconds()))
 
 
-def _host(world: World) -> dist.Store:
-    assert world.port is not None
+def _at_port(world: World, wait: timedelta) -> dist.Store:
+    """Return the store at the world's address and port; rank 0 hosts it, unless the launcher does."""
+    assert world.address is not None, "World checks it"
+    assert world.port is not None, "World checks it"
+    if world.rank > 0 or world.agent_store:
+        found = network.addresses_of(world.address)
+        who = f"rank {world.rank}"
+        address = port_discovery.await_port(found, world.port, who, wait.total_seconds())
+        return connect_store(address, world.port)
     try:
         return host_store(world.port, loopback=network.listens_locally(world.address))
     except OSError as error:
@@ -344,12 +344,3 @@ def _host(world: World) -> dist.Store:
             f"port {world.port} on {world.address} is taken",
             hint="start with `lockstep run`, which chooses a free one, or set MASTER_PORT",
         ) from error
-
-
-def _first_reachable(world: World, wait: timedelta) -> str:
-    """Return the address of the host at which its store answers."""
-    assert world.address is not None
-    assert world.port is not None
-    return port_discovery.await_port(
-        network.addresses_of(world.address), world.port, f"rank {world.rank}", wait.total_seconds()
-    )

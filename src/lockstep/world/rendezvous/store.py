@@ -14,7 +14,7 @@ from lockstep.errors import WorldError
 from lockstep.world.network import LOOPBACK, listen, reason
 from lockstep.world.rendezvous.private_file import open_private
 
-#: How long collectives and notes of other ranks are waited for: torch.distributed's own default.
+#: How long to wait for collectives and keys of other ranks: torch.distributed's own default.
 TIMEOUT = timedelta(minutes=30)
 #: How long a store may take to answer a new client, once something listens at its port. Both ask the
 #: resolver for each other's names (torch 2.13), which takes half a minute where it does not answer.
@@ -24,7 +24,7 @@ _LONGEST_KEY = 1 << 16
 
 
 def open_file(path: Path) -> dist.Store:
-    """Return the store in a file of this user, made if it is not there: the run's secrets are in it.
+    """Return the store in a file that only this user can read: the run's secrets are in it.
 
     Raises:
         WorldError: if it cannot be opened, is another user's, or is no store.
