@@ -1,8 +1,8 @@
-"""Client of the coordinator: reports on this node's ranks, and the decision for all nodes.
+"""Client of the coordinator: sends reports on this node's ranks, and receives the decision for all nodes.
 
-    launcher k: how it is ──> launcher 0: coordinator ──> what is decided
+    launcher k: report ──> launcher 0: coordinator ──> decision
 
-Threads talk, since a network that is cut answers late; the launcher only looks at what they have found.
+Threads do it, since a network that is cut answers late; the launcher only reads their results.
 A connection that is silent is given up after a moment for a new one: TCP by itself would wait longer
 and longer between two attempts, and take a cable that was out for ten seconds for a dead host.
 """
@@ -29,7 +29,6 @@ from lockstep.launch.nodes.messages import (
     Decision,
     FailureReport,
     LauncherReport,
-    fitting,
     lost_verdict,
 )
 from lockstep.launch.nodes.server import CoordinatorServer, ServerAddress
@@ -41,7 +40,7 @@ _INTERVAL = 0.02
 #: How long an answer may take before another connection is tried.
 _ANSWER_SECONDS = 2.0
 _CONNECT_SECONDS = 1.0
-#: A launcher whose thread stands still for as long, in a call of the system, says nothing any more. Longer
+#: A launcher whose main thread stands still for as long, in a system call, sends no more reports. Longer
 #: than any call that it makes on purpose; where it waits for workers to end, it looks again and again.
 _STUCK_SECONDS = 120.0
 #: Seconds between two looks at it, and the longest time between two that counts: a launcher that was
@@ -53,11 +52,7 @@ _REFUSED_SECONDS = 1.5
 
 
 class RoundOverError(Exception):
-    """The round is over: what is waited for will not come.
-
-    Args:
-        decision: why.
-    """
+    """The round is over, by this decision: what is waited for will not come."""
 
     def __init__(self, decision: Decision) -> None:
         super().__init__(decision)
@@ -65,7 +60,7 @@ class RoundOverError(Exception):
 
 
 class CoordinatorClient:
-    """What this launcher knows of the others, and they of it, in one round.
+    """A launcher's heartbeat to the coordinator of a round, and the decisions that come back.
 
     Args:
         membership: the launchers and their ranks.
@@ -73,9 +68,8 @@ class CoordinatorClient:
         number: of the round.
         generation: number of the round's first generation.
         policy: launcher 0's: which failures are followed by new workers.
-        least: how many launchers a launch needs that continues without those that are lost; `None` for one
-            that does not.
-        hint: what could have been done about the loss of launcher 0, where it ends the launch.
+        least: how many launchers an elastic launch needs; `None` for one of a fixed size.
+        hint: how to survive the loss of launcher 0, where it ends the launch.
     """
 
     def __init__(
@@ -93,43 +87,41 @@ class CoordinatorClient:
         self._least = least
         self._hint = hint
         self._lock = threading.Lock()
-        self._said = LauncherReport(index=membership.index, round=number, generation=generation)
+        self._report = LauncherReport(index=membership.index, round=number, generation=generation)
         self._answer = Answer()
         self._wake, self._stop = threading.Event(), threading.Event()
-        self._owner = Owner()
+        self._main_thread = ThreadActivity()
         self.server = at if isinstance(at, CoordinatorServer) else None
         self._connection = (
             _Connection(membership.address, at) if isinstance(at, ServerAddress) else None
         )
-        #: What decides, where this is launcher 0.
+        #: The coordinator of this round, where this is launcher 0.
         self._own = Coordinator(
             membership, time.monotonic(), policy=policy, least=least, generation=generation
         )
         if self.server is not None:
             self.server.begin(number, self._own)
         self._thread = threading.Thread(
-            target=self._talk, name="lockstep-coordinator-client", daemon=True
+            target=self._run, name="lockstep-coordinator-client", daemon=True
         )
         self._thread.start()
 
-    def fail(self, told: FailureReport) -> None:
-        """Tell the others that this launcher's workers failed."""
-        self._say(failure=fitting(told))
+    def fail(self, failure: FailureReport) -> None:
+        """Report that this launcher's workers failed."""
+        self._update(failure=failure.shortened())
 
     def done(self) -> None:
-        """Tell the others that this launcher's workers ended well."""
-        self._say(done=True)
+        """Report that this launcher's workers ended well."""
+        self._update(done=True)
 
     def leave(self, why: str, *, saves: bool = False) -> None:
-        """Tell the others that this launcher leaves: they are to continue without it.
+        """Report that this launcher leaves: the others are to continue without it.
 
-        Args:
-            why: what they are told.
-            saves: whether it can wait until all have saved the run's state, if too few would stay.
+        With `saves`, it can wait until all have saved the run's state, if too few would stay.
         """
         why = shortened(why)
-        if (self._said.leaves, self._said.saves) != (why, saves):
-            self._say(leaves=why, saves=saves)
+        if (self._report.leaves, self._report.saves) != (why, saves):
+            self._update(leaves=why, saves=saves)
 
     @property
     def saves(self) -> bool:
@@ -139,17 +131,14 @@ class CoordinatorClient:
     def enter(self, generation: int, open_store: Callable[[], int], check: Check) -> int:
         """Begin a generation, when all have ended their workers of the one before; return its port.
 
-        Args:
-            generation: its number.
-            open_store: opens the store of the generation and returns its port; launcher 0 calls it.
-            check: called again and again meanwhile; may raise to end it.
+        Launcher 0 calls `open_store`, which returns the port. `check` is called again and again meanwhile.
 
         Raises:
             RoundOverError: if the round is over instead.
         """
         with self._lock:
             index = self._membership.index
-            self._said = LauncherReport(index=index, round=self._number, generation=generation)
+            self._report = LauncherReport(index=index, round=self._number, generation=generation)
             self._answer = Answer()
         if self.server is not None:
             with self.server.locked(self._number):
@@ -170,48 +159,43 @@ class CoordinatorClient:
 
     @property
     def decision(self) -> Decision | None:
-        """What is decided, where something is; or what follows from the loss of launcher 0."""
+        """The decision so far; or what follows from the loss of launcher 0."""
         decision = self._answer.decision
         if decision is None and self._connection is not None and self._connection.lost is not None:
-            decision = self._without_coordinator(self._connection.lost)
+            name = self._membership.names[0]
+            verdict = lost_verdict(name, self._connection.lost, hint=self._hint)
+            decision = Decision(kind="end", verdict=verdict)
+            if self._least is not None and self._hint is None:
+                staying = tuple(range(1, self._membership.count))
+                text = verdict.text.removeprefix("lockstep: ")
+                decision = replace(decision, kind="round", text=text, staying=staying)
         if decision is None or decision.verdict is None or self._membership.speaks:
             return decision
         return replace(decision, verdict=replace(decision.verdict, text=""))
 
-    def _without_coordinator(self, why: str) -> Decision:
-        verdict = lost_verdict(self._membership.names[0], why, hint=self._hint)
-        if self._least is not None and self._hint is None:
-            staying = tuple(range(1, self._membership.count))
-            text = verdict.text.removeprefix("lockstep: ")
-            return Decision(kind="round", text=text, verdict=verdict, staying=staying)
-        return Decision(kind="end", verdict=verdict)
-
     @property
     def has_lost_coordinator(self) -> bool:
-        """Whether this launcher has heard no decision, and launcher 0 is lost."""
-        return (
-            self._answer.decision is None
-            and self._connection is not None
-            and self._connection.lost is not None
-        )
+        """Whether this launcher has received no decision, and launcher 0 is lost."""
+        connection = self._connection
+        return self._answer.decision is None and connection is not None and bool(connection.lost)
 
     def close(self) -> None:
-        """Stop talking; launcher 0 after the others have heard the last decision."""
+        """Stop; launcher 0 after the others have received the last decision."""
         self._stop.set()
         self._wake.set()
         self._thread.join(_ANSWER_SECONDS + _CONNECT_SECONDS + 0.5)
         if self.server is not None:
             self.server.linger(self._number)
 
-    def _say(self, **news: Any) -> None:
+    def _update(self, **changes: Any) -> None:
         with self._lock:
-            self._said = replace(self._said, **news)
+            self._report = replace(self._report, **changes)
         self._wake.set()
 
-    def _talk(self) -> None:
+    def _run(self) -> None:
         while True:
             stopping = self._stop.is_set()
-            stuck = self._owner.is_stuck()
+            stuck = self._main_thread.is_stuck()
             if self.server is not None:
                 self.server.is_silent = stuck
             if not stuck:
@@ -223,38 +207,41 @@ class CoordinatorClient:
             self._wake.wait(self._pause)
             self._wake.clear()
         if is_last:
-            self._say(heard=True)
+            self._update(heard=True)
             self._exchange()
         if self._connection is not None:
             self._connection.close()
 
     @property
     def _pause(self) -> float:
-        """Seconds until the next sign of life: few while this launcher waits for a decision."""
-        said, waiting = self._said, self._answer.port == 0
-        told = said.done or bool(said.leaves) or said.failure is not None
-        hurry = waiting or told or self.server is not None
-        return _INTERVAL if hurry else _BEAT_SECONDS
+        """Seconds until the next report: few while this launcher waits for a decision."""
+        report, waiting = self._report, self._answer.port == 0
+        has_news = report.done or bool(report.leaves) or report.failure is not None
+        return _INTERVAL if waiting or has_news or self.server is not None else _BEAT_SECONDS
 
     def _exchange(self) -> None:
+        """Send the report, and take the answer."""
         with self._lock:
-            said = self._said
-        answer = self.server.hear(said) if self.server is not None else self._ask(said)
+            report = self._report
+        if self.server is not None:
+            answer: Answer | None = self.server.receive(report)
+        else:
+            answer = self._ask(report)
         with self._lock:
-            # What was asked of an earlier generation says nothing of this one.
-            if answer is not None and said.generation == self._said.generation:
+            # An answer to a report of an earlier generation means nothing in this one.
+            if answer is not None and report.generation == self._report.generation:
                 self._answer = answer
 
-    def _ask(self, said: LauncherReport) -> Answer | None:
+    def _ask(self, report: LauncherReport) -> Answer | None:
         assert self._connection is not None
-        told = self._connection.ask(asdict(said))
-        return None if told is None else decode(Answer, told)
+        fields = self._connection.ask(asdict(report))
+        return None if fields is None else decode(Answer, fields)
 
 
-class Owner:
-    """The thread of a launcher that starts and ends workers: whether it moves.
+class ThreadActivity:
+    """Whether the thread that made this, which starts and ends workers, still runs.
 
-    It is seen by its switches of context, of which each of its short waits is one; a call to a file server
+    It is seen by its context switches, of which each of its short waits is one; a call to a file server
     that does not answer has none.
     """
 
@@ -269,40 +256,40 @@ class Owner:
         passed = time.monotonic() - self._looked
         if passed >= _LOOK_SECONDS:
             self._looked += passed
-            before, self._switches = self._switches, self._read()
+            before, self._switches = self._switches, ""
+            with contextlib.suppress(OSError):  # the thread has ended: nothing moves
+                status = self._status.read_text()
+                self._switches = status.partition("\nvoluntary_ctxt_switches:")[2]
             moves = self._switches != before
             self._still = 0.0 if moves else self._still + min(passed, _LONGEST_LOOK)
         return self._still > _STUCK_SECONDS
-
-    def _read(self) -> str:
-        try:
-            return self._status.read_text().partition("\nvoluntary_ctxt_switches:")[2]
-        except OSError:
-            return ""  # the thread has ended: that is nothing that moves
 
 
 class _Connection:
     """A launcher's connection to launcher 0, made anew where it is silent."""
 
-    def __init__(self, address: str, place: ServerAddress) -> None:
-        self._address, self._place = address, place
+    def __init__(self, host: str, address: ServerAddress) -> None:
+        self._host, self._address = host, address
         self._socket: socket.socket | None = None
         self._reader: Any = None
         self._heard = time.monotonic()
         self._refused: float | None = None
 
-    def ask(self, message: dict[str, Any]) -> dict[str, Any] | None:
-        """Say something; return the answer, or `None` where there is none now."""
+    def ask(self, report: dict[str, Any]) -> dict[str, Any] | None:
+        """Send a report; return the answer, or `None` where none comes now."""
         try:
             if self._socket is None:
-                self._connect()
-            assert self._socket is not None
-            text = json.dumps({"token": self._place.token, "said": message})
+                end = (self._host, self._address.port)
+                self._socket = socket.create_connection(end, timeout=_CONNECT_SECONDS)
+                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._socket.settimeout(_ANSWER_SECONDS)
+                self._reader = self._socket.makefile("rb")
+            text = json.dumps({"token": self._address.token, "report": report})
             self._socket.sendall(text.encode() + b"\n")
             line = self._reader.readline(LINE)
             if not line.endswith(b"\n"):
                 raise ConnectionAbortedError
-            told: dict[str, Any] = json.loads(line)
+            answer: dict[str, Any] = json.loads(line)
         except ConnectionRefusedError:
             self._refused = self._refused or time.monotonic()
             self.close()
@@ -310,15 +297,8 @@ class _Connection:
             self.close()
         else:
             self._heard, self._refused = time.monotonic(), None
-            return told
+            return answer
         return None
-
-    def _connect(self) -> None:
-        place = (self._address, self._place.port)
-        self._socket = socket.create_connection(place, timeout=_CONNECT_SECONDS)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket.settimeout(_ANSWER_SECONDS)
-        self._reader = self._socket.makefile("rb")
 
     @property
     def lost(self) -> str | None:
@@ -331,7 +311,7 @@ class _Connection:
         return None
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the socket; the next report opens another."""
         if self._socket is not None:
             with contextlib.suppress(OSError):
                 self._reader.close()

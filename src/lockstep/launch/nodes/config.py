@@ -23,19 +23,19 @@ _RENDEZVOUS_HINT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nodes:
-    """What the user says of several nodes.
+    """The flags about several nodes.
 
     Attributes:
-        count: number of launchers, one on each node as a rule; `None` where none is given. Where they may
-            come and go, the most that there may be.
-        least: how many there must be, where they may come and go; `None` where they may not.
-        rank: number of this one.
+        count: number of launchers, one on each node as a rule; the most that there may be of an elastic
+            launch.
+        least: how many an elastic launch needs; `None` for one of a fixed size.
+        rank: of this launcher.
         main_address: host of launcher 0.
         main_port: the port at which launcher 0 listens; by default one they agree on.
         endpoint: `HOST`, `HOST:PORT` or `file:///DIRECTORY`: rendezvous of launchers without node ranks.
         id: name of the launch, which keeps two launches at one rendezvous address apart.
         interface: network interface to use; by default one at which all others reach this node.
-        join_timeout: seconds that launchers may take to come; `None` leaves `LOCKSTEP_JOIN_TIMEOUT`.
+        join_timeout: seconds that launchers may take to join; `None` leaves `LOCKSTEP_JOIN_TIMEOUT`.
         last_call: seconds that a launch waits for more nodes, once there are as many as it needs.
         alone: whether this launcher is the only one, whatever the environment says.
 
@@ -86,18 +86,18 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RendezvousConfig:
-    """How the launchers of one launch find each other.
+    """Rendezvous of the launchers of one launch.
 
     Attributes:
-        name: what all of them call the launch, and no other launch is called.
-        count: how many they are, or may be.
-        least: how many they must be, where they may come and go; `None` where they may not.
-        index: which one this is; `None` where they are numbered as they come.
-        address: host of the one that keeps the store.
-        port: the port at which it listens, where the user chose one.
+        name: the launch's own, the same on all nodes.
+        count: number of launchers; of an elastic launch, the most that there may be.
+        least: how many an elastic launch needs; `None` for one of a fixed size.
+        index: of this launcher; `None` where they are numbered as they join.
+        address: host of the store.
+        port: the port at which the host answers, where the user chose one.
         directory: a directory that all nodes share, where no host is special.
-        source: where the values come from, in words.
-        seconds: how long launchers may take to come.
+        source: of these values: flags or an environment.
+        seconds: how long launchers may take to join.
         last_call: how long the first round waits for more launchers, once there are enough.
     """
 
@@ -114,7 +114,7 @@ class RendezvousConfig:
 
     @property
     def fixed(self) -> bool:
-        """Whether the launch has one round, of all launchers."""
+        """Whether the launch has one round, of all launchers; else it is elastic."""
         return self.least is None
 
     @property
@@ -129,12 +129,12 @@ class RendezvousConfig:
 
     @property
     def shares_output(self) -> bool:
-        """Whether what all launchers print comes to one place, as a scheduler's does."""
+        """Whether the output of all launchers goes to the same terminal or file, as a scheduler's."""
         return not self.source.startswith("--")
 
 
 def port_taken(port: int, why: str) -> UsageError:
-    """Return the error of a port that was asked for and cannot be had: scripts would be told another."""
+    """Return the error of a port that the user chose and that is not free."""
     return UsageError(
         f"--master-port {port} cannot be opened on this machine: {why}; expected a free port",
         hint="without --master-port, a free one is found",
@@ -142,10 +142,10 @@ def port_taken(port: int, why: str) -> UsageError:
 
 
 def parse_count(text: str) -> tuple[int | None, int]:
-    """Return what `--nnodes` means that `text` spells: how many must come, where that is said, and may.
+    """Return the least and the most launchers of a value of `--nnodes`: `N`, or `MIN:MAX` if elastic.
 
     Raises:
-        UsageError: if it is neither a number nor two of them.
+        UsageError: if it is neither.
     """
     least, colon, most = text.rpartition(":")
     if most.isdecimal() and (least.isdecimal() if colon else not least):
@@ -158,15 +158,10 @@ def parse_count(text: str) -> tuple[int | None, int]:
 def rendezvous_config(
     nodes: Nodes, work: Sequence[str], environ: Mapping[str, str]
 ) -> RendezvousConfig | None:
-    """Return the launchers that this one belongs to; `None` if it is alone.
+    """Return the rendezvous config of this launcher; `None` if it is alone.
 
     Flags win over the environment: a step of Slurm with several tasks, or `mpiexec`, starts as many
-    launchers, which need no flags.
-
-    Args:
-        nodes: what the user says.
-        work: what is launched; names the launch where the user doesn't.
-        environ: the launcher's environment.
+    launchers, which need no flags. A launch without `--rdzv-id` is named after `work`: script and arguments.
 
     Raises:
         UsageError: if there is no rendezvous address, or the flags contradict the environment.
@@ -176,7 +171,11 @@ def rendezvous_config(
         return None
     if nodes.endpoint is not None or nodes.main_address is not None:
         return _by_flags(nodes, work)
-    world = _tasks(environ)
+    # A launcher inside a worker starts a launch of its own.
+    inside = MARK in environ or {"RANK", "WORLD_SIZE"} <= environ.keys()
+    entries = (entry for entry in environments.candidates(environ) if entry.starts_launchers)
+    worlds = (environments.read(entry, environ) for entry in entries)
+    world = None if inside else next(filter(None, worlds), None)
     if world is not None and world.size > 1:
         return _by_environment(nodes, world, work)
     if (nodes.count or 1) == 1:
@@ -219,41 +218,36 @@ def _shown(nodes: Nodes) -> str:
 
 
 def _at_endpoint(endpoint: str, name: str, count: int) -> RendezvousConfig:
-    source = "--rdzv-endpoint"
+    config = RendezvousConfig(name=name, count=count, source="--rdzv-endpoint")
+    wrong = UsageError(
+        f"--rdzv-endpoint is {endpoint!r}; expected HOST, HOST:PORT or file:///DIRECTORY",
+        hint="an IPv6 address is written in brackets, as in [fd00::1]:29500",
+    )
     is_file = endpoint.startswith(("file:", "/"))
     try:
-        place = urlsplit(endpoint if is_file else f"//{endpoint}", allow_fragments=False)
-        port = place.port
+        url = urlsplit(endpoint if is_file else f"//{endpoint}", allow_fragments=False)
+        port = url.port
     except ValueError:
-        raise _bad_endpoint(endpoint) from None
+        raise wrong from None
     if is_file:
-        path = place.path if place.scheme == "file" else endpoint
-        if not path.startswith("/") or place.netloc or (place.scheme == "file" and place.query):
-            raise _bad_endpoint(endpoint)
-        return RendezvousConfig(name=name, count=count, directory=Path(path), source=source)
-    if not place.hostname or place.path or port == 0:
-        raise _bad_endpoint(endpoint)
-    return RendezvousConfig(
-        name=name, count=count, address=place.hostname, port=port, source=source
-    )
+        path = url.path if url.scheme == "file" else endpoint
+        if not path.startswith("/") or url.netloc or (url.scheme == "file" and url.query):
+            raise wrong
+        return replace(config, directory=Path(path))
+    if not url.hostname or url.path or port == 0:
+        raise wrong
+    return replace(config, address=url.hostname, port=port)
 
 
 def endpoint_place(endpoint: str) -> tuple[str | None, int | None]:
     """Return host and port of an endpoint; no host for a directory, no port where it is 0 or left out.
 
     Raises:
-        UsageError: if it is none.
+        UsageError: if the endpoint is wrong.
     """
     host, colon, port = endpoint.rpartition(":")
     place = _at_endpoint(host if colon and port == "0" else endpoint, "", 2)
     return place.address, place.port
-
-
-def _bad_endpoint(endpoint: str) -> UsageError:
-    return UsageError(
-        f"--rdzv-endpoint is {endpoint!r}; expected HOST, HOST:PORT or file:///DIRECTORY",
-        hint="an IPv6 address is written in brackets, as in [fd00::1]:29500",
-    )
 
 
 def _by_environment(nodes: Nodes, world: World, work: Sequence[str]) -> RendezvousConfig:
@@ -289,14 +283,6 @@ def _by_environment(nodes: Nodes, world: World, work: Sequence[str]) -> Rendezvo
         port=nodes.main_port or world.port,
         source=world.environment,
     )
-
-
-def _tasks(environ: Mapping[str, str]) -> World | None:
-    # A launcher inside a worker starts a launch of its own.
-    if MARK in environ or {"RANK", "WORLD_SIZE"} <= environ.keys():
-        return None
-    entries = (entry for entry in environments.candidates(environ) if entry.starts_launchers)
-    return next(filter(None, (environments.read(entry, environ) for entry in entries)), None)
 
 
 def _named_after(work: Sequence[str]) -> str:

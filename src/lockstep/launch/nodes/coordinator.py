@@ -1,10 +1,10 @@
 """Coordinator on launcher 0: one decision for all launchers, from their reports. Pure.
 
-said:     a sign of life, done, a failure, leaving
-decided:  restart   the same launchers start their workers again
-          round     another round begins, without those that are lost or leave, or with newcomers
-          end       the launch is over, with a verdict
-          done      the launch is over, and all went well
+reports:    alive, done, a failure, leaving
+decisions:  restart   the same launchers start their workers again
+            round     another round begins, without those that are lost or leave, or with newcomers
+            end       the launch is over, with a verdict
+            done      the launch is over, and all went well
 """
 
 from __future__ import annotations
@@ -21,30 +21,29 @@ from lockstep.launch.nodes.messages import (
     lost_verdict,
 )
 
-#: A launcher of which nothing was heard for as long is lost.
+#: A launcher that has sent nothing for as long is lost.
 LOST_SECONDS = 15.0
-#: One that hung up without a word has ended, unless it calls again within this time.
+#: A launcher whose connection has ended is gone, unless it connects again within this time.
 _GONE_SECONDS = 2.5
-#: One that is silent for as long may be the cause of what the others fail of.
+#: A launcher that is silent for as long may be the cause of the others' failures.
 _SILENT_SECONDS = 1.5
 #: How long the cause is waited for, once a consequence is known.
 _SETTLE_SECONDS = 2.0
-#: How long others have to leave too, once one does that can save the run's state.
+#: How long others have to leave too, once a launcher leaves that can save the run's state.
 _LEAVE_SECONDS = 0.7
 
-#: Gives what is told to the user if workers are to start again after a failure; `None` if they are not.
+#: Returns the line for the user if workers are to start again after a failure; `None` if they are not.
 Policy = Callable[[Verdict], str | None]
 
 
 class Coordinator:
-    """Launcher 0 of a round.
+    """The coordinator of a round.
 
     Args:
         membership: the launchers of the round.
         now: the time, in seconds of any clock, as in all calls.
-        policy: says which failures are followed by new workers.
-        least: how many launchers a launch needs that continues without those that are lost; `None` for one
-            that does not.
+        policy: which failures are followed by new workers.
+        least: how many launchers an elastic launch needs; `None` for one of a fixed size.
         generation: number of the round's first generation.
     """
 
@@ -63,51 +62,51 @@ class Coordinator:
         self._first_leaves: float | None = None
         self._saves = False
         self._generation = generation
-        self._said = {
+        self._reports = {
             index: LauncherReport(index=index, generation=-1) for index in range(membership.count)
         }
         self._heard = dict.fromkeys(range(membership.count), now)
         self._gone: dict[int, float] = {}
-        self._first_told: float | None = None
+        self._first_failed: float | None = None
         self._newcomers: tuple[str, ...] = ()
         self._restart = Decision(kind="restart")
         self._port = 0
-        #: What is decided of this generation.
+        #: The decision on this generation.
         self.decision: Decision | None = None
         self._readers: set[int] = set()
 
-    def hear(self, said: LauncherReport, now: float) -> Answer:
-        """Take what a launcher says, and answer it.
+    def receive(self, report: LauncherReport, now: float) -> Answer:
+        """Return the answer to a launcher's report.
 
         Raises:
             KeyError: if it takes no part in the round.
         """
-        if said.index not in self._said:
-            raise KeyError(said.index)
-        self._said[said.index] = said
-        self._heard[said.index] = now
-        self._gone.pop(said.index, None)
-        if said.heard:
-            self._readers.add(said.index)
+        if report.index not in self._reports:
+            raise KeyError(report.index)
+        self._reports[report.index] = report
+        self._heard[report.index] = now
+        self._gone.pop(report.index, None)
+        if report.heard:
+            self._readers.add(report.index)
         self.look(now)
-        return self._answer(said)
+        return self._answer(report)
 
-    def _answer(self, said: LauncherReport) -> Answer:
+    def _answer(self, report: LauncherReport) -> Answer:
         decision = self.decision
-        if decision is not None and (decision.is_last or said.generation == self._generation):
+        if decision is not None and (decision.is_last or report.generation == self._generation):
             return Answer(decision=decision)
-        if said.generation < self._generation:
+        if report.generation < self._generation:
             return Answer(decision=self._restart)
-        if said.generation > self._generation:
+        if report.generation > self._generation:
             return Answer()
         return Answer(port=self._port, saves=self._saves)
 
-    def hang_up(self, index: int, now: float) -> None:
-        """Note that the connection of a launcher has ended without a word."""
+    def disconnect(self, index: int, now: float) -> None:
+        """Note that the connection of a launcher has ended."""
         self._gone.setdefault(index, now)
 
     def note(self, lost: Sequence[int], newcomers: Sequence[str], now: float) -> None:
-        """Note which launchers cannot reach this one any more, and which others want to take part."""
+        """Note which launchers cannot reach this one any more, and the names of newcomers."""
         self._gone.update((index, now - _GONE_SECONDS - 1) for index in lost if index > 0)
         self._newcomers = tuple(newcomers)
         self.look(now)
@@ -117,46 +116,46 @@ class Coordinator:
         self._decide(Decision(kind="round", text="a newer round has begun without this node"))
 
     def enter(self, generation: int) -> None:
-        """Begin another generation: what was decided of the one before does not hold for it."""
+        """Begin another generation, without the decision on the one before."""
         if self.decision is not None and self.decision.is_last:
             return
         self._restart = self.decision or self._restart
         self._generation, self.decision, self._port = generation, None, 0
-        self._first_told = self._first_leaves = None
+        self._first_failed = self._first_leaves = None
         self._saves = False
 
     @property
     def all_entered(self) -> bool:
-        """Whether all launchers are in this generation, which their earlier workers are not any more."""
-        return all(one.generation == self._generation for one in self._said.values())
+        """Whether all launchers are in this generation: their earlier workers have ended."""
+        return all(one.generation == self._generation for one in self._reports.values())
 
     @property
     def all_have_heard(self) -> bool:
-        """Whether all other launchers have heard the last decision."""
+        """Whether all other launchers have received the last decision."""
         return len(self._readers | {0}) == self._membership.count
 
     def open(self, port: int) -> None:
-        """Tell all launchers the port of this generation's store."""
+        """Answer all launchers with the port of this generation's store."""
         self._port = port
 
     def look(self, now: float) -> None:
-        """Decide what can be decided."""
+        """Decide, if the reports allow it."""
         if self.decision is not None and self.decision.is_last:
             return
-        here = [one for one in self._said.values() if one.generation == self._generation]
-        told = [one.failure for one in here if one.failure is not None]
+        here = [one for one in self._reports.values() if one.generation == self._generation]
+        failures = [one.failure for one in here if one.failure is not None]
         lost = self._lost(now)
         restarting = self.decision is not None
-        if told and not restarting and not all(one.consequence for one in told):
-            self._judge(told)
+        if failures and not restarting and not all(one.consequence for one in failures):
+            self._judge(failures)
         elif lost:
             self._lose(lost, now)
         elif restarting:
             return
-        elif told:
-            self._judge_consequences(told, now)
-        elif leaving := [one for one in self._said.values() if one.leaves]:
-            self._let_go(leaving, now)
+        elif failures:
+            self._judge_consequences(failures, now)
+        elif leaving := [one for one in self._reports.values() if one.leaves]:
+            self._release(leaving, now)
         elif len(here) == self._membership.count and all(one.done for one in here):
             self._decide(Decision(kind="done"))
         elif self._newcomers and not any(one.done for one in here):
@@ -167,31 +166,28 @@ class Coordinator:
         if self.decision is None or not self.decision.is_last:
             self.decision = decision
 
-    def _judge(self, told: list[FailureReport]) -> None:
-        verdict = min(told, key=lambda one: one.order).verdict
+    def _judge(self, failures: list[FailureReport]) -> None:
+        verdict = min(failures, key=lambda one: one.order).verdict
         line = self._policy(verdict)
         if line is None:
             self._decide(Decision(kind="end", verdict=verdict))
         else:
             self._decide(Decision(kind="restart", text=line))
 
-    def _judge_consequences(self, told: list[FailureReport], now: float) -> None:
+    def _judge_consequences(self, failures: list[FailureReport], now: float) -> None:
         """Wait for the cause, or for the end of a launcher that is silent: it may be the cause."""
-        if self._first_told is None:
-            self._first_told = now
-        is_early = now - self._first_told <= _SETTLE_SECONDS
-        everybody = len(told) == self._membership.count
-        if everybody or not (is_early or self._is_anybody_silent(now)):
-            self._judge(told)
-
-    def _is_anybody_silent(self, now: float) -> bool:
-        return any(self._silence(index, now) > _SILENT_SECONDS for index in self._said)
+        if self._first_failed is None:
+            self._first_failed = now
+        is_early = now - self._first_failed <= _SETTLE_SECONDS
+        silent = any(self._silence(index, now) > _SILENT_SECONDS for index in self._reports)
+        if len(failures) == self._membership.count or not (is_early or silent):
+            self._judge(failures)
 
     def _silence(self, index: int, now: float) -> float:
-        # What launcher 0 says of itself needs no connection.
+        # Launcher 0's own reports need no connection.
         return 0.0 if index == 0 else now - self._heard[index]
 
-    def _let_go(self, leaving: list[LauncherReport], now: float) -> None:
+    def _release(self, leaving: list[LauncherReport], now: float) -> None:
         """Continue without those that leave; if too few stay, let all save the run's state and leave."""
         if self._first_leaves is None:
             self._first_leaves = now
@@ -204,13 +200,13 @@ class Coordinator:
             self._without(set(), "; ".join(one.leaves for one in leaving))
         else:
             self._saves = True
-            if all(one.done for one in self._said.values()):
+            if all(one.done for one in self._reports.values()):
                 self._decide(Decision(kind="done"))
 
     def _lost(self, now: float) -> dict[int, str]:
         """Return the launchers that are lost, and why."""
         found = {}
-        for index in self._said:
+        for index in self._reports:
             if index in self._gone and now - self._gone[index] > _GONE_SECONDS:
                 found[index] = "its launcher has ended, or cannot be reached"
             elif self._silence(index, now) > LOST_SECONDS:
@@ -222,12 +218,12 @@ class Coordinator:
         verdict = lost_verdict(self._membership.names[index], why)
         if self._least is not None:
             # A launcher that is silent by now is not waited for.
-            silent = {one for one in self._said if self._silence(one, now) > 2 * _SILENT_SECONDS}
+            silent = {one for one in self._reports if self._silence(one, now) > 2 * _SILENT_SECONDS}
             self._without({*lost, *silent}, verdict.text.removeprefix("lockstep: "))
         else:
             self._decide(Decision(kind="end", verdict=verdict))
 
     def _without(self, leaving: set[int], text: str) -> None:
-        leaving |= {one.index for one in self._said.values() if one.leaves}
-        staying = tuple(index for index in self._said if index not in leaving)
+        leaving |= {one.index for one in self._reports.values() if one.leaves}
+        staying = tuple(index for index in self._reports if index not in leaving)
         self._decide(Decision(kind="round", text=text, staying=staying))

@@ -27,11 +27,11 @@ _TAKEN_HINT = "another launch with this name runs on this host: give each an --r
 
 
 class Endpoint:
-    """Connects launchers to their rendezvous store.
+    """The rendezvous store of launchers, and what is closed with it.
 
     Args:
         store: of the rendezvous.
-        entrance: what lets others find the store at a host: its port, and the lock of this host.
+        entrance: the announcer of a host's store, and the lock of this host.
         hosts: whether this launcher hosts the store.
         file: the store's file in a shared directory.
     """
@@ -48,11 +48,11 @@ class Endpoint:
         self._entrance, self._file = entrance, file
 
     def admit_no_more(self) -> None:
-        """Tell no others where the store is, and leave port and lock to what follows."""
+        """Stop announcing the store, and release port and lock."""
         self._entrance.close()
 
     def close(self) -> None:
-        """Admit no more; leave no file behind."""
+        """Stop announcing the store, and remove its file."""
         self._entrance.close()
         if self._file is not None:
             self._file.close()
@@ -60,19 +60,15 @@ class Endpoint:
 
 
 def enter(config: RendezvousConfig, check: Check) -> Endpoint:
-    """Find the store of a launch, or begin one.
-
-    Args:
-        config: how launchers find each other.
-        check: called again and again meanwhile.
+    """Return the endpoint of a launch; its host, or the first launcher there, makes the store.
 
     Raises:
         UnreachableError: if no packet reaches the host of the store.
-        WorldError: if it does not come.
+        WorldError: if the host does not answer in time.
     """
     with contextlib.ExitStack() as stack:
         if config.directory is not None:
-            file = _open_file(config.directory, config.name, config.seconds, check)
+            file = _open_file(config.directory, config, check)
             return Endpoint(file.store, stack, file=file)
         if config.index is None:
             hosts = stack.enter_context(host_lock(config.name)) and is_here(config)
@@ -109,23 +105,19 @@ def _find(config: RendezvousConfig, check: Check) -> dist.Store:
     return connect_store(*place)
 
 
-def elsewhere(config: RendezvousConfig) -> str | None:
-    """Return a hint, where the host of the store is to be one that this launcher is not on."""
+def missing_hint(config: RendezvousConfig, *, hosts: bool) -> str:
+    """Return the hint if launchers are missing, for one that `hosts` the store or not."""
+    if config.directory is not None:
+        return "if the others say the same, the directory is not shared between the nodes"
+    here = not hosts
     with contextlib.suppress(
         WorldError
     ):  # a name that this host doesn't know may be right elsewhere
-        if is_here(config):
-            return None
+        here = here or is_here(config)
+    if here:
+        return "look at the output of the others: are they started, and on which node?"
     own = ", ".join(f"{one.name} {one.address}" for one in network.interfaces())
     return f"{config.address} is no address of {host.name()} ({own}): is this node 0?"
-
-
-def missing_hint(config: RendezvousConfig, *, hosts: bool) -> str:
-    """Return what to look at if launchers are missing, on one that `hosts` the store or not."""
-    if config.directory is not None:
-        return "if the others say the same, the directory is not shared between the nodes"
-    wrong = elsewhere(config) if hosts else None
-    return wrong or "look at the output of the others: are they started, and on which node?"
 
 
 def is_here(config: RendezvousConfig) -> bool:
@@ -139,8 +131,9 @@ def is_here(config: RendezvousConfig) -> bool:
 
 @contextlib.contextmanager
 def host_lock(name: str) -> Iterator[bool]:
-    """Hold a lock among the launchers of this host whose rendezvous is `name`; give whether it was free."""
+    """Lock `name` among this host's launchers; yield whether it was free."""
     digest = hashlib.sha256(os.fsencode(name)).hexdigest()
+    is_free = True
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as lock:
         try:
             # An abstract address: it goes with its process, however that ends.
@@ -149,16 +142,14 @@ def host_lock(name: str) -> Iterator[bool]:
             if error.errno != errno.EADDRINUSE:
                 raise
             is_free = False
-        else:
-            is_free = True
         yield is_free
 
 
-def _open_file(directory: Path, name: str, seconds: float, check: Check) -> RendezvousFile:
-    """Open the file of a launch; one that is over is given the time to go."""
-    deadline = time.monotonic() + seconds
+def _open_file(directory: Path, config: RendezvousConfig, check: Check) -> RendezvousFile:
+    """Open the file of a launch; wait for the end of a launch that is over."""
+    deadline = time.monotonic() + config.seconds
     while True:
-        file = RendezvousFile(directory, name)
+        file = RendezvousFile(directory, config.name)
         if not file.store.check(["over"]):
             return file
         file.close()
@@ -172,14 +163,10 @@ def _open_file(directory: Path, name: str, seconds: float, check: Check) -> Rend
 
 
 class RendezvousFile:
-    """The store of one launch in a file of a shared directory, and a lock that tells if it is in use.
+    """The store of one launch in a file of a shared directory, and a lock while it is in use.
 
-    Each launcher holds a shared lock for as long as it lives, however it ends. One that comes and gets
-    the lock alone knows that no other is there, and that the file is a stale one.
-
-    Args:
-        directory: the shared directory.
-        name: name of the launch.
+    Each launcher has a shared lock for as long as it lives, however it ends. If a launcher gets the lock
+    exclusively, no other is there, and the file is a stale one.
 
     Raises:
         UsageError: if the directory is not there, or cannot be used for this.
@@ -200,12 +187,11 @@ class RendezvousFile:
         self.store: dist.Store = dist.FileStore(str(self._path), -1)
 
     def close(self) -> None:
-        """Give up the lock; the last launcher that leaves removes the files."""
-        with contextlib.suppress(OSError):  # another launcher holds it
+        """Release the lock; the last launcher that leaves removes the files."""
+        with contextlib.suppress(OSError):  # another launcher has it
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if self._is_in_place(
-                self._lock
-            ):  # the files may have been removed by hand, and made anew
+            # The files may have been removed by hand, and made anew.
+            if self._is_in_place(self._lock):
                 self._path.unlink(missing_ok=True)
                 self._lock_path.unlink(missing_ok=True)
         os.close(self._lock)

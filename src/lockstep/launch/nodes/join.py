@@ -25,16 +25,16 @@ def order(cards: Sequence[Card], most: int) -> tuple[Card, ...]:
 
 
 class Join:
-    """One launcher's arrival at one round.
+    """The wait of one launcher for the start of a round.
 
     Args:
         keys: of the rendezvous store.
         number: of the round.
         own: this launcher's card.
         expected: tokens of launchers that are on their way.
-        may_close: whether this launcher knows, or supposes, that no round is in progress.
-        config: when the round begins.
-        hint: says what to look at if launchers are missing.
+        may_close: whether this launcher may start the round: as far as it knows, none is in progress.
+        config: of the rendezvous.
+        hint: returns the hint for missing launchers.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class Join:
 
         Raises:
             NotNeeded: if the launch ends meanwhile.
-            WorldError: if too few come, or this launcher is not let in; all in a round that cannot
-                begin get the same.
+            WorldError: if too few join, or this launcher may not; the same for all in a round that cannot
+                begin.
         """
         self._keys.arrive(self._number, self._own)
         pause = _FIRST_PAUSE
@@ -85,11 +85,14 @@ class Join:
             newest, _ = self._keys.newest()
             self._may_close = newest == self._number - 1 and self._keys.has_ended(newest)
             self._looked = time.monotonic()
-        if now - self._began > self._config.seconds and not self._is_spare():
+        if now - self._began > self._config.seconds and (
+            # A launcher that waits for the place of another waits without limit.
+            self._may_close or len(self._keys.newest()[1]) < self._config.count
+        ):
             self._raise_missing()
 
     def _check_numbers(self) -> None:
-        """Tell all if two have come with one number to a launch where each has its own."""
+        """Fail if two launchers have the same node rank, in a launch where each has its own."""
         first: dict[int, Card] = {}
         for card in self._cards if self._config.fixed else ():
             other = first.setdefault(card.index, card)
@@ -98,25 +101,15 @@ class Join:
                 self._fail(WorldError(text, hint="give each node a --node-rank of its own"))
 
     def _is_time(self, now: float) -> bool:
+        """Return whether the round begins: all are there, or enough, and no newcomer for some time."""
         here = {card.token for card in self._cards}
         if len(here) < self._config.needed:
             return False
-        if self._expected and here >= self._expected:
+        if here >= self._expected if self._expected else len(here) >= self._config.count:
             return True
-        if len(here) >= self._config.count and not self._expected:
-            return True
-        return now - self._changed > self._patience
-
-    @property
-    def _patience(self) -> float:
-        """Seconds without a newcomer after which a round begins with those that are there."""
-        if self._number == 1:
-            return min(self._config.last_call, self._config.seconds)
-        return min(self._config.last_call, _SETTLE_SECONDS if self._expected else _CAUTIOUS_SECONDS)
-
-    def _is_spare(self) -> bool:
-        """Whether this launcher waits for a place that another one has to leave first."""
-        return not self._may_close and len(self._keys.newest()[1]) >= self._config.count
+        longest = self._config.seconds if self._number == 1 else _CAUTIOUS_SECONDS
+        longest = _SETTLE_SECONDS if self._expected else longest
+        return now - self._changed > min(self._config.last_call, longest)
 
     def _raise_missing(self) -> None:
         seconds = f"{self._config.seconds:g} s"
@@ -139,6 +132,6 @@ class Join:
         )
 
     def _fail(self, error: WorldError) -> None:
-        """End this round for all that have come to it; raise what the first to do so has said."""
+        """End this round for all that have joined it; raise the first error that was written."""
         self._keys.fail(self._number, error)
         self._keys.check_failed(self._number)

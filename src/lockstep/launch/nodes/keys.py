@@ -7,9 +7,9 @@
       failed, heard     why it cannot begin, and how many have read it
       loss/K, alive/K   a launcher has lost launcher 0; launcher 0 lives
 
-A card says where its launcher listens: what is told in a round goes over a connection to its launcher 0.
-Nothing beats here, since a file only grows. A launcher that has lost launcher 0 asks it here, before there
-is another round: of two halves of a network, one continues.
+A card has the address of its launcher: reports in a round go over a connection to its launcher 0.
+There are no heartbeats here, since a file only grows. A launcher that has lost launcher 0 asks it here,
+before there is another round: of two halves of a network, one continues.
 """
 
 from __future__ import annotations
@@ -34,22 +34,20 @@ _ALIVE_SECONDS = 3.0
 #: How long the host of the store, which goes with it, stays for others to read why it leaves.
 _LINGER_SECONDS = 3.0
 _PAUSE = 0.01
-#: Arrivals that may have died before they sent their card, in a row.
+#: Launchers that may have died before they wrote their card, in a row.
 _GAP = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """What a launcher says of itself when it arrives.
+    """A launcher that joins a round.
 
     Attributes:
-        token: tells it from all others, for as long as it lives.
-        node: its host.
-        launcher: what it starts.
-        common: what holds for all launchers, if this one is the first of them.
-        place: where it listens.
+        token: unique, for as long as it lives.
+        common: of the launch, if this launcher is the first of it.
+        address: where it listens.
         round: the last round that it took part in; 0 for a newcomer.
-        index: its number there; of a newcomer, what the user gave it.
+        index: its number there; of a newcomer, its number by the user.
         generation: number of the next generation, as far as it knows.
     """
 
@@ -57,20 +55,20 @@ class Card:
     node: NodeInfo
     launcher: Launcher
     common: Common
-    place: ServerAddress
+    address: ServerAddress
     round: int
     index: int
     generation: int
 
     @staticmethod
-    def parse(told: Any) -> Card:
-        """Read what `asdict` and JSON have made of one.
+    def parse(fields: Any) -> Card:
+        """Return the card with these fields.
 
         Raises:
-            WorldError: if it is none.
+            WorldError: if it has others.
         """
         try:
-            return decode(Card, told)
+            return decode(Card, fields)
         except (KeyError, TypeError, ValueError):
             raise WorldError(
                 "what another launcher has told cannot be read; expected the same Lockstep on all nodes",
@@ -79,12 +77,7 @@ class Card:
 
 
 class RendezvousKeys:
-    """The rendezvous store of launchers.
-
-    Args:
-        store: one that all of them reach.
-        check: called again and again while others are waited for.
-    """
+    """The rendezvous store of launchers; `check` is called again and again in waits for others."""
 
     def __init__(self, store: dist.Store, check: Check) -> None:
         self.store = store
@@ -95,7 +88,7 @@ class RendezvousKeys:
         """Return a part of the store for the connectivity check of a round."""
         return dist.PrefixStore(f"round/{number}/network", self.store)
 
-    def _tell(self, key: str, value: Any) -> None:
+    def _write(self, key: str, value: Any) -> None:
         self.store.set(key, json.dumps(value))
 
     def _has(self, key: str) -> bool:
@@ -107,13 +100,13 @@ class RendezvousKeys:
     # A round that cannot begin.
 
     def fail(self, number: int, error: WorldError) -> None:
-        """Tell all that come to a round why it cannot begin; the first reason is told."""
+        """Write why a round cannot begin, for all that join it; the first reason counts."""
         if self.store.add(f"round/{number}/failures", 1) == 1:
-            self._tell(f"round/{number}/failed", [error.message, error.hint])
+            self._write(f"round/{number}/failed", [error.message, error.hint])
         self._count_heard(number)
 
     def check_failed(self, number: int) -> None:
-        """Raise what was told of a round that cannot begin.
+        """Raise the error of a round that cannot begin.
 
         Raises:
             WorldError: the same for all.
@@ -130,7 +123,7 @@ class RendezvousKeys:
             self.store.add(f"round/{number}/heard", 1)
 
     def linger(self, number: int) -> None:
-        """Wait a moment until all that came to a round have read why it cannot begin."""
+        """Wait a moment until all that joined a round have read why it cannot begin."""
         heard, deadline = f"round/{number}/heard", time.monotonic() + _LINGER_SECONDS
         if not self._has(f"round/{number}/failed"):
             return
@@ -140,8 +133,8 @@ class RendezvousKeys:
     # The launch.
 
     def end(self) -> None:
-        """Tell those that wait for a place that the launch is over."""
-        self._tell("over", 1)
+        """Write that the launch is over, for those that wait for a place."""
+        self._write("over", 1)
 
     def check_over(self) -> None:
         """Raise `NotNeeded` if the launch is over."""
@@ -159,19 +152,18 @@ class RendezvousKeys:
         return self.store.get("newest").decode() if self._has("newest") else ""
 
     def arrive(self, number: int, card: Card) -> None:
-        """Come to a round."""
+        """Join a round."""
         arrival = self.store.add(f"round/{number}/arrivals", 1) - 1
-        self._tell(f"round/{number}/card/{arrival}", asdict(card))
+        self._write(f"round/{number}/card/{arrival}", asdict(card))
 
     def arrived(self, number: int) -> int:
-        """Return how many have come to a round; some may have died before they sent their card."""
+        """Return how many have joined a round; some may have died before they wrote their card."""
         key = f"round/{number}/arrivals"
         return int(self.store.get(key)) if self._has(key) else 0
 
     def cards(self, number: int, known: Sequence[Card] = ()) -> list[Card]:
-        """Return the cards of all that have come to a round; `known` are those that were read before."""
-        cards = list(known)
-        seen = {card.token for card in cards}
+        """Return the cards of all that have joined a round; `known` are those that were read before."""
+        cards = {card.token: card for card in known}
         gap, arrival = 0, len(cards)
         while gap < _GAP:
             key = f"round/{number}/card/{arrival}"
@@ -180,10 +172,8 @@ class RendezvousKeys:
                 gap += 1
                 continue
             gap, card = 0, Card.parse(self._read(key))
-            if card.token not in seen:
-                seen.add(card.token)
-                cards.append(card)
-        return cards
+            cards.setdefault(card.token, card)
+        return list(cards.values())
 
     def close(self, number: int, cards: Sequence[Card]) -> None:
         """Begin a round with these launchers, unless a newer one has begun.
@@ -206,29 +196,27 @@ class RendezvousKeys:
     def reaches(self, number: int) -> bool:
         """Return whether launcher 0 of a round answers this launcher on the network."""
         newest, cards = self.newest()
-        return newest == number and any(card.place.answers() for card in cards[:1])
+        return newest == number and any(card.address.answers() for card in cards[:1])
 
     def has_ended(self, number: int, index: int = -1) -> bool:
-        """Return whether no launcher answers for a round: ask its launcher 0, both ways.
+        """Return whether launcher 0 of a round answers neither on the network nor in the store.
 
-        Args:
-            number: of the round.
-            index: number of this launcher in it, if it takes part.
+        `index` is the number of this launcher in the round, if it takes part.
         """
         if self.reaches(number):
             return False
         loss = self.store.add(f"round/{number}/losses", 1) - 1
-        self._tell(f"round/{number}/loss/{loss}", index)
+        self._write(f"round/{number}/loss/{loss}", index)
         answer = f"round/{number}/alive/{loss}"
         if await_any(self.store, [[answer]], _ALIVE_SECONDS, self.check) == 0:
             return False
         return self.newest()[0] == number
 
     def answer_losses(self, number: int, known: int) -> list[int]:
-        """Answer those that have lost launcher 0, after the first `known`; return their numbers."""
+        """Answer launchers that have lost launcher 0, after the first `known`; return their numbers."""
         asked: list[int] = []
         while self._has(f"round/{number}/loss/{known + len(asked)}"):
             loss = known + len(asked)
             asked.append(int(self._read(f"round/{number}/loss/{loss}")))
-            self._tell(f"round/{number}/alive/{loss}", 1)
+            self._write(f"round/{number}/alive/{loss}", 1)
         return asked

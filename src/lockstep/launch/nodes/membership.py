@@ -13,14 +13,7 @@ from lockstep.world.network import LOOPBACK
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launcher:
-    """What a launcher tells the others of itself.
-
-    Attributes:
-        ranks: how many ranks it starts.
-        name: name of its host.
-        cpus: processors that it may use.
-        gpus: names of the GPUs that it sees.
-    """
+    """Resources of a launcher: its number of ranks, host name, processors, and names of GPUs."""
 
     ranks: int
     name: str
@@ -30,11 +23,10 @@ class Launcher:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Common:
-    """What holds for all launchers of a launch, for as long as it lasts; the first of them says it.
+    """Constants of a launch, made by its first launcher.
 
     Attributes:
-        run_id: what the launch is called.
-        token: known to workers and servers of the launch alone.
+        token: secret of the workers and servers of the launch.
         stamp: name of the run's directory, where the user names none.
         resumes: whether that is an unfinished run, which the launch continues.
         replicas: replicas of a run that names no number, where nodes come and go.
@@ -48,12 +40,11 @@ class Common:
 
     @staticmethod
     def new(replicas: int, stamp: str | None = None) -> Common:
-        """Return that of another launch, which continues the run in directory `stamp`, or begins one."""
+        """Return those of a new launch, which continues the run in directory `stamp`, or begins one."""
         run_id, now = uuid.uuid4().hex, time.strftime("%Y%m%d-%H%M%S")
-        token = secrets.token_hex(16)
         return Common(
             run_id=run_id,
-            token=token,
+            token=secrets.token_hex(16),
             stamp=stamp or f"{now}-{run_id[:4]}",
             resumes=stamp is not None,
             replicas=replicas,
@@ -61,7 +52,7 @@ class Common:
 
 
 class NotNeeded(Exception):  # noqa: N818 - an end, and no error
-    """The launch has ended while this launcher waited for a place in it."""
+    """The launch has ended while this launcher waited to join it."""
 
 
 def owns(index: int, nodes: Sequence[int], things: Sequence[Sequence[object]]) -> bool:
@@ -76,20 +67,20 @@ def owns(index: int, nodes: Sequence[int], things: Sequence[Sequence[object]]) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
-    """The launchers of a launch, as one of them sees them.
+    """The launchers of a round, and which of them this one is.
 
     Attributes:
-        index: number of this launcher.
-        ranks: how many ranks each launcher starts.
-        nodes: the node that each launcher is on, numbered as they first appear.
-        names: what to call each launcher.
-        address: where all of them reach launcher 0.
+        index: of this launcher.
+        ranks: number of ranks of each launcher.
+        nodes: node of each launcher, numbered as they first appear.
+        names: of the launchers in messages.
+        address: at which all of them reach launcher 0.
         interface: network interface of this launcher's workers; `None` leaves it to the plan.
-        own_cores: whether the processors of this launcher are none of another's on its node.
+        own_cores: whether no other launcher on its node has processors of this one.
         own_gpus: the same of its GPUs.
         overrules_interface: whether the user chose it for Lockstep, over variables of Gloo and NCCL.
         reached_at: interface and address at which all others reach each launcher; empty on one node.
-        speaks: whether this launcher tells the user of the verdict that all of them share.
+        speaks: whether this launcher prints the verdict that all of them share.
     """
 
     index: int
@@ -138,7 +129,7 @@ class Membership:
 
     @property
     def first_local_rank(self) -> int:
-        """How many ranks of earlier launchers are on this node."""
+        """Number of ranks of earlier launchers on this node."""
         return self._on_node(self.ranks[: self.index])
 
     @property

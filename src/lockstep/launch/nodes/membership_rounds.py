@@ -1,9 +1,9 @@
 """Rendezvous rounds of an elastic launch: a new one when a launcher has joined or is lost.
 
-approach ── arrive ── the round closes ── connectivity check ── membership   (then they watch each other)
+approach ── join ── the round starts ── connectivity check ── membership ── coordinator and clients
 └─ is a round in progress, and can its launcher 0 be reached?
 
-A launch whose launchers do not come and go has one round, which needs all of them.
+A launch of a fixed size has one round, which needs all launchers.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from lockstep.world.rendezvous.membership_check import (
 _APPROACH_SECONDS = 1.0
 #: How many rounds may fail in a row because nodes do not reach each other.
 _TRIES = 3
-#: How long a launcher may keep the others waiting in the connectivity check: of a launch with one round,
-#: and where another round begins else.
+#: How long a launcher may keep the others waiting in the connectivity check: in a launch with one round,
+#: and in one where another round can follow.
 _PATIENCE, _ROUND_PATIENCE = 30.0, 4.0
-#: How long a launcher that has nothing good to tell waits for others to tell it to.
-_SECONDS_IN_VAIN = 20.0
+#: How long a launcher whose interface is wrong waits for others, to end their launch too.
+_SECONDS_TO_FAIL = 20.0
 
 
 class Rounds:
-    """The rounds of a launch, as one launcher sees them.
+    """The rounds of a launch that one launcher takes part in.
 
     Args:
-        config: how launchers find each other.
-        own: what the others are to know of this one.
+        config: of the rendezvous.
+        own: this launcher's ranks and devices.
         interface: network interface that the user chose.
         check: called again and again while others are waited for.
         say: shows the user the members of a round.
@@ -56,7 +56,7 @@ class Rounds:
     Raises:
         NotNeeded: if the launch ends before there was a place for this launcher.
         UnreachableError: if nodes cannot reach each other.
-        WorldError: if this launcher does not fit the launch, or too few come.
+        WorldError: if this launcher does not fit the launch, or too few join.
     """
 
     def __init__(
@@ -72,19 +72,19 @@ class Rounds:
         self._own, self._node = own, NodeInfo.here(os.getpid())
         self._interface, self._say = interface, say
         if interface is not None and all(one.name != interface for one in network.interfaces()):
-            # Only to let the others know: the connectivity check names it.
-            config = replace(config, seconds=min(config.seconds, _SECONDS_IN_VAIN))
+            # It joins only so that the connectivity check names the interface on all launchers.
+            config = replace(config, seconds=min(config.seconds, _SECONDS_TO_FAIL))
         self._config = config
         self._token = secrets.token_hex(8)
         self._watch: StoreWatch | None = None
         self._endpoint = enter(config, check)
         self.keys = RendezvousKeys(self._endpoint.store, check)
         self._cards: tuple[Card, ...] = ()
-        #: What holds for all launchers.
+        #: Of the launch.
         self.common = Common.new(config.count * own.ranks, stamp)
         here = tuple(one.address for one in offers(network.interfaces()))
         loopback = config.directory is None and network.listens_locally(config.address)
-        #: Where this launcher listens to the others of rounds whose launcher 0 it is.
+        #: For the rounds whose launcher 0 this is.
         self.server = CoordinatorServer(loopback=loopback, addresses=here)
         #: Number of this round, and of the one that this launcher joins.
         self.number, self._joining = 0, 1
@@ -93,8 +93,8 @@ class Rounds:
         #: The launchers of this round.
         self.membership = Membership.alone(own.ranks)
         try:
-            with self._reading():
-                self._meet((), self._approach())
+            with self._store_errors():
+                self._join((), self._approach())
         except BaseException:
             self.close()
             raise
@@ -102,8 +102,8 @@ class Rounds:
             self._endpoint.admit_no_more()
 
     @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
-        """Say in one line that the store is gone; its host goes after the others have read why."""
+    def _store_errors(self) -> Iterator[None]:
+        """Raise one clear error if the store is gone; its host leaves after the others have read why."""
         try:
             yield
         except WorldError:
@@ -139,8 +139,8 @@ class Rounds:
 
     @property
     def launcher_0(self) -> CoordinatorServer | ServerAddress:
-        """Where launcher 0 of this round listens; its server, where it is this launcher."""
-        return self.server if self.membership.index == 0 else self._cards[0].place
+        """Address of launcher 0 of this round; its server, where it is this launcher."""
+        return self.server if self.membership.index == 0 else self._cards[0].address
 
     @property
     def survives_host(self) -> bool:
@@ -148,27 +148,27 @@ class Rounds:
         return self._config.directory is not None
 
     def next(self, staying: Sequence[int], generation: int, *, lost_coordinator: bool) -> None:
-        """Meet again.
+        """Join the next round.
 
         Args:
             staying: launchers of this round that are expected.
             generation: number of the next generation.
-            lost_coordinator: whether this launcher has only lost launcher 0, and was told nothing.
+            lost_coordinator: whether this launcher has lost launcher 0, without a decision.
 
         Raises:
             NotNeeded: if the launch ends before there was a place for this launcher.
             UnreachableError: if nodes cannot reach each other, again and again.
-            WorldError: if too few come.
+            WorldError: if too few join.
         """
         self._close_watch()
         self.generation = generation
         expected = tuple(self._cards[index].token for index in staying)
-        with self._reading():
+        with self._store_errors():
             if lost_coordinator:
                 over = self._approach()
             else:
                 over = self.number if self._token in expected else self.number - 1
-            self._meet(expected, over)
+            self._join(expected, over)
 
     def _approach(self) -> int:
         """Wait until the round that continues can be reached, or is over; return the last that is over.
@@ -196,13 +196,20 @@ class Rounds:
             time.sleep(_APPROACH_SECONDS)
 
     def _newest(self) -> int:
-        """Return the number of the newest round, 0 before the first; take what is common from it.
+        """Return the number of the newest round, 0 before the first; take the launch's constants from it.
 
         Raises:
             WorldError: if this launcher does not fit it, or the only round has begun without it.
         """
         newest, cards = self.keys.newest()
-        self._check_fits(cards)
+        first = cards[:1]
+        if cards:
+            self.common = cards[0].common
+        elif not self.fixed:  # in a fixed launch, the members of the round compare each other
+            first = tuple(self.keys.cards(1)[:1])
+        error = _differing((*first, self._card()))
+        if error is not None:
+            raise error
         if newest > 0 and self.fixed:
             raise WorldError(
                 f"{self._config.count} nodes have joined at {self._config.place} already; "
@@ -211,25 +218,12 @@ class Rounds:
             )
         return newest
 
-    def _check_fits(self, cards: Sequence[Card]) -> None:
-        """Check that this launcher fits a launch that runs, or is about to; take what is common.
-
-        All launchers of one that needs all of them hear of it when they have come.
-        """
-        if cards:
-            self.common = cards[0].common
-        elif not self.fixed:
-            cards = self.keys.cards(1)
-        error = _differing([*cards[:1], self._card()])
-        if error is not None:
-            raise error
-
-    def _meet(self, expected: tuple[str, ...], over: int) -> None:
+    def _join(self, expected: tuple[str, ...], over: int) -> None:
         """Take part in a round.
 
         Args:
             expected: tokens of launchers that are on their way, once the round `over` is.
-            over: the last round that is over; one that has begun since then is in progress.
+            over: the last round that is over; a later one is in progress.
         """
         tries = 0
         while True:
@@ -245,21 +239,20 @@ class Rounds:
                 config=self._config,
                 hint=self._hint,
             ).wait()
-            if cards is not None:
-                try:
-                    self._take_part(number, cards)
-                except UnreachableError:
-                    self._close_watch()
-                    # A launcher has gone since the round was closed, or the network has.
-                    tries += 1
-                    if self.fixed or tries == _TRIES:
-                        raise
-                    expected, over = (), number
-                else:
-                    return
+            if cards is None:
+                continue
+            try:
+                return self._take_part(number, cards)
+            except UnreachableError:
+                self._close_watch()
+                # A launcher has gone since the round has started, or the network has.
+                tries += 1
+                if self.fixed or tries == _TRIES:
+                    raise
+                expected, over = (), number
 
     def _hint(self) -> str:
-        """Return what to look at if launchers are missing."""
+        """Return the hint for missing launchers."""
         if not self.fixed:
             return "--nnodes MIN:MAX says how many must come, --join-timeout how long they may take"
         return missing_hint(self._config, hosts=self._endpoint.hosts)
@@ -276,14 +269,14 @@ class Rounds:
             node=self._node,
             launcher=self._own,
             common=self.common,
-            place=self.server.place,
+            address=self.server.address,
             round=self.number,
             index=index,
             generation=self.generation,
         )
 
     def _take_part(self, number: int, cards: tuple[Card, ...]) -> None:
-        """Become a member of a round; the nodes try to reach each other."""
+        """Become a member of a round, after its connectivity check."""
         error = _differing(cards)
         if error is not None:
             self.keys.fail(number, error)
@@ -325,11 +318,11 @@ class Rounds:
             self._say(f"lockstep:{which} {self.membership}")
 
     def end(self) -> None:
-        """Tell those that wait for a place that the launch is over."""
+        """Write that the launch is over, for those that wait for a place."""
         self.keys.end()
 
     def close(self) -> None:
-        """Leave no file behind, admit no more, and listen no more."""
+        """Close the endpoint, which removes its file, and the server."""
         self._close_watch()
         self._endpoint.close()
         self.server.close()

@@ -15,10 +15,9 @@ LINE = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureReport:
-    """What a launcher says of its own failure.
+    """A failure of a launcher's workers.
 
     Attributes:
-        verdict: its verdict.
         consequence: whether another rank's failure explains it.
         time: when it happened, seconds since the epoch.
     """
@@ -29,23 +28,34 @@ class FailureReport:
 
     @property
     def order(self) -> tuple[bool, float]:
-        """What sorts causes before consequences, and early before late."""
+        """A sort key: causes before consequences, early before late."""
         return self.consequence, self.time
+
+    def shortened(self) -> FailureReport:
+        """Return this report, with another verdict where a message could not hold this one."""
+        size = len(json.dumps(asdict(self)))
+        if size <= LINE // 2:  # an answer holds the verdict, and its brief twice
+            return self
+        name = self.verdict.name or "a launcher"
+        text = (
+            f"lockstep: {name} failed, and its verdict of {size} bytes is too long for "
+            f"the other launchers; expected at most {LINE // 2}: its log says more"
+        )
+        brief = text.removeprefix("lockstep: ")
+        verdict = replace(self.verdict, text=text, traceback=None, brief=brief)
+        return replace(self, verdict=verdict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LauncherReport:
-    """What a launcher says with every sign of life.
+    """State of a launcher, sent with every heartbeat.
 
     Attributes:
-        index: its number.
-        round: the round that it is in.
-        generation: the generation that it is in.
         done: whether its workers have ended well.
         failure: how they have failed.
         leaves: why it leaves, if it does.
         saves: whether it could save the run's state first, with all others.
-        heard: whether it has heard the last decision.
+        heard: whether it has received the last decision.
     """
 
     index: int
@@ -60,12 +70,11 @@ class LauncherReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What all launchers are to do.
+    """The decision for all launchers.
 
     Attributes:
-        kind: what.
-        text: what the user is told of it.
-        verdict: the verdict over a launch that is over.
+        text: shown to the user.
+        verdict: of a launch that is over.
         staying: launchers that are expected in the next round.
     """
 
@@ -82,31 +91,16 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What launcher 0 answers.
+    """Launcher 0's answer to a report.
 
     Attributes:
-        decision: what it has decided, if anything.
-        port: port of the store of the generation that the asking launcher is in; 0 while there is none.
+        port: of the store of the generation that the reporting launcher is in; 0 while there is none.
         saves: whether all are to let their ranks save the run's state and leave.
     """
 
     decision: Decision | None = None
     port: int = 0
     saves: bool = False
-
-
-def fitting(told: FailureReport) -> FailureReport:
-    """Return `told`, with another verdict where a message could not hold this one."""
-    size = len(json.dumps(asdict(told)))
-    if size <= LINE // 2:  # an answer holds the verdict, and its brief twice
-        return told
-    verdict = told.verdict
-    text = (
-        f"lockstep: {verdict.name or 'a launcher'} failed, and its verdict of {size} bytes is too long for "
-        f"the other launchers; expected at most {LINE // 2}: its log says more"
-    )
-    own = replace(verdict, text=text, traceback=None, brief=text.removeprefix("lockstep: "))
-    return replace(told, verdict=own)
 
 
 def lost_verdict(name: str, why: str, *, hint: str | None = None) -> Verdict:

@@ -22,11 +22,11 @@ from lockstep.world import network
 from lockstep.world.rendezvous.decode import decode
 
 _INTERVAL = 0.02
-#: How long launcher 0 waits for the others to hear the last decision, before it ends.
+#: How long launcher 0 waits until the others have received the last decision.
 _LINGER_SECONDS = 5.0
-#: A line over which nothing comes for as long is not used any more.
+#: A connection over which nothing comes for as long is closed.
 _IDLE_SECONDS = 30.0
-#: Connections at a time that have not shown the token yet, and how long each may take to.
+#: Connections at a time that have not sent the token yet, and how long each may take to.
 _UNKNOWN, _GREETING_SECONDS = 128, 5.0
 #: How long a launcher may take to answer at one of its addresses.
 _PING_SECONDS = 2.0
@@ -34,11 +34,9 @@ _PING_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerAddress:
-    """Where a launcher listens, and what shows that a caller belongs to the launch.
+    """Port and addresses at which a launcher listens, and the token of clients that belong to the launch.
 
     Attributes:
-        port: the port.
-        token: what a caller shows.
         addresses: where it may be reached, the likelier ones first.
     """
 
@@ -48,32 +46,29 @@ class ServerAddress:
 
     @property
     def start(self) -> bytes:
-        """How each message of a caller begins: `json.dumps` keeps the order, and the token is first."""
+        """The first bytes of a client: `json.dumps` keeps the order, and the token is first."""
         return json.dumps({"token": self.token}).encode()[:-1]
 
     def answers(self) -> bool:
         """Return whether the launcher can be reached at one of its addresses, and lives."""
-        return any(map(self._answers_at, self.addresses))
-
-    def _answers_at(self, address: str) -> bool:
-        ping = json.dumps({"token": self.token, "ping": True})
-        try:
+        ping = json.dumps({"token": self.token, "ping": True}).encode() + b"\n"
+        for address in self.addresses:
             with (
-                socket.create_connection((address, self.port), _PING_SECONDS) as line,
-                line.makefile("rb") as reader,
+                contextlib.suppress(OSError),
+                socket.create_connection((address, self.port), _PING_SECONDS) as connection,
+                connection.makefile("rb") as reader,
             ):
-                line.sendall(ping.encode() + b"\n")
-                return bool(reader.readline(LINE))
-        except OSError:
-            return False
+                connection.sendall(ping)
+                if reader.readline(LINE):
+                    return True
+        return False
 
 
 class CoordinatorServer:
-    """Where a launcher listens to the others of the rounds whose launcher 0 it is.
+    """The server of a launcher for the rounds whose launcher 0 it is.
 
-    Args:
-        loopback: whether all of them are on this host, and always will be.
-        addresses: where this host may be reached.
+    It listens on the loopback interface, if all launchers are on this host and always will be. `addresses`
+    are those at which this host may be reached.
     """
 
     def __init__(self, *, loopback: bool, addresses: tuple[str, ...] = (network.LOOPBACK,)) -> None:
@@ -84,8 +79,8 @@ class CoordinatorServer:
         self._closed = threading.Event()
         self._room = threading.BoundedSemaphore(_UNKNOWN)
         port = self._listener.getsockname()[1]
-        self.place = ServerAddress(port=port, token=secrets.token_hex(16), addresses=addresses)
-        #: Whether the others are to take this launcher for lost.
+        self.address = ServerAddress(port=port, token=secrets.token_hex(16), addresses=addresses)
+        #: Whether to answer nothing, so that the others take this launcher for lost.
         self.is_silent = False
         self._thread = threading.Thread(
             target=self._serve, name="lockstep-coordinator", daemon=True
@@ -97,22 +92,22 @@ class CoordinatorServer:
         with self._lock:
             self._coordinators[number] = coordinator
 
-    def hear(self, said: LauncherReport) -> Answer:
-        """Take what a launcher says, and answer it; there is nothing to say while its round is to begin."""
+    def receive(self, report: LauncherReport) -> Answer:
+        """Return the coordinator's answer to a report; an empty one before its round has begun."""
         with self._lock:
-            coordinator = self._coordinators.get(said.round)
+            coordinator = self._coordinators.get(report.round)
             if coordinator is None:
                 return Answer()
-            return coordinator.hear(said, time.monotonic())
+            return coordinator.receive(report, time.monotonic())
 
     @contextlib.contextmanager
     def locked(self, number: int) -> Iterator[Coordinator | None]:
-        """Give the coordinator of a round, which hears nothing meanwhile; `None` before it has begun."""
+        """Yield the coordinator of a round, which receives nothing meanwhile; `None` before its start."""
         with self._lock:
             yield self._coordinators.get(number)
 
     def linger(self, number: int) -> None:
-        """Wait until the others have heard the last decision of a round, if this launcher leaves."""
+        """Wait until the others have received the last decision of a round, if this launcher leaves."""
         with self._lock:
             coordinator = self._coordinators[number]
         decision, deadline = coordinator.decision, time.monotonic() + _LINGER_SECONDS
@@ -122,7 +117,7 @@ class CoordinatorServer:
             time.sleep(_INTERVAL)
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._closed.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
@@ -165,23 +160,24 @@ class CoordinatorServer:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with connection.makefile("rb") as reader:
                 while line := reader.readline(LINE):
-                    told, start = json.loads(start + line), b""
-                    if self._closed.is_set() or self.is_silent or told["token"] != self.place.token:
+                    message, start = json.loads(start + line), b""
+                    wrong = message["token"] != self.address.token
+                    if wrong or self._closed.is_set() or self.is_silent:
                         break
-                    if "ping" in told:
+                    if "ping" in message:
                         connection.sendall(b"{}\n")
                         continue
-                    said = decode(LauncherReport, told["said"])
-                    if said.index < 1:
+                    report = decode(LauncherReport, message["report"])
+                    if report.index < 1:
                         break
-                    caller = said.round, said.index
+                    caller = report.round, report.index
                     self._callers[caller] = me
-                    answer = self.hear(said)
+                    answer = self.receive(report)
                     connection.sendall(json.dumps(asdict(answer)).encode() + b"\n")
         with self._lock:
             coordinator = self._coordinators.get(caller[0])
             if coordinator is not None and self._callers.get(caller) is me:
-                coordinator.hang_up(caller[1], time.monotonic())
+                coordinator.disconnect(caller[1], time.monotonic())
 
     def _read_start(self, connection: socket.socket) -> bytes:
         """Read the start of the first message, which shows the token, and nothing else.
@@ -190,7 +186,7 @@ class CoordinatorServer:
             ValueError: if it does not.
             TimeoutError: if it takes too long, in however many pieces it comes.
         """
-        start, found = self.place.start, b""
+        start, found = self.address.start, b""
         deadline = time.monotonic() + _GREETING_SECONDS
         while len(found) < len(start):
             left = deadline - time.monotonic()

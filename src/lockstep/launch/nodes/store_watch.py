@@ -14,13 +14,13 @@ _LOOK_SECONDS = 0.5
 
 
 class StoreWatch:
-    """A thread that looks there as long as a round lasts; from before it begins, since others may ask.
+    """A thread that watches the store during a round, and just before it, since others may ask then.
 
     Args:
         keys: of the rendezvous store.
         number: of the round.
-        server: where the launchers of the round are heard.
-        room: how many more may take part.
+        server: of the round's coordinator.
+        room: how many more launchers may take part.
     """
 
     def __init__(
@@ -45,7 +45,9 @@ class StoreWatch:
         )
         self._answered += len(lost)
         superseded = self._keys.newest()[0] > self._number
-        waiting = self._waiting()
+        waiting: list[Card] = []
+        with contextlib.suppress(WorldError):  # a newcomer has another Lockstep
+            waiting = self._keys.cards(self._number + 1)[: self._room] if self._room else []
         with self._server.locked(self._number) as coordinator:
             if coordinator is None:
                 return
@@ -53,13 +55,7 @@ class StoreWatch:
                 coordinator.supersede()
             coordinator.note(lost, [card.launcher.name for card in waiting], time.monotonic())
 
-    def _waiting(self) -> list[Card]:
-        """Return the cards of newcomers that there is room for; none if one is of another Lockstep."""
-        with contextlib.suppress(WorldError):
-            return self._keys.cards(self._number + 1)[: self._room] if self._room else []
-        return []
-
     def close(self) -> None:
-        """Look no more."""
+        """Stop watching."""
         self._stop.set()
         self._thread.join(2 * _LOOK_SECONDS)

@@ -153,7 +153,7 @@ def _join(config: RendezvousConfig, endpoint: Endpoint, token: str) -> tuple[Car
         node=NodeInfo.here(os.getpid()),
         launcher=Launcher(ranks=1, name=host.name()),
         common=Common.new(replicas=1),
-        place=ServerAddress(port=0, token=""),
+        address=ServerAddress(port=0, token=""),
         round=0,
         index=first if config.index is None else config.index,
         generation=0,

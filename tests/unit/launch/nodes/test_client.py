@@ -41,7 +41,7 @@ def make() -> Iterator[Maker]:
     def one(
         index: int, count: int = 3, *, speaks: bool = True, **settings: Any
     ) -> CoordinatorClient:
-        at = listening.place if index else listening
+        at = listening.address if index else listening
         made.append(CoordinatorClient(membership(index, count, speaks=speaks), at, **settings))
         return made[-1]
 
@@ -62,7 +62,7 @@ def end(launcher: CoordinatorClient) -> None:
 
 def place_of(first: CoordinatorClient) -> ServerAddress:
     assert first.server is not None
-    return first.server.place
+    return first.server.address
 
 
 def membership(index: int, count: int, *, speaks: bool = True) -> Membership:
@@ -372,8 +372,8 @@ def test_strangers_change_nothing(make: Maker) -> None:
     token = place_of(first).token
     for line in (
         b"GET / HTTP/1.0\r\n\r\n",
-        b'{"token": "wrong", "said": {}}\n',
-        f'{{"token": "{token}", "said": {{"index": 5}}}}\n'.encode(),
+        b'{"token": "wrong", "report": {}}\n',
+        f'{{"token": "{token}", "report": {{"index": 5}}}}\n'.encode(),
         f'{{"token": "{token}"}}\n'.encode(),
         b"[" * 100_000 + b"\n",
         b"\xff\0\n",
@@ -421,7 +421,7 @@ def test_launcher_0_stays_until_the_others_have_heard(
     assert enter_all([first, second], 0, iter([7])) == [7, 7]
     hearing = threading.Event()
     ask = second._ask
-    second._ask = lambda said: ask(said) if hearing.is_set() else None  # type: ignore[method-assign]
+    second._ask = lambda report: ask(report) if hearing.is_set() else None  # type: ignore[method-assign]
     first.fail(cause(0))
     assert problem_of(first) == verdict(0)
     closing = Party(first.close)

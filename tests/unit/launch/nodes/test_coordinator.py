@@ -51,7 +51,7 @@ def make(
 
 
 def say(coordinator: Coordinator, index: int, now: float = 0.0, **news: Any) -> Answer:
-    return coordinator.hear(LauncherReport(**{"index": index, "generation": 0, **news}), now)
+    return coordinator.receive(LauncherReport(**{"index": index, "generation": 0, **news}), now)
 
 
 def verdict(rank: int) -> Verdict:
@@ -171,12 +171,12 @@ def test_one_that_falls_silent_is_lost() -> None:
 
 def test_one_that_hangs_up_has_a_moment_to_call_again() -> None:
     coordinator = make()
-    coordinator.hang_up(1, 1.0)
+    coordinator.disconnect(1, 1.0)
     coordinator.look(3.0)
     say(coordinator, 1, 3.1)
     coordinator.look(6.0)
     assert kind(coordinator) is None
-    coordinator.hang_up(1, 7.0)
+    coordinator.disconnect(1, 7.0)
     coordinator.look(9.6)
     assert coordinator.decision is not None
     assert "its launcher has ended" in str(coordinator.decision.verdict)
@@ -192,13 +192,13 @@ def test_an_elastic_launch_goes_on_without_the_lost() -> None:
     coordinator = make(4, least=1)
     for index in (0, 1, 3):
         say(coordinator, index, 14.0)
-    coordinator.hang_up(3, 14.0)
+    coordinator.disconnect(3, 14.0)
     for index in (0, 1):
         say(coordinator, index, 15.5)
     assert coordinator.decision is not None
     assert (coordinator.decision.kind, coordinator.decision.staying) == ("round", (0, 1, 3))
     coordinator = make(4, least=1)
-    coordinator.hang_up(3, 1.0)
+    coordinator.disconnect(3, 1.0)
     say(coordinator, 1, 2.0)
     say(coordinator, 2, 2.0)
     coordinator.look(4.0)

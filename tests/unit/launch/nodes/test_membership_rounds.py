@@ -161,7 +161,7 @@ def card(token: str, last: int, index: int) -> Card:
         node=NodeInfo(host="h", name=token, pid=1, versions={}),
         launcher=Launcher(ranks=1, name=token),
         common=COMMON,
-        place=ServerAddress(port=1, token=token),
+        address=ServerAddress(port=1, token=token),
         round=last,
         index=index,
         generation=0,

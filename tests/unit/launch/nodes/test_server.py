@@ -16,7 +16,7 @@ def test_too_many_open_files_are_waited_out(monkeypatch: pytest.MonkeyPatch) -> 
     crowded = Crowded(fileno=socket.create_server(("127.0.0.1", 0)).detach())
     monkeypatch.setattr(server.network, "listen", lambda *_, **__: crowded)
     one = CoordinatorServer(loopback=True)
-    assert one.place.answers()
+    assert one.address.answers()
     assert crowded.left == 0
     one.close()
 
@@ -32,6 +32,6 @@ def test_a_connection_without_a_thread_is_closed(monkeypatch: pytest.MonkeyPatch
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", refuse_once)
-    assert not one.place.answers()
-    assert one.place.answers(), "its place is free for the next one"
+    assert not one.address.answers()
+    assert one.address.answers(), "its place is free for the next one"
     one.close()
