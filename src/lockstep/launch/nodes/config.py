@@ -161,7 +161,8 @@ def rendezvous_config(
     """Return the rendezvous config of this launcher; `None` if it is alone.
 
     Flags win over the environment: a step of Slurm with several tasks, or `mpiexec`, starts as many
-    launchers, which need no flags. A launch without `--rdzv-id` is named after `work`: script and arguments.
+    launchers, which need no flags. A launch without `--rdzv-id` is named after `work`: the script and its
+    arguments.
 
     Raises:
         UsageError: if there is no rendezvous address, or the flags contradict the environment.
