@@ -117,8 +117,8 @@ def check_members(
     members = Members(store, rank, labels, hint=HINTS["missing"])
     if store.add(f"claim/{rank}", 1) > 1:
         other = members.read(_QUESTION, rank)
-        also = "" if other is None else f", and {RankInfo.parse(other).node}"
-        error = WorldError(f"rank {rank} has come twice: {own.node}{also}", hint=HINTS["twice"])
+        both = str(own.node) if other is None else f"{own.node}, and {RankInfo.parse(other).node}"
+        error = WorldError(f"rank {rank} has come twice: {both}", hint=HINTS["twice"])
         members.refuse(_QUESTION, error)
         raise error
 
