@@ -15,7 +15,7 @@ import pytest
 
 from lockstep.launch.agent.failure import Verdict
 from lockstep.launch.nodes import client, coordinator, server
-from lockstep.launch.nodes.client import CoordinatorClient, RoundOverError
+from lockstep.launch.nodes.client import CoordinatorClient
 from lockstep.launch.nodes.membership import Membership
 from lockstep.launch.nodes.messages import Decision, FailureReport
 from lockstep.launch.nodes.server import CoordinatorServer, ServerAddress
@@ -229,15 +229,6 @@ def test_generations_and_a_good_end(count: int, make: Maker) -> None:
     assert [decision_of(one) for one in launchers] == [Decision(kind="done")] * count
 
 
-def test_who_comes_late_is_waited_for(make: Maker) -> None:
-    first, second = make(0), make(1)
-    entering = [Party(partial(one.enter, 0, lambda: 7, go_on)) for one in (first, second)]
-    assert isinstance(entering[0].end(0.1), TimeoutError)
-    third = make(2)
-    assert third.enter(0, lambda: 8, go_on) == 7
-    assert [one.end() for one in entering] == [7, 7]
-
-
 def test_who_waits_can_be_stopped(make: Maker) -> None:
     def check() -> None:
         raise InterruptedError
@@ -247,13 +238,6 @@ def test_who_waits_can_be_stopped(make: Maker) -> None:
 
 
 # One fails.
-
-
-@pytest.mark.parametrize("index", [0, 1, 2])
-def test_a_cause_is_everybodys_verdict(index: int, make: Maker) -> None:
-    launchers = [make(k) for k in range(3)]
-    launchers[index].fail(cause(7))
-    assert [problem_of(one) for one in launchers] == [verdict(7)] * 3
 
 
 def test_a_failure_that_may_pass_starts_all_again(make: Maker) -> None:
@@ -270,28 +254,11 @@ def test_a_failure_that_may_pass_starts_all_again(make: Maker) -> None:
     assert [problem_of(one) for one in launchers] == [verdict(2)] * 3
 
 
-def test_an_end_while_others_are_waited_for(make: Maker) -> None:
-    first, second = make(0), make(1)
-    entering = Party(lambda: first.enter(0, lambda: 7, go_on))
-    second.fail(cause(1))
-    over = entering.end()
-    assert isinstance(over, RoundOverError)
-    assert over.decision.verdict == verdict(1)
-
-
 def test_only_one_launcher_speaks_where_they_share_their_output(make: Maker) -> None:
     first, second = make(0, 2), make(1, 2, speaks=False)
     second.fail(cause(1))
     assert problem_of(first) == verdict(1)
     assert problem_of(second) == replace(verdict(1), text="")
-
-
-def test_one_that_leaves(make: Maker) -> None:
-    first, second = (make(k, 2, least=1) for k in range(2))
-    second.leave("stopped by SIGTERM")
-    expected = Decision(kind="round", text="stopped by SIGTERM", staying=(0,))
-    assert decision_of(first) == decision_of(second) == expected
-    assert not first.has_lost_coordinator
 
 
 # One is lost.
@@ -300,15 +267,6 @@ def test_one_that_leaves(make: Maker) -> None:
 @pytest.fixture
 def lost_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coordinator, "LOST_SECONDS", 0.6)
-
-
-def test_a_launcher_that_never_came_is_lost(make: Maker, lost_soon: None) -> None:
-    first, third = make(0), make(2)
-    for one in (first, third):
-        found = problem_of(one)
-        assert found is not None
-        assert found.text.startswith("lockstep: node 1 (host1) was lost: no sign of its launcher")
-        assert (found.exit_code, found.name) == (1, None)
 
 
 def test_a_launcher_that_has_ended_is_lost(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -451,10 +409,3 @@ def test_launcher_0_that_goes_on_waits_for_nobody(make: Maker) -> None:
     first.close()
     assert time.monotonic() - began < 0.3
     assert decision_of(second) == first.decision, "it is told after that"
-
-
-def test_nothing_said_means_nothing_to_wait_for(make: Maker) -> None:
-    launchers = [make(k) for k in range(3)]
-    began = time.monotonic()
-    assert together(*(one.close for one in launchers)) == [None] * 3
-    assert time.monotonic() - began < 3
