@@ -121,15 +121,3 @@ def test_the_query_wins_over_the_environment() -> None:
 
 def test_a_blank_number_is_not_overlooked() -> None:
     assert init_method.apply({}, "tcp://h:1?rank=&world_size=2")["RANK"] == ""
-
-
-def test_the_variable_wins_over_the_script() -> None:
-    found = init_method.apply({VARIABLE: "tcp://theirs:2"}, "tcp://ours:1")
-    assert found["MASTER_ADDR"] == "theirs"
-    assert FILE not in init_method.apply({VARIABLE: "tcp://theirs:2"}, "file:///ours")
-
-
-@pytest.mark.parametrize("url", [None, ""])
-def test_no_init_method_leaves_the_environment(url: str | None) -> None:
-    environ = {"RANK": "1", VARIABLE: ""}
-    assert init_method.apply(environ, url) == environ

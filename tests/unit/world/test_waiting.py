@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import time
 
-import pytest
 import torch.distributed as dist
 
 from lockstep.world.waiting import await_any
 from tests.unit.threads import Party
-
-
-def test_what_is_there_is_not_waited_for() -> None:
-    store = dist.HashStore()
-    store.set("a", "1")
-    assert await_any(store, [["a"]], 0) == 0
 
 
 def test_the_more_important_group_is_named() -> None:
@@ -31,20 +24,6 @@ def test_all_keys_of_a_group_are_waited_for() -> None:
     time.sleep(0.05)
     store.set("b", "1")
     assert waiting.end() == 1
-
-
-def test_nothing_comes() -> None:
-    began = time.monotonic()
-    assert await_any(dist.HashStore(), [["a"]], 0.1) is None
-    assert 0.1 <= time.monotonic() - began < 2
-
-
-def test_the_check_ends_it() -> None:
-    def stop() -> None:
-        raise InterruptedError
-
-    with pytest.raises(InterruptedError):
-        await_any(dist.HashStore(), [["a"]], 5, stop)
 
 
 def test_a_store_that_goes() -> None:

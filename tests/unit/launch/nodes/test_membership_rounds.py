@@ -23,9 +23,6 @@ from lockstep.launch.nodes import (
     coordinator,
     join,
     keys,
-    membership_rounds,
-    server,
-    store_watch,
 )
 from lockstep.launch.nodes.client import RoundOverError
 from lockstep.launch.nodes.config import Nodes, RendezvousConfig, rendezvous_config
@@ -47,16 +44,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name, seconds in (
         (join, "_SETTLE_SECONDS", 0.4),
         (join, "_CAUTIOUS_SECONDS", 0.8),
-        (join, "_LOOK_SECONDS", 0.3),
-        (join, "_PAUSE", 0.01),
-        (keys, "_LINGER_SECONDS", 0.5),
-        (keys, "_ALIVE_SECONDS", 0.4),
-        (membership_rounds, "_APPROACH_SECONDS", 0.05),
-        (store_watch, "_LOOK_SECONDS", 0.05),
-        (client, "_BEAT_SECONDS", 0.05),
-        (client, "_REFUSED_SECONDS", 0.2),
-        (coordinator, "_GONE_SECONDS", 0.3),
-        (server, "_LINGER_SECONDS", 0.3),
+        (keys, "_ALIVE_SECONDS", 1.2),
     ):
         monkeypatch.setattr(module, name, seconds)
 

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lockstep.errors import LockstepError, PeerError, UnreachableError, UsageError, WorldError
+from lockstep.errors import PeerError, UsageError, WorldError
 from lockstep.world import World
-from lockstep.world.rendezvous import members, port_discovery, rank_rendezvous, store
+from lockstep.world.rendezvous import members, rank_rendezvous, store
 from lockstep.world.rendezvous.rank_rendezvous import RankRendezvous
 from tests.unit.threads import Party, together
 
@@ -163,34 +163,6 @@ def test_the_users_own_interface_stays(tmp_path: Path, monkeypatch: pytest.Monke
 # Several nodes, on one host.
 
 
-def two_nodes(tmp_path: Path) -> list[World]:
-    return [
-        replace(
-            world, placed=True, local_rank=world.rank % 2, local_size=2, node_rank=world.rank // 2
-        )
-        for world in worlds(4, file=str(tmp_path / "rendezvous"), node_count=2)
-    ]
-
-
-def test_two_nodes_survey_their_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCKSTEP_INTERFACE", "lo")
-    found = join_all(two_nodes(tmp_path))
-    check_met(found)
-    assert [one.world.node_rank for one in found] == [0, 0, 1, 1]
-    assert [os.environ[name] for name in INTERFACES] == ["lo"] * 3
-
-
-def test_a_wrong_interface_is_told_to_every_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LOCKSTEP_INTERFACE", "eth77")
-    began = time.monotonic()
-    found = join_all(two_nodes(tmp_path))
-    assert time.monotonic() - began < 8
-    assert all(isinstance(one, LockstepError) for one in found), found
-    assert all("'eth77' does not exist" in one.message for one in found)
-
-
 # What goes wrong.
 
 
@@ -285,19 +257,6 @@ def _say(listener: socket.socket, said: bytes) -> None:
         while True:
             connection = connections.enter_context(listener.accept()[0])
             connection.sendall(said)
-
-
-def test_nobody_hosts_the_store(impatient: None) -> None:
-    port = a_free_port()
-    with pytest.raises(WorldError, match=r"rank 1 found no rendezvous at 127.0.0.1 within 0.3 s"):
-        rank_rendezvous.join_ranks(worlds(address="127.0.0.1", port=port)[1])
-
-
-def test_a_host_that_no_packet_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(port_discovery, "_UNREACHABLE_SECONDS", 0.1)
-    for place in ({"port": 9}, {"key": "nobody"}):
-        with pytest.raises(UnreachableError, match=r"rank 1 cannot reach 224\.0\.0\.1"):
-            rank_rendezvous.join_ranks(worlds(address="224.0.0.1", **place)[1])
 
 
 # Patience.
