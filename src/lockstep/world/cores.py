@@ -99,7 +99,7 @@ def topology(allowed: Iterable[int] | None = None) -> Topology:
 
 
 def _siblings(cpu: int) -> list[int]:
-    """Return the processors of the core that `cpu` belongs to; itself, where nothing says so."""
+    """Return the processors of the core that `cpu` belongs to; itself, where the system does not say."""
     directory = _SYSTEM / "cpu" / f"cpu{cpu}" / "topology"
     for name in ("core_cpus_list", "thread_siblings_list"):  # the second on kernels before 5.5
         try:

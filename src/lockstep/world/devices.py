@@ -72,7 +72,7 @@ def _index(asked: Word | Ids, world: World, count: int, environ: Mapping[str, st
 
 def _listed(ids: Ids, world: World, count: int) -> int:
     shown = ",".join(ids)
-    name = next((one for one in ids if not one.isdecimal()), None)
+    name = next((part for part in ids if not part.isdecimal()), None)
     if name is not None:
         raise DeviceError(
             f"devices={shown}: {name} is no index, and a process that runs cannot be shown other GPUs",

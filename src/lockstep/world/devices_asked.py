@@ -16,7 +16,7 @@ from lockstep.errors import UsageError
 Word = Literal["auto", "cpu", "gpu"]
 Ids = tuple[str, ...]
 
-#: Variables by which `lockstep run` tells a worker what was decided: what this rank's GPU is called in
+#: Variables of a worker by which `lockstep run` passes on its choices: what this rank's GPU is called in
 #: its process, what was made visible to it, and how many cores the ranks of a node had together before
 #: each was bound to its own.
 CHOSEN, SHOWN, CORES = "LOCKSTEP_DEVICE", "LOCKSTEP_VISIBLE_DEVICES", "LOCKSTEP_CORES"

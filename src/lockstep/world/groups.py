@@ -1,8 +1,8 @@
 """Destruction of process groups at the end of the process, when no thread can hang on them.
 
-Gloo's threads drop what a collective held after it is done, and a collective of a backward pass holds the
-context of Python, so that they need the interpreter's lock for it. A thread that comes late hits two
-faults of torch (both seen with 2.13, mostly where a rank's threads share one core):
+Gloo's threads drop the references of a collective after it is done, and a collective of a backward pass
+refers to the context of Python, so that they need the interpreter's lock for it. A thread that comes late
+hits two faults of torch (both seen with 2.13, mostly where a rank's threads share one core):
 
 - the thread that drops the last reference to a group joins its threads. `DistributedDataParallel`'s reducer
   does so with the lock in hand, and where it outlives `destroy_process_group`, neither ever continues;
@@ -56,7 +56,7 @@ def keep_destroyed() -> None:
     @functools.wraps(destroy)
     def destroy_process_group(group: ProcessGroup | None = None) -> None:
         groups = tuple(inner._world.pg_map)
-        for earlier in [one for one in _destroyed if one not in groups][:-_MOST_DESTROYED]:
+        for earlier in [group for group in _destroyed if group not in groups][:-_MOST_DESTROYED]:
             del _destroyed[earlier]
         _destroyed.update(dict.fromkeys(groups))
         destroy(group)

@@ -52,7 +52,7 @@ def interfaces() -> tuple[Interface, ...]:
     found = []
     for name, addresses in psutil.net_if_addrs().items():
         for family in (socket.AF_INET, socket.AF_INET6):
-            for text in [one.address for one in addresses if one.family == family]:
+            for text in [entry.address for entry in addresses if entry.family == family]:
                 address = ipaddress.ip_address(text)
                 if name in states and states[name].isup and not address.is_link_local:
                     found.append(Interface(name, text, address.is_loopback))
@@ -70,7 +70,10 @@ def named(name: str) -> Interface:
         first.setdefault(interface.name, interface)
     if name in first:
         return first[name]
-    there = ", ".join(f"{one.name} ({one.address})" for one in first.values()) or "none"
+    there = (
+        ", ".join(f"{interface.name} ({interface.address})" for interface in first.values())
+        or "none"
+    )
     exists = any(name == known for _, known in socket.if_nameindex())
     why = "is down or has no address" if exists else "does not exist"
     raise UsageError(
@@ -92,7 +95,7 @@ def interface_towards(address: str, among: Sequence[Interface] | None = None) ->
         except OSError:
             return None
         source = asking.getsockname()[0]
-    return next((one for one in known if one.address == source), None)
+    return next((interface for interface in known if interface.address == source), None)
 
 
 def addresses_of(host: str) -> tuple[str, ...]:

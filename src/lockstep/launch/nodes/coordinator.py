@@ -127,7 +127,7 @@ class Coordinator:
     @property
     def all_entered(self) -> bool:
         """Whether all launchers are in this generation: their earlier workers have ended."""
-        return all(one.generation == self._generation for one in self._reports.values())
+        return all(report.generation == self._generation for report in self._reports.values())
 
     @property
     def all_have_heard(self) -> bool:
@@ -142,11 +142,13 @@ class Coordinator:
         """Decide, if the reports allow it."""
         if self.decision is not None and self.decision.is_last:
             return
-        here = [one for one in self._reports.values() if one.generation == self._generation]
-        failures = [one.failure for one in here if one.failure is not None]
+        here = [
+            report for report in self._reports.values() if report.generation == self._generation
+        ]
+        failures = [failure.failure for failure in here if failure.failure is not None]
         lost = self._lost(now)
         restarting = self.decision is not None
-        if failures and not restarting and not all(one.consequence for one in failures):
+        if failures and not restarting and not all(failure.consequence for failure in failures):
             self._judge(failures)
         elif lost:
             self._lose(lost, now)
@@ -154,11 +156,11 @@ class Coordinator:
             return
         elif failures:
             self._judge_consequences(failures, now)
-        elif leaving := [one for one in self._reports.values() if one.leaves]:
+        elif leaving := [report for report in self._reports.values() if report.leaves]:
             self._release(leaving, now)
-        elif len(here) == self._membership.count and all(one.done for one in here):
+        elif len(here) == self._membership.count and all(report.done for report in here):
             self._decide(Decision(kind="done"))
-        elif self._newcomers and not any(one.done for one in here):
+        elif self._newcomers and not any(report.done for report in here):
             names = " and ".join(self._newcomers)
             self._without(set(), f"{names} {'come' if len(self._newcomers) > 1 else 'comes'}")
 
@@ -167,7 +169,7 @@ class Coordinator:
             self.decision = decision
 
     def _judge(self, failures: list[FailureReport]) -> None:
-        verdict = min(failures, key=lambda one: one.order).verdict
+        verdict = min(failures, key=lambda failure: failure.order).verdict
         line = self._policy(verdict)
         if line is None:
             self._decide(Decision(kind="end", verdict=verdict))
@@ -192,15 +194,15 @@ class Coordinator:
         if self._first_leaves is None:
             self._first_leaves = now
         staying = self._membership.count - len(leaving)
-        if not all(one.saves for one in leaving):
-            self._without(set(), "; ".join(one.leaves for one in leaving))
+        if not all(report.saves for report in leaving):
+            self._without(set(), "; ".join(report.leaves for report in leaving))
         elif now - self._first_leaves <= _LEAVE_SECONDS:
             return  # a scheduler that ends one may be about to end all
         elif staying >= (self._least or 0):
-            self._without(set(), "; ".join(one.leaves for one in leaving))
+            self._without(set(), "; ".join(report.leaves for report in leaving))
         else:
             self._saves = True
-            if all(one.done for one in self._reports.values()):
+            if all(report.done for report in self._reports.values()):
                 self._decide(Decision(kind="done"))
 
     def _lost(self, now: float) -> dict[int, str]:
@@ -218,12 +220,14 @@ class Coordinator:
         verdict = lost_verdict(self._membership.names[index], why)
         if self._least is not None:
             # A launcher that is silent by now is not waited for.
-            silent = {one for one in self._reports if self._silence(one, now) > 2 * _SILENT_SECONDS}
+            silent = {
+                index for index in self._reports if self._silence(index, now) > 2 * _SILENT_SECONDS
+            }
             self._without({*lost, *silent}, verdict.text.removeprefix("lockstep: "))
         else:
             self._decide(Decision(kind="end", verdict=verdict))
 
     def _without(self, leaving: set[int], text: str) -> None:
-        leaving |= {one.index for one in self._reports.values() if one.leaves}
+        leaving |= {report.index for report in self._reports.values() if report.leaves}
         staying = tuple(index for index in self._reports if index not in leaving)
         self._decide(Decision(kind="round", text=text, staying=staying))

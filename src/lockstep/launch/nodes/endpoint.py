@@ -116,14 +116,14 @@ def missing_hint(config: RendezvousConfig, *, hosts: bool) -> str:
         here = here or is_here(config)
     if here:
         return "look at the output of the others: are they started, and on which node?"
-    own = ", ".join(f"{one.name} {one.address}" for one in network.interfaces())
+    own = ", ".join(f"{interface.name} {interface.address}" for interface in network.interfaces())
     return f"{config.address} is no address of {host.name()} ({own}): is this node 0?"
 
 
 def is_here(config: RendezvousConfig) -> bool:
     """Return whether the endpoint's host is this one."""
     assert config.address is not None
-    own = {one.address for one in network.interfaces()} | {host.name()}
+    own = {interface.address for interface in network.interfaces()} | {host.name()}
     found = {config.address, *network.addresses_of(config.address)}
     # Some systems let a host's own name mean an address of the loopback interface.
     return bool(own & found) or any(network.is_loopback(address) for address in found)

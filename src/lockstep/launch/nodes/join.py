@@ -20,8 +20,8 @@ _LOOK_SECONDS = 5.0
 
 def order(cards: Sequence[Card], most: int) -> tuple[Card, ...]:
     """Return the cards of a round in the order of their launchers: those that stay, then newcomers."""
-    ranked = sorted(enumerate(cards), key=lambda one: (-one[1].round, one[1].index, one[0]))
-    return tuple(card for _, card in ranked[:most])
+    ranked = sorted(cards, key=lambda card: (-card.round, card.index))  # else by their arrival
+    return tuple(ranked[:most])
 
 
 class Join:

@@ -29,7 +29,7 @@ from lockstep.world.rendezvous.decode import decode
 from lockstep.world.rendezvous.membership_check import HINTS, NodeInfo
 from lockstep.world.waiting import Check, await_any
 
-#: How long launcher 0, which looks twice a second, may take to say that it lives.
+#: How long launcher 0, which looks twice a second, may take to answer that it lives.
 _ALIVE_SECONDS = 3.0
 #: How long the host of the store, which goes with it, stays for others to read why it leaves.
 _LINGER_SECONDS = 3.0
@@ -71,7 +71,7 @@ class Card:
             return decode(Card, fields)
         except (KeyError, TypeError, ValueError):
             raise WorldError(
-                "what another launcher has told cannot be read; expected the same Lockstep on all nodes",
+                "the card of another launcher cannot be read; expected the same Lockstep on all nodes",
                 hint=HINTS["versions"],
             ) from None
 

@@ -3,7 +3,7 @@
 approach ── join ── the round starts ── connectivity check ── membership ── coordinator and clients
 └─ is a round in progress, and can its launcher 0 be reached?
 
-A launch of a fixed size has one round, which needs all launchers.
+A launch of a fixed size has launcher round, which needs all launchers.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Rounds:
     ) -> None:
         self._own, self._node = own, NodeInfo.here(os.getpid())
         self._interface, self._say = interface, say
-        if interface is not None and all(one.name != interface for one in network.interfaces()):
+        if interface is not None and all(own.name != interface for own in network.interfaces()):
             # It joins only so that the connectivity check names the interface on all launchers.
             config = replace(config, seconds=min(config.seconds, _SECONDS_TO_FAIL))
         self._config = config
@@ -82,7 +82,7 @@ class Rounds:
         self._cards: tuple[Card, ...] = ()
         #: Of the launch.
         self.common = Common.new(config.count * own.ranks, stamp)
-        here = tuple(one.address for one in offers(network.interfaces()))
+        here = tuple(own.address for own in offers(network.interfaces()))
         loopback = config.directory is None and network.listens_locally(config.address)
         #: For the rounds whose launcher 0 this is.
         self.server = CoordinatorServer(loopback=loopback, addresses=here)
@@ -286,7 +286,9 @@ class Rounds:
             room = self._config.count - len(cards)
             self._watch = StoreWatch(self.keys, number, self.server, room=room)
         launchers = [card.launcher for card in cards]
-        names = tuple(f"node {number} ({one.name})" for number, one in enumerate(launchers))
+        names = tuple(
+            f"node {number} ({launcher.name})" for number, launcher in enumerate(launchers)
+        )
         nodes = node_numbers([card.node.host for card in cards])
         reach: tuple[Reach, ...] = ()
         if len(set(nodes)) > 1:
@@ -300,13 +302,13 @@ class Rounds:
             )
         self.membership = Membership(
             index=index,
-            ranks=tuple(one.ranks for one in launchers),
+            ranks=tuple(launcher.ranks for launcher in launchers),
             nodes=tuple(nodes),
             names=names,
             address=reach[0].address if reach else network.LOOPBACK,
             interface=reach[index].interface if reach else None,
-            own_cores=owns(index, nodes, [one.cpus for one in launchers]),
-            own_gpus=owns(index, nodes, [one.gpus for one in launchers]),
+            own_cores=owns(index, nodes, [launcher.cpus for launcher in launchers]),
+            own_gpus=owns(index, nodes, [launcher.gpus for launcher in launchers]),
             overrules_interface=self._interface is not None,
             reached_at=tuple(map(str, reach)),
             speaks=index == 0 or not self._config.shares_output,

@@ -30,7 +30,7 @@ _OWN = [
         starts_launchers=False,
     ),
 ]
-#: What says which environment is asked, whatever the others' variables are.
+#: The variable that names the environment to use.
 VARIABLE = "LOCKSTEP_ENVIRONMENT"
 ENVIRONMENTS: Registry[Any] = Registry("environment", "lockstep.environments", _OWN)
 

@@ -138,7 +138,7 @@ def check_connectivity(
 
     Raises:
         UnreachableError: on every member the same, if two cannot reach each other, or one did not come.
-        UsageError: if this member has no such interface; the others are told.
+        UsageError: if this member has no such interface; on the others it is an `UnreachableError`.
     """
     members = Members(store, index, labels, kind=UnreachableError, hint=_HINT, check=check)
     listener = listen(0, loopback=False)
@@ -216,7 +216,7 @@ class _Member:
 
         def answer(values: list[Any]) -> Any:
             self._check_here(values, "left while the network was tried,")
-            reports = [[decode(Attempt, one) for one in report] for _, report in values]
+            reports = [[decode(Attempt, attempt) for attempt in report] for _, report in values]
             places = choose(cards, reports)
             first = places[0][:1]
             if not last and not all(
@@ -235,7 +235,7 @@ class _Member:
         self, cards: Sequence[ProbeTarget], places: Sequence[Sequence[Reach]], values: Sequence[Any]
     ) -> list[tuple[str, str]]:
         self._check_here(values, "left while the network was tried,")
-        reports = [[decode(Attempt, one) for one in report] for report in values]
+        reports = [[decode(Attempt, attempt) for attempt in report] for report in values]
         found = problem(cards, reports, self._labels)
         if found:
             raise UnreachableError(found, hint=_HINT)
@@ -244,7 +244,11 @@ class _Member:
                 f"no interface of {self._labels[0]} is reached by all others; expected one that is:"
             ]
             for label, report in zip(self._labels[1:], reports[1:], strict=True):
-                at = [str(one.place) for one in report if one.member == 0 and not one.failure]
+                at = [
+                    str(attempt.place)
+                    for attempt in report
+                    if attempt.member == 0 and not attempt.failure
+                ]
                 lines.append(f"  {label} reaches {', '.join(at)}")
             raise UnreachableError("\n".join(lines), hint=_HINT)
         return [(there[0].interface, there[0].address) for there in places]
@@ -295,7 +299,10 @@ def choose(cards: Sequence[ProbeTarget], reports: Sequence[Report]) -> list[list
     Member 0 at its first interface that all reach; at all of them, if there is none. The others at the
     interface that leads there, or the only one that they offer.
     """
-    reached = [{one.place: one.source for one in report if not one.failure} for report in reports]
+    reached = [
+        {attempt.place: attempt.source for attempt in report if not attempt.failure}
+        for report in reports
+    ]
     common = [place for place in cards[0].offers if all(place in ways for ways in reached[1:])]
     places = [common[:1] or list(cards[0].offers)]
     for card, ways in zip(cards[1:], reached[1:], strict=True):
@@ -310,14 +317,19 @@ def choose(cards: Sequence[ProbeTarget], reports: Sequence[Report]) -> list[list
 def problem(cards: Sequence[ProbeTarget], reports: Sequence[Report], labels: Sequence[str]) -> str:
     """Return which members cannot reach which, and how each way failed; nothing if all do."""
     reached = {
-        (by, one.member) for by, report in enumerate(reports) for one in report if not one.failure
+        (by, attempt.member)
+        for by, report in enumerate(reports)
+        for attempt in report
+        if not attempt.failure
     }
-    unreached = {(by, one.member) for by, report in enumerate(reports) for one in report} - reached
+    unreached = {
+        (by, attempt.member) for by, report in enumerate(reports) for attempt in report
+    } - reached
     pairs = sorted({tuple(sorted(pair)) for pair in unreached})
     lines: list[str] = []
     for low, high in pairs[:_MOST_PAIRS]:
         both = [pair for pair in ((low, high), (high, low)) if pair in unreached]
-        by, to = (labels[one] for one in both[0])
+        by, to = (labels[member] for member in both[0])
         each = f"{by} and {to} cannot reach each other:"
         lines.append(
             each if len(both) == 2 else f"{by} cannot reach {to}, though {to} reaches {by}:"
@@ -337,10 +349,10 @@ def _ways(
     """Yield a line for each way that one member tried to another; loopback only if there is no other."""
     tried = [attempt for attempt in reports[by] if attempt.member == to]
     beyond = [attempt for attempt in tried if not is_loopback(attempt.place.address)]
-    for one in beyond or tried:
+    for attempt in beyond or tried:
         yield (
-            f"  {labels[by]} from {one.source or 'no interface'} to {one.place} "
-            f"port {cards[to].port}: {one.failure}"
+            f"  {labels[by]} from {attempt.source or 'no interface'} to {attempt.place} "
+            f"port {cards[to].port}: {attempt.failure}"
         )
 
 

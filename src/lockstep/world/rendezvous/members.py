@@ -100,12 +100,12 @@ class Members:
             raise self._unreadable(self.labels[index]) from None
 
     def _answer(self, question: str, answer: Callable[[list[Any]], Any], seconds: float) -> None:
-        everybody = range(len(self.labels))
-        keys = [f"{question}/{index}" for index in everybody]
+        members = range(len(self.labels))
+        keys = [f"{question}/{index}" for index in members]
         if await_any(self._store, [[f"{question}/answer"], keys], seconds, self._check) == 0:
             return  # an error
         try:
-            found = {"answer": answer([self.read(question, index) for index in everybody])}
+            found = {"answer": answer([self.read(question, index) for index in members])}
         except LockstepError as error:
             self.refuse(question, error)
         except (AttributeError, KeyError, IndexError, TypeError, ValueError):
@@ -118,7 +118,7 @@ class Members:
             self._store.set(f"{question}/answer", json.dumps(answer))
 
     def _unreadable(self, label: str) -> WorldError:
-        text = f"what {label} told cannot be read; expected one launch here"
+        text = f"the value of {label} cannot be read; expected one launch here"
         return self._kind(text, hint=self._hint)
 
     def _linger(self, question: str) -> None:

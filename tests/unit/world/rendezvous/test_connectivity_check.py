@@ -216,11 +216,11 @@ def test_a_member_that_does_not_come(here: tuple[int, ...], said: str) -> None:
     ("written", "said"),
     [
         ({}, "node 1 (host1) left while the network was tried, within 0.5 s"),
-        ({"cards/1": '{"port": 3}'}, "what a member told cannot be read"),
-        ({"cards/1": '"card"'}, "what a member told cannot be read"),
-        ({"first/0/1": "[7]"}, "what a member told cannot be read"),
-        ({"first/0/1": '[0, [{"member": 3}]]'}, "what a member told cannot be read"),
-        ({"cards/1": "x" * 10_000}, "what node 1 (host1) told cannot be read"),
+        ({"cards/1": '{"port": 3}'}, "the value of a member cannot be read"),
+        ({"cards/1": '"card"'}, "the value of a member cannot be read"),
+        ({"first/0/1": "[7]"}, "the value of a member cannot be read"),
+        ({"first/0/1": '[0, [{"member": 3}]]'}, "the value of a member cannot be read"),
+        ({"cards/1": "x" * 10_000}, "the value of node 1 (host1) cannot be read"),
     ],
 )
 def test_a_member_that_leaves_or_says_nonsense(written: dict[str, str], said: str) -> None:

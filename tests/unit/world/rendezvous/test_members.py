@@ -78,15 +78,15 @@ def refuse(_: list[Any]) -> Any:
         (refuse, "they don't fit\nhint: make them fit"),
         (
             lambda told: told[0]["x"],
-            "what a member told cannot be read; expected one launch here\nhint: look",
+            "the value of a member cannot be read; expected one launch here\nhint: look",
         ),
         (
             lambda told: told[0].get("x"),
-            "what a member told cannot be read; expected one launch here\nhint: look",
+            "the value of a member cannot be read; expected one launch here\nhint: look",
         ),
         (
             lambda told: told[3],
-            "what a member told cannot be read; expected one launch here\nhint: look",
+            "the value of a member cannot be read; expected one launch here\nhint: look",
         ),
     ],
 )
@@ -101,7 +101,7 @@ def test_a_value_that_is_no_json(text: str) -> None:
     store = dist.HashStore()
     store.set("what/1", text)
     found = together(*(partial(ask, lambda: store, index) for index in (0, 2)))
-    assert all("what b told cannot be read" in str(one) for one in found), found
+    assert all("the value of b cannot be read" in str(one) for one in found), found
 
 
 def test_the_first_answer_stays(clients: Clients) -> None:
