@@ -55,20 +55,6 @@ def test_behind_a_shell_mpich_is_asked_and_open_mpi_names_its_job(mpi: Mpi) -> N
     assert {one["key"] is None for one in found} == {mpi.name == "mpich"}
 
 
-@pytest.mark.wide(beyond=1)
-def test_an_address_that_the_user_chose(mpi: Mpi) -> None:
-    found = worlds(mpi, mpi.words(2, "who.py"), MASTER_ADDR="10.1.2.3", MASTER_PORT="4711")
-    assert {(one["address"], one["port"], one["key"]) for one in found} == {
-        ("10.1.2.3", 4711, None)
-    }
-
-
-@pytest.mark.wide(beyond=1)
-def test_one_rank(mpi: Mpi) -> None:
-    (found,) = worlds(mpi, mpi.words(1, "who.py"))
-    assert (found["size"], found["environment"]) == (1, mpi.name)
-
-
 def test_a_process_manager_that_says_nothing_of_nodes(library: Any) -> None:
     mpi = library("mpich")
     forker = f"{mpi.mpiexec}.gforker"

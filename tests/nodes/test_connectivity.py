@@ -144,14 +144,3 @@ def test_one_way_only(hosts: Hosts, check: Check) -> None:
     error = error_of_all(check(a, b, interfaces={"b": "eno1"}))
     assert "node 0 (a) cannot reach node 1 (b), though node 1 (b) reaches node 0 (a):" in error
     assert "from no interface to eno1 10.9.0.2 port " in error
-
-
-@pytest.mark.parametrize("wrong", [0, 1])
-def test_an_interface_that_is_not_there(wrong: int, hosts: Hosts, check: Check) -> None:
-    made = hosts.lan(2)
-    told = check(*made, interfaces={made[wrong].name: "ib0"})
-    host, mine, other = made[wrong], told[wrong], told[1 - wrong]
-    assert [mine["kind"], other["kind"]] == ["UsageError", "UnreachableError"]
-    there = f"lo (127.0.0.1), eth0 ({host.address})"
-    assert f"'ib0' does not exist on {host.name}; expected one of: {there}" in mine["error"]
-    assert other["error"] == f"node {wrong} ({host.name}): {mine['error']}"

@@ -102,12 +102,6 @@ def test_static(hosts: Hosts, directory: Path, expected: str) -> None:
 
 
 @pytest.mark.wide
-def test_by_endpoint(hosts: Hosts, directory: Path, expected: str) -> None:
-    made = hosts.lan(2)
-    assert digests(hosts.finish(nodes(made, directory, "--rdzv-endpoint", "a"))) == expected
-
-
-@pytest.mark.wide
 def test_by_endpoint_with_a_port_and_a_name(hosts: Hosts, directory: Path, expected: str) -> None:
     a, b = hosts.lan(2)
     flags = ("--rdzv-endpoint", f"{b.address}:29512", "--rdzv-id", "job")
@@ -127,16 +121,6 @@ def test_by_a_shared_directory_with_a_stale_file(
     assert list(rendezvous.iterdir()) == [], "nothing stays"
 
 
-@pytest.mark.wide
-def test_three_hosts_one_with_an_interface_that_leads_nowhere(
-    hosts: Hosts, directory: Path, expected: str
-) -> None:
-    made = [hosts.host(name) for name in "abc"]
-    made[1].dead_end("eno1", "10.9.0.2/24")
-    hosts.plug_all(hosts.switch(), made)
-    assert digests(hosts.finish(static(made, directory, main="a"))) == expected
-
-
 def test_a_script_that_fails_on_one_host_is_told_on_both(hosts: Hosts, directory: Path) -> None:
     (directory / "train.py").write_text("import os\nassert os.environ['RANK'] != '1', 'bad disk'\n")
     done = hosts.finish(static(hosts.lan(2), directory, main="a"), code=1)
@@ -149,20 +133,6 @@ def errors(hosts: Hosts, started: list[subprocess.Popen[str]]) -> list[str]:
     done = hosts.finish(started, code=2)
     assert all("Traceback" not in one.err for one in done), done
     return [one.err[one.err.index("lockstep: error: ") :] for one in done]
-
-
-@pytest.mark.wide
-def test_bridges_that_cannot_reach_each_other(hosts: Hosts, directory: Path) -> None:
-    """Two containers on two hosts: they share a directory, and no network."""
-    a, b = (hosts.host(name) for name in "ab")
-    hosts.switch().plug(a, "172.18.0.2/16")
-    hosts.switch().plug(b, "172.19.0.2/16")
-    flags = ("--rdzv-endpoint", f"file://{directory}")
-    told = errors(hosts, nodes([a, b], directory, *flags))
-    assert told[0] == told[1]
-    assert re.search(r"node 0 \(.\) and node 1 \(.\) cannot reach each other:", told[0])
-    assert "(a) from no interface to eth0 172.19.0.2 port " in told[0]
-    assert "(b) from no interface to eth0 172.18.0.2 port " in told[0]
 
 
 @pytest.mark.wide(beyond=1)

@@ -27,11 +27,7 @@ _MIG = re.compile(r"MIG-(GPU-)?[0-9a-fA-F][0-9a-fA-F-]*(/\d+/\d+)?")
 
 
 def parse(text: str, origin: str) -> Word | Ids:
-    """Return the word or the ids that `text` spells.
-
-    Args:
-        text: what the user wrote.
-        origin: the flag, variable or setting in which it was written.
+    """Return the word or the ids in the text of a flag, variable or setting, which is the `origin`.
 
     Raises:
         UsageError: if it is neither a word nor a list of ids.

@@ -11,19 +11,14 @@ from lockstep.errors import WorldError
 from lockstep.world import slurm_nodes
 
 
-# What `scontrol show hostnames` of Slurm 22.05 answers, with two exceptions said below.
+# What `scontrol show hostnames` of Slurm 22.05 answers, with two exceptions; tests/slurm compares more.
 @pytest.mark.parametrize(
     ("text", "names"),
     [
-        ("n1", "n1"),
         ("n[1-2,5],m[01-03],c", "n1 n2 n5 m01 m02 m03 c"),
         ("b,a", "b a"),
-        ("n[5,1-2]", "n5 n1 n2"),
         ("n[09-11]", "n09 n10 n11"),
-        ("n[1,01]", "n1 n01"),
         ("[1-2]", "1 2"),
-        ("rack[0-1]-[2,4]", "rack0-2 rack0-4 rack1-2 rack1-4"),
-        ("n[0-1][0-1]", "n00 n01 n10 n11"),
         ("a[1-2]b[01-02]", "a1b01 a1b02 a2b01 a2b02"),
         ("SH-IDC1-10-5-36-[65-66,70]", "SH-IDC1-10-5-36-65 SH-IDC1-10-5-36-66 SH-IDC1-10-5-36-70"),
         ("gpu-1.example.org,gpu-2.example.org", "gpu-1.example.org gpu-2.example.org"),
@@ -42,24 +37,18 @@ def test_lists(text, names):
         "a,,b",  # scontrol overlooks the empty name
         "a,",
         "n[1-",
-        "n[1-2",
-        "n]1",
         "n[1]]",
         "n[]",
         "n[2-1]",
         "n[a-b]",
         "n[1-2-3]",
-        "n[-1]",
         "n[1-3/2]",
         "n[0-99999999]",
         "n[0-9999999999999999999]",
-        "[[1]]",
         "n1 n2",
-        "n1;n2",
         "@all",
         "n*",
         "n1!n2",
-        "n1&n2",
         "n\n1",
     ],
 )

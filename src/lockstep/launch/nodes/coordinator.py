@@ -89,9 +89,6 @@ class Coordinator:
         if report.heard:
             self._readers.add(report.index)
         self.look(now)
-        return self._answer(report)
-
-    def _answer(self, report: LauncherReport) -> Answer:
         decision = self.decision
         if decision is not None and (decision.is_last or report.generation == self._generation):
             return Answer(decision=decision)
@@ -142,10 +139,9 @@ class Coordinator:
         """Decide, if the reports allow it."""
         if self.decision is not None and self.decision.is_last:
             return
-        here = [
-            report for report in self._reports.values() if report.generation == self._generation
-        ]
-        failures = [failure.failure for failure in here if failure.failure is not None]
+        reports = self._reports.values()
+        here = [report for report in reports if report.generation == self._generation]
+        failures = [report.failure for report in here if report.failure is not None]
         lost = self._lost(now)
         restarting = self.decision is not None
         if failures and not restarting and not all(failure.consequence for failure in failures):
@@ -156,7 +152,7 @@ class Coordinator:
             return
         elif failures:
             self._judge_consequences(failures, now)
-        elif leaving := [report for report in self._reports.values() if report.leaves]:
+        elif leaving := [report for report in reports if report.leaves]:
             self._release(leaving, now)
         elif len(here) == self._membership.count and all(report.done for report in here):
             self._decide(Decision(kind="done"))
@@ -193,14 +189,12 @@ class Coordinator:
         """Continue without those that leave; if too few stay, let all save the run's state and leave."""
         if self._first_leaves is None:
             self._first_leaves = now
-        staying = self._membership.count - len(leaving)
-        if not all(report.saves for report in leaving):
+        # A scheduler that ends one launcher may be about to end all.
+        is_early = now - self._first_leaves <= _LEAVE_SECONDS
+        enough = self._membership.count - len(leaving) >= (self._least or 0)
+        if not all(report.saves for report in leaving) or (enough and not is_early):
             self._without(set(), "; ".join(report.leaves for report in leaving))
-        elif now - self._first_leaves <= _LEAVE_SECONDS:
-            return  # a scheduler that ends one may be about to end all
-        elif staying >= (self._least or 0):
-            self._without(set(), "; ".join(report.leaves for report in leaving))
-        else:
+        elif not is_early:
             self._saves = True
             if all(report.done for report in self._reports.values()):
                 self._decide(Decision(kind="done"))
@@ -220,9 +214,8 @@ class Coordinator:
         verdict = lost_verdict(self._membership.names[index], why)
         if self._least is not None:
             # A launcher that is silent by now is not waited for.
-            silent = {
-                index for index in self._reports if self._silence(index, now) > 2 * _SILENT_SECONDS
-            }
+            limit = 2 * _SILENT_SECONDS
+            silent = {other for other in self._reports if self._silence(other, now) > limit}
             self._without({*lost, *silent}, verdict.text.removeprefix("lockstep: "))
         else:
             self._decide(Decision(kind="end", verdict=verdict))

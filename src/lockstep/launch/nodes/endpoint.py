@@ -29,11 +29,8 @@ _TAKEN_HINT = "another launch with this name runs on this host: give each an --r
 class Endpoint:
     """The rendezvous store of launchers, and what is closed with it.
 
-    Args:
-        store: of the rendezvous.
-        entrance: the announcer of a host's store, and the lock of this host.
-        hosts: whether this launcher hosts the store.
-        file: the store's file in a shared directory.
+    `entrance` closes the announcer of a host's store, and the lock of this host; `hosts` is whether this
+    launcher hosts the store; `file` is the store's file in a shared directory.
     """
 
     def __init__(

@@ -27,14 +27,8 @@ def order(cards: Sequence[Card], most: int) -> tuple[Card, ...]:
 class Join:
     """The wait of one launcher for the start of a round.
 
-    Args:
-        keys: of the rendezvous store.
-        number: of the round.
-        own: this launcher's card.
-        expected: tokens of launchers that are on their way.
-        may_close: whether this launcher may start the round: as far as it knows, none is in progress.
-        config: of the rendezvous.
-        hint: returns the hint for missing launchers.
+    `expected` are tokens of launchers that are on their way. A launcher that `may_close` the round starts
+    it: as far as it knows, no other one is in progress. `hint` returns the hint for missing launchers.
     """
 
     def __init__(

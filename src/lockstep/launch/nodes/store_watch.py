@@ -16,11 +16,7 @@ _LOOK_SECONDS = 0.5
 class StoreWatch:
     """A thread that watches the store during a round, and just before it, since others may ask then.
 
-    Args:
-        keys: of the rendezvous store.
-        number: of the round.
-        server: of the round's coordinator.
-        room: how many more launchers may take part.
+    `room` is how many more launchers may take part.
     """
 
     def __init__(

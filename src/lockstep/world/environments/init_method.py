@@ -21,11 +21,7 @@ _HINT = "for example tcp://10.0.0.1:29500, file:///shared/rendezvous or env://"
 
 
 def apply(environ: Mapping[str, str], url: str | None = None) -> Mapping[str, str]:
-    """Return `environ` with the variables that its init method stands for.
-
-    Args:
-        environ: a process's environment.
-        url: the script's init method; gives way to `LOCKSTEP_INIT_METHOD`.
+    """Return `environ` with the variables of its init method, or else of the script's, `url`.
 
     Raises:
         UsageError: if it is no init method.

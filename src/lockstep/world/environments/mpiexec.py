@@ -25,17 +25,8 @@ def world(
 
     On one node the rendezvous is on its loopback interface, under a name that only this job has. On
     several nodes no variable has the address of rank 0 or the number of a node: unless `MASTER_ADDR` and
-    `MASTER_PORT` are set, the ranks ask MPI at the rendezvous.
-
-    Args:
-        environ: variables of the process.
-        rank: its rank.
-        size: number of processes.
-        local_rank: its rank on its node, where the launcher gives it.
-        local_size: number of processes on its node, where the launcher gives it.
-        key: a name of this job that all of its processes know, and no other job has.
-        environment: name of the environment.
-        reason: why it was chosen.
+    `MASTER_PORT` are set, the ranks ask MPI at the rendezvous. `key` is a name of this job that all of its
+    processes know, and no other job has.
 
     Raises:
         WorldError: if the numbers contradict each other.

@@ -124,17 +124,10 @@ def check_connectivity(
 ) -> tuple[Reach, ...]:
     """Return for each member the interface and address at which all others reach it.
 
-    Member 0 also warns where another member's clock differs: records are read by them.
-
-    Args:
-        store: a store that all members reach, used for this alone.
-        index: which member this is.
-        labels: what to call each member in messages, the same everywhere.
-        interface: the one that the user chose for this member.
-        seconds: how long an attempt may take.
-        patience: how long a member may keep the others waiting, in seconds.
-        check: called again and again meanwhile; may raise to end it.
-        warn: takes the warnings; by default they go to standard error.
+    All members call it, with a store for this alone, and the same labels for messages. An attempt takes
+    `seconds` at the most; a member may keep the others waiting for `patience` seconds. `check` is called
+    again and again meanwhile; it may raise to end the wait. Member 0 also warns, by default on standard
+    error, where another member's clock differs: records are read by them.
 
     Raises:
         UnreachableError: on every member the same, if two cannot reach each other, or one did not come.

@@ -21,15 +21,10 @@ _PAUSE = 0.005
 
 
 class Members:
-    """The members of a rendezvous, as one of them sees them.
+    """The members of a rendezvous, who ask questions over a store for this alone; member 0 answers.
 
-    Args:
-        store: one that all members reach, used for these questions alone.
-        index: number of this member; member 0 answers for all.
-        labels: what to call each member in messages, the same everywhere.
-        kind: the class of errors.
-        hint: what to do about members that are missing.
-        check: called again and again while others are waited for; may raise to end it.
+    Labels are for messages, the same on all members. Errors are of class `kind`, with a hint for missing
+    members. `check` is called again and again in waits; it may raise to end them.
     """
 
     def __init__(
@@ -51,12 +46,8 @@ class Members:
     ) -> Any:
         """Gather the values of all members; return the answer that member 0 makes of them.
 
-        Args:
-            question: names it; asked once.
-            own: this member's value, in JSON's types.
-            answer: makes the answer, in JSON's types, from the values of all, `None` for members that are
-                missing; may raise a `LockstepError`, which all members get. Member 0 calls it.
-            seconds: how long the members may take to give their values.
+        Member 0 calls `answer` with the values of all, `None` for members that gave none within `seconds`;
+        it may raise a `LockstepError`, which all members get. Values and answers have JSON's types.
 
         Raises:
             WorldError: of this `kind`; the same on all members.

@@ -101,13 +101,10 @@ class RankInfo:
 def check_members(
     store: dist.Store, world: World, own: RankInfo, seconds: float
 ) -> tuple[World, list[str]]:
-    """Check that all ranks have joined and fit together; return the complete world and its nodes' names.
+    """Check that all ranks join within `seconds` and fit together; the store is for this alone.
 
-    Args:
-        store: a store that all ranks reach, used for this alone.
-        world: of this rank.
-        own: info of this rank.
-        seconds: how long ranks may take to join.
+    Returns:
+        The complete world of this rank, and the names of the nodes.
 
     Raises:
         WorldError: on every rank the same, if the infos of the ranks do not fit together.

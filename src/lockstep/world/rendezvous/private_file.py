@@ -13,10 +13,7 @@ _HINT = "name another file, or a directory in which other users cannot write"
 
 
 def open_private(path: Path) -> int:
-    """Open a file of this user, made if it is not there, which no other user can read or write.
-
-    Returns:
-        Its descriptor.
+    """Open a file that only this user can read or write, made if it is not there; return its descriptor.
 
     Raises:
         WorldError: if another user has put a file or a link there.

@@ -104,11 +104,8 @@ class RankRendezvous:
 
         Rank 0 reads all texts and every rank reads one answer: N ranks read 2 N keys.
 
-        Args:
-            key: of the store; used once per rendezvous.
-            own: the text of this rank.
-            of: makes the conclusion from all texts, in rank order; called on rank 0 alone.
-            what: the phase of the run, for the error.
+        Rank 0 calls `of` with all texts, in rank order. A key is used once. `what` is the phase of the run,
+        for the error.
 
         Raises:
             PeerError: as `wait`.

@@ -229,14 +229,6 @@ def test_generations_and_a_good_end(count: int, make: Maker) -> None:
     assert [decision_of(one) for one in launchers] == [Decision(kind="done")] * count
 
 
-def test_who_waits_can_be_stopped(make: Maker) -> None:
-    def check() -> None:
-        raise InterruptedError
-
-    with pytest.raises(InterruptedError):
-        make(0).enter(0, lambda: 7, check)
-
-
 # One fails.
 
 
@@ -267,16 +259,6 @@ def test_only_one_launcher_speaks_where_they_share_their_output(make: Maker) -> 
 @pytest.fixture
 def lost_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coordinator, "LOST_SECONDS", 0.6)
-
-
-def test_a_launcher_that_has_ended_is_lost(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator, "_GONE_SECONDS", 0.3)
-    first, _, third = (make(k) for k in range(3))
-    time.sleep(0.1)
-    third._stop.set()  # as if its process were gone
-    found = problem_of(first)
-    assert found is not None
-    assert "node 2 (host2) was lost: its launcher has ended" in found.text
 
 
 @pytest.mark.parametrize(
@@ -387,25 +369,3 @@ def test_launcher_0_stays_until_the_others_have_heard(
     hearing.set()
     assert closing.end() is None
     assert problem_of(second) == verdict(0)
-
-
-def test_launcher_0_does_not_wait_for_ever(make: Maker) -> None:
-    first = make(0, 2)
-    first.fail(cause(0))
-    assert problem_of(first) == verdict(0)
-    began = time.monotonic()
-    first.close()
-    assert 0.2 < time.monotonic() - began < 3
-
-
-def test_launcher_0_that_goes_on_waits_for_nobody(make: Maker) -> None:
-    first, second = make(0, 2, least=1), make(1, 2, least=1)
-    assert first.server is not None
-    with first.server.locked(1) as own:
-        assert own is not None
-        own.note([], ["c"], time.monotonic())
-    assert decision_of(first) == Decision(kind="round", text="c comes", staying=(0, 1))
-    began = time.monotonic()
-    first.close()
-    assert time.monotonic() - began < 0.3
-    assert decision_of(second) == first.decision, "it is told after that"

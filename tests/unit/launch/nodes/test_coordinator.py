@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -23,8 +22,6 @@ from lockstep.launch.nodes.messages import (
     lost_verdict,
 )
 from lockstep.world.rendezvous.decode import decode
-
-Maker = Callable[..., Coordinator]
 
 
 def membership(count: int) -> Membership:
@@ -110,13 +107,6 @@ def test_a_cause_ends_a_launch_at_once(index: int) -> None:
     coordinator = make()
     assert say(coordinator, index, failure=told(7)).decision == end(7)
     assert say(coordinator, 1 - index % 2).decision == end(7)
-
-
-def test_a_failure_wins_over_others_that_are_done() -> None:
-    coordinator = make()
-    say(coordinator, 0, done=True)
-    say(coordinator, 1, done=True)
-    assert say(coordinator, 2, failure=told(2)).decision == end(2)
 
 
 def test_the_cause_of_consequences_is_waited_for() -> None:

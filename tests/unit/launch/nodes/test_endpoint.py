@@ -7,10 +7,8 @@ import errno
 import fcntl
 import os
 import signal
-import socket
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,16 +65,6 @@ def test_launchers_meet_and_leave_nothing(opened: Opener, tmp_path: Path) -> Non
             assert list(tmp_path.iterdir()), "the files stay until the last has left"
             leave(file)
         assert list(tmp_path.iterdir()) == []
-
-
-def test_launches_beside_each_other(opened: Opener, tmp_path: Path) -> None:
-    files = [opened(f"nodes/../{name}/2") for name in "abab"]
-    meet(files[::2])
-    meet(files[1::2])
-    assert {path.name for path in tmp_path.glob("*.lock")} == {
-        "lockstep-nodes-..-a-2.lock",
-        "lockstep-nodes-..-b-2.lock",
-    }
 
 
 def test_many_launches_at_the_heels_of_others(tmp_path: Path) -> None:
@@ -193,14 +181,6 @@ def test_a_launch_that_has_met_gives_up_the_lock(tmp_path: Path) -> None:
     with host_lock(name) as is_free:
         assert is_free
     place.close()
-
-
-def test_the_launcher_hears_that_its_port_is_taken(tmp_path: Path) -> None:
-    where = RendezvousConfig(name=str(tmp_path), count=2, address="127.0.0.1", source="--x")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(WorldError, match=f"no port is free for the rendezvous: {port}"):
-            endpoint.enter(replace(where, port=port), lambda: None)
 
 
 def test_a_lock_whose_holder_does_not_answer(tmp_path: Path) -> None:

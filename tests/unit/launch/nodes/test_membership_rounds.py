@@ -535,15 +535,6 @@ def test_two_launches_at_one_place(
     check_met(told[2:])
 
 
-def test_only_the_first_speaks_where_output_is_shared(launch_id: str) -> None:
-    by_slurm = [
-        RendezvousConfig(name=launch_id, count=2, index=k, address="127.0.0.1", source="slurm")
-        for k in (0, 1)
-    ]
-    told = join_all(by_slurm)
-    assert [one.membership.speaks for one in told] == [True, False]
-
-
 def test_one_too_many_in_a_directory(launch_id: str, tmp_path: Path) -> None:
     one = at_endpoint(2, launch_id, f"file://{tmp_path}")[0]
     met = join_all([one, one])

@@ -115,10 +115,9 @@ def test_a_port(address: str) -> None:
     check_met(join_all(worlds(address=address, port=a_free_port())))
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2"])
-def test_a_key(address: str, request: pytest.FixtureRequest) -> None:
+def test_a_key(request: pytest.FixtureRequest) -> None:
     key = f"{request.node.nodeid}/{time.time_ns()}"
-    check_met(join_all(worlds(4, address=address, key=key)))
+    check_met(join_all(worlds(4, address="127.0.0.2", key=key)))
 
 
 def test_a_store_that_the_launcher_hosts() -> None:
