@@ -27,14 +27,11 @@ Topology = tuple[tuple[Core, ...], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """Cores and processor time that one process may use.
+    """Cores and processor time that one process may use."""
 
-    Attributes:
-        cores: each core by the smallest number among its processors.
-        quota: how many cores' time the cgroups allow; `None` for no limit.
-    """
-
+    #: Each core by the smallest number among its processors.
     cores: tuple[int, ...]
+    #: How many cores' time the cgroups allow; `None` for no limit.
     quota: float | None = None
 
     @staticmethod

@@ -51,14 +51,10 @@ def given(
     has_store: bool = False,
     environ: Mapping[str, str] | None = None,
 ) -> World:
-    """Return the world that a script describes itself, as for `init_process_group`.
+    """Return the world that a script describes by the arguments of `init_process_group`.
 
-    Args:
-        init_method_url: the rendezvous address; gives way to `LOCKSTEP_INIT_METHOD`.
-        rank: rank of this process; by default that of the environment.
-        world_size: number of processes; given with `rank`, or not at all.
-        has_store: whether the script has a store of its own for the rendezvous.
-        environ: variables to read; the process's own by default.
+    `LOCKSTEP_INIT_METHOD` wins over `init_method_url`. Rank and world size are given together, or come from
+    the environment. With `has_store`, the script has a store of its own for the rendezvous.
 
     Raises:
         UsageError: if only one of `rank` and `world_size` is given.

@@ -201,7 +201,11 @@ class RendezvousFile:
                 raise UsageError(
                     f"{self._path.parent} cannot be written: {network.reason(error)}"
                 ) from None
-            self._share(lock)
+            try:
+                self._share(lock)
+            except BaseException:
+                os.close(lock)
+                raise
             # The launch before may have removed the file of the lock since it was opened here.
             if self._is_in_place(lock):
                 return lock
@@ -214,26 +218,18 @@ class RendezvousFile:
             return False
 
     def _share(self, lock: int) -> None:
+        """Take the lock shared; if no other launcher has it, remove a stale file first."""
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             pass  # another launcher is there: the file is in use, and fresh
         except OSError as error:
-            os.close(lock)
             raise UsageError(
                 f"{self._path.parent} has no locks: {network.reason(error)}",
                 hint="mount it with locks (flock), or let a host keep the store: --rdzv-endpoint HOST",
             ) from None
         else:
-            if self._is_in_place(lock):
-                self._remove_stale(lock)
-        fcntl.flock(lock, fcntl.LOCK_SH)
-
-    def _remove_stale(self, lock: int) -> None:
-        try:
-            if os.path.lexists(self._path):
+            if self._is_in_place(lock) and os.path.lexists(self._path):
                 os.close(open_private(self._path))  # which refuses another user's
-            self._path.unlink(missing_ok=True)
-        except BaseException:
-            os.close(lock)
-            raise
+                self._path.unlink(missing_ok=True)
+        fcntl.flock(lock, fcntl.LOCK_SH)
