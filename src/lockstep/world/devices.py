@@ -111,7 +111,7 @@ def _check_shown(environ: Mapping[str, str]) -> None:
 
 
 def device_identity(device: torch.device) -> str | None:
-    """Return a name of the GPU that no other in the world has; `None` for the processor.
+    """Return an id of the GPU that no other in the world has; `None` for the processor.
 
     Two ranks whose devices have one name would share a GPU.
     """

@@ -52,7 +52,7 @@ _REFUSED_SECONDS = 1.5
 
 
 class RoundOverError(Exception):
-    """The round is over, by this decision: what is waited for will not come."""
+    """A round has ended during a wait, by this decision."""
 
     def __init__(self, decision: Decision) -> None:
         super().__init__(decision)
@@ -180,7 +180,7 @@ class CoordinatorClient:
         return self._answer.decision is None and connection is not None and bool(connection.lost)
 
     def close(self) -> None:
-        """Stop; launcher 0 after the others have received the last decision."""
+        """Stop the heartbeat; on launcher 0, wait until the others have received the last decision."""
         self._stop.set()
         self._wake.set()
         self._thread.join(_ANSWER_SECONDS + _CONNECT_SECONDS + 0.5)
@@ -239,7 +239,7 @@ class CoordinatorClient:
 
 
 class ThreadActivity:
-    """Whether the thread that made this, which starts and ends workers, still runs.
+    """Activity of the thread that made this: the launcher's own, which starts and ends workers.
 
     It is seen by its context switches, of which each of its short waits is one; a call to a file server
     that does not answer has none.
@@ -252,7 +252,7 @@ class ThreadActivity:
         self._still = 0.0
 
     def is_stuck(self) -> bool:
-        """Return whether it has not moved for too long; often called."""
+        """Return whether the thread has not run for too long; to be called often."""
         passed = time.monotonic() - self._looked
         if passed >= _LOOK_SECONDS:
             self._looked += passed

@@ -23,7 +23,7 @@ _RENDEZVOUS_HINT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nodes:
-    """The flags about several nodes.
+    """Flags of a launch over several nodes.
 
     Attributes:
         count: number of launchers, one on each node as a rule; the most that there may be of an elastic

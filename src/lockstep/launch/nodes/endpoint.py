@@ -44,7 +44,7 @@ class Endpoint:
         self.store, self.hosts = store, hosts
         self._entrance, self._file = entrance, file
 
-    def admit_no_more(self) -> None:
+    def stop_announcing(self) -> None:
         """Stop announcing the store, and release port and lock."""
         self._entrance.close()
 

@@ -73,7 +73,7 @@ class Join:
             if len(cards) != len(self._cards):
                 self._cards, self._changed = cards, now
         self._check_numbers()
-        if self._may_close and self._is_time(now):
+        if self._may_close and self._can_start(now):
             self._keys.close(self._number, order(self._cards, self._config.count))
         elif not self._may_close and now - self._looked > _LOOK_SECONDS:
             newest, _ = self._keys.newest()
@@ -94,7 +94,7 @@ class Join:
                 text = f"node {card.index} has come twice: {other.node}, and {card.node}"
                 self._fail(WorldError(text, hint="give each node a --node-rank of its own"))
 
-    def _is_time(self, now: float) -> bool:
+    def _can_start(self, now: float) -> bool:
         """Return whether the round begins: all are there, or enough, and no newcomer for some time."""
         here = {card.token for card in self._cards}
         if len(here) < self._config.needed:

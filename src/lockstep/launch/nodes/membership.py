@@ -56,7 +56,7 @@ class NotNeeded(Exception):  # noqa: N818 - an end, and no error
 
 
 def owns(index: int, nodes: Sequence[int], things: Sequence[Sequence[object]]) -> bool:
-    """Return whether a launcher shares its node, but none of its `things`, with another.
+    """Return whether no other launcher on its node has any of its `things`; false where it is alone there.
 
     A scheduler that starts several launchers on a node may give each its own processors and GPUs.
     """

@@ -99,11 +99,11 @@ class Rounds:
             self.close()
             raise
         if config.fixed:
-            self._endpoint.admit_no_more()
+            self._endpoint.stop_announcing()
 
     @contextlib.contextmanager
     def _store_errors(self) -> Iterator[None]:
-        """Raise one clear error if the store is gone; its host leaves after the others have read why."""
+        """Raise one clear error if the store is gone; its host stays until others have read the reason."""
         try:
             yield
         except WorldError:

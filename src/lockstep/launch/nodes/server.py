@@ -46,7 +46,7 @@ class ServerAddress:
 
     @property
     def start(self) -> bytes:
-        """The first bytes of a client: `json.dumps` keeps the order, and the token is first."""
+        """The first bytes of each message: `json.dumps` keeps the order, and the token is first."""
         return json.dumps({"token": self.token}).encode()[:-1]
 
     def answers(self) -> bool:
@@ -65,7 +65,7 @@ class ServerAddress:
 
 
 class CoordinatorServer:
-    """The server of a launcher for the rounds whose launcher 0 it is.
+    """TCP server of a launcher: it answers reports in the rounds whose launcher 0 it is.
 
     It listens on the loopback interface, if all launchers are on this host and always will be. `addresses`
     are those at which this host may be reached.

@@ -14,7 +14,7 @@ _LOOK_SECONDS = 0.5
 
 
 class StoreWatch:
-    """A thread that watches the store during a round, and just before it, since others may ask then.
+    """A thread of launcher 0 that reads the store during a round, and just before: others may ask then.
 
     `room` is how many more launchers may take part.
     """

@@ -36,7 +36,7 @@ ENVIRONMENTS: Registry[Any] = Registry("environment", "lockstep.environments", _
 
 
 def candidates(environ: Mapping[str, str]) -> Iterator[EnvironmentEntry]:
-    """Yield the environments to ask, in order of precedence: those whose processes start others come last.
+    """Yield the environments to read, in order of precedence: the innermost launcher first.
 
     torchrun may run inside a job of another package's launcher, and that one may set MPI's variables or run
     inside a Slurm job.

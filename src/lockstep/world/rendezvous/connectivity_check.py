@@ -67,7 +67,7 @@ class Reach:
     address: str
 
     def __str__(self) -> str:
-        """Return it in words."""
+        """Return interface and address."""
         return f"{self.interface} {self.address}"
 
 
@@ -103,7 +103,7 @@ Report = Sequence[Attempt]
 
 
 def offers(own: Iterable[Interface]) -> tuple[Reach, ...]:
-    """Return where a member with these interfaces may be: each one's first address, which Gloo takes."""
+    """Return the addresses of a member with these interfaces: the first of each, which Gloo takes."""
     first: dict[str, Interface] = {}
     for interface in own:
         first.setdefault(interface.name, interface)
@@ -154,7 +154,7 @@ class _Member:
         self._own = interfaces()
 
     def introduce(self, token: str, port: int, interface: str | None) -> list[ProbeTarget]:
-        """Gather where all members listen; a wrong interface is an error of all."""
+        """Gather the listeners of all members; a wrong interface is an error on all of them."""
         wrong: UsageError | None = None
         try:
             offered = offers(self._own if interface is None else (named(interface),))
@@ -179,7 +179,7 @@ class _Member:
         return [decode(ProbeTarget, value) for value in found]
 
     def connect(self, cards: Sequence[ProbeTarget], now: float) -> tuple[Reach, ...]:
-        """Try member 0, then all others; `now` is this member's clock when it had the cards."""
+        """Try member 0, then all others; return where each is reached. `now` is this member's clock."""
         first = [] if self._index == 0 else [(0, place) for place in cards[0].offers]
         for look, seconds in enumerate((min(_QUICK, self._seconds), self._seconds)):
             report = self._try(cards, first, seconds)
@@ -205,7 +205,7 @@ class _Member:
     def _places(
         self, cards: Sequence[ProbeTarget], question: str, own: Any, seconds: float, *, last: bool
     ) -> list[list[Reach]]:
-        """Return where each member is to be tried; nothing, if another look at member 0 is to come."""
+        """Return the addresses at which to try each member; none, if member 0 is to be tried once more."""
 
         def answer(values: list[Any]) -> Any:
             self._check_here(values, "left while the network was tried,")
@@ -287,7 +287,7 @@ def _connect(card: ProbeTarget, place: Reach, seconds: float) -> str:
 
 
 def choose(cards: Sequence[ProbeTarget], reports: Sequence[Report]) -> list[list[Reach]]:
-    """Return where each member is to be tried, from the attempts of all others at member 0.
+    """Return the addresses at which to try each member, from the attempts of all others at member 0.
 
     Member 0 at its first interface that all reach; at all of them, if there is none. The others at the
     interface that leads there, or the only one that they offer.
@@ -339,7 +339,7 @@ def problem(cards: Sequence[ProbeTarget], reports: Sequence[Report], labels: Seq
 def _ways(
     by: int, to: int, cards: Sequence[ProbeTarget], reports: Sequence[Report], labels: Sequence[str]
 ) -> Iterator[str]:
-    """Yield a line for each way that one member tried to another; loopback only if there is no other."""
+    """Yield a line for each attempt of one member at another; loopback only if there is no other."""
     tried = [attempt for attempt in reports[by] if attempt.member == to]
     beyond = [attempt for attempt in tried if not is_loopback(attempt.place.address)]
     for attempt in beyond or tried:

@@ -21,7 +21,7 @@ _PAUSE = 0.005
 
 
 class Members:
-    """The members of a rendezvous, who ask questions over a store for this alone; member 0 answers.
+    """All-gather of values over a store for this alone; member 0 makes one answer for all.
 
     Labels are for messages, the same on all members. Errors are of class `kind`, with a hint for missing
     members. `check` is called again and again in waits; it may raise to end them.

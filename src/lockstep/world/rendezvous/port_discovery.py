@@ -51,7 +51,7 @@ def sequence(name: str) -> tuple[int, ...]:
 
 
 class Announcer:
-    """A thread that sends one message to each connection of a listener, and closes both at its end."""
+    """A thread that sends one message to each connection of a listener, until it is closed."""
 
     def __init__(self, listener: socket.socket, message: Mapping[str, Any]) -> None:
         self._listener, self._line = listener, json.dumps(message).encode() + b"\n"
@@ -152,7 +152,7 @@ def await_port(addresses: Sequence[str], port: int, who: str, seconds: float) ->
 
 
 class _Search:
-    """Tries all ports of a host, again and again, until `look` finds its result at one of them."""
+    """A search at all ports of a host, repeated until `look` returns a result at one of them."""
 
     def __init__(
         self,

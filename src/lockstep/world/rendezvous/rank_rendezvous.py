@@ -120,7 +120,7 @@ class RankRendezvous:
         return self.broadcast(key, answer, what)
 
     def broadcast(self, key: str, answer: Callable[[], str], what: str) -> str:
-        """Return the result of `answer`, which rank 0 alone calls; all ranks call this.
+        """Return on all ranks the result of `answer`, which rank 0 alone calls.
 
         Raises:
             PeerError: as `wait`.

@@ -177,7 +177,7 @@ def test_a_launch_that_has_met_gives_up_the_lock(tmp_path: Path) -> None:
     assert place.hosts
     with host_lock(name) as is_free:
         assert not is_free
-    place.admit_no_more()
+    place.stop_announcing()
     with host_lock(name) as is_free:
         assert is_free
     place.close()
