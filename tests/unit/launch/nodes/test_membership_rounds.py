@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from lockstep.errors import UnreachableError, WorldError
 from lockstep.launch.agent.rendezvous import Rendezvous
 from lockstep.launch.nodes import (
-    client,
     coordinator,
     join,
     keys,
@@ -410,21 +409,6 @@ def test_a_closer_that_was_stopped_does_not_undo_a_newer_round() -> None:
     seen.close(1, [card("a", 0, 0)])
     assert seen.newest()[0] == 2
     assert [one.token for one in seen.closed(2) or ()] == ["b"]
-
-
-def test_a_launcher_0_whose_thread_is_stuck_is_taken_for_lost(
-    site: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(client, "_STUCK_SECONDS", 0.3)
-    monkeypatch.setattr(client, "_LOOK_SECONDS", 0.1)
-    monkeypatch.setattr(keys, "_ALIVE_SECONDS", 1.5)
-    nodes = site("a", "b")
-    generation(nodes)  # in threads that have ended by now: nothing moves any more
-    asks = nodes[1].rounds.keys
-    deadline = time.monotonic() + 20
-    while not asks.has_ended(1, 1):
-        assert time.monotonic() < deadline, "a thread beside it answers for it"
-        time.sleep(0.05)
 
 
 # A launch with one round.
