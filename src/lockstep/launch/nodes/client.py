@@ -161,9 +161,9 @@ class CoordinatorClient:
     def decision(self) -> Decision | None:
         """The decision so far; or what follows from the loss of launcher 0."""
         decision = self._answer.decision
-        if decision is None and self._connection is not None and self._connection.lost is not None:
-            name = self._membership.names[0]
-            verdict = lost_verdict(name, self._connection.lost, hint=self._hint)
+        why = None if self._connection is None else self._connection.lost
+        if decision is None and why is not None:
+            verdict = lost_verdict(self._membership.names[0], why, hint=self._hint)
             decision = Decision(kind="end", verdict=verdict)
             if self._least is not None and self._hint is None:
                 staying = tuple(range(1, self._membership.count))
