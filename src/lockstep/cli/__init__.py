@@ -44,11 +44,7 @@ _STARTING = ("run", "submit", "verify", "bench")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv`; return the exit code.
-
-    Args:
-        argv: the words after `lockstep`; those of this process by default.
-    """
+    """Run the command line `argv`; return the exit code."""
     if argv is None:
         _end_as_exceptions_do()
     try:

@@ -23,12 +23,7 @@ _DIRECTORIES = ("DIR", "RUN_DIR")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser], whole: Parser) -> None:
-    """Add this verb to the command line.
-
-    Args:
-        subparsers: those of all verbs.
-        whole: the parser of the whole command line.
-    """
+    """Add this verb to the command line."""
     parser = subparsers.add_parser(
         "completion",
         help="print the completion script for bash, zsh or fish",

@@ -6,12 +6,7 @@ import argparse
 
 
 def add(parser: argparse.ArgumentParser, *, elastic: bool) -> None:
-    """Add the flags for the number of nodes and their rendezvous.
-
-    Args:
-        parser: of the verb.
-        elastic: whether nodes may come and go.
-    """
+    """Add the flags for the number of nodes and their rendezvous."""
     group = parser.add_argument_group(
         "several nodes",
         "Under Slurm and mpiexec the nodes find each other without these flags.",

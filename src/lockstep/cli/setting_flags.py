@@ -20,13 +20,7 @@ SHARED = ("replicas", "threads", "devices", *OF_TRAINING)
 
 
 def add(group: argparse._ActionsContainer, *chosen: str, **changed: Any) -> None:
-    """Add the flags of settings to a group of a verb's flags.
-
-    Args:
-        group: where they go.
-        chosen: names of the settings.
-        changed: what this verb says otherwise, as `add_argument` takes it.
-    """
+    """Add the flags of settings to a group of a verb's flags."""
     for name in chosen:
         group.add_argument(TABLE[name].option, **{**_keywords(TABLE[name]), **changed})
 

@@ -17,21 +17,13 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """The message of a rank at its end.
-
-    Attributes:
-        value: what its function returned.
-        error: name and text of its exception.
-        trace: the traceback as text.
-        time: when it ended, seconds since the epoch.
-        consequence: whether the exception only tells of another rank's end.
-    """
+    """The message of a rank at its end."""
 
     value: Any = None
     error: str | None = None
     trace: str = ""
-    time: float = 0.0
-    consequence: bool = False
+    time: float = 0.0  # when it ended, by the monotonic clock
+    consequence: bool = False  # whether the error follows from the end of another rank
 
 
 def run(

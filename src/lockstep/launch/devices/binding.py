@@ -27,13 +27,6 @@ def variables(
 ) -> tuple[dict[str, str], ...]:
     """Return the variables by which the ranks that are started here are bound.
 
-    Args:
-        spec: the launch as asked for.
-        machine: facts about this node.
-        environ: the launcher's environment.
-        local_ranks: their numbers among all ranks of the node.
-        local_size: how many these are.
-
     Raises:
         UsageError: if they cannot be bound.
     """

@@ -28,21 +28,13 @@ _MIG_LINE = re.compile(r"\s+MIG (?:(\S+)\s+)?Device\s+(\d+): \(UUID: (MIG-[^)\s]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU, or one MIG device: a part of one.
+    """One GPU, or one MIG device: a part of one."""
 
-    Attributes:
-        index: its number, a MIG device's among the parts of its GPU.
-        label: what nvidia-smi calls it: `GPU 2`, or `GPU 2 MIG 0`.
-        uuid: its id, `GPU-…` or `MIG-…`; `None` where it is not known.
-        name: its model, `None` where it is not known.
-        parent: the id of the GPU that a MIG device is a part of.
-    """
-
-    index: int
-    label: str
-    uuid: str | None = None
-    name: str | None = None
-    parent: str | None = None
+    index: int  # of a MIG device: among the parts of its GPU
+    label: str  # such as `GPU 2`, or `GPU 2 MIG 0`
+    uuid: str | None = None  # `GPU-…` or `MIG-…`
+    name: str | None = None  # of the model
+    parent: str | None = None  # uuid of the GPU that a MIG device is a part of
 
     def __str__(self) -> str:
         return ", ".join(filter(None, (self.label, self.short, self.name)))
@@ -60,23 +52,14 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """What nvidia-smi told.
+    """What nvidia-smi told."""
 
-    Attributes:
-        gpus: whole GPUs and MIG devices, each after the GPU that it is a part of.
-        problem: why nothing was told, if so.
-    """
-
-    gpus: tuple[Gpu, ...] = ()
-    problem: str | None = None
+    gpus: tuple[Gpu, ...] = ()  # each followed by its MIG devices
+    problem: str | None = None  # why there are no facts
 
 
 def list_gpus(tool: str | None = None) -> Listing:
-    """Ask nvidia-smi for the GPUs of this machine.
-
-    Args:
-        tool: path of nvidia-smi; by default it is looked up.
-    """
+    """Ask nvidia-smi for the GPUs of this machine."""
     tool = tool or shutil.which("nvidia-smi")
     if tool is None:
         return Listing(problem="there is no nvidia-smi")
@@ -122,13 +105,11 @@ def read_listing(text: str) -> Listing:
 class Visible:
     """What CUDA_VISIBLE_DEVICES leaves.
 
-    Attributes:
-        gpus: in the order of CUDA's indices.
-        ordered: whether that order is known. On a machine with several models, CUDA counts the
-            fastest first, and nvidia-smi does not.
+    On a machine with several models CUDA counts the fastest first, and nvidia-smi does not: then the order
+    is known only with CUDA_DEVICE_ORDER=PCI_BUS_ID.
     """
 
-    gpus: tuple[Gpu, ...]
+    gpus: tuple[Gpu, ...]  # in the order of CUDA's indices
     ordered: bool = True
 
 
@@ -138,12 +119,7 @@ def parts(gpu: Gpu, everything: Sequence[Gpu]) -> tuple[Gpu, ...]:
 
 
 def visible(everything: Sequence[Gpu], environ: Mapping[str, str]) -> Visible:
-    """Return what `environ` leaves visible of `everything`, as CUDA reads it.
-
-    Args:
-        everything: the GPUs of this machine, as `list_gpus` tells.
-        environ: variables that CUDA reads.
-    """
+    """Return what `environ` leaves visible of `everything`, as CUDA reads it."""
     whole = tuple(gpu for gpu in everything if gpu.parent is None)
     in_order = len({gpu.name for gpu in whole}) <= 1 or (
         environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"

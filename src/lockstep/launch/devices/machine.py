@@ -17,35 +17,20 @@ _TIMEOUT = 60.0  # seconds; for a driver that hangs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Facts about one machine, small enough to make up in a test.
+    """Facts about one machine, small enough to make up in a test."""
 
-    Attributes:
-        cores: cores that this process may use.
-        gpus: accelerators that torch sees.
-        cards: the GPUs of this machine, hidden ones included; none where they cannot be told apart.
-        problem: why there are no GPUs, or no facts about them.
-        visible_variable: the variable that hides GPUs from torch.
-        device_type: what torch calls them.
-        topology: the cores by NUMA node.
-        loopback: name of the loopback interface, `None` where there is none.
-    """
-
-    cores: int
-    gpus: int = 0
-    cards: tuple[Gpu, ...] = ()
-    problem: str | None = None
+    cores: int  # that this process may use
+    gpus: int = 0  # accelerators that torch sees
+    cards: tuple[Gpu, ...] = ()  # all GPUs of the machine, as far as they can be told apart
+    problem: str | None = None  # why there are no GPUs, or no facts about them
     visible_variable: str = "CUDA_VISIBLE_DEVICES"
-    device_type: str = "cuda"
-    topology: Topology = ()
+    device_type: str = "cuda"  # as torch names it
+    topology: Topology = ()  # cores by NUMA node
     loopback: str | None = "lo"
 
 
 def look(*, gpus: bool = True) -> Machine:
-    """Return the facts of this machine; imports torch, and does not initialise CUDA.
-
-    Args:
-        gpus: whether anybody wants to know about GPUs.
-    """
+    """Return the facts of this machine; imports torch, and does not initialise CUDA."""
     with untied():
         import torch  # noqa: F401
 

@@ -14,15 +14,9 @@ from lockstep.world.devices_asked import CHOSEN, SHOWN, Ids, Word, parse
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """Where one local rank computes.
+    """Where one local rank computes."""
 
-    Attributes:
-        device: what the rank calls it: `cpu`, or `cuda:K`.
-        gpu: which one that is, where it is known.
-        env: variables that make it so.
-    """
-
-    device: str = "cpu"
+    device: str = "cpu"  # `cpu`, or `cuda:K`
     gpu: Gpu | None = None
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
 
@@ -68,12 +62,7 @@ def seats(
 ) -> tuple[Seat, ...]:
     """Return the seats of the ranks that are started here.
 
-    Args:
-        spec: the launch as asked for.
-        machine: facts about this node.
-        environ: the launcher's environment.
-        local_ranks: their numbers among all ranks of the node.
-        own: whether the GPUs that are seen here are for these ranks alone, and not for all of the node.
+    With `own`, the GPUs that are seen here are for these ranks alone, and not for all ranks of the node.
 
     Raises:
         DeviceError: if a GPU that was named cannot be had.
@@ -148,13 +137,7 @@ def no_gpus(machine: Machine) -> DeviceError:
 
 
 class _Search:
-    """Finds the GPUs of a list.
-
-    Args:
-        origin: the flag or variable that has the list.
-        machine: facts about this node.
-        environ: variables that hide GPUs.
-    """
+    """Finds the GPUs of a list."""
 
     def __init__(self, origin: str, machine: Machine, environ: Mapping[str, str]) -> None:
         self._origin = origin

@@ -15,16 +15,10 @@ _BEGINNINGS = ("start", "resume")
 
 @dataclass(slots=True)
 class Life:
-    """What one rank recorded in one generation.
+    """What one rank recorded in one generation."""
 
-    Attributes:
-        step: the steps that were done when it began.
-        time: when it began, in Unix seconds.
-        events: its lines, in order.
-    """
-
-    step: int
-    time: float
+    step: int  # steps that were done when it began
+    time: float  # Unix seconds
     events: list[Event] = field(default_factory=list)
 
 
@@ -81,10 +75,9 @@ def _nearest(life: Life, generations: Sequence[Life]) -> int:
 def curves(ranks: Mapping[int, Sequence[Event]]) -> dict[str, dict[int, float]]:
     """Return each logged number by step: the mean over replicas, weighted by their samples.
 
-    What is logged outside of a loop is that of the lowest rank.
+    Steps that were computed again count as they were computed last.
 
-    Args:
-        ranks: the events of each rank; those of steps that were computed again are left out here.
+    What is logged outside of a loop is that of the lowest rank.
     """
     means: defaultdict[str, defaultdict[int, Mean]] = defaultdict(lambda: defaultdict(Mean))
     main = min(ranks, default=0)

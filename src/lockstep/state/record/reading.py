@@ -22,12 +22,7 @@ _OF_EVENTS = frozenset({"kind", "time", "epoch", "step", "replica", "weight"})
 
 @dataclass(frozen=True)
 class Recorded:
-    """The records of a run, as they were when each was asked for first.
-
-    Attributes:
-        directory: the run directory.
-        run: content of `run.json`.
-    """
+    """The records of a run, as they were when each was asked for first."""
 
     directory: Path
     run: dict[str, Any]

@@ -26,25 +26,15 @@ from lockstep.world.cores import usable_cores
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """What is to be measured, and what is to be said of it.
-
-    Attributes:
-        command: the script, and the options of `lockstep run`.
-        combinations: on what it runs.
-        repeat: how many rounds.
-        restarts: whether a restart of each combination is measured.
-        wanted: numbers of ranks to project to.
-        link: what is given of the link to project to.
-        other: name of the results to compare with, if any.
-    """
+    """What is to be measured, and what is to be said of it."""
 
     command: RunCommand
     combinations: Sequence[Combination]
-    repeat: int
-    restarts: bool
-    wanted: Sequence[int]
+    repeat: int  # rounds
+    restarts: bool  # whether to measure a restart of each combination
+    wanted: Sequence[int]  # numbers of ranks to project to
     link: Link
-    other: str | None
+    other: str | None  # name of the results to compare with
 
     def __post_init__(self) -> None:
         if self.repeat < 1:
@@ -58,13 +48,7 @@ class Benchmark:
         return describe_script(path, arguments)
 
     def run(self, directory: Path, say: Listener, *, keep: bool) -> dict[str, Any]:
-        """Measure, and return the content of the file of results.
-
-        Args:
-            directory: for the runs.
-            say: is told of each launch in one line.
-            keep: whether the runs stay.
-        """
+        """Measure, and return the content of the file of results."""
         machine = describe_machine()
         ranks = [one.ranks for one in self.combinations]
         work = Work(self.command, choose_threads(machine["cores"], ranks), visible_gpus())

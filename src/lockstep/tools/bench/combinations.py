@@ -17,17 +17,11 @@ from lockstep.registry import EXCHANGES, STRATEGIES
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """One way to run the script.
+    """One way to run the script."""
 
-    Attributes:
-        ranks: number of ranks; with `dp`, of GPUs, all of one rank.
-        strategy: how models are held; `None` leaves it to the script.
-        exchange: name of the exchange; `None` leaves it to the script, and on one rank there is none.
-    """
-
-    ranks: int
-    strategy: str | None = None
-    exchange: str | None = None
+    ranks: int  # with `dp`: GPUs, all of one rank
+    strategy: str | None = None  # `None` leaves it to the script
+    exchange: str | None = None  # the same; `None` on one rank, too
 
     @property
     def processes(self) -> int:
@@ -99,10 +93,6 @@ def parse_counts(flag: str, text: str) -> list[int]:
 
 def choose_exchanges(one: str | None, several: str | None) -> Sequence[str | None]:
     """Return the exchanges of each layout; `None` leaves it to the script.
-
-    Args:
-        one: what `--exchange` says.
-        several: what `--exchanges` says.
 
     Raises:
         UsageError: if they don't go together, or one has a name that no exchange has.

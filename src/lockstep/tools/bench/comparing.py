@@ -25,18 +25,11 @@ _NUMBERS = ("samples_per_second", "step_seconds", "wall_seconds")
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two results.
-
-    Attributes:
-        name: of the other one.
-        by_rate: whether their rates may be compared; otherwise only speed-ups and efficiencies.
-        rows: one per layout that either has.
-        notes: what a reader has to know, in words.
-    """
+    """Two results."""
 
     name: str
-    by_rate: bool
-    rows: list[Row]
+    by_rate: bool  # otherwise by speed-up and efficiency only
+    rows: list[Row]  # one per layout that either result has
     notes: list[str]
 
     def as_json(self) -> dict[str, Any]:
@@ -57,9 +50,6 @@ def shipped() -> list[str]:
 
 def load(name: str) -> dict[str, Any]:
     """Return the results in a file, or in a table that comes with Lockstep.
-
-    Args:
-        name: a path, or the name of a table.
 
     Raises:
         UsageError: if there is none, or it cannot be read.

@@ -32,16 +32,11 @@ class Cost:
 
     Without servers each rank sums one share of every bucket and gives it to all: out to the ranks that
     sum, and back. As many messages, and as many bytes, as in a ring all-reduce.
-
-    Attributes:
-        exchange: name of the exchange.
-        volume: bytes that are shared in a step: what a rank sends, divided by 2 (N - 1) / N.
-        sums: how many sums a step has.
     """
 
     exchange: str
-    volume: float
-    sums: float
+    volume: float  # bytes shared in a step: what a rank sends, divided by 2 (N - 1) / N
+    sums: float  # sums in a step
 
     def messages(self, ranks: int) -> float:
         """Return how many messages a rank sends in a step."""
@@ -68,11 +63,8 @@ def cost_of(
 ) -> Cost | None:
     """Return the cost of an exchange; `None` where its bytes are not known.
 
-    Args:
-        exchange: its name.
-        strategy: how models are held.
-        sent: a number of ranks, and how many bytes each of them sent in a step, where that was counted.
-        gradients: bytes of all gradients, where that is known.
+    `sent` is a number of ranks and the bytes that each sent in a step, `gradients` the bytes of all
+    gradients, where they are known.
     """
     volume = _volume(exchange, strategy, sent, gradients)
     if volume is None:

@@ -22,12 +22,7 @@ Value = TypeVar("Value")
 class Launches:
     """Launches of a script on several combinations.
 
-    Args:
-        work: what is run.
-        combinations: on what.
-        directory: for the runs; each is removed when it has been read, unless `keep`.
-        keep: whether the runs stay.
-        say: is told of each launch in one line.
+    A run's directory is removed when it has been read, unless `keep`.
     """
 
     work: Work
@@ -40,10 +35,6 @@ class Launches:
 
     def run(self, rounds: int, *, restarts: bool) -> None:
         """Run every combination once per round; one that has failed is left out from then on.
-
-        Args:
-            rounds: how many.
-            restarts: whether a further launch of each combination measures a restart.
 
         Raises:
             UsageError: for strategies or exchanges of a script that does not use Lockstep.

@@ -14,16 +14,10 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """Where the time of a step goes, in seconds.
-
-    Attributes:
-        compute: what is neither of the others.
-        exchange: blocked in the exchange of gradients; `None` where it is not measured apart.
-        data: waiting for the loader.
-    """
+    """Where the time of a step goes, in seconds."""
 
     compute: float
-    exchange: float | None
+    exchange: float | None  # `None` where it is not measured apart
     data: float
 
     @property
@@ -34,42 +28,22 @@ class Split:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One run. Of steps, the first of each generation is left out: it warms up.
-
-    Attributes:
-        steps: how many steps count.
-        batch: samples of a step, of all ranks.
-        step_seconds: mean time of a step.
-        slowest_step: seconds of the slowest step.
-        split: of the rank that waits least in the exchange, since the others wait for that rank.
-        exchange_share: share of the time in the exchange, mean over ranks; `None` where not measured.
-        data_share: share of the time that ranks wait for their loaders, mean over ranks.
-        sent: bytes that a rank sends in a step, mean over ranks; `None` where they are not counted.
-        gradients: bytes of the gradients on the main rank; `None` where they are not recorded.
-        host: peak of resident bytes, by rank.
-        device: peak of bytes on the GPU, by rank; empty without GPUs.
-        cpu: cores' worth that a rank uses, mean over ranks; `None` where it was not sampled.
-        busy: utilisation of the GPUs, 0 to 1, mean over ranks; `None` without GPUs.
-        start_seconds: from the command to the end of the first step.
-        devices: names of what ranks compute on.
-        strategy: how models were held; `None` where it is not recorded.
-        exchange: name of the exchange; the same.
-    """
+    """One run. Of steps, the first of each generation is left out: it warms up."""
 
     steps: int
-    batch: float
-    step_seconds: float
+    batch: float  # samples of a step, of all ranks
+    step_seconds: float  # mean
     slowest_step: float
-    split: Split
-    exchange_share: float | None
-    data_share: float
-    sent: float | None = None
-    gradients: int | None = None
-    host: dict[int, int] = field(default_factory=dict)
-    device: dict[int, int] = field(default_factory=dict)
-    cpu: float | None = None
-    busy: float | None = None
-    start_seconds: float | None = None
+    split: Split  # of the rank that waits least in the exchange: the others wait for it
+    exchange_share: float | None  # mean over ranks; `None` where not measured
+    data_share: float  # mean over ranks
+    sent: float | None = None  # bytes per step and rank; `None` where not counted
+    gradients: int | None = None  # bytes of the gradients on the main rank
+    host: dict[int, int] = field(default_factory=dict)  # peak of resident bytes, by rank
+    device: dict[int, int] = field(default_factory=dict)  # peak of bytes on the GPU, by rank
+    cpu: float | None = None  # cores that a rank uses, mean over ranks
+    busy: float | None = None  # utilisation of the GPUs, 0 to 1, mean over ranks
+    start_seconds: float | None = None  # from the command to the end of the first step
     devices: Sequence[str] = ()
     strategy: str | None = None
     exchange: str | None = None
@@ -104,9 +78,7 @@ class _Rank:
 def measure(recorded: Recorded, launched: float) -> Measured | None:
     """Return what a run did; `None` if nothing is left of it after the warm-up.
 
-    Args:
-        recorded: what it recorded.
-        launched: when it was launched, in Unix seconds.
+    `launched` is the time of the launch in Unix seconds.
     """
     alone = len(recorded.ranks) == 1
     ranks = {

@@ -18,21 +18,13 @@ _COMPETES = "more threads than cores: ranks wait for each other's cores"
 
 @dataclass(slots=True)
 class Projection:
-    """What a model says, in rows as the results have them.
+    """What a model says, in rows as the results have them."""
 
-    Attributes:
-        rows: one per projected number of ranks and group of results.
-        parameters: of the model, one row per group.
-        residuals: one per measured point.
-        assumptions: in words.
-        refused: why groups have no projection, in words.
-    """
-
-    rows: list[Row] = field(default_factory=list)
-    parameters: list[Row] = field(default_factory=list)
-    residuals: list[Row] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)  # one per number of ranks and group of results
+    parameters: list[Row] = field(default_factory=list)  # one row per group
+    residuals: list[Row] = field(default_factory=list)  # one per measured point
     assumptions: list[str] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)  # why a group has no projection
 
     @property
     def model(self) -> dict[str, Any]:
@@ -48,13 +40,7 @@ class Projection:
 
 
 def project(rows: Sequence[Row], wanted: Sequence[int], link: Link) -> Projection:
-    """Return what each group of results would take on other numbers of ranks.
-
-    Args:
-        rows: the results.
-        wanted: numbers of ranks.
-        link: what is given of the link between ranks.
-    """
+    """Return what each group of results would take on other numbers of ranks."""
     done = Projection()
     is_alone = all(one["ranks"] == 1 for one in rows)
     for of in dict.fromkeys(group(one) for one in rows if one["ranks"] > 1 or is_alone):

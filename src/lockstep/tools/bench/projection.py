@@ -24,53 +24,32 @@ _ALIKE = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A measured number of ranks.
-
-    Attributes:
-        ranks: how many.
-        batch: samples of a step, of all ranks.
-        replicas: replicas of the run.
-        step: seconds of a step.
-        data: seconds of it that ranks wait for their loaders.
-        exchange: seconds of it in the exchange of gradients; `None` where that is not measured apart.
-        left_out: why the fit does not use it; empty where it does.
-    """
+    """A measured number of ranks."""
 
     ranks: int
-    batch: float
+    batch: float  # samples of a step, of all ranks
     replicas: int
-    step: float
-    data: float
-    exchange: float | None
-    left_out: str = ""
+    step: float  # seconds
+    data: float  # seconds of it that ranks wait for their loaders
+    exchange: float | None  # seconds of it; `None` where not measured apart
+    left_out: str = ""  # why the fit leaves it out
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What is given of the link between ranks; the rest is fitted.
+    """What is given of the link between ranks; the rest is fitted."""
 
-    Attributes:
-        bandwidth: bytes per second.
-        latency: seconds per message.
-    """
-
-    bandwidth: float | None = None
-    latency: float | None = None
+    bandwidth: float | None = None  # bytes per second
+    latency: float | None = None  # seconds per message
 
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """How many samples a rank has in a step.
+    """How many samples a rank has in a step."""
 
-    Attributes:
-        total: samples of a step, of all ranks; where `per_rank`, of each.
-        per_rank: whether a step grows with the ranks.
-        replicas: of a run whose number of replicas does not follow from its ranks.
-    """
-
-    total: float
-    per_rank: bool
-    replicas: int | None
+    total: float  # samples of a step: of all ranks, or with `per_rank` of each
+    per_rank: bool  # whether a step grows with the ranks
+    replicas: int | None  # `None` where they follow from the ranks
 
     @staticmethod
     def of(points: Sequence[Point]) -> Batches | None:
@@ -97,15 +76,7 @@ class Batches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """What is fitted, or given of the link.
-
-    Attributes:
-        overhead_seconds: of a step, whatever its samples.
-        compute_seconds_per_sample: of a rank's own samples.
-        data_seconds_per_sample: the same of waiting for the loader.
-        latency_seconds: of a message.
-        seconds_per_byte: one over the bandwidth.
-    """
+    """What is fitted, or given of the link."""
 
     overhead_seconds: float
     compute_seconds_per_sample: float
@@ -116,25 +87,14 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A fitted model.
-
-    Attributes:
-        parameters: its parameters.
-        cost: of the exchange.
-        batches: of the script.
-    """
+    """A fitted model."""
 
     parameters: Parameters
     cost: Cost
     batches: Batches
 
     def over(self, link: Link, cost: Cost) -> Model:
-        """Return the model with what is given of a link in the place of what was fitted.
-
-        Args:
-            link: the link.
-            cost: of the exchange over it.
-        """
+        """Return the model with what is given of a link in the place of what was fitted."""
         given = {"latency_seconds": link.latency}
         given["seconds_per_byte"] = None if link.bandwidth is None else 1 / link.bandwidth
         known = {name: value for name, value in given.items() if value is not None}
@@ -236,10 +196,6 @@ def fit(columns: Mapping[str, Sequence[float]], targets: Sequence[float]) -> dic
 
     A parameter that would be negative, or that the rows cannot tell from others, is 0: of two choices
     that are as close the one with fewer parameters is taken, and then the one of the earlier columns.
-
-    Args:
-        columns: by the name of the parameter, one value per row.
-        targets: one per row. Rows that are to count alike are divided by what they are to count for.
     """
     names, wanted = list(columns), np.asarray(targets, dtype=np.float64)
     best: dict[str, float] = {}

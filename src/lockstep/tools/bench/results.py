@@ -21,11 +21,7 @@ def row(
 ) -> Row:
     """Return what is known of one combination.
 
-    Args:
-        combination: the combination.
-        trials: its launches, in order; one that failed is the last.
-        restart: seconds that a restart took, where that was measured.
-        cores: how many this machine has.
+    Of the trials one that failed is the last.
     """
     good = [trial for trial in trials if not trial.verdict]
     failed = next((trial for trial in trials if trial.verdict), None)

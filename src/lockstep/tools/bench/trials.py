@@ -25,39 +25,23 @@ _AFTER_KILL = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What came of one launch.
-
-    Attributes:
-        combination: what ran.
-        exit_code: of the launch.
-        wall_seconds: from the command to its end.
-        measured: what the run recorded; `None` for a script without `lockstep.Run`.
-        identity: of the run, as recorded; empty for a script without `lockstep.Run`.
-        digest: of the weights at the end.
-        verdict: why the launch is no measurement; empty where it is one.
-    """
+    """What came of one launch."""
 
     combination: Combination
     exit_code: int
-    wall_seconds: float
-    measured: Measured | None = None
+    wall_seconds: float  # from the command to its end
+    measured: Measured | None = None  # `None` for a script without `lockstep.Run`
     identity: Mapping[str, object] = field(default_factory=dict)
     digest: str | None = None
-    verdict: str = ""
+    verdict: str = ""  # why the launch is no measurement
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is measured.
-
-    Attributes:
-        command: the script, and the options of `lockstep run`.
-        threads: intra-op threads of each rank, where neither the script nor a flag says how many.
-        gpus: that may be used.
-    """
+    """What is measured."""
 
     command: RunCommand
-    threads: int
+    threads: int  # of each rank, where neither the script nor a flag sets them
     gpus: Sequence[Gpu] = ()
 
     def run(self, combination: Combination, directory: Path) -> Trial:
@@ -85,16 +69,7 @@ class Work:
         )
 
     def restart(self, combination: Combination, trial: Trial, directory: Path) -> float | None:
-        """Run the script once more, kill a rank, and return how long the run took to resume.
-
-        Args:
-            combination: what to run.
-            trial: what an undisturbed run took.
-            directory: as in `run`.
-
-        Returns:
-            seconds, or `None` where the run did not resume after the kill.
-        """
+        """Run the script once more, kill a rank, and return how long the run took to resume."""
         assert trial.measured is not None
         kill = min(
             max(2, trial.measured.steps // 2),

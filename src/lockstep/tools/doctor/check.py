@@ -17,45 +17,28 @@ Facts = Any
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report.
+    """One line of the report."""
 
-    Attributes:
-        level: how bad it is; a failure breaks trainings, a warning slows or misleads.
-        text: what was seen, on which node.
-        advice: what to do about it; empty where nothing is to be done.
-    """
-
-    level: Level
+    level: Level  # a failure breaks trainings, a warning slows or misleads
     text: str
-    advice: str = ""
+    advice: str = ""  # what to do about it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What the user said.
-
-    Attributes:
-        run_dir: where runs are to be kept.
-        address: host of the rendezvous, if it has one.
-    """
+    """What the user said."""
 
     run_dir: Path
-    address: str | None = None
+    address: str | None = None  # host of the rendezvous
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What all nodes have told, as far as they could.
-
-    Attributes:
-        labels: what to call each node.
-        told: by node, what it found for each check.
-        asked: how many nodes there were to be.
-    """
+    """What all nodes have told, as far as they could."""
 
     labels: tuple[str, ...]
-    told: tuple[Mapping[str, Facts], ...]
-    asked: int = 1
+    told: tuple[Mapping[str, Facts], ...]  # by node, its facts by check
+    asked: int = 1  # number of nodes that were to come
 
     def of(self, name: str) -> list[tuple[str, Facts]]:
         """Return the label and the facts of each node that found something for a check."""
@@ -85,21 +68,13 @@ JudgeOne = Callable[[Facts], list[Finding] | str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """A check.
+    """A check."""
 
-    Attributes:
-        name: one word, at the beginning of its lines.
-        judge: yields its lines, from what all nodes told.
-        look: what each node looks at by itself, in a process of its own.
-        together: what the nodes do with each other, after all have looked.
-        seconds: how long a node may take.
-    """
-
-    name: str
+    name: str  # one word, at the beginning of its lines
     judge: Judge
-    look: Look | None = None
-    together: Together | None = None
-    seconds: float = 10.0
+    look: Look | None = None  # what each node looks at by itself, in a process of its own
+    together: Together | None = None  # what the nodes do with each other, after all have looked
+    seconds: float = 10.0  # timeout on a node
 
 
 #: The checks of all groups that were imported.

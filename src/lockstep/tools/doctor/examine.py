@@ -51,21 +51,13 @@ _PROBLEMS = "problems"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What came of an examination.
-
-    Attributes:
-        seen: what the nodes told.
-        findings: the lines, each after the name of its check.
-        exit_code: 0, 1 or 3.
-        seconds: how long it took, without the wait for nodes to come.
-        speaks: whether this node tells the user.
-    """
+    """What came of an examination."""
 
     seen: Seen
     findings: tuple[tuple[str, Finding], ...]
     exit_code: int
-    seconds: float
-    speaks: bool
+    seconds: float  # without the wait for nodes to join
+    speaks: bool  # whether this node prints the report
 
     @property
     def lines(self) -> Iterator[str]:
@@ -98,13 +90,7 @@ class Report:
 def examine(
     asked: Asked, config: RendezvousConfig | None = None, nodes: Nodes | None = None
 ) -> Report:
-    """Examine this node, and all others where there are several.
-
-    Args:
-        asked: what the user said.
-        config: how the nodes find each other; `None` for one that is alone.
-        nodes: what the user said of them.
-    """
+    """Examine this node, and all others where there are several."""
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         # Forked before anything here starts a thread, or touches a GPU.

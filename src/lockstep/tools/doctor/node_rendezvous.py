@@ -34,24 +34,15 @@ _LEAVING_SECONDS = 3.0
 
 @dataclass(slots=True, kw_only=True)
 class Rendezvous:
-    """The nodes, as one of them sees them.
+    """The nodes, as one of them sees them."""
 
-    Attributes:
-        index: number of this node.
-        labels: what to call each.
-        hosts: which host each is on.
-        endpoint: of the rendezvous; `None` for a single node.
-        interface: the one that the user chose.
-        reach: interface and address of each, once all have reached each other.
-        starters: children that may start others: they were forked before this process had threads.
-    """
-
-    index: int = 0
+    index: int = 0  # of this node
     labels: tuple[str, ...]
-    hosts: tuple[str, ...] = ()
-    endpoint: Endpoint | None = None
+    hosts: tuple[str, ...] = ()  # by node
+    endpoint: Endpoint | None = None  # `None` for a single node
     interface: str | None = None
-    reach: tuple[Reach, ...] = ()
+    reach: tuple[Reach, ...] = ()  # by node, once all have reached each other
+    #: forked before this process had threads: they may start others
     starters: tuple[Child, ...] = ()
     _lost: set[int] = field(default_factory=set)
 
@@ -119,11 +110,6 @@ class Rendezvous:
 
 def join_nodes(config: RendezvousConfig, seconds: float, interface: str | None) -> Rendezvous:
     """Meet the other nodes.
-
-    Args:
-        config: how they find each other.
-        seconds: how long they may take to come.
-        interface: the one that the user chose for this node.
 
     Raises:
         WorldError: if one does not come; of those that came, all get the same.

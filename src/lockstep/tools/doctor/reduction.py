@@ -29,8 +29,7 @@ def ranks(facts: Facts | None, *, alone: bool) -> int:
 def start(job: dict[str, Any]) -> list[dict[str, Any]]:
     """Run this node's ranks of one all-reduce, in processes of their own: the work of a child.
 
-    Args:
-        job: `backend`, where the store is, the first rank, how many ranks in all and here, the interface.
+    `job` has the backend, the place of the store, the first rank, the ranks in all and here, the interface.
     """
     children = [
         Child(reduce).give({**job, "rank": job["first"] + local, "local": local})

@@ -21,11 +21,7 @@ _GIB = 2**30
 
 
 class Clock:
-    """The axis of time of a report: since each run's beginning, in a unit that fits the longest.
-
-    Args:
-        runs: the runs of the report.
-    """
+    """The axis of time of a report: since each run's beginning, in a unit that fits the longest."""
 
     def __init__(self, runs: Sequence[Shown]) -> None:
         longest = max((run.ended - run.began for run in runs), default=0.0)

@@ -48,38 +48,23 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table; numbers stand at the right, `None` is a dash.
+    """A table; numbers stand at the right, `None` is a dash."""
 
-    Attributes:
-        head: names of the columns.
-        rows: as many values in each as there are columns.
-        caption: what the table shows; may be empty.
-    """
-
-    head: Sequence[str]
+    head: Sequence[str]  # names of the columns
     rows: Sequence[Sequence[object]]
     caption: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A figure of plotly, without a title of its own.
+    """A figure of plotly, without a title of its own."""
 
-    Attributes:
-        figure: a `plotly.graph_objects.Figure`.
-        title: what the chart shows.
-        note: what a reader has to know besides; may be empty.
-        height: in pixels.
-        wide: whether the chart gets the page's whole width, also where two fit beside each other.
-        log: whether a switch turns the y axis into a logarithmic one.
-    """
-
-    figure: Any
+    figure: Any  # a `plotly.graph_objects.Figure`
     title: str
-    note: str = ""
-    height: int = 320
-    wide: bool = False
-    log: bool = False
+    note: str = ""  # shown below the title
+    height: int = 320  # pixels
+    wide: bool = False  # whether it takes the whole width of the page
+    log: bool = False  # whether a switch makes the y axis logarithmic
 
 
 Part = Text | Facts | Table | Chart

@@ -17,17 +17,11 @@ from lockstep.state.record.reading import Event, Recorded
 
 @dataclass(frozen=True)
 class Shown:
-    """A run of a report.
+    """A run of a report."""
 
-    Attributes:
-        label: what the run is called in the report; no other has the same.
-        recorded: what it has recorded.
-        used: whether a launch uses its directory; `None` where that is not known.
-    """
-
-    label: str
+    label: str  # unique in the report
     recorded: Recorded
-    used: bool | None
+    used: bool | None  # whether a launch uses its directory; `None` where not known
 
     @property
     def identity(self) -> dict[str, Any]:

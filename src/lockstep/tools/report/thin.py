@@ -16,9 +16,7 @@ _DIGITS = 6
 def thin(points: Sequence[Point], most: int) -> list[Point]:
     """Return at most `most` of `points`, in order: with the first, the last, the lowest and the highest.
 
-    Args:
-        points: a curve; a value may be `None` or NaN, which is a gap.
-        most: at least 4.
+    A value may be `None` or NaN, which is a gap; `most` is at least 4.
     """
     assert most >= 4, "a stretch has a lowest and a highest point, a curve a first and a last one"
     if len(points) <= most:

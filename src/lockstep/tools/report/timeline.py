@@ -29,18 +29,11 @@ _RANK = re.compile(r"rank (\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Something that happened.
+    """Something that happened."""
 
-    Attributes:
-        time: when, in Unix seconds.
-        kind: one of the chart's marks.
-        row: its subject: a rank, or the launcher.
-        text: what it was.
-    """
-
-    time: float
+    time: float  # Unix seconds
     kind: str
-    row: str
+    row: str  # a rank, or the launcher
     text: str
 
 

@@ -36,32 +36,19 @@ _SHORT = {
 class JobRequest:
     """One job: what it runs, and on what.
 
-    Attributes:
-        name: name of the job.
-        command: script or module and its arguments, as `lockstep run` takes them.
-        run_options: options of `lockstep run` before them.
-        nodes: number of nodes.
-        ranks: ranks on each node: a number, or `cpu`, `gpu`, `auto`; `None` for one, or for one per GPU.
-        cpus_per_rank: cores for each rank.
-        gpus_per_node: GPUs of each node: a number, or a kind and a number such as `a100:4`.
-        time_limit: how long the job may run, as sbatch takes it.
-        save_before: seconds before the time limit at which the run is to save its state and to go back
-            into the queue; `None` for what fits the limit.
-        options: more options for sbatch, in its own words.
-
     Raises:
         UsageError: if a value cannot work on any cluster.
     """
 
     name: str
-    command: tuple[str, ...]
-    run_options: tuple[str, ...] = ()
+    command: tuple[str, ...]  # script or module, and its arguments
+    run_options: tuple[str, ...] = ()  # of `lockstep run`
     nodes: int = 1
-    ranks: int | str | None = None
+    ranks: int | str | None = None  # on each node; or `cpu`, `gpu`, `auto`
     cpus_per_rank: int | None = None
-    gpus_per_node: str | None = None
+    gpus_per_node: str | None = None  # such as `4` or `a100:4`
     time_limit: str | None = None
-    save_before: int | None = None
+    save_before: int | None = None  # seconds before the time limit
     options: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -32,12 +32,6 @@ exit $code
 def job_script(request: JobRequest, *, directory: Path, run_dir: Path, python: str) -> str:
     """Return the script that sbatch takes.
 
-    Args:
-        request: what is asked for.
-        directory: where the job runs.
-        run_dir: the run's directory, absolute.
-        python: the interpreter that has Lockstep.
-
     Raises:
         UsageError: if Slurm could not write to `run_dir`, or a word has a control character.
     """

@@ -20,24 +20,14 @@ _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_TIME_FORMAT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
-    """A job as `scontrol show job` describes it.
+    """A job as `scontrol show job` describes it."""
 
-    Attributes:
-        state: Slurm's word for it, such as `RUNNING`.
-        reason: why it waits, or how it ended, in Slurm's words.
-        nodes: its nodes, written short.
-        restarts: how many times it was put back into the queue.
-        exit_code: that of the job script.
-        signal: signal that ended the job script, 0 for none.
-        time_limit: how long it may run, in Slurm's words.
-    """
-
-    state: str
-    reason: str = "None"
-    nodes: str = ""
-    restarts: int = 0
+    state: str  # such as `RUNNING`
+    reason: str = "None"  # why it waits, or how it ended
+    nodes: str = ""  # written short
+    restarts: int = 0  # how many times it was requeued
     exit_code: int = 0
-    signal: int = 0
+    signal: int = 0  # that ended the job script; 0 for none
     time_limit: str = ""
 
     @property

@@ -37,29 +37,16 @@ _PACE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """One kill to come.
+    """One kill to come."""
 
-    Attributes:
-        step: how many steps the run has to have done.
-        hasty: whether it comes without waiting for a step since the kill before.
-        delay: how long it waits then, from 0 to 1: a whole step, or the start of a generation.
-        choice: which of the workers, from 0 to 1.
-    """
-
-    step: int
-    hasty: bool
-    delay: float
-    choice: float
+    step: int  # steps that the run has to have done
+    hasty: bool  # whether it comes without waiting for a step since the kill before
+    delay: float  # from 0 to 1: of a step, or of the start of a generation
+    choice: float  # from 0 to 1: which of the workers
 
 
 def draw(kills: int, seed: int, steps: int) -> list[Strike]:
-    """Draw the kills of a storm: the first before the first step, the last in the last step.
-
-    Args:
-        kills: how many.
-        seed: what draws them.
-        steps: how many steps the run will do.
-    """
+    """Draw the kills of a storm: the first before the first step, the last in the last step."""
     dice = random.Random(seed)  # noqa: S311 - it need not be hard to guess
     ends = [0, steps - 1] if kills > 1 else []
     moments = sorted(ends + [dice.randrange(steps) for _ in range(kills - len(ends))])
@@ -70,13 +57,7 @@ def draw(kills: int, seed: int, steps: int) -> list[Strike]:
 
 
 class Chaos:
-    """A storm over one launch.
-
-    Args:
-        launcher: a running `lockstep run`.
-        trace: where its ranks write their traces.
-        steps: how many steps it will do.
-    """
+    """A storm over one launch."""
 
     def __init__(self, launcher: subprocess.Popen[bytes], trace: Path, steps: int) -> None:
         self._launcher = launcher

@@ -11,16 +11,10 @@ from lockstep.tools.verify.traces import Digests, Key, LoopKey, Seen, Traces, fe
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first thing that differs.
+    """The first thing that differs."""
 
-    Attributes:
-        step: in which step, counted from 1.
-        what: `samples`, `loss`, `parameters`, `state`, `length` or `redone`.
-        text: in words, with both values.
-    """
-
-    step: int
-    what: str
+    step: int  # counted from 1
+    what: str  # `samples`, `loss`, `parameters`, `state`, `length` or `redone`
     text: str
 
 
@@ -126,17 +120,11 @@ def redone(traces: Traces, name: str) -> Difference | None:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """How often samples were seen in loops that should show each exactly once.
+    """How often samples were seen in loops that should show each exactly once."""
 
-    Attributes:
-        loops: how many such loops there were.
-        twice: samples seen more than once in one loop: `(loader, epoch, sample)`.
-        never: samples missed in one loop: `(loader, epoch, sample)`.
-    """
-
-    loops: int
-    twice: tuple[tuple[int, int, int], ...]
-    never: tuple[tuple[int, int, int], ...]
+    loops: int  # number of such loops
+    twice: tuple[tuple[int, int, int], ...]  # (loader, epoch, sample)
+    never: tuple[tuple[int, int, int], ...]  # the same
 
     @property
     def is_exact(self) -> bool:
@@ -147,9 +135,7 @@ class Coverage:
 def coverage(traces: Traces, complete: AbstractSet[LoopKey] = frozenset()) -> Coverage:
     """Count the samples of all microbatches, loop by loop; second passes are not counted.
 
-    Args:
-        traces: what a layout saw.
-        complete: loops to be judged besides those of which it says that they were complete.
+    Loops are judged that this layout completed, or that are in `complete`.
     """
     samples = {key: samples for key, (_, samples) in traces.evaluated.items()}
     for step in traces.steps.values():

@@ -21,17 +21,11 @@ _EXAMPLES = 'for example --layouts 1,2,4 or --layouts 1 "4>2@30" "2,kill@30"'
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One launch of a layout.
-
-    Attributes:
-        ranks: number of ranks.
-        kills: steps in whose backward pass the last rank kills itself.
-        until: step after which it is preempted; `None` where it continues to the end.
-    """
+    """One launch of a layout."""
 
     ranks: int
-    kills: tuple[int, ...] = ()
-    until: int | None = None
+    kills: tuple[int, ...] = ()  # steps in whose backward pass the last rank kills itself
+    until: int | None = None  # step after which it is preempted
 
     @property
     def faults(self) -> tuple[str, ...]:
@@ -42,12 +36,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Storm:
-    """Kills of random workers at random moments.
-
-    Attributes:
-        kills: how many.
-        seed: what draws the moments.
-    """
+    """Kills of random workers at random moments."""
 
     kills: int
     seed: int
@@ -55,19 +44,12 @@ class Storm:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One layout.
+    """One layout."""
 
-    Attributes:
-        name: as the user wrote it.
-        stages: its launches, each in the run directory of the one before.
-        storm: what its only launch has to endure, if anything.
-        strategy: how models are held there; `None` leaves it to the script.
-    """
-
-    name: str
-    stages: tuple[Stage, ...]
-    storm: Storm | None = None
-    strategy: str | None = None
+    name: str  # as the user wrote it
+    stages: tuple[Stage, ...]  # each in the run directory of the one before
+    storm: Storm | None = None  # kills during its only launch
+    strategy: str | None = None  # `None` leaves it to the script
 
     @property
     def ranks(self) -> int:
@@ -95,11 +77,6 @@ def parse(
     words: Sequence[str], storm: Storm | None = None, strategies: Sequence[str | None] = (None,)
 ) -> list[Layout]:
     """Return the layouts in words such as `1,2,4` or `2,kill@30`, and one that endures `storm`.
-
-    Args:
-        words: the layouts.
-        storm: what a further one is to endure.
-        strategies: each layout is one for each of these.
 
     Raises:
         UsageError: if one of them is no layout, or there are fewer than two.

@@ -24,42 +24,25 @@ _RESTARTS = 3
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What every layout runs.
-
-    Attributes:
-        command: the script, and the options of `lockstep run`.
-        replicas: number of replicas for scripts that name none.
-    """
+    """What every layout runs."""
 
     command: RunCommand
-    replicas: int
+    replicas: int  # for scripts that name none
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a script on one layout.
-
-    Attributes:
-        layout: the layout.
-        exit_code: of the last launch.
-        digest: of the weights at the end; `None` if it did not come to the end of a run.
-        steps: how many updates.
-        seconds: of all launches.
-        kills: how many workers were killed.
-        generations: how many sets of processes opened the run.
-        traces: what every step saw and made.
-        complaint: the last lines of the launch, where it failed.
-    """
+    """What came of a script on one layout."""
 
     layout: Layout
     exit_code: int
-    digest: str | None
+    digest: str | None  # `None` if it did not come to the end of a run
     steps: int
     seconds: float
-    kills: int
-    generations: int
+    kills: int  # number of workers that were killed
+    generations: int  # how many sets of processes opened the run
     traces: Traces
-    complaint: str
+    complaint: str  # the last lines of the launch, where it failed
 
     @property
     def differs(self) -> bool:
@@ -69,12 +52,6 @@ class Outcome:
 
 def run(layout: Layout, work: Work, directory: Path, steps: int) -> Outcome:
     """Run a script on `layout`.
-
-    Args:
-        layout: the layout.
-        work: what to run.
-        directory: a new directory for the run and its trace.
-        steps: how many steps the run does without a fault, if that is known.
 
     Raises:
         UsageError: if the run is over before what was to happen to it.

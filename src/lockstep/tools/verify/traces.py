@@ -37,28 +37,18 @@ class Seen:
 
 @dataclass(slots=True)
 class Step:
-    """What one step saw and made.
-
-    Attributes:
-        passes: what each replica saw.
-        digests: the state after it: for each rank, of each model and registered object.
-    """
+    """What one step saw and made."""
 
     passes: dict[Key, Seen] = field(default_factory=dict)
-    digests: Digests = field(default_factory=dict)
+    digests: Digests = field(default_factory=dict)  # the state after the step
 
 
 @dataclass(frozen=True, slots=True)
 class Redone:
-    """A step that was computed again after a crash, with another result.
+    """A step that was computed again after a crash, with another result."""
 
-    Attributes:
-        step: which one, counted from 1.
-        text: what differs, with both values.
-    """
-
-    step: int
-    text: str
+    step: int  # counted from 1
+    text: str  # what differs, with both values
 
 
 @dataclass(slots=True)

@@ -15,17 +15,11 @@ from lockstep.tools.verify.running import Outcome, Work, directory_name, run
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether all layouts agree.
-
-    Attributes:
-        outcomes: one per layout.
-        difference: the first one found, against the first layout or between two generations of one.
-        coverage: of the first layout in which it is not exact, or of the first.
-    """
+    """Whether all layouts agree."""
 
     outcomes: Sequence[Outcome]
-    difference: Difference | None
-    coverage: Coverage
+    difference: Difference | None  # the first one
+    coverage: Coverage  # of the first layout where it is not exact, or of the first
 
     @property
     def same(self) -> bool:

@@ -31,9 +31,7 @@ _KEYS = "q or Ctrl-C leaves; the run continues"
 def watch(watcher: Watcher, seconds: float | None) -> int:
     """Show a run until it ends; return the exit code: 0 also where the reader leaves before.
 
-    Args:
-        watcher: looks at the run.
-        seconds: between two looks; `None` for 1 on a terminal, 5 elsewhere.
+    Without `seconds`, it looks each second on a terminal, and every 5 seconds elsewhere.
 
     Raises:
         RunDirectoryError: if the record can no longer be read.

@@ -20,12 +20,7 @@ _FRAME = 9
 
 
 class Screen:
-    """The picture of one moment, cut to the terminal's height.
-
-    Args:
-        view: the run.
-        keys: what the terminal's user may press; empty for the last picture.
-    """
+    """The picture of one moment, cut to the terminal's height."""
 
     def __init__(self, view: View, keys: str = "") -> None:
         self._view, self._keys = view, keys

@@ -16,17 +16,11 @@ _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 @dataclass(slots=True)
 class RankView:
-    """The newest events of a rank in its newest generation.
+    """The newest events of a rank in its newest generation."""
 
-    Attributes:
-        newest: the last event of each kind.
-        values: the newest logged values, by name.
-        time: when it wrote its last event, in Unix seconds; 0 for never.
-    """
-
-    newest: dict[str, Event] = field(default_factory=dict)
-    values: dict[str, float] = field(default_factory=dict)
-    time: float = 0.0
+    newest: dict[str, Event] = field(default_factory=dict)  # the last event of each kind
+    values: dict[str, float] = field(default_factory=dict)  # the newest logged values
+    time: float = 0.0  # of its last event, in Unix seconds; 0 for none
 
     @property
     def step(self) -> int | None:
@@ -46,40 +40,24 @@ class RankView:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Something that happened to the run.
+    """Something that happened to the run."""
 
-    Attributes:
-        time: when, in Unix seconds.
-        text: what.
-        is_bad: whether it is a failure.
-    """
-
-    time: float
+    time: float  # Unix seconds
     text: str
     is_bad: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A run at one moment.
+    """A run at one moment."""
 
-    Attributes:
-        directory: its directory, as it was named.
-        content: its `run.json`.
-        ranks: the ranks of the newest generation.
-        moments: starts, failures, restarts, checkpoints and the end, in order.
-        lines: the last lines of a rank's log.
-        time: when this was, in Unix seconds.
-        in_use: whether a launch uses the directory; `None` where that is not known.
-    """
-
-    directory: str
-    content: Mapping[str, Any]
-    ranks: Mapping[int, RankView]
+    directory: str  # as it was named
+    content: Mapping[str, Any]  # of `run.json`
+    ranks: Mapping[int, RankView]  # of the newest generation
     moments: tuple[Moment, ...]
-    lines: tuple[str, ...]
-    time: float
-    in_use: bool | None
+    lines: tuple[str, ...]  # the last lines of a log
+    time: float  # Unix seconds
+    in_use: bool | None  # whether a launch uses the directory; `None` where not known
 
     @property
     def status(self) -> str:

@@ -24,10 +24,6 @@ _ESCAPES = re.compile(
 class Watcher:
     """Looks at a run directory again and again.
 
-    Args:
-        directory: the run directory.
-        rank: whose log lines are shown.
-
     Raises:
         UsageError: if there is no such directory.
         RunDirectoryError: if it holds no record of a run that can be read.
