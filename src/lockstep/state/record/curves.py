@@ -9,9 +9,6 @@ from dataclasses import dataclass, field
 
 from lockstep.state.record.reading import Event, Mean, values_of
 
-#: With these a rank says that a generation of its begins, and after which step.
-_BEGINNINGS = ("start", "resume")
-
 
 @dataclass(slots=True)
 class Life:
@@ -26,15 +23,10 @@ def lives(events: Iterable[Event]) -> list[Life]:
     """Return the events of one rank, generation by generation."""
     found: list[Life] = []
     for event in events:
-        begins = event["kind"] in _BEGINNINGS
-        if not found or (begins and not _has_just_begun(found[-1])):
-            found.append(Life(event["step"] if begins else 0, event["time"]))
+        if event["kind"] == "start" or not found:
+            found.append(Life(event.get("step", 0), event["time"]))
         found[-1].events.append(event)
     return found
-
-
-def _has_just_begun(life: Life) -> bool:
-    return all(event["kind"] in _BEGINNINGS for event in life.events)
 
 
 def without_superseded(ranks: Mapping[int, Sequence[Event]]) -> dict[int, list[Event]]:
@@ -49,18 +41,16 @@ def without_superseded(ranks: Mapping[int, Sequence[Event]]) -> dict[int, list[E
         min((later.step for later in generations[k + 1 :]), default=math.inf)
         for k in range(len(generations))
     ]
-    return {
-        rank: [event for life in found for event in _kept(life, last[_nearest(life, generations)])]
-        for rank, found in of_rank.items()
-    }
-
-
-def _kept(life: Life, last: float) -> list[Event]:
-    return [
-        event
-        for event in life.events
-        if event["kind"] in _BEGINNINGS or event.get("step", 0) <= last
-    ]
+    kept: dict[int, list[Event]] = {}
+    for rank, found in of_rank.items():
+        ends = [last[_nearest(life, generations)] for life in found]
+        kept[rank] = [
+            event
+            for life, end in zip(found, ends, strict=True)
+            for event in life.events
+            if event["kind"] in ("start", "resume") or event.get("step", 0) <= end
+        ]
+    return kept
 
 
 def _nearest(life: Life, generations: Sequence[Life]) -> int:

@@ -12,44 +12,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.state.record.reading import Mean, parse, values_of
-
-#: Kinds of events with which a rank says that it has ended.
-_LAST = frozenset({"memory"})
+from lockstep.state.record.reading import Event, LineReader, Mean, values_of
 
 
 @dataclass(slots=True)
 class _File:
-    """The events of one rank, as far as they have been read.
-
-    Attributes:
-        rank: whose.
-        path: where.
-        offset: bytes that have been read.
-        done: the last step that the rank is known to be through with.
-        pending: values of steps that have not been given out: step, offset of the line, values.
-    """
+    """The events of one rank, as far as they have been read."""
 
     rank: int
-    path: Path
-    offset: int = 0
-    done: float = 0.0
-    pending: list[tuple[int, int, dict[str, Any]]] = field(default_factory=list)
+    reader: LineReader
+    done: float = 0.0  # the last step that the rank has completed
+    #: values of steps that have not been returned: step, offset of the line, event
+    pending: list[tuple[int, int, Event]] = field(default_factory=list)
 
     def read(self) -> None:
         """Take in the lines that have come."""
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return  # it is being written
-                event = parse(line)
-                if event is not None:
-                    self._take(event)
-                self.offset += len(line)
+        for event in self.reader.events():
+            self._take(event)
 
-    def _take(self, event: dict[str, Any]) -> None:
-        kind, step = event.get("kind"), int(event.get("step", 0))
+    def _take(self, event: Event) -> None:
+        kind, step = event["kind"], int(event.get("step", 0))
         if kind == "start":
             # What an earlier generation did after this step is computed again.
             self.done = step
@@ -58,31 +40,23 @@ class _File:
             inside = event.get("replica") is not None
             self.done = max(self.done, step - inside)
             if inside or self.rank == 0:
-                self.pending.append((step, self.offset, event))
+                self.pending.append((step, self.reader.offset, event))
         elif kind == "pace":
             self.done = max(self.done, step)
-        elif kind in _LAST:
+        elif kind == "memory":  # the last event of a rank
             self.done = math.inf
 
     @property
     def kept(self) -> int:
         """How many bytes need not be read again."""
-        return min((offset for _, offset, _ in self.pending), default=self.offset)
+        return min((offset for _, offset, _ in self.pending), default=self.reader.offset)
 
 
 class Follower:
-    """Reads the events of a run's ranks, and gives out the values of steps that all are through with.
+    """Reads the events of a run's ranks, and returns the values of steps that all of them have completed.
 
-    Steps that a generation computes again come again.
-
-    Args:
-        directory: the run directory.
-        ranks: number of ranks.
-        resumed: the step after which this generation continues; 0 for a new run.
-        state: what `state` returned in an earlier generation.
-
-    Attributes:
-        unseen: ranks whose events lie on a disk that this one does not share.
+    Steps that a generation computes again come again. `resumed` is the step after which this generation
+    continues, `state` what `state` returned in an earlier one.
     """
 
     def __init__(self, directory: Path, ranks: int, resumed: int, state: dict[str, Any]) -> None:
@@ -93,25 +67,19 @@ class Follower:
         self._open()
         for file in self._files.values():
             file.read()
-            if (
-                file.rank >= ranks
-            ):  # of a generation that had more ranks: it is done with what counts
+            if file.rank >= ranks:  # of a generation that had more ranks: no more will come
                 file.pending = [one for one in file.pending if one[0] <= resumed]
                 file.done = math.inf
-        self.unseen = 0
+        self.unseen = 0  # ranks whose events lie on a disk that this one does not share
 
     def _open(self) -> None:
         for path in self._directory.glob("rank-*.jsonl"):
             rank = int(path.stem.removeprefix("rank-"))
             if rank not in self._files:
-                self._files[rank] = _File(rank, path, self._offsets.get(rank, 0))
+                self._files[rank] = _File(rank, LineReader(path, self._offsets.get(rank, 0)))
 
     def read(self, *, ended: bool = False) -> list[tuple[int, dict[str, float]]]:
-        """Return the values of steps that have been completed, in their order.
-
-        Args:
-            ended: the run is over: there is nothing to wait for.
-        """
+        """Return the values of the steps completed since the last call, in order; of all when `ended`."""
         if len(self._files) < self._ranks:
             self._open()
         for file in self._files.values():
@@ -119,9 +87,6 @@ class Follower:
                 file.read()
         self.unseen = max(0, self._ranks - sum(rank < self._ranks for rank in self._files))
         done = math.inf if ended else min((file.done for file in self._files.values()), default=0)
-        return self._give(done)
-
-    def _give(self, done: float) -> list[tuple[int, dict[str, float]]]:
         steps: dict[int, dict[str, Mean]] = defaultdict(lambda: defaultdict(Mean))
         for rank in sorted(self._files):
             file = self._files[rank]
@@ -136,5 +101,5 @@ class Follower:
         ]
 
     def state(self) -> dict[str, Any]:
-        """Return what lets a later generation begin behind the lines whose values have been given out."""
+        """Return where a later generation begins to read: after the lines whose values were returned."""
         return {"offsets": {str(file.rank): file.kept for file in self._files.values()}}

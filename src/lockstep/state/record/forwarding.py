@@ -17,7 +17,7 @@ from lockstep.state.record.curves import curves
 from lockstep.state.record.following import Follower
 from lockstep.state.record.given import NOTHING, GivenFile, latest, missing
 from lockstep.state.record.loggers import Backend, Say, make
-from lockstep.state.record.reading import logged_from
+from lockstep.state.record.reading import events_of
 
 #: Where loggers keep what they need, in the run directory.
 DIRECTORY = "loggers"
@@ -127,7 +127,7 @@ class Forwarding:
         try:
             steps: defaultdict[int, dict[str, float]] = defaultdict(dict)
             first = min(logger.given[0] for logger in lacking)
-            for name, values in curves(logged_from(directory, first)).items():
+            for name, values in curves(events_of(directory, "rank", first)).items():
                 for step, value in values.items():
                     steps[step][name] = value
         except Exception as error:

@@ -1,10 +1,12 @@
-"""Read the records of a run: for reports, benchmarks, and `lockstep watch`."""
+"""Read the records of a run, whole or while it writes them."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -46,64 +48,72 @@ class Recorded:
     @cached_property
     def ranks(self) -> dict[int, list[Event]]:
         """The events of each rank, in the order in which they were written."""
-        return self._events("rank")
+        return events_of(self.directory, "rank")
 
     @cached_property
     def launchers(self) -> dict[int, list[Event]]:
         """The events of the launcher of each node."""
-        return self._events("launcher")
-
-    def _events(self, kind: str) -> dict[int, list[Event]]:
-        return _events(self.directory, kind)
+        return events_of(self.directory, "launcher")
 
 
-def logged_from(directory: Path, step: int) -> dict[int, list[Event]]:
-    """Return the events of each rank without what was logged before a step.
+@dataclass(slots=True)
+class LineReader:
+    """Reads the whole lines of a file that may still grow; each call goes on where the last one ended.
 
-    Args:
-        directory: of the run.
-        step: in a long run only what is returned takes memory.
+    A file that has become shorter is read from its beginning.
+    """
+
+    path: Path
+    offset: int = 0  # of the first line that has not been read
+    #: how many bytes of a long file a first call reads, from its end
+    most: int | None = None
+
+    def lines(self) -> Iterator[bytes]:
+        """Yield the lines since the last call; `offset` is that of the line while it is yielded.
+
+        Raises:
+            OSError: if the file cannot be read.
+        """
+        with self.path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            if not 0 < self.offset <= size:
+                self.offset = 0 if self.most is None else max(0, size - self.most)
+                file.seek(self.offset)
+                if self.offset:
+                    self.offset += len(file.readline())  # the end of a line
+            file.seek(self.offset)
+            for line in file:
+                if not line.endswith(b"\n"):  # it is being written, or was left by a kill
+                    return
+                yield line
+                self.offset += len(line)
+
+    def events(self, step: int = 0) -> Iterator[Event]:
+        """Yield the events since the last call, without what was logged before a step.
+
+        Raises:
+            RunDirectoryError: if the file cannot be read, or holds something else than events.
+        """
+        try:
+            for line in self.lines():
+                if not _is_before(line, step) and (event := _parse(line)) is not None:
+                    yield event
+        except (OSError, TypeError) as error:
+            raise RunDirectoryError(
+                f"{self.path} cannot be read: {error}", hint="restore the file, or remove it"
+            ) from error
+
+
+def events_of(directory: Path, kind: str, step: int = 0) -> dict[int, list[Event]]:
+    """Return the events of each `rank` or `launcher` of a run, without what was logged before a step.
 
     Raises:
         RunDirectoryError: if they cannot be read.
     """
-    return _events(directory, "rank", step)
-
-
-def _events(directory: Path, kind: str, step: int = 0) -> dict[int, list[Event]]:
     paths = (directory / "events").glob(f"{kind}-*.jsonl")
-    numbered = {path.stem.removeprefix(f"{kind}-"): path for path in paths}
-    return {
-        int(k): read_events(numbered[k], step) for k in sorted(numbered, key=_number) if k.isdigit()
-    }
-
-
-def _number(text: str) -> int:
-    return int(text) if text.isdigit() else -1
-
-
-def read_events(path: Path, step: int = 0) -> list[Event]:
-    """Return the events in a file without lines that are only a part: being written, or left by a kill.
-
-    Args:
-        path: of the file.
-        step: what was logged before it is left out.
-
-    Raises:
-        RunDirectoryError: if it cannot be read, or holds something else than events.
-    """
-    try:
-        with path.open("rb") as file:
-            return [
-                event
-                for line in file
-                if line.endswith(b"\n") and not _is_before(line, step)
-                if (event := parse(line.decode(errors="replace"))) is not None
-            ]
-    except (OSError, TypeError) as error:
-        raise RunDirectoryError(
-            f"{path} cannot be read: {error}", hint="restore the file, or remove it"
-        ) from error
+    named = {path.stem.removeprefix(f"{kind}-"): path for path in paths}
+    numbered = {int(name): path for name, path in named.items() if name.isdecimal()}
+    return {k: list(LineReader(numbered[k]).events(step)) for k in sorted(numbered)}
 
 
 def _is_before(line: bytes, step: int) -> bool:
@@ -112,14 +122,14 @@ def _is_before(line: bytes, step: int) -> bool:
     return found is not None and int(found[1]) < step
 
 
-def parse(line: str | bytes) -> Event | None:
-    """Return the event of a line; `None` where the line is only a part of one.
+def _parse(line: bytes) -> Event | None:
+    """Return the event of a line; `None` where a kill has left only a part of it.
 
     Raises:
         TypeError: if it is something else.
     """
     try:
-        event = json.loads(line)
+        event = json.loads(line.decode(errors="replace"))
     except (ValueError, RecursionError):
         return None
     if not isinstance(event, dict) or not isinstance(event.get("time"), (int, float)):
@@ -134,6 +144,21 @@ def values_of(event: Event) -> list[tuple[str, float]]:
         for name, value in event.items()
         if name not in _OF_EVENTS and isinstance(value, (int, float))
     ]
+
+
+def describe(event: Event) -> str | None:
+    """Return a checkpoint, failure, restart or end in words; `None` for events of other kinds."""
+    match event["kind"]:
+        case "checkpoint":
+            best = "" if event.get("best") is None else f", best={event['best']:.4g}"
+            return f"checkpoint {event['name']}, written in {event['seconds']:.2f} s{best}"
+        case "failure":
+            return str(event["text"])
+        case "restart":
+            return f"restart {event['generation']}"
+        case "end":
+            return f"the launch ends with exit code {event['exit_code']}"
+    return None
 
 
 @dataclass(slots=True)

@@ -45,7 +45,11 @@ class Benchmark:
 
     def _script(self) -> dict[str, Any]:
         path, *arguments = self.command.script
-        return describe_script(path, arguments)
+        return {
+            "name": Path(path).name,
+            "arguments": arguments,
+            "sha256": hashlib.sha256(Path(path).read_bytes()).hexdigest(),
+        }
 
     def run(self, directory: Path, say: Listener, *, keep: bool) -> dict[str, Any]:
         """Measure, and return the content of the file of results."""
@@ -73,20 +77,10 @@ class Benchmark:
         if self.other is None:
             return None
         try:
-            found = compare(content, load(self.other), self.other)
+            content["comparison"] = compare(content, load(self.other), self.other)
         except UsageError as error:
             return error
-        content["comparison"] = found.as_json()
         return None
-
-
-def describe_script(path: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the identity of a script and its arguments."""
-    return {
-        "name": Path(path).name,
-        "arguments": list(arguments),
-        "sha256": hashlib.sha256(Path(path).read_bytes()).hexdigest(),
-    }
 
 
 def describe_machine() -> dict[str, Any]:

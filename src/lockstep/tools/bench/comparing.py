@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UsageError
-from lockstep.tools.bench.results import Row, add_speedups, rate
+from lockstep.tools.bench.results import Row, add_speedups, devices, rate, rounded
 
 #: Version of the files of results.
 FORMAT = 1
@@ -18,79 +17,32 @@ FORMAT = 1
 RESULT, PUBLISHED = "result", "published"
 #: By how much batches may differ that are taken for equal.
 _ALIKE = 0.02
-#: What a run of several ranks takes where no strategy is named.
+#: The strategy of several ranks where none is named.
 _DEFAULT = "ddp"
-_NUMBERS = ("samples_per_second", "step_seconds", "wall_seconds")
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Two results."""
-
-    name: str
-    by_rate: bool  # otherwise by speed-up and efficiency only
-    rows: list[Row]  # one per layout that either result has
-    notes: list[str]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return what the file of results has under `comparison`."""
-        return {
-            "with": self.name,
-            "by": "rate" if self.by_rate else "speed-up",
-            "rows": self.rows,
-            "notes": self.notes,
-        }
+_TABLES = resources.files("lockstep.tools.bench").joinpath("tables")
 
 
 def shipped() -> list[str]:
     """Return the names of the tables that come with Lockstep."""
-    files = resources.files("lockstep.tools.bench").joinpath("tables").iterdir()
-    return sorted(one.name.removesuffix(".json") for one in files if one.name.endswith(".json"))
+    names = (file.name for file in _TABLES.iterdir())
+    return sorted(name.removesuffix(".json") for name in names if name.endswith(".json"))
 
 
 def load(name: str) -> dict[str, Any]:
-    """Return the results in a file, or in a table that comes with Lockstep.
+    """Return the results in the file at a path, or in a table that comes with Lockstep.
 
     Raises:
         UsageError: if there is none, or it cannot be read.
     """
-    if name in shipped():
-        text = (
-            resources.files("lockstep.tools.bench")
-            .joinpath("tables", f"{name}.json")
-            .read_text("utf-8")
-        )
-    else:
-        text = _text(Path(name))
+    file = _TABLES.joinpath(f"{name}.json") if name in shipped() else Path(name)
     try:
-        content = json.loads(text)
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _unreadable(name, error.strerror or str(error)) from None
+    except UnicodeDecodeError:
+        raise _unreadable(name, "it is no text") from None
     except (ValueError, RecursionError) as error:
         raise _unreadable(name, f"it is no JSON: {error}") from None
-    _check(name, content)
-    add_speedups(content["results"])
-    return dict(content)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        what = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise UsageError(
-            f"--compare {path}: {what}; expected a file that `lockstep bench --json` wrote",
-            hint=f"or one of the tables that come with Lockstep: {', '.join(shipped())}",
-        ) from None
-
-
-def _unreadable(name: str, what: str) -> UsageError:
-    return UsageError(
-        f"--compare {name}: {what}; expected a file that `lockstep bench --json` wrote",
-        hint="measure it again with --json FILE",
-    )
-
-
-def _check(name: str, content: Any) -> None:
-    """Refuse what is no result, and that of a newer version."""
     if not isinstance(content, dict) or not isinstance(content.get("format"), int):
         raise _unreadable(name, "it is no file of results")
     if content["format"] > FORMAT:
@@ -105,60 +57,42 @@ def _check(name: str, content: Any) -> None:
         raise _unreadable(name, "it does not name a script")
     if not isinstance(content.get("machine"), dict):
         raise _unreadable(name, "it does not name a machine")
+    add_speedups(rows)
+    return content
 
 
-def _is_row(one: Any) -> bool:
-    if not isinstance(one, dict) or not isinstance(one.get("ranks"), int) or one["ranks"] < 1:
+def _unreadable(name: str, why: str) -> UsageError:
+    return UsageError(
+        f"--compare {name}: {why}; expected a file that `lockstep bench --json` wrote",
+        hint=f"or a table that comes with Lockstep: {', '.join(shipped())}",
+    )
+
+
+def _is_row(row: Any) -> bool:
+    if not isinstance(row, dict) or not isinstance(row.get("ranks"), int) or row["ranks"] < 1:
         return False
-    values = [one.get(name) for name in _NUMBERS]
-    return all(value is None or (_is_number(value) and value > 0) for value in values)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    values = [row.get(name) for name in ("samples_per_second", "step_seconds", "wall_seconds")]
+    return all(
+        value is None
+        or (isinstance(value, int | float) and not isinstance(value, bool) and value > 0)
+        for value in values
+    )
 
 
 def check_scripts(script: Mapping[str, Any], other: Mapping[str, Any], name: str) -> None:
-    """Refuse the results of another script or of other arguments; a published table always is one.
+    """Refuse the results of another script or of other arguments, unless they are a published table.
 
     Raises:
         UsageError: naming what differs.
     """
-    if other.get("kind") == PUBLISHED:
-        return
     theirs = other["script"]
     differ = [
         f"{what}: {script.get(what)!r} here, {theirs.get(what)!r} there"
         for what in ("name", "arguments")
         if script.get(what) != theirs.get(what)
     ]
-    if differ:
+    if differ and other.get("kind") != PUBLISHED:
         raise _do_not_compare(name, differ)
-
-
-def compare(own: Mapping[str, Any], other: Mapping[str, Any], name: str) -> Comparison:
-    """Return two results beside each other.
-
-    Raises:
-        UsageError: if they do not compare, naming what differs.
-    """
-    check_scripts(own["script"], other, name)
-    pairs = _pairs(own["results"], other["results"])
-    differ = [
-        f"samples of a step on {mine['ranks']} ranks: {mine['batch']:g} here, {theirs['batch']:g} there"
-        for mine, theirs in pairs
-        if mine and theirs and _differ(mine.get("batch"), theirs.get("batch"))
-    ]
-    if differ:
-        raise _do_not_compare(name, differ)
-    published = other.get("kind") == PUBLISHED
-    by_rate = not published and all(
-        mine.get("measured_by") == theirs.get("measured_by")
-        for mine, theirs in pairs
-        if mine and theirs and mine.get("measured_by") and theirs.get("measured_by")
-    )
-    rows = [_row(mine, theirs, by_rate=by_rate) for mine, theirs in pairs]
-    return Comparison(name, by_rate, rows, _notes(own, other, name, by_rate=by_rate))
 
 
 def _do_not_compare(name: str, differ: Sequence[str]) -> UsageError:
@@ -168,16 +102,41 @@ def _do_not_compare(name: str, differ: Sequence[str]) -> UsageError:
     )
 
 
-def _differ(mine: float | None, theirs: float | None) -> bool:
-    return mine is not None and theirs is not None and abs(mine - theirs) > _ALIKE * theirs
+def compare(own: Mapping[str, Any], other: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return two results beside each other, as the file of results has them under `comparison`.
+
+    Rates are compared where both were measured in the same way, otherwise speed-ups and efficiencies.
+
+    Raises:
+        UsageError: if they do not compare, naming what differs.
+    """
+    check_scripts(own["script"], other, name)
+    pairs = _pairs(own["results"], other["results"])
+    both = [(mine, theirs) for mine, theirs in pairs if mine and theirs]
+    differ = [
+        f"samples of a step on {mine['ranks']} ranks: {mine['batch']:g} here, {theirs['batch']:g} there"
+        for mine, theirs in both
+        if mine.get("batch") is not None and theirs.get("batch") is not None
+        if abs(mine["batch"] - theirs["batch"]) > _ALIKE * theirs["batch"]
+    ]
+    if differ:
+        raise _do_not_compare(name, differ)
+    measured = [(mine.get("measured_by"), theirs.get("measured_by")) for mine, theirs in both]
+    by_rate = other.get("kind") != PUBLISHED and all(a == b for a, b in measured if a and b)
+    return {
+        "with": name,
+        "by": "rate" if by_rate else "speed-up",
+        "rows": [_row(mine, theirs, by_rate=by_rate) for mine, theirs in pairs],
+        "notes": _notes(own, other, name, by_rate=by_rate),
+    }
 
 
 def _pairs(own: Sequence[Row], other: Sequence[Row]) -> list[tuple[Row | None, Row | None]]:
-    """Return rows of one layout beside each other; those that only one has stay alone."""
+    """Return rows of one layout beside each other; those that only one result has stay alone."""
     left = list(other)
     pairs: list[tuple[Row | None, Row | None]] = []
     for mine in own:
-        theirs = next((one for one in left if _same_layout(mine, one)), None)
+        theirs = next((row for row in left if _same_layout(mine, row)), None)
         if theirs is not None and theirs["ranks"] > 1:
             left.remove(theirs)
         pairs.append((mine, theirs))
@@ -191,22 +150,18 @@ def _same_layout(mine: Row, theirs: Row) -> bool:
         return False
     if mine["ranks"] == 1 and theirs.get("strategy") is None:
         return True
-    same = _strategy(mine) == _strategy(theirs)
-    return same and theirs.get("exchange") in (None, mine["exchange"])
-
-
-def _strategy(one: Row) -> str:
-    return str(one.get("strategy") or one.get("strategy_used") or _DEFAULT)
+    named = [row.get("strategy") or row.get("strategy_used") or _DEFAULT for row in (mine, theirs)]
+    return named[0] == named[1] and theirs.get("exchange") in (None, mine["exchange"])
 
 
 def _row(mine: Row | None, theirs: Row | None, *, by_rate: bool) -> Row:
     names = ("strategy", "exchange", "ranks")
     row: Row = {name: (theirs or {}).get(name) or (mine or {}).get(name) for name in names}
-    for side, one in (("here", mine), ("there", theirs)):
+    for side, found in (("here", mine or {}), ("there", theirs or {})):
         for name in ("samples_per_second", "wall_seconds", "speedup", "efficiency"):
-            row[f"{name}_{side}"] = None if one is None else one.get(name)
-    both = mine is not None and theirs is not None and rate(mine) and rate(theirs)
-    row["ratio"] = float(f"{rate(mine) / rate(theirs):.6g}") if both and by_rate else None  # type: ignore[arg-type]
+            row[f"{name}_{side}"] = found.get(name)
+    here, there = rate(mine or {}), rate(theirs or {})
+    row["ratio"] = rounded(here / there) if by_rate and here and there else None
     return row
 
 
@@ -217,34 +172,27 @@ def _notes(
         program = f"{name} is a table of another program, {other['script']['name']}"
         source = [f"its source: {other['source']}"] if other.get("source") else []
         return [f"{program}: compared by speed-up and efficiency", *source]
-    said = [] if by_rate else ["one is measured by steps, one by wall time: compared by speed-up"]
+    notes = []
+    if not by_rate:
+        notes.append("one is measured by steps, one by wall time: compared by speed-up")
     if own["script"].get("sha256") != other["script"].get("sha256"):
-        said.append("the script has changed between the two")
-    return said + [
-        f"{what} differs: {mine} here, {theirs} there"
-        for what, mine, theirs in _circumstances(own, other)
-        if mine != theirs
+        notes.append("the script has changed between the two")
+    here, there = _circumstances(own), _circumstances(other)
+    return notes + [
+        f"{what} differs: {here[what]} here, {there[what]} there"
+        for what in here
+        if here[what] != there[what]
     ]
 
 
-def _circumstances(
-    own: Mapping[str, Any], other: Mapping[str, Any]
-) -> list[tuple[str, object, object]]:
-    """Return what two results may differ in, with both values."""
-    mine, theirs = own["machine"], other["machine"]
-    named = [(what, mine.get(what), theirs.get(what)) for what in ("processor", "cores")]
-    named.append(("device", _devices(own), _devices(other)))
-    versions = (mine.get("versions") or {}, theirs.get("versions") or {})
-    return (
-        named
-        + [
-            (f"version of {what}", versions[0].get(what), versions[1].get(what))
-            for what in ("python", "torch", "lockstep")
-        ]
-        + [("options", own.get("options"), other.get("options"))]
-    )
-
-
-def _devices(content: Mapping[str, Any]) -> str:
-    found = {name for row in content["results"] for name in row.get("devices") or ()}
-    return ", ".join(sorted(found)) or "not known"
+def _circumstances(content: Mapping[str, Any]) -> dict[str, object]:
+    """Return what two results of one script may differ in."""
+    machine = content["machine"]
+    versions = machine.get("versions") or {}
+    return {
+        "processor": machine.get("processor"),
+        "cores": machine.get("cores"),
+        "device": devices(content["results"]),
+        **{f"version of {one}": versions.get(one) for one in ("python", "torch", "lockstep")},
+        "options": content.get("options"),
+    }

@@ -66,23 +66,14 @@ def cost_of(
     `sent` is a number of ranks and the bytes that each sent in a step, `gradients` the bytes of all
     gradients, where they are known.
     """
-    volume = _volume(exchange, strategy, sent, gradients)
-    if volume is None:
-        return None
-    return Cost(exchange, volume, _buckets(gradients or volume))
-
-
-def _volume(
-    exchange: str, strategy: str | None, sent: tuple[int, float] | None, gradients: float | None
-) -> float | None:
     if sent is not None and exchange in AT_SERVERS:
-        return sent[1]
-    # Of shared memory is counted what is written, each rank's nodes whole.
-    if sent is not None and exchange != "shared-memory":
-        return sent[1] * sent[0] / (2 * (sent[0] - 1))
-    factor = _OF_SHARDED if strategy in SHARDED else _OF_GRADIENTS.get(exchange)
-    return None if factor is None or gradients is None else factor * gradients
-
-
-def _buckets(gradients: float) -> float:
-    return 1.0 + max(0.0, -((_FIRST_BUCKET - gradients) // _BUCKET))
+        volume = sent[1]
+    elif sent is not None and exchange != "shared-memory":
+        volume = sent[1] * sent[0] / (2 * (sent[0] - 1))
+    else:  # of shared memory is counted what is written, each rank's nodes whole
+        factor = _OF_SHARDED if strategy in SHARDED else _OF_GRADIENTS.get(exchange)
+        if factor is None or gradients is None:
+            return None
+        volume = factor * gradients
+    buckets = 1.0 + max(0.0, -((_FIRST_BUCKET - (gradients or volume)) // _BUCKET))
+    return Cost(exchange, volume, buckets)

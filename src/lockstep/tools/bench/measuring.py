@@ -5,25 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from lockstep.state.record.reading import Recorded
-
-Event = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
-    """Where the time of a step goes, in seconds."""
-
-    compute: float
-    exchange: float | None  # `None` where it is not measured apart
-    data: float
-
-    @property
-    def total(self) -> float:
-        """Seconds of the step."""
-        return self.compute + (self.exchange or 0.0) + self.data
+from lockstep.state.record.curves import lives
+from lockstep.state.record.reading import Event, Recorded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +18,10 @@ class Measured:
     batch: float  # samples of a step, of all ranks
     step_seconds: float  # mean
     slowest_step: float
-    split: Split  # of the rank that waits least in the exchange: the others wait for it
+    #: of the rank that waits least in the exchange, since the others wait for it
+    compute_seconds: float
+    exchange_seconds: float | None  # `None` where it is not measured apart
+    data_seconds: float
     exchange_share: float | None  # mean over ranks; `None` where not measured
     data_share: float  # mean over ranks
     sent: float | None = None  # bytes per step and rank; `None` where not counted
@@ -63,7 +50,9 @@ class _Rank:
     @staticmethod
     def of(events: Iterable[Event], *, alone: bool) -> _Rank:
         """Add up a rank's windows; one that is `alone` has no exchange."""
-        windows = [one for one in _windows(events) if one["steps"]]
+        # The first window of each generation is the warm-up.
+        paces = [one for life in lives(events) for one in _of(life.events, "pace")[1:]]
+        windows = [one for one in paces if one["steps"]]
         waits = [0.0 if alone else one["exchange"] for one in windows]
         return _Rank(
             steps=sum(one["steps"] for one in windows),
@@ -86,10 +75,12 @@ def measure(recorded: Recorded, launched: float) -> Measured | None:
     }
     if 0 not in ranks or not all(rank.steps for rank in ranks.values()):
         return None
-    main, all_steps = ranks[0], _last_step(recorded.ranks[0])
+    main = ranks[0]
     waits = [rank.exchange for rank in ranks.values()]
     shares = [rank.exchange / rank.seconds for rank in ranks.values() if rank.exchange is not None]
     critical = min(ranks.values(), key=lambda rank: (rank.exchange or 0.0) / rank.steps)
+    waited = critical.exchange or 0.0
+    steps = len(ranks) * max(one["step"] for one in _of(recorded.ranks[0], "pace"))
     traffic = [one for one in _all(recorded, "traffic") if "sent" in one]
     starts = _all(recorded, "start")
     return Measured(
@@ -97,10 +88,12 @@ def measure(recorded: Recorded, launched: float) -> Measured | None:
         batch=main.samples / main.steps,
         step_seconds=main.seconds / main.steps,
         slowest_step=max(rank.slowest for rank in ranks.values()),
-        split=_split(critical),
+        compute_seconds=max(0.0, critical.seconds - waited - critical.data) / critical.steps,
+        exchange_seconds=None if critical.exchange is None else waited / critical.steps,
+        data_seconds=critical.data / critical.steps,
         exchange_share=None if None in waits else statistics.fmean(shares),
         data_share=statistics.fmean(rank.data / rank.seconds for rank in ranks.values()),
-        sent=_per_step(traffic, all_steps * len(ranks)),
+        sent=sum(one["sent"] for one in traffic) / steps if traffic else None,
         gradients=next((one.get("gradients") for one in _of(recorded.ranks[0], "memory")), None),
         host=_peaks(recorded, "host"),
         device=_peaks(recorded, "device"),
@@ -120,13 +113,6 @@ def restart_seconds(recorded: Recorded) -> float | None:
     return _first_step(recorded, 1, min(failures)) if failures else None
 
 
-def _split(rank: _Rank) -> Split:
-    exchange = None if rank.exchange is None else rank.exchange / rank.steps
-    data = rank.data / rank.steps
-    compute = rank.seconds / rank.steps - (exchange or 0.0) - data
-    return Split(compute=max(0.0, compute), exchange=exchange, data=data)
-
-
 def _of(events: Iterable[Event], kind: str) -> list[Event]:
     return [event for event in events if event["kind"] == kind]
 
@@ -135,35 +121,11 @@ def _all(recorded: Recorded, kind: str) -> list[Event]:
     return [event for events in recorded.ranks.values() for event in _of(events, kind)]
 
 
-def _generations(events: Iterable[Event]) -> list[list[Event]]:
-    """Cut a rank's events where a generation starts."""
-    parts: list[list[Event]] = [[]]
-    for event in events:
-        if event["kind"] == "start" and parts[-1]:
-            parts.append([])
-        parts[-1].append(event)
-    return parts
-
-
-def _windows(events: Iterable[Event]) -> list[Event]:
-    """Return the windows of steps without the first of each generation."""
-    return [window for part in _generations(events) for window in _of(part, "pace")[1:]]
-
-
 def _first_step(recorded: Recorded, generation: int, since: float) -> float | None:
     """Return the seconds until the main rank has done the first step of a generation."""
-    parts = _generations(recorded.ranks.get(0, []))
-    paces = _of(parts[generation], "pace") if generation < len(parts) else []
+    found = lives(recorded.ranks.get(0, []))[generation : generation + 1]
+    paces = _of(found[0].events, "pace") if found else []
     return paces[0]["time"] - since if paces else None
-
-
-def _last_step(events: Iterable[Event]) -> int:
-    return max((event["step"] for event in _of(events, "pace")), default=0)
-
-
-def _per_step(traffic: Sequence[Event], steps: int) -> float | None:
-    """Return the bytes sent per step and rank; `steps` are those of all ranks together."""
-    return sum(one["sent"] for one in traffic) / steps if traffic and steps else None
 
 
 def _peaks(recorded: Recorded, kind: str) -> dict[int, int]:
@@ -182,14 +144,10 @@ def _samples(recorded: Recorded) -> list[Event]:
     return [
         event
         for events in recorded.ranks.values()
-        for part in _generations(events)
-        for event in _of(part, "machine")
-        if event["step"] > _first(part)
+        for life in lives(events)
+        for event in _of(life.events, "machine")
+        if event["step"] > next((one["step"] for one in _of(life.events, "pace")), 0)
     ]
-
-
-def _first(part: Sequence[Event]) -> int:
-    return next((event["step"] for event in _of(part, "pace")), 0)
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lockstep.registry import STRATEGIES
 from lockstep.tools.bench.cost import AT_SERVERS, SHARDED, Cost, cost_of
 from lockstep.tools.bench.projection import Batches, Link, Model, Point, fit_model
-from lockstep.tools.bench.results import BY_STEPS, Row, belongs, group
+from lockstep.tools.bench.results import BY_STEPS, Row, belongs, group, rounded
 
 #: Strategies whose ranks do other work than a share of the samples each.
 _NOT_SHARED = STRATEGIES.where(lambda one: one.scatters or one.spreads)
@@ -69,11 +69,10 @@ def _project_group(
         done.refused.append(f"{named}: {why}")
         return
     fitted = fit_model(points, cost, batches)
-    over = _over_link(cost, link)
-    model = fitted.over(link, over)
+    model = fitted.over(link)
     names = {"strategy": of[0], "exchange": of[1]}
     done.parameters.append(names | _parameters(model, link))
-    done.residuals += [names | one for one in residuals(fitted, points)]
+    done.residuals += [names | _residual(fitted, point) for point in points]
     base = min(usable, key=lambda one: one["ranks"])
     done.rows += [names | _row(model, ranks, base) for ranks in wanted]
     assumed = _assumptions(model, cost, link, used)
@@ -109,12 +108,6 @@ def _cost(usable: Sequence[Row], strategy: str | None) -> Cost | None:
     )
 
 
-def _over_link(cost: Cost, link: Link) -> Cost:
-    """Return the cost over a given link: between hosts there is no shared memory."""
-    is_given = link.bandwidth is not None or link.latency is not None
-    return replace(cost, exchange="tree") if is_given and cost.exchange == "shared-memory" else cost
-
-
 def _refusal(
     strategy: str | None,
     members: Sequence[Row],
@@ -139,30 +132,28 @@ def _refusal(
     return next((why for why, applies in checks.items() if applies), None)
 
 
-def residuals(model: Model, points: Sequence[Point]) -> list[Row]:
-    """Return for each point what the model says of it, and by which share it is off."""
-    return [
-        {
-            "ranks": point.ranks,
-            "step_seconds": point.step,
-            "predicted_step_seconds": _rounded(model.step(point.ranks)),
-            "error": _rounded(model.step(point.ranks) / point.step - 1),
-            "left_out": point.left_out or None,
-        }
-        for point in points
-    ]
+def _residual(model: Model, point: Point) -> Row:
+    """Return what the model says of a point, and by which share of its step it is off."""
+    predicted = model.step(point.ranks)
+    return {
+        "ranks": point.ranks,
+        "step_seconds": point.step,
+        "predicted_step_seconds": rounded(predicted),
+        "error": rounded(predicted / point.step - 1),
+        "left_out": point.left_out or None,
+    }
 
 
 def _parameters(model: Model, link: Link) -> Row:
     per_byte = model.parameters.seconds_per_byte
     return {
-        **{name: _rounded(value) for name, value in asdict(model.parameters).items()},
-        "bandwidth_bytes_per_second": _rounded(1 / per_byte) if per_byte else None,
+        **{name: rounded(value) for name, value in asdict(model.parameters).items()},
+        "bandwidth_bytes_per_second": rounded(1 / per_byte) if per_byte else None,
         "given": [name for name, value in asdict(link).items() if value is not None],
         "exchange_modelled": model.cost.exchange,
-        "shared_bytes": _rounded(model.cost.volume),
-        "sums": _rounded(model.cost.sums),
-        "batch": _rounded(model.batches.total),
+        "shared_bytes": rounded(model.cost.volume),
+        "sums": rounded(model.cost.sums),
+        "batch": rounded(model.batches.total),
         "batch_per_rank": model.batches.per_rank,
     }
 
@@ -171,64 +162,54 @@ def _row(model: Model, ranks: int, base: Mapping[str, Any]) -> Row:
     gain = model.rate(ranks) / base["samples_per_second"]
     return {
         "ranks": ranks,
-        "samples_per_second": _rounded(model.rate(ranks)),
-        "step_seconds": _rounded(model.step(ranks)),
-        "speedup": _rounded(gain),
-        "efficiency": _rounded(gain * base["ranks"] / ranks),
-        "compute_seconds": _rounded(model.compute(ranks)),
-        "exchange_seconds": _rounded(model.exchange(ranks)),
-        "data_seconds": _rounded(model.data(ranks)),
+        "samples_per_second": rounded(model.rate(ranks)),
+        "step_seconds": rounded(model.step(ranks)),
+        "speedup": rounded(gain),
+        "efficiency": rounded(gain * base["ranks"] / ranks),
+        "compute_seconds": rounded(model.compute(ranks)),
+        "exchange_seconds": rounded(model.exchange(ranks)),
+        "data_seconds": rounded(model.data(ranks)),
     }
 
 
 def _assumptions(model: Model, cost: Cost, link: Link, used: Sequence[Point]) -> list[str]:
     """Return in words what the model takes for granted."""
-    counted = ", ".join(str(one.ranks) for one in used)
-    return [
+    counted, batches = ", ".join(str(one.ranks) for one in used), model.batches
+    lines = [
         f"fitted to {counted} ranks, medians of the repeats",
         "every rank has a processor of its own, as fast as the measured ones",
-        *_on_batches(model.batches),
-        *_on_exchange(model, cost, link, used),
     ]
-
-
-def _on_batches(batches: Batches) -> list[str]:
+    each = f"{batches.total:.4g} samples"
     if batches.per_rank:
-        return [
-            f"each rank has {batches.total:.4g} samples in a step: the batch grows with the ranks"
-        ]
-    said = [
-        f"a step has {batches.total:.4g} samples on any number of ranks; a rank computes at least one"
-    ]
-    if batches.replicas is not None:
-        said.append(f"on more than {batches.replicas} ranks a run has as many replicas as ranks")
-    return said
+        lines.append(f"each rank has {each} in a step: the batch grows with the ranks")
+    else:
+        lines.append(f"a step has {each} on any number of ranks; a rank computes at least one")
+        if batches.replicas is not None:
+            many = f"on more than {batches.replicas} ranks"
+            lines.append(f"{many} a run has as many replicas as ranks")
+    return lines + _on_exchange(model, cost, link, used)
 
 
 def _on_exchange(model: Model, cost: Cost, link: Link, used: Sequence[Point]) -> list[str]:
     several = [one for one in used if one.ranks > 1]
     by_ring = "a rank sends 2 (N - 1) messages per sum, and 2 (N - 1) / N of the shared bytes"
     by_server = "all ranks send their gradients over the one link of each server"
-    said = [by_server if model.cost.exchange in AT_SERVERS else by_ring]
+    lines = [by_server if model.cost.exchange in AT_SERVERS else by_ring]
     if link.bandwidth is None:
-        said.append("what of the exchange is hidden behind the backward pass stays hidden")
+        lines.append("what of the exchange is hidden behind the backward pass stays hidden")
     else:
-        said.append("over the given link nothing of the exchange is hidden")
+        lines.append("over the given link nothing of the exchange is hidden")
     if model.cost.exchange != cost.exchange:
         between = f"over a link between hosts the exchange is {model.cost.exchange}"
-        said.append(f"{cost.exchange} was measured; {between}")
+        lines.append(f"{cost.exchange} was measured; {between}")
     elif cost.exchange == "shared-memory":
-        said.append("all ranks are on one host, whose memory is as fast for more of them")
+        lines.append("all ranks are on one host, whose memory is as fast for more of them")
     if len(several) == 1 and None in (link.bandwidth, link.latency):
-        said.append(
+        lines.append(
             f"only {several[0].ranks} ranks were measured: bandwidth and latency are not told apart"
         )
     if several and all(one.exchange is None for one in several):
-        said.append(
+        lines.append(
             "the exchange is not measured apart from computing: it is fitted to the whole step"
         )
-    return said
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.6g}")
+    return lines

@@ -8,18 +8,19 @@ s is the number of samples of the rank that has most of them, m the messages and
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, combinations
 
 import numpy as np
-import numpy.typing as npt
 
 from lockstep.engine.layout.replicas import block
 from lockstep.tools.bench.cost import Cost
 
 #: By how much batches may differ that are taken for equal: the last of an epoch may be short.
 _ALIKE = 0.02
+#: By how much a fit with one more factor has to be better, as a share of the squared targets.
+_WORTH = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,9 @@ class Point:
     data: float  # seconds of it that ranks wait for their loaders
     exchange: float | None  # seconds of it; `None` where not measured apart
     left_out: str = ""  # why the fit leaves it out
+
+
+Part = Callable[[Point], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +80,13 @@ class Batches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """What is fitted, or given of the link."""
+    """Costs that are fitted, or given of the link."""
 
-    overhead_seconds: float
-    compute_seconds_per_sample: float
-    data_seconds_per_sample: float
-    latency_seconds: float
-    seconds_per_byte: float
+    overhead_seconds: float = 0.0  # of a step, whatever its samples
+    compute_seconds_per_sample: float = 0.0  # of a rank's own samples
+    data_seconds_per_sample: float = 0.0  # of waiting for the loader
+    latency_seconds: float = 0.0  # of a message
+    seconds_per_byte: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +97,16 @@ class Model:
     cost: Cost
     batches: Batches
 
-    def over(self, link: Link, cost: Cost) -> Model:
+    def over(self, link: Link) -> Model:
         """Return the model with what is given of a link in the place of what was fitted."""
-        given = {"latency_seconds": link.latency}
-        given["seconds_per_byte"] = None if link.bandwidth is None else 1 / link.bandwidth
-        known = {name: value for name, value in given.items() if value is not None}
-        return Model(replace(self.parameters, **known), cost, self.batches)
+        parameters, cost = self.parameters, self.cost
+        if link.latency is not None:
+            parameters = replace(parameters, latency_seconds=link.latency)
+        if link.bandwidth is not None:
+            parameters = replace(parameters, seconds_per_byte=1 / link.bandwidth)
+        if link != Link() and cost.exchange == "shared-memory":  # hosts have none in common
+            cost = replace(cost, exchange="tree")
+        return Model(parameters, cost, self.batches)
 
     def compute(self, ranks: int) -> float:
         """Return seconds of a step that are neither exchange nor data."""
@@ -130,94 +138,51 @@ def fit_model(points: Sequence[Point], cost: Cost, batches: Batches) -> Model:
     measured apart, its cost is fitted to that; otherwise all is fitted to the step.
     """
     used = [point for point in points if not point.left_out]
-    apart = all(point.exchange is not None for point in used)
-    found = _fit_apart(used, cost, batches) if apart else _fit_together(used, cost, batches)
-    found |= _relative({"data": [batches.largest(one.ranks) for one in used]}, used, "data")
-    parameters = Parameters(
-        overhead_seconds=found.get("overhead", 0.0),
-        compute_seconds_per_sample=found["sample"],
-        data_seconds_per_sample=found["data"],
-        latency_seconds=found["latency"],
-        seconds_per_byte=found["byte"],
-    )
-    return Model(parameters, cost, batches)
 
+    def fitted(points: Sequence[Point], part: Part, **columns: Part) -> dict[str, float]:
+        scaled = {name: [take(one) / one.step for one in points] for name, take in columns.items()}
+        return fit(scaled, [part(one) / one.step for one in points])
 
-def _fit_apart(used: Sequence[Point], cost: Cost, batches: Batches) -> dict[str, float]:
-    compute: dict[str, list[float]] = {
-        "sample": [batches.largest(one.ranks) for one in used],
-        "overhead": [1.0 for _ in used],
+    def samples(point: Point) -> float:
+        return batches.largest(point.ranks)
+
+    compute: dict[str, Part] = {"compute_seconds_per_sample": samples}
+    exchange: dict[str, Part] = {
+        "seconds_per_byte": lambda point: cost.sent(point.ranks),
+        "latency_seconds": lambda point: cost.messages(point.ranks),
     }
-    several = [one for one in used if one.ranks > 1]
-    return _relative(compute, used, "compute") | _relative(
-        _exchange_columns(several, cost), several, "exchange"
-    )
-
-
-def _fit_together(used: Sequence[Point], cost: Cost, batches: Batches) -> dict[str, float]:
-    samples = {"sample": [batches.largest(one.ranks) for one in used]}
-    return _relative(samples | _exchange_columns(used, cost), used, "together")
-
-
-def _exchange_columns(points: Sequence[Point], cost: Cost) -> dict[str, list[float]]:
-    return {
-        "byte": [cost.sent(one.ranks) for one in points],
-        "latency": [cost.messages(one.ranks) for one in points],
-    }
-
-
-def _relative(
-    columns: Mapping[str, Sequence[float]], points: Sequence[Point], what: str
-) -> dict[str, float]:
-    """Fit a part of the step, every row divided by the whole step."""
-    if not points:
-        return dict.fromkeys(columns, 0.0)
-    scaled = {
-        name: [value / one.step for value, one in zip(values, points, strict=True)]
-        for name, values in columns.items()
-    }
-    return fit(scaled, [_part(one, what) / one.step for one in points])
-
-
-def _part(point: Point, what: str) -> float:
-    exchange = point.exchange or 0.0
-    parts = {"data": point.data, "exchange": exchange, "together": point.step - point.data}
-    return parts.get(what, point.step - point.data - exchange)
-
-
-Array = npt.NDArray[np.float64]
-
-#: By how much a fit with one parameter more has to be better, as a share of the squared targets.
-_WORTH = 1e-9
+    found = fitted(used, lambda point: point.data, data_seconds_per_sample=samples)
+    if any(point.exchange is None for point in used):
+        found |= fitted(used, lambda point: point.step - point.data, **compute, **exchange)
+    else:
+        compute["overhead_seconds"] = lambda _: 1.0
+        several = [point for point in used if point.ranks > 1]
+        found |= fitted(several, lambda point: point.exchange or 0.0, **exchange)
+        found |= fitted(
+            used, lambda point: point.step - point.data - (point.exchange or 0.0), **compute
+        )
+    return Model(Parameters(**found), cost, batches)
 
 
 def fit(columns: Mapping[str, Sequence[float]], targets: Sequence[float]) -> dict[str, float]:
-    """Return what each column is to be multiplied by so that their sum comes closest to `targets`.
+    """Return the factor of each column with which their sum comes closest to `targets`: least squares.
 
-    A parameter that would be negative, or that the rows cannot tell from others, is 0: of two choices
-    that are as close the one with fewer parameters is taken, and then the one of the earlier columns.
+    A factor that would be negative, or that the rows cannot tell from others, is 0: of two choices
+    that are as close the one with fewer factors is taken, and then the one of the earlier columns.
     """
-    names, wanted = list(columns), np.asarray(targets, dtype=np.float64)
+    wanted = np.asarray(targets, dtype=np.float64)
+    matrix = {name: np.asarray(column, dtype=np.float64) for name, column in columns.items()}
+    # Columns may be bytes or seconds: scaled alike, their rank can be told.
+    scales = {name: float(np.abs(column).max(initial=0.0)) for name, column in matrix.items()}
     best: dict[str, float] = {}
     least = float(wanted @ wanted)
     worth = _WORTH * least
-    for count in range(1, len(names) + 1):
-        for chosen in itertools.combinations(names, count):
-            found = _solve([columns[name] for name in chosen], wanted)
-            if found is not None and found[1] < least - worth:
-                best, least = dict(zip(chosen, found[0], strict=True)), found[1]
-    return {name: best.get(name, 0.0) for name in names}
-
-
-def _solve(columns: Sequence[Sequence[float]], wanted: Array) -> tuple[list[float], float] | None:
-    """Return a solution without negative parameters, and its squared error."""
-    matrix = np.asarray(columns, dtype=np.float64).T
-    # Columns may be bytes or seconds: scaled alike, their rank can be told.
-    scale = np.abs(matrix).max(axis=0, initial=0.0)
-    if not scale.all():
-        return None
-    solution, _, rank, _ = np.linalg.lstsq(matrix / scale, wanted, rcond=1e-9)
-    if rank < len(columns) or (solution < 0).any():
-        return None
-    error = matrix / scale @ solution - wanted
-    return (solution / scale).tolist(), float(error @ error)
+    named = [name for name, scale in scales.items() if scale]
+    for chosen in chain.from_iterable(combinations(named, n + 1) for n in range(len(named))):
+        part = np.stack([matrix[name] / scales[name] for name in chosen], axis=1)
+        factors, _, rank, _ = np.linalg.lstsq(part, wanted, rcond=1e-9)
+        error = float(((part @ factors - wanted) ** 2).sum())
+        if rank == len(chosen) and (factors >= 0).all() and error < least - worth:
+            pairs = zip(chosen, factors.tolist(), strict=True)
+            best, least = {name: factor / scales[name] for name, factor in pairs}, error
+    return {name: best.get(name, 0.0) for name in columns}

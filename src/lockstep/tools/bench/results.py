@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lockstep.tools.bench.combinations import Combination
-from lockstep.tools.bench.measuring import Measured
 from lockstep.tools.bench.trials import Trial
 
 Row = dict[str, Any]
@@ -45,10 +44,11 @@ def _of_runs(trials: Sequence[Trial], restart: float | None, cores: int) -> Row:
     if not runs:
         return {"measured_by": BY_WALL}
     last, identity = runs[-1], trials[-1].identity
+    host, device = _largest(run.host for run in runs), _largest(run.device for run in runs)
     return {
         "measured_by": BY_STEPS,
         "steps": last.steps,
-        "batch": _rounded(last.batch),
+        "batch": rounded(last.batch),
         "replicas": identity.get("replicas"),
         "threads": identity.get("threads"),
         "device": identity.get("device"),
@@ -58,36 +58,23 @@ def _of_runs(trials: Sequence[Trial], restart: float | None, cores: int) -> Row:
         "digest": trials[-1].digest,
         **_spread("samples_per_second", [run.batch / run.step_seconds for run in runs]),
         **_spread("step_seconds", [run.step_seconds for run in runs]),
-        "slowest_step_seconds": _rounded(max(run.slowest_step for run in runs)),
-        **_where_time_goes(runs),
-        **_resources(runs),
-        "start_seconds": _median(run.start_seconds for run in runs),
-        "restart_seconds": _rounded(restart),
-        "competing": _competes(trials[-1], cores),
-    }
-
-
-def _where_time_goes(runs: Sequence[Measured]) -> Row:
-    return {
-        "compute_seconds": _median(run.split.compute for run in runs),
-        "exchange_seconds": _median(run.split.exchange for run in runs),
-        "data_seconds": _median(run.split.data for run in runs),
+        "slowest_step_seconds": rounded(max(run.slowest_step for run in runs)),
+        "compute_seconds": _median(run.compute_seconds for run in runs),
+        "exchange_seconds": _median(run.exchange_seconds for run in runs),
+        "data_seconds": _median(run.data_seconds for run in runs),
         "exchange_share": _median(run.exchange_share for run in runs),
         "data_share": _median(run.data_share for run in runs),
         "sent_bytes_per_step": _median(run.sent for run in runs),
-        "gradient_bytes": runs[-1].gradients,
-    }
-
-
-def _resources(runs: Sequence[Measured]) -> Row:
-    host, device = _largest(run.host for run in runs), _largest(run.device for run in runs)
-    return {
+        "gradient_bytes": last.gradients,
         "host_bytes": host,
         "host_imbalance": _imbalance(host),
         "device_bytes": device,
         "device_imbalance": _imbalance(device),
         "device_busy": _median(run.busy for run in runs),
         "cpu": _median(run.cpu for run in runs),
+        "start_seconds": _median(run.start_seconds for run in runs),
+        "restart_seconds": rounded(restart),
+        "competing": _competes(trials[-1], cores),
     }
 
 
@@ -104,13 +91,14 @@ def add_speedups(rows: Sequence[Row]) -> None:
     A row of one rank, whose exchange does not matter, is what all exchanges are compared with.
     """
     for one in rows:
-        base = _base(one, rows)
+        known = [row for row in rows if rate(row) is not None and belongs(row, group(one))]
+        base = min(known, key=lambda row: row["ranks"], default=None)
         if base is None or rate(one) is None:
             one |= {"speedup": None, "efficiency": None, "speedup_against": None}
             continue
         gain = rate(one) / rate(base)
-        one["speedup"] = _rounded(gain)
-        one["efficiency"] = _rounded(gain * base["ranks"] / one["ranks"])
+        one["speedup"] = rounded(gain)
+        one["efficiency"] = rounded(gain * base["ranks"] / one["ranks"])
         one["speedup_against"] = base["ranks"]
 
 
@@ -119,6 +107,17 @@ def rate(one: Mapping[str, Any]) -> Any:
     if one.get("samples_per_second") is not None:
         return one["samples_per_second"]
     return 1 / one["wall_seconds"] if one.get("wall_seconds") else None
+
+
+def devices(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return the names of the devices of all rows."""
+    found = {name for row in rows for name in row.get("devices") or ()}
+    return ", ".join(sorted(found)) or "not known"
+
+
+def label(row: Mapping[str, Any]) -> str:
+    """Return the layout of a row in words."""
+    return str(Combination(row["ranks"], row.get("strategy"), row.get("exchange")))
 
 
 def group(one: Mapping[str, Any]) -> tuple[str | None, str | None]:
@@ -134,26 +133,21 @@ def belongs(one: Mapping[str, Any], to: tuple[str | None, str | None]) -> bool:
     )
 
 
-def _base(one: Row, rows: Sequence[Row]) -> Row | None:
-    known = [row for row in rows if rate(row) is not None and belongs(row, group(one))]
-    return min(known, key=lambda row: row["ranks"], default=None)
-
-
 def _spread(name: str, values: Sequence[float]) -> Row:
     """Return the median of `values`, and their range."""
     return {
-        name: _rounded(statistics.median(values)),
-        f"{name}_range": [_rounded(min(values)), _rounded(max(values))],
+        name: rounded(statistics.median(values)),
+        f"{name}_range": [rounded(min(values)), rounded(max(values))],
     }
 
 
 def _median(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
-    return _rounded(statistics.median(known)) if known else None
+    return rounded(statistics.median(known)) if known else None
 
 
-def _rounded(value: float | None) -> Any:
-    """Return six significant digits: more of a time are noise."""
+def rounded(value: float | None) -> Any:
+    """Return six significant digits: further digits of a time are noise."""
     return None if value is None else float(f"{value:.6g}")
 
 
@@ -166,4 +160,4 @@ def _largest(peaks: Iterable[Mapping[int, int]]) -> list[int] | None:
 
 
 def _imbalance(values: Sequence[int] | None) -> float | None:
-    return _rounded(max(values) / statistics.fmean(values)) if values else None
+    return rounded(max(values) / statistics.fmean(values)) if values else None

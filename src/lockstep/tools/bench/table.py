@@ -1,4 +1,4 @@
-"""Results as tables and lines for a terminal."""
+"""Results as tables and lines for a terminal; the page of charts has the same columns."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lockstep.tools.bench import quantities
-from lockstep.tools.bench.results import BY_WALL, Row
+from lockstep.tools.bench.quantities import seconds, size, three
+from lockstep.tools.bench.results import BY_WALL, Row, label
 
-#: Of a column: its title, and what of a row stands in it, if anything.
+#: A column: its title, and the text of a row in it, if any.
 Column = tuple[str, Callable[[Row], str]]
 
 #: Cores' worth of a rank, of the share of the time that it computes.
@@ -24,35 +24,55 @@ def show(content: Mapping[str, Any], console: Console) -> None:
     measured = [row for row in rows if row.get("measured_by")]
     if measured:
         by_wall = all(row["measured_by"] == BY_WALL for row in measured)
-        _print(console, _BY_WALL if by_wall else _SPEED, rows)
-        _print(console, _TIMES, measured)
+        _print(console, BY_WALL_TIME if by_wall else SPEED, rows)
+        _print(console, TIMES, measured)
         _print(console, _MACHINE, measured)
-    _say(console, *_notes(measured), *_failures(rows))
+    _print_lines(console, *notes(measured), *failures(rows))
     if "model" in content:
-        _show_projection(content, console)
+        model = content["model"]
+        if content["projection"]:
+            _print_lines(console, "", f"projection: {model['formula']}")
+            _print(console, PROJECTED, content["projection"])
+            _print(console, _PROJECTED_TIMES, content["projection"])
+        _print_lines(console, *map(parameters, model["parameters"]))
+        _print(console, RESIDUALS, model["residuals"])
+        _print_lines(console, *(f"assumed: {line}" for line in model["assumptions"]))
+        _print_lines(console, *(f"no projection of {line}" for line in model["refused"]))
     if "comparison" in content:
-        _show_comparison(content["comparison"], console)
+        comparison = content["comparison"]
+        _print_lines(console, "", f"beside {comparison['with']}")
+        _print(console, COMPARED, comparison["rows"])
+        _print(console, GAINS, comparison["rows"])
+        _print_lines(console, *comparison["notes"])
 
 
-def _say(console: Console, *lines: str) -> None:
+def _print_lines(console: Console, *lines: str) -> None:
     """Print lines as they are: a terminal wraps them, a file does not."""
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _print(console: Console, columns: Sequence[Column], rows: Sequence[Row]) -> None:
-    """Print rows, without the columns in which no row has anything."""
-    cells = {title: [take(row) for row in rows] for title, take in columns}
-    kept = {title: texts for title, texts in cells.items() if any(texts)}
-    if not kept.keys() - {title for title, _ in _LAYOUT}:
-        return
-    table = Table()
-    for title in kept:
-        is_name = title in ("strategy", "exchange")
-        table.add_column(title, justify="left" if is_name else "right", overflow="fold")
-    for line in zip(*kept.values(), strict=True):
-        table.add_row(*line)
-    console.print(table)
+    heads, lines = cells(columns, rows)
+    if heads:
+        table = Table()
+        for head in heads:
+            is_name = head in ("strategy", "exchange")
+            table.add_column(head, justify="left" if is_name else "right", overflow="fold")
+        for line in lines:
+            table.add_row(*line)
+        console.print(table)
+
+
+def cells(
+    columns: Sequence[Column], rows: Sequence[Row]
+) -> tuple[list[str], list[tuple[str, ...]]]:
+    """Return the titles and the lines of a table: layout and `columns`, without those that are empty."""
+    texts = [(title, [take(row) for row in rows]) for title, take in (*_LAYOUT, *columns)]
+    if not any(any(column) for _, column in texts[len(_LAYOUT) :]):
+        return [], []
+    kept = [(title, column) for title, column in texts if any(column)]
+    return [title for title, _ in kept], list(zip(*(column for _, column in kept), strict=True))
 
 
 def _value(name: str, form: Callable[[Any], str]) -> Callable[[Row], str]:
@@ -71,19 +91,20 @@ def _range(name: str, form: Callable[[Any], str]) -> Callable[[Row], str]:
     return take
 
 
-def percent(share: float) -> str:
-    """Return a share in percent."""
+def _percent(share: float) -> str:
     return f"{share:.1%}"
 
 
-def _sizes(values: Iterable[float]) -> str:
-    return quantities.size(max(values))
+def _hundredths(value: float) -> str:
+    return f"{value:.2f}"
+
+
+def _largest(values: Iterable[float]) -> str:
+    return size(max(values))
 
 
 def _speedup(row: Row) -> str:
-    if not row.get("repeats"):
-        return "failed"
-    return "" if row.get("speedup") is None else f"{row['speedup']:.2f}"
+    return _value("speedup", _hundredths)(row) if row.get("repeats") else "failed"
 
 
 _LAYOUT: list[Column] = [
@@ -91,104 +112,94 @@ _LAYOUT: list[Column] = [
     ("exchange", _value("exchange", str)),
     ("ranks", _value("ranks", str)),
 ]
-_SPEED: list[Column] = [
-    *_LAYOUT,
-    ("samples/s", _value("samples_per_second", quantities.three)),
-    ("range", _range("samples_per_second", quantities.three)),
-    ("step", _value("step_seconds", quantities.seconds)),
-    ("speed-up", _speedup),
-    ("efficiency", _value("efficiency", percent)),
+_GAINED: list[Column] = [("speed-up", _speedup), ("efficiency", _value("efficiency", _percent))]
+SPEED: list[Column] = [
+    ("samples/s", _value("samples_per_second", three)),
+    ("range", _range("samples_per_second", three)),
+    ("step", _value("step_seconds", seconds)),
+    *_GAINED,
 ]
-_BY_WALL: list[Column] = [
-    *_LAYOUT,
-    ("wall time", _value("wall_seconds", quantities.seconds)),
-    ("range", _range("wall_seconds", quantities.seconds)),
-    ("speed-up", _speedup),
-    ("efficiency", _value("efficiency", percent)),
+BY_WALL_TIME: list[Column] = [
+    ("wall time", _value("wall_seconds", seconds)),
+    ("range", _range("wall_seconds", seconds)),
+    *_GAINED,
 ]
-_TIMES: list[Column] = [
-    *_LAYOUT,
-    ("exchange time", _value("exchange_share", percent)),
-    ("data", _value("data_share", percent)),
-    ("sent/step", _value("sent_bytes_per_step", quantities.size)),
-    ("start", _value("start_seconds", quantities.seconds)),
-    ("restart", _value("restart_seconds", quantities.seconds)),
+TIMES: list[Column] = [
+    ("exchange time", _value("exchange_share", _percent)),
+    ("data", _value("data_share", _percent)),
+    ("sent/step", _value("sent_bytes_per_step", size)),
+    ("start", _value("start_seconds", seconds)),
+    ("restart", _value("restart_seconds", seconds)),
 ]
 _MACHINE: list[Column] = [
-    *_LAYOUT,
-    ("memory", _value("host_bytes", _sizes)),
-    ("max/mean", _value("host_imbalance", lambda value: f"{value:.2f}")),
-    ("on GPU", _value("device_bytes", _sizes)),
-    ("max/mean ", _value("device_imbalance", lambda value: f"{value:.2f}")),
-    ("GPU busy", _value("device_busy", percent)),
-    ("cores", _value("cpu", lambda value: f"{value:.2f}")),
+    ("memory", _value("host_bytes", _largest)),
+    ("max/mean", _value("host_imbalance", _hundredths)),
+    ("on GPU", _value("device_bytes", _largest)),
+    ("max/mean", _value("device_imbalance", _hundredths)),
+    ("GPU busy", _value("device_busy", _percent)),
+    ("cores", _value("cpu", _hundredths)),
 ]
-_PROJECTED: list[Column] = [
-    *_LAYOUT,
-    ("samples/s", _value("samples_per_second", quantities.three)),
-    ("step", _value("step_seconds", quantities.seconds)),
-    ("speed-up", _value("speedup", lambda value: f"{value:.2f}")),
-    ("efficiency", _value("efficiency", percent)),
+PROJECTED: list[Column] = [
+    ("samples/s", _value("samples_per_second", three)),
+    ("step", _value("step_seconds", seconds)),
+    ("speed-up", _value("speedup", _hundredths)),
+    ("efficiency", _value("efficiency", _percent)),
 ]
 _PROJECTED_TIMES: list[Column] = [
-    *_LAYOUT,
-    ("compute", _value("compute_seconds", quantities.seconds)),
-    ("exchange time", _value("exchange_seconds", quantities.seconds)),
-    ("data", _value("data_seconds", quantities.seconds)),
+    ("compute", _value("compute_seconds", seconds)),
+    ("exchange time", _value("exchange_seconds", seconds)),
+    ("data", _value("data_seconds", seconds)),
 ]
-_RESIDUALS: list[Column] = [
-    *_LAYOUT,
-    ("step", _value("step_seconds", quantities.seconds)),
-    ("model", _value("predicted_step_seconds", quantities.seconds)),
+RESIDUALS: list[Column] = [
+    ("step", _value("step_seconds", seconds)),
+    ("model", _value("predicted_step_seconds", seconds)),
     ("error", _value("error", lambda value: f"{value:+.1%}")),
     ("not fitted", _value("left_out", str)),
 ]
-_COMPARED: list[Column] = [
-    *_LAYOUT,
-    ("samples/s", _value("samples_per_second_here", quantities.three)),
-    ("other", _value("samples_per_second_there", quantities.three)),
-    ("wall time", _value("wall_seconds_here", quantities.seconds)),
-    ("other ", _value("wall_seconds_there", quantities.seconds)),
-    ("ratio", _value("ratio", lambda value: f"{value:.2f}")),
+COMPARED: list[Column] = [
+    ("samples/s", _value("samples_per_second_here", three)),
+    ("other", _value("samples_per_second_there", three)),
+    ("wall time", _value("wall_seconds_here", seconds)),
+    ("other", _value("wall_seconds_there", seconds)),
+    ("ratio", _value("ratio", _hundredths)),
 ]
-_GAINS: list[Column] = [
-    *_LAYOUT,
-    ("speed-up", _value("speedup_here", lambda value: f"{value:.2f}")),
-    ("other", _value("speedup_there", lambda value: f"{value:.2f}")),
-    ("efficiency", _value("efficiency_here", percent)),
-    ("other ", _value("efficiency_there", percent)),
+GAINS: list[Column] = [
+    ("speed-up", _value("speedup_here", _hundredths)),
+    ("other", _value("speedup_there", _hundredths)),
+    ("efficiency", _value("efficiency_here", _percent)),
+    ("other", _value("efficiency_there", _percent)),
 ]
 
 
-def _notes(measured: Sequence[Row]) -> list[str]:
+def notes(measured: Sequence[Row]) -> list[str]:
     """Return what a reader of the tables has to know."""
-    said = []
+    lines = []
     if any(row["measured_by"] == BY_WALL for row in measured):
-        said.append(
+        lines.append(
             "measured by wall time: the script makes no lockstep.Run, so its steps are not known"
         )
     competing = sorted({row["ranks"] for row in measured if row.get("competing")})
     if competing:
-        said.append(
-            f"{_several(competing)} ranks have more threads than this machine has cores: they share them, "
-            "and say nothing of machines with a core for each"
+        lines.append(
+            f"{', '.join(map(str, competing))} ranks have more threads than this machine has cores: "
+            "they share them, and say nothing of machines with a core for each"
         )
     hindered = {row["ranks"]: row["cpu"] for row in measured if _is_hindered(row)}
     if hindered:
         counted = ", ".join(f"{cores:.2f} cores on {ranks}" for ranks, cores in hindered.items())
-        said.append(
+        lines.append(
             f"ranks had less than a core for the time that they computed ({counted}): other programs "
             "used the machine, or the script waits for something"
         )
     threads = {row.get("threads") for row in measured if row.get("device") == "cpu"}
     if len(threads) > 1:
         counted = ", ".join(f"{row['threads']} on {row['ranks']}" for row in measured)
-        said.append(f"threads of a rank differ: {counted}; --threads T makes them alike")
+        lines.append(f"threads of a rank differ: {counted}; --threads T makes them alike")
     against = {row["speedup_against"] for row in measured if row.get("speedup_against")}
-    said += [
+    lines += [
         f"speed-up and efficiency are against {ranks} ranks" for ranks in sorted(against - {1})
     ]
-    return said
+    return lines
 
 
 def _is_hindered(row: Row) -> bool:
@@ -197,50 +208,22 @@ def _is_hindered(row: Row) -> bool:
     return bool(known) and row["cpu"] < _UNHINDERED * row["compute_seconds"] / row["step_seconds"]
 
 
-def _several(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
+def failures(rows: Sequence[Row]) -> list[str]:
+    """Return the verdict of each row that failed."""
+    return [f"failed on {label(row)}: {row['verdict']}" for row in rows if row.get("verdict")]
 
 
-def _failures(rows: Sequence[Row]) -> list[str]:
-    return [f"failed on {_named(row)}: {row['verdict']}" for row in rows if row.get("verdict")]
-
-
-def _named(row: Row) -> str:
-    held = f" with {row['strategy']}" if row["strategy"] else ""
-    met = f" over {row['exchange']}" if row["exchange"] else ""
-    return f"{row['ranks']} rank{'s' if row['ranks'] > 1 else ''}{held}{met}"
-
-
-def _show_projection(content: Mapping[str, Any], console: Console) -> None:
-    model = content["model"]
-    if content["projection"]:
-        _say(console, "", f"projection: {model['formula']}")
-        _print(console, _PROJECTED, content["projection"])
-        _print(console, _PROJECTED_TIMES, content["projection"])
-    _say(console, *map(_parameters, model["parameters"]))
-    _print(console, _RESIDUALS, model["residuals"])
-    _say(console, *(f"assumed: {line}" for line in model["assumptions"]))
-    _say(console, *(f"no projection of {line}" for line in model["refused"]))
-
-
-def _parameters(row: Row) -> str:
+def parameters(row: Row) -> str:
     """Return the parameters of one model in one line."""
     bandwidth = row["bandwidth_bytes_per_second"]
-    fast = "not limited" if bandwidth is None else f"{quantities.size(bandwidth)}/s"
+    fast = "not limited" if bandwidth is None else f"{size(bandwidth)}/s"
     given = {name: " (given)" if name in row["given"] else "" for name in ("bandwidth", "latency")}
     named = "/".join(filter(None, (row["strategy"], row["exchange"]))) or "model"
     return (
-        f"{named}: overhead {quantities.seconds(row['overhead_seconds'])} a step, "
-        f"compute {quantities.seconds(row['compute_seconds_per_sample'])} a sample, "
-        f"data {quantities.seconds(row['data_seconds_per_sample'])} a sample, "
-        f"latency {quantities.seconds(row['latency_seconds'])}{given['latency']}, "
-        f"bandwidth {fast}{given['bandwidth']}, {quantities.size(row['shared_bytes'])} shared in "
+        f"{named}: overhead {seconds(row['overhead_seconds'])} a step, "
+        f"compute {seconds(row['compute_seconds_per_sample'])} a sample, "
+        f"data {seconds(row['data_seconds_per_sample'])} a sample, "
+        f"latency {seconds(row['latency_seconds'])}{given['latency']}, "
+        f"bandwidth {fast}{given['bandwidth']}, {size(row['shared_bytes'])} shared in "
         f"{row['sums']:g} sum{'s' if row['sums'] > 1 else ''} by exchange {row['exchange_modelled']}"
     )
-
-
-def _show_comparison(comparison: Mapping[str, Any], console: Console) -> None:
-    _say(console, "", f"beside {comparison['with']}")
-    _print(console, _COMPARED, comparison["rows"])
-    _print(console, _GAINS, comparison["rows"])
-    _say(console, *comparison["notes"])

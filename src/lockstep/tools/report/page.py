@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -24,6 +25,8 @@ COLOURS = (
 )  # fmt: skip
 
 _NUMBER = ' class="number"'
+#: A number in words, such as `1,024`, `12.5%` or `3.2 ms`.
+_QUANTITY = re.compile(r"[-+]?\d[\d.,]*(%| ?[^\W\d]{1,3}(/s)?)?")
 #: Keys of a figure whose strings are markup of plotly's.
 _TEMPLATES = {"hovertemplate", "texttemplate"}
 #: Nothing is loaded: a browser that follows this refuses what a page should not ask for.
@@ -161,11 +164,13 @@ def _table(table: Table) -> str:
 
 
 def _heading(name: str, column: Sequence[object]) -> str:
-    numbers = any(map(_is_number, column)) and all(one is None or _is_number(one) for one in column)
+    numbers = any(map(_is_number, column)) and all(not one or _is_number(one) for one in column)
     return f'<th scope="col"{_NUMBER if numbers else ""}>{_text(name)}</th>'
 
 
 def _is_number(value: object) -> bool:
+    if isinstance(value, str):
+        return _QUANTITY.fullmatch(value) is not None
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -177,7 +182,7 @@ def _cell(value: object) -> str:
 def _shown(value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.4g}"
-    if _is_number(value):
+    if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     return "\N{EN DASH}" if value is None else str(value)
 

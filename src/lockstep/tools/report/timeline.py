@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.state.record.curves import Life
-from lockstep.state.record.reading import Event
+from lockstep.state.record.reading import describe
 from lockstep.tools.report.charts import Clock
 from lockstep.tools.report.page import Chart, Table, graph_objects
 from lockstep.tools.report.runs import Shown
@@ -40,52 +39,34 @@ class Moment:
 def moments(run: Shown) -> list[Moment]:
     """Return what happened, in order."""
     found = [one for rank in run.ranks for one in _of_rank(run, rank)]
-    return sorted([*found, *map(_of_launcher, _known(run))], key=lambda one: one.time)
+    for event in run.launchers:
+        if text := describe(event):
+            named = event["kind"] == "failure" and _RANK.search(event.get("name") or text)
+            row = named[0] if named else _LAUNCHER
+            found.append(Moment(event["time"], event["kind"], row, text))
+    return sorted(found, key=lambda one: one.time)
 
 
 def _of_rank(run: Shown, rank: int) -> Iterator[Moment]:
     row = f"rank {rank}"
     for life in run.lives[rank]:
-        yield Moment(life.time, "start", row, _start(row, life))
+        known = {name: event[name] for event in life.events[:2] for name in event}
+        where = f" on {known['host']}" if "host" in known else ""
+        source = f" ({known['source'].rpartition('/')[2]})" if "source" in known else ""
+        after = f", resumed after step {life.step}{source}" if life.step else ""
+        yield Moment(life.time, "start", row, f"{row} starts{where}{after}")
     for event in run.ranks[rank]:
-        if event["kind"] == "checkpoint":
-            best = "" if event.get("best") is None else f", best={event['best']:.4g}"
-            text = f"checkpoint {event['name']}, written in {event['seconds']:.2f} s{best}"
-            yield Moment(event["time"], "checkpoint", row, text)
-
-
-def _start(row: str, life: Life) -> str:
-    said = {
-        key: event[key] for event in life.events[:2] for key in ("host", "source") if key in event
-    }
-    where = f" on {said['host']}" if "host" in said else ""
-    source = f" ({said['source'].rpartition('/')[2]})" if "source" in said else ""
-    return f"{row} starts{where}" + (
-        f", resumed after step {life.step}{source}" if life.step else ""
-    )
-
-
-def _known(run: Shown) -> list[Event]:
-    return [event for event in run.launchers if event["kind"] in ("failure", "restart", "end")]
-
-
-def _of_launcher(event: Event) -> Moment:
-    if event["kind"] == "failure":
-        named = _RANK.search(event.get("name") or event["text"])
-        return Moment(event["time"], "failure", named[0] if named else _LAUNCHER, event["text"])
-    if event["kind"] == "restart":
-        return Moment(event["time"], "restart", _LAUNCHER, f"restart {event['generation']}")
-    return Moment(
-        event["time"], "end", _LAUNCHER, f"the launch ends with exit code {event['exit_code']}"
-    )
+        if text := describe(event):
+            yield Moment(event["time"], event["kind"], row, text)
 
 
 def chart(run: Shown, clock: Clock, title: str) -> Chart:
     """Return the timeline of a run: a row for each rank, with a bar for each time that it ran."""
     objects = graph_objects()
     rows = [f"rank {rank}" for rank in run.ranks][:_ROWS]
-    rows += [_LAUNCHER] * bool(_known(run))
-    found = [one for one in moments(run) if one.row in rows]
+    found = moments(run)
+    rows += [_LAUNCHER] * any(one.row == _LAUNCHER for one in found)
+    found = [one for one in found if one.row in rows]
     traces = [_bars(objects, run, clock, rows)]
     traces += [_marks(objects, run, clock, found, kind) for kind in _MARKS]
     layout = {

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import psutil
 
+from lockstep.state.record.reading import LineReader
 from lockstep.tools.verify.traces import generations
 
 #: Share of the kills that don't wait for a step of the generation that they hit.
@@ -82,7 +83,10 @@ class Chaos:
             return False
         # Where all steps are done, a generation that starts has little left to do.
         if strike.hasty and self._seen.highest <= self._last:
-            self._wait_in_start(strike.delay * _START_SECONDS)
+            moment = time.monotonic() + strike.delay * _START_SECONDS
+            while time.monotonic() < moment and not self._seen.moved:
+                time.sleep(_LOOK)
+                self._seen.look()
             self._workers.arrive()
             return self._workers.kill(strike.choice)
         while not self._is_due(strike):
@@ -93,13 +97,6 @@ class Chaos:
         self._workers.arrive()
         time.sleep(max(0.0, moment - time.monotonic()))
         return self._workers.kill(strike.choice)
-
-    def _wait_in_start(self, seconds: float) -> None:
-        """Wait, but not longer than the generation takes to its first step."""
-        moment = time.monotonic() + seconds
-        while time.monotonic() < moment and not self._seen.moved:
-            time.sleep(_LOOK)
-            self._seen.look()
 
     def _is_due(self, strike: Strike) -> bool:
         seen = self._seen
@@ -186,7 +183,7 @@ class _Progress:
         self._trace = trace
         self._files: list[Path] = []
         self._scanned = 0.0
-        self._read: dict[Path, int] = {}
+        self._readers: dict[Path, LineReader] = {}
         self._times: deque[float] = deque(maxlen=20)
         self._step: tuple[int, float] | None = None
         self.highest = 0
@@ -210,15 +207,7 @@ class _Progress:
             self._files = [*found[max(found)].values()] if found else []
             self._scanned = time.monotonic()
         for path in self._files:
-            self._follow(path)
-
-    def _follow(self, path: Path) -> None:
-        with path.open("rb") as file:
-            file.seek(self._read.get(path, 0))
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return
-                self._read[path] = self._read.get(path, 0) + len(line)
+            for line in self._readers.setdefault(path, LineReader(path)).lines():
                 if b'"step"' in line and (entry := json.loads(line))["kind"] == "step":
                     self._take(entry["step"])
 

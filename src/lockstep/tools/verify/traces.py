@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lockstep.state.record.reading import LineReader
+
 #: Which backward pass: step, loader, epoch, round, batch, turn, replica, and its number in the microbatch.
 Key = tuple[int, int, int, int, int, int, int, int]
 
@@ -108,7 +110,7 @@ def _read_generation(files: dict[int, Path], traces: Traces) -> tuple[float, dic
     traces.ends = {}
     for rank in sorted(files):
         own: dict[int, Step] = {}
-        for entry in _entries(files[rank]):
+        for entry in map(json.loads, LineReader(files[rank]).lines()):
             if entry["kind"] == "begin":
                 begin = min(begin, entry["step"])
             else:
@@ -116,14 +118,6 @@ def _read_generation(files: dict[int, Path], traces: Traces) -> tuple[float, dic
         for number, step in own.items():
             _merge(steps, number, step)
     return begin, steps
-
-
-def _entries(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            # A killed rank may leave half a line at the end.
-            if line.endswith("\n"):
-                yield json.loads(line)
 
 
 def _take(traces: Traces, steps: dict[int, Step], rank: int, entry: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections import deque
@@ -10,11 +11,12 @@ from pathlib import Path
 from lockstep.errors import RunDirectoryError, UsageError
 from lockstep.state.files import run_file
 from lockstep.state.files.lock import in_use
-from lockstep.state.record.reading import Event, Recorded, values_of
-from lockstep.state.record.tail import EventTail, Tail
+from lockstep.state.record.reading import Event, LineReader, Recorded, describe, values_of
 from lockstep.tools.watch.view import Moment, RankView, View
 
 _LINES, _MOMENTS = 200, 500
+#: Bytes of a long file that the first look reads, from its end.
+_MOST = 1 << 20
 #: Sequences that steer a terminal, and characters that do.
 _ESCAPES = re.compile(
     r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|.)|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
@@ -33,8 +35,8 @@ class Watcher:
         if not directory.is_dir():
             raise UsageError(f"there is no directory {directory}; expected that of a run")
         self._directory = directory
-        self._log = Tail(directory / "logs" / f"rank-{rank}.log")
-        self._tails: dict[Path, EventTail] = {}
+        self._log = LineReader(directory / "logs" / f"rank-{rank}.log", most=_MOST)
+        self._events: dict[Path, LineReader] = {}
         self._ranks: dict[int, RankView] = {}
         self._moments: deque[Moment] = deque(maxlen=_MOMENTS)
         self._lines: deque[str] = deque(maxlen=_LINES)
@@ -49,9 +51,12 @@ class Watcher:
         # In this order: a run records its end before it gives its lock back.
         used = in_use(self._directory)
         content = Recorded.of(self._directory).run
-        found = [one for file in self._files() for one in self._new(file)]
+        files = sorted((self._directory / "events").glob("*.jsonl"))
+        found = [one for file in files for one in self._new(file)]
         self._moments.extend(sorted(found, key=lambda moment: moment.time))
-        self._lines.extend(filter(None, map(plain, self._log.lines())))
+        with contextlib.suppress(FileNotFoundError):  # it may come later
+            lines = (plain(line.decode(errors="replace")) for line in self._log.lines())
+            self._lines.extend(filter(None, lines))
         generations = content.get("generations") or [{}]
         ranks = range(generations[-1].get("ranks", 1))
         return View(
@@ -64,15 +69,12 @@ class Watcher:
             in_use=used,
         )
 
-    def _files(self) -> list[Path]:
-        return sorted((self._directory / "events").glob("*.jsonl"))
-
     def _new(self, file: Path) -> list[Moment]:
         """Take in what has come in one file of events; return what of it is shown in words."""
-        events = self._tails.setdefault(file, EventTail(file)).events()
+        events = self._events.setdefault(file, LineReader(file, most=_MOST)).events()
         kind, _, number = file.stem.partition("-")
         if kind == "launcher":
-            return [moment for event in events if (moment := _of_launcher(event))]
+            return [moment for event in events if (moment := _moment(event))]
         if kind != "rank" or not number.isdigit():
             return []
         rank = self._ranks.setdefault(int(number), RankView())
@@ -89,30 +91,21 @@ def _of_rank(rank: RankView, number: int, event: Event) -> Moment | None:
     if kind == "log":
         rank.values |= dict(values_of(event))
     if kind == "start" and number == 0 and event["step"]:
-        return Moment(
-            event["time"], f"resumed after step {event['step']} on {event['ranks']} ranks"
-        )
-    if kind == "checkpoint":
-        return Moment(
-            event["time"], f"checkpoint {event['name']}, written in {event['seconds']:.2f} s"
-        )
-    return None
+        text = f"resumed after step {event['step']} on {event['ranks']} ranks"
+        return Moment(event["time"], text)
+    return _moment(event)
 
 
-def _of_launcher(event: Event) -> Moment | None:
-    if event["kind"] == "failure":
-        return Moment(event["time"], plain(event["text"]), is_bad=True)
-    if event["kind"] == "restart":
-        return Moment(event["time"], f"restart {event['generation']}")
-    if event["kind"] == "end":
-        code = event["exit_code"]
-        return Moment(event["time"], f"the launch ends with exit code {code}")
-    return None
+def _moment(event: Event) -> Moment | None:
+    text = describe(event)
+    if text is None:
+        return None
+    return Moment(event["time"], plain(text), is_bad=event["kind"] == "failure")
 
 
 def plain(line: str) -> str:
     """Return a line as a terminal shows it at last, without what would steer the terminal."""
-    return _ESCAPES.sub("", line.rstrip("\r").rpartition("\r")[2]).expandtabs().rstrip()
+    return _ESCAPES.sub("", line.rstrip("\r\n").rpartition("\r")[2]).expandtabs().rstrip()
 
 
 def newest(base: Path) -> Path:

@@ -37,20 +37,13 @@ def test_a_start_and_its_resume_are_one_beginning() -> None:
         start(9, 1),
         resume(9, 1),
         *logs(9, 2),
-        resume(20, 2),
         start(20, 2),
     ]
     assert [(life.step, life.time, len(life.events)) for life in lives(events)] == [
         (0, 0, 2),
         (1, 9, 3),
-        (2, 20, 2),
+        (2, 20, 1),
     ]
-
-
-def test_records_of_versions_without_starts() -> None:
-    events = [*logs(0, 1, 2, 3), resume(5, 1), *logs(5, 2, 3)]
-    assert [len(life.events) for life in lives(events)] == [3, 3]
-    assert steps(without_superseded({0: events})[0]) == [1, 2, 3]
 
 
 def test_each_step_has_the_value_that_was_computed_last() -> None:

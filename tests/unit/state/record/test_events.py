@@ -15,7 +15,7 @@ from lockstep.engine.data.microbatch import Microbatch
 from lockstep.errors import RunDirectoryError
 from lockstep.state.record import events
 from lockstep.state.record.events import Events
-from lockstep.state.record.reading import read_events
+from lockstep.state.record.reading import LineReader
 from lockstep.state.record.trace import Trace, loss_bits
 
 
@@ -33,7 +33,7 @@ def test_a_line_that_a_kill_has_torn_spoils_no_other(tmp_path: Path) -> None:
     log = Events(tmp_path, 0)
     log.add(kind="second")
     log.close()
-    assert [event["kind"] for event in read_events(path)] == ["first", "second"]
+    assert [event["kind"] for event in LineReader(path).events()] == ["first", "second"]
 
 
 def test_a_launcher_that_was_killed_in_a_line_spoils_no_later_one(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_a_launcher_that_was_killed_in_a_line_spoils_no_later_one(tmp_path: Path
         file.write('{"time": 1, "ki')
     events.append(tmp_path, "launcher-0", kind="second")
     events.append(tmp_path, "launcher-0", kind="third")
-    assert [event["kind"] for event in read_events(path)] == ["first", "second", "third"]
+    assert [event["kind"] for event in LineReader(path).events()] == ["first", "second", "third"]
     assert len(path.read_text().splitlines()) == 4
 
 

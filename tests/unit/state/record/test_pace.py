@@ -12,7 +12,7 @@ import lockstep
 from lockstep.errors import RunDirectoryError, UsageError
 from lockstep.state.record.monitor import Monitor
 from lockstep.state.record.pace import Pace, Stopwatch
-from lockstep.state.record.reading import Recorded, read_events
+from lockstep.state.record.reading import LineReader, Recorded
 
 
 def test_a_stopwatch_measures_how_long_items_take_to_come() -> None:
@@ -97,10 +97,10 @@ def test_a_run_records_its_pace_and_its_checkpoints(tmp_path: Path) -> None:
 def test_a_line_that_is_a_part_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.jsonl"
     path.write_text('{"time": 1, "ki\n{"time": 1, "kind": "a"}\n{"time": 2, "ki')
-    assert read_events(path) == [{"time": 1, "kind": "a"}]
+    assert list(LineReader(path).events()) == [{"time": 1, "kind": "a"}]
     path.write_text('{"time": 1, "kind": "a"}\n[]\n')
     with pytest.raises(RunDirectoryError, match="no event"):
-        read_events(path)
+        list(LineReader(path).events())
 
 
 def test_directories_that_cannot_be_read(tmp_path: Path) -> None:

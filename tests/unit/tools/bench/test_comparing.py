@@ -37,15 +37,15 @@ def test_the_same_script_compares_by_rate() -> None:
     for row in other["results"]:
         row["samples_per_second"] *= 0.5
     found = compare(result(), other, "old.json")
-    assert found.by_rate
-    assert [(row["ranks"], row["ratio"]) for row in found.rows] == [(1, 2.0), (2, 2.0)]
-    assert found.notes == []
+    assert found["by"] == "rate"
+    assert [(row["ranks"], row["ratio"]) for row in found["rows"]] == [(1, 2.0), (2, 2.0)]
+    assert found["notes"] == []
 
 
 def test_another_machine_is_said_and_allowed() -> None:
     machine = {"processor": "B", "cores": 8, "versions": {"torch": "2.11"}}
     script = {"name": "train.py", "arguments": [], "sha256": "2"}
-    notes = compare(result(), result(machine=machine, script=script), "old.json").notes
+    notes = compare(result(), result(machine=machine, script=script), "old.json")["notes"]
     assert notes == [
         "the script has changed between the two",
         "processor differs: A here, B there",
@@ -80,10 +80,10 @@ def test_steps_beside_wall_time_compare_by_speedup() -> None:
     ]
     add_speedups(rows)
     found = compare(result(), result(results=rows), "old.json")
-    assert not found.by_rate
-    assert [row["ratio"] for row in found.rows] == [None, None]
-    assert [row["speedup_there"] for row in found.rows] == [1, 2]
-    assert "compared by speed-up" in found.notes[0]
+    assert found["by"] == "speed-up"
+    assert [row["ratio"] for row in found["rows"]] == [None, None]
+    assert [row["speedup_there"] for row in found["rows"]] == [1, 2]
+    assert "compared by speed-up" in found["notes"][0]
 
 
 def test_the_table_of_the_article() -> None:
@@ -103,11 +103,11 @@ def test_the_table_of_the_article() -> None:
 
 def test_a_published_table_compares_by_speedup_with_any_script() -> None:
     found = compare(result(), load("voc2012-v100"), "voc2012-v100")
-    assert not found.by_rate
-    assert len(found.rows) == 6, "two layouts of one's own, four that only the table has"
-    assert found.rows[0]["speedup_there"] == 1
-    assert found.rows[1]["speedup_there"] is None
-    assert "compared by speed-up and efficiency" in found.notes[0]
+    assert found["by"] == "speed-up"
+    assert len(found["rows"]) == 6, "two layouts of one's own, four that only the table has"
+    assert found["rows"][0]["speedup_there"] == 1
+    assert found["rows"][1]["speedup_there"] is None
+    assert "compared by speed-up and efficiency" in found["notes"][0]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from lockstep.errors import UsageError
 from lockstep.tools.bench.combinations import Combination
 from lockstep.tools.bench.launches import Launches
-from lockstep.tools.bench.measuring import Measured, Split
+from lockstep.tools.bench.measuring import Measured
 from lockstep.tools.bench.trials import Trial
 
 RUN = Measured(
@@ -18,7 +18,9 @@ RUN = Measured(
     batch=64.0,
     step_seconds=0.1,
     slowest_step=0.2,
-    split=Split(compute=0.1, exchange=0.0, data=0.0),
+    compute_seconds=0.1,
+    exchange_seconds=0.0,
+    data_seconds=0.0,
     exchange_share=0.0,
     data_share=0.0,
 )

@@ -85,9 +85,9 @@ def test_the_first_step_warms_up_and_the_others_are_added(recorded: Any) -> None
     assert found.step_seconds == pytest.approx(2 / 15)
     assert found.slowest_step == pytest.approx(0.2)
     # Rank 0 waits least: the others wait for that rank.
-    assert found.split.exchange == pytest.approx(0.3 / 15)
-    assert found.split.data == pytest.approx(0.2 / 15)
-    assert found.split.total == pytest.approx(2 / 15)
+    assert found.exchange_seconds == pytest.approx(0.3 / 15)
+    assert found.data_seconds == pytest.approx(0.2 / 15)
+    assert found.compute_seconds + 0.5 / 15 == pytest.approx(2 / 15)
     assert found.exchange_share == pytest.approx((0.15 + 0.3) / 2)
     assert found.data_share == pytest.approx(0.05)
     assert found.sent == pytest.approx(4800 / 2 / 16)
@@ -108,8 +108,8 @@ def test_where_the_host_does_not_wait_the_exchange_is_not_known(recorded: Any) -
         machine(9, 2.0, 30, device=50, busy=0.6),
     ]
     found = measured(recorded(rank_0=rank, rank_1=rank))
-    assert found.split.exchange is found.exchange_share is None
-    assert found.split.compute == pytest.approx(1 / 8)
+    assert found.exchange_seconds is found.exchange_share is None
+    assert found.compute_seconds == pytest.approx(1 / 8)
     assert found.devices == ["NVIDIA H100"]
     assert (found.cpu, found.busy) == (pytest.approx(1.5), pytest.approx(0.7))
     assert found.device == {0: 99, 1: 99}, "peaks count from the start"
@@ -118,7 +118,7 @@ def test_where_the_host_does_not_wait_the_exchange_is_not_known(recorded: Any) -
 
 def test_one_rank_has_no_exchange(recorded: Any) -> None:
     rank = [start(0), pace(1001.0, 1, 1, 1.0), pace(1002.0, 9, 8, 1.0)]
-    assert measured(recorded(rank_0=rank)).split.exchange == 0
+    assert measured(recorded(rank_0=rank)).exchange_seconds == 0
 
 
 @pytest.mark.parametrize("events", [[], [start(0)], [start(0), pace(1001.0, 1, 1, 1.0)]])

@@ -64,12 +64,10 @@ def test_points_that_are_left_out_do_not_count() -> None:
 
 def test_a_given_link_takes_the_place_of_what_was_fitted() -> None:
     model = Model(TRUE, COST, Batches(48, per_rank=False, replicas=None))
-    over = model.over(Link(bandwidth=1e9), COST)
+    over = model.over(Link(bandwidth=1e9))
     assert over.parameters.seconds_per_byte == 1e-9
     assert over.parameters.latency_seconds == TRUE.latency_seconds
-    assert model.over(Link(latency=1.0), COST).exchange(2) == pytest.approx(
-        2 * 2 * 1.0 + 9e6 / 12.5e6
-    )
+    assert model.over(Link(latency=1.0)).exchange(2) == pytest.approx(2 * 2 * 1.0 + 9e6 / 12.5e6)
 
 
 def test_batches() -> None:
