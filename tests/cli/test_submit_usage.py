@@ -55,7 +55,7 @@ def test_a_module_and_options_of_the_run(lockstep):
         (["-n", "0"], "-n is 0; expected at least 1 rank"),
         (["-n", "some"], "-n is 'some'"),
         (["--replicas", "0"], "--replicas is 0"),
-        (["--partition", ""], "--partition, --account, --time or --job-name is empty"),
+        (["--partition", ""], "--partition is empty; expected a name"),
         (["--gpus-per-node", "x"], "--gpus-per-node is 'x'"),
         (["--sbatch=--array=1-3"], "--sbatch=--array=1-3 cannot be combined"),
         (["--save-before", "300", "--time", "5"], "--save-before is 300 s with --time 5"),

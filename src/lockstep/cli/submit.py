@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.cli import setting_flags
 from lockstep.cli.parser import RANKS, Parser, of_script
 from lockstep.errors import UsageError
+from lockstep.tools.submit import backends
 
 if TYPE_CHECKING:
     from lockstep.launch.spec import LaunchSpec
+    from lockstep.tools.submit.backend import Backend
     from lockstep.tools.submit.request import JobRequest
 
 _EPILOG = """\
@@ -50,27 +51,21 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
 
 def handle(options: argparse.Namespace) -> int:
     """Submit what `options` say; return the exit code."""
-    from lockstep.tools.submit.script import job_script
-
-    spec = _spec(options)
-    request = _request(options, spec)
-    if options.dry_run:
-        run_dir = (spec.run_dir or Path("runs") / spec.name / "TIME").absolute()
-        script = job_script(request, directory=Path.cwd(), run_dir=run_dir, python=sys.executable)
-        print(script, end="")
-        return 0
-    return _submit(request, spec, follow=not options.no_follow)
-
-
-def _submit(request: JobRequest, spec: LaunchSpec, *, follow: bool) -> int:
     from lockstep.tools.submit import job
     from lockstep.tools.submit.follow import Follower
 
-    number, output = job.submit(request, spec.run_dir, spec.name)
-    if not follow:
+    backend = backends.load(options.backend)
+    spec = _spec(options)
+    request = _request(options, spec, backend)
+    if options.dry_run:
+        run_dir = (spec.run_dir or Path("runs") / spec.name / "TIME").absolute()
+        print(backend.script(request, run_dir), end="")
+        return 0
+    number, output = job.submit(backend, request, spec.run_dir, spec.name)
+    if options.no_follow:
         print(number)
         return 0
-    return Follower(number, output).follow()
+    return Follower(backend, number, output).follow()
 
 
 def _spec(options: argparse.Namespace) -> LaunchSpec:
@@ -94,39 +89,29 @@ def _spec(options: argparse.Namespace) -> LaunchSpec:
     )
 
 
-def _request(options: argparse.Namespace, spec: LaunchSpec) -> JobRequest:
+def _request(options: argparse.Namespace, spec: LaunchSpec, backend: Backend) -> JobRequest:
     from lockstep.tools.submit.request import JobRequest
 
-    given = [("partition", options.partition), ("account", options.account)]
-    named = [f"--{name}={value}" for name, value in given if value is not None]
-    if "" in (options.partition, options.account, options.time, options.job_name):
-        raise UsageError("--partition, --account, --time or --job-name is empty")
+    if "" in (options.time, options.job_name):
+        raise UsageError("--time or --job-name is empty; expected a value")
+    words = setting_flags.words(options, setting_flags.SHARED)
     return JobRequest(
         name=options.job_name or spec.name,
         command=(spec.target, *spec.args),
-        run_options=_run_options(options),
+        run_options=(*words, *(["-m"] if options.module else [])),
         nodes=options.nodes,
         ranks=spec.n,
         cpus_per_rank=options.cpus_per_task,
         gpus_per_node=options.gpus_per_node,
         time_limit=options.time,
         save_before=options.save_before,
-        options=(*named, *options.sbatch),
-    )
-
-
-def _run_options(options: argparse.Namespace) -> tuple[str, ...]:
-    return (
-        *setting_flags.words(options, setting_flags.SHARED),
-        *(["-m"] if options.module else []),
+        options=backend.options(options),
     )
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("job")
     group.add_argument("-N", "--nodes", type=int, default=1, metavar="N", help="nodes (default: 1)")
-    group.add_argument("-p", "--partition", metavar="P", help="partition (default: the cluster's)")
-    group.add_argument("-A", "--account", metavar="A", help="account to charge")
     group.add_argument(
         "-t", "--time", metavar="T", help="time limit, such as 30 (minutes) or 2:00:00"
     )
@@ -147,12 +132,14 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
         "--cpus-per-task", type=int, metavar="C", help="cores for each rank (default: 1)"
     )
     group.add_argument(
-        "--sbatch",
-        action="append",
-        default=[],
-        metavar="OPTION",
-        help="any other option of sbatch, such as --sbatch=--qos=high; may be repeated",
+        "--backend",
+        choices=backends.names(),
+        default="slurm",
+        metavar="NAME",
+        help="system that runs the job (default: slurm)",
     )
+    for name in backends.names():
+        backends.load(name).add_flags(group)
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:

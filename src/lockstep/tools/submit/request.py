@@ -1,35 +1,13 @@
-"""`JobRequest`: the validated request of a Slurm job."""
+"""`JobRequest`: the validated request of a job."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from lockstep.errors import UsageError
-
-#: Options of sbatch that would take from `lockstep submit` what it works with, and what to do instead.
-_OURS = {
-    "array": "submit once for each run",
-    "cpus-per-task": "--cpus-per-task of submit itself says it, for each rank",
-    "error": "errors and output come in one file, in order",
-    "nodes": "--nodes of submit itself says it",
-    "ntasks": "-n sets the ranks of each node",
-    "ntasks-per-node": "-n sets the ranks of each node",
-    "output": "--run-dir DIR says where the output goes",
-    "signal": "--save-before SECONDS says when the run is told to save itself",
-    "test-only": "--dry-run prints the job script and submits nothing",
-    "wait": "without --no-follow, the job's end is waited for",
-    "wrap": "name a script of Python",
-}
-_SHORT = {
-    "a": "array",
-    "c": "cpus-per-task",
-    "e": "error",
-    "N": "nodes",
-    "n": "ntasks",
-    "o": "output",
-    "W": "wait",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +27,9 @@ class JobRequest:
     gpus_per_node: str | None = None  # such as `4` or `a100:4`
     time_limit: str | None = None
     save_before: int | None = None  # seconds before the time limit
-    options: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()  # of the backend, in its own words
+    directory: Path = field(default_factory=Path.cwd)  # of the job
+    python: str = sys.executable
 
     def __post_init__(self) -> None:
         if self.nodes < 1:
@@ -64,8 +44,6 @@ class JobRequest:
         for text in (self.name, self.time_limit or "", *self.options):
             if not text.isprintable():
                 raise UsageError(f"{text!r} is not printable, and cannot stand in a job script")
-        for option in self.options:
-            _check_option(option)
         if self.cpus_per_rank is not None and self.ranks_per_node is None:
             raise UsageError(
                 f"--cpus-per-task with -n {self.ranks}: the number of ranks is not known yet",
@@ -108,18 +86,6 @@ class JobRequest:
 #: How long before its end a job is told that it will end, unless the job is short.
 _SAVE_SECONDS = 90
 _GPUS = re.compile(r"([\w.-]+:)*[1-9][0-9]{0,3}")
-
-
-def _check_option(option: str) -> None:
-    found = re.match(r"--([a-z][a-z-]*)|-([A-Za-z])", option)
-    if found is None:
-        raise UsageError(
-            f"--sbatch is {option!r}; expected an option of sbatch",
-            hint="as in --sbatch=--qos=high",
-        )
-    name = found[1] or _SHORT.get(found[2], "")
-    if name in _OURS:
-        raise UsageError(f"--sbatch={option} cannot be combined with this", hint=_OURS[name])
 
 
 def _seconds(limit: str) -> int | None:

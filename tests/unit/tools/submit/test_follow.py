@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lockstep.errors import RunError
-from lockstep.tools.submit import follow, slurm
-from lockstep.tools.submit.slurm import JobState
+from lockstep.tools.submit import follow
+from lockstep.tools.submit.backend import JobState, NoAnswerError, UnknownJobError
+from lockstep.tools.submit.backends import slurm
 
+RUNNING = JobState(phase="running", text="runs on n1")
+DONE = JobState(phase="ended", text="is done", has_run=True)
 Step = JobState | Exception | BaseException
 
 
@@ -30,7 +34,7 @@ def states(monkeypatch: pytest.MonkeyPatch) -> Callable[[Iterable[Step]], None]:
                 return answer
             raise answer
 
-        monkeypatch.setattr(slurm, "state", state)
+        monkeypatch.setattr(slurm.BACKEND, "state", state)
 
     return play
 
@@ -44,30 +48,30 @@ def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_job_from_its_start_to_its_end(states, output, capsys):
-    running = JobState(state="RUNNING", nodes="n[1-2]")
+    waiting, running = JobState(phase="waiting", text="waits: Resources"), RUNNING
     states(
         [
-            JobState(state="PENDING"),
-            JobState(state="PENDING", reason="Resources"),
-            JobState(state="PENDING", reason="Resources"),
+            JobState(phase="waiting", text="waits"),
+            waiting,
+            waiting,
             running,
-            JobState(state="SUSPENDED", nodes="n[1-2]"),
+            JobState(phase="running", text="is suspended"),
             running,
-            JobState(state="PENDING", reason="BeginTime", restarts=1),
-            JobState(state="RUNNING", nodes="n1", restarts=1),
-            JobState(state="COMPLETING", nodes="n1", restarts=1),
-            JobState(state="COMPLETED", nodes="n1", restarts=1),
+            JobState(phase="waiting", text="waits: BeginTime", restarts=1),
+            replace(running, restarts=1),
+            JobState(phase="ending", restarts=1),
+            replace(DONE, restarts=1),
         ]
     )
-    assert follow.Follower("12", output).follow() == 0
+    assert follow.Follower(slurm.BACKEND, "12", output).follow() == 0
     said = capsys.readouterr()
     assert said.out == "epoch 1\n"
     assert said.err == (
         "lockstep: job 12 waits\n"
         "lockstep: job 12 waits: Resources\n"
-        "lockstep: job 12 runs on n[1-2]\n"
+        "lockstep: job 12 runs on n1\n"
         "lockstep: job 12 is suspended\n"
-        "lockstep: job 12 runs on n[1-2]\n"
+        "lockstep: job 12 runs on n1\n"
         "lockstep: job 12 was put back into the queue\n"
         "lockstep: job 12 waits: BeginTime\n"
         "lockstep: job 12 runs on n1\n"
@@ -87,13 +91,13 @@ def test_a_job_that_was_preempted(states, output, capsys, record, said):
     (output.parent / "run.json").write_text(record)
     states(
         [
-            JobState(state="COMPLETING", nodes="n1", restarts=1),
-            JobState(state="PENDING", restarts=1),
-            JobState(state="RUNNING", nodes="n1", restarts=1),
-            JobState(state="COMPLETED", nodes="n1", restarts=1),
+            JobState(phase="ending", restarts=1),
+            JobState(phase="waiting", text="waits", restarts=1),
+            replace(RUNNING, restarts=1),
+            replace(DONE, restarts=1),
         ]
     )
-    assert follow.Follower("12", output).follow() == 0
+    assert follow.Follower(slurm.BACKEND, "12", output).follow() == 0
     assert capsys.readouterr().err == (
         f"lockstep: job 12 was {said} into the queue\n"
         "lockstep: job 12 waits\n"
@@ -102,43 +106,24 @@ def test_a_job_that_was_preempted(states, output, capsys, record, said):
     )
 
 
-@pytest.mark.parametrize(
-    ("end", "code", "said"),
-    [
-        (
-            JobState(state="FAILED", exit_code=3, reason="X"),
-            3,
-            "failed with exit code 3 (X); output: ",
-        ),
-        (JobState(state="FAILED", signal=9), 137, "was ended by signal 9"),
-        (JobState(state="CANCELLED"), 1, "was cancelled"),
-        (JobState(state="CANCELLED", signal=15), 143, "was cancelled"),
-        (JobState(state="TIMEOUT", time_limit="00:01:00"), 1, "time limit of 00:01:00"),
-        (JobState(state="TIMEOUT"), 1, "hint: --time T asks for more"),
-        (JobState(state="OUT_OF_MEMORY", signal=125), 253, "hint: --sbatch=--mem=SIZE"),
-        (JobState(state="NODE_FAIL", nodes="n2"), 1, "ended because a node failed (n2)"),
-        (JobState(state="PREEMPTED"), 1, "was preempted by another job"),
-        (JobState(state="DEADLINE"), 1, "was stopped at its deadline"),
-        (JobState(state="BOOT_FAIL"), 1, "could not start: a node did not boot"),
-        (JobState(state="REVOKED", reason="Y"), 1, "ended as REVOKED (Y)"),
-    ],
-)
-def test_ends(states, output, capsys, end, code, said):
-    states([end])
-    assert follow.Follower("12", output).follow() == code
-    assert said in capsys.readouterr().err
+def test_a_job_that_failed(states, output, capsys):
+    states([JobState(phase="ended", text="was stopped", hint="ask for more", exit_code=3)])
+    assert follow.Follower(slurm.BACKEND, "12", output).follow() == 3
+    said = "lockstep: job 12 was stopped; output: slurm-12.out\nhint: ask for more\n"
+    assert capsys.readouterr().err == said
 
 
-@pytest.mark.parametrize("reason", ["PartitionTimeLimit", "JobHeldUser"])
-def test_a_job_that_will_never_start(states, output, capsys, reason):
-    states([JobState(state="PENDING", reason=reason), KeyboardInterrupt()])
-    assert follow.Follower("12", output).follow() == 130
-    assert f"job 12 will not start as it is: {reason}\nhint: " in capsys.readouterr().err
+def test_a_job_that_will_never_start(states, output, capsys):
+    stuck = JobState(phase="waiting", text="will not start as it is: held", hint="release it")
+    states([stuck, stuck, KeyboardInterrupt()])
+    assert follow.Follower(slurm.BACKEND, "12", output).follow() == 130
+    said = "lockstep: job 12 will not start as it is: held\nhint: release it\n\n"
+    assert capsys.readouterr().err.startswith(said)
 
 
 def test_ctrl_c(states, output, capsys):
     states([KeyboardInterrupt()])
-    assert follow.Follower("12", output).follow() == 130
+    assert follow.Follower(slurm.BACKEND, "12", output).follow() == 130
     assert capsys.readouterr().err == (
         "\nlockstep: job 12 continues without being followed\n"
         "hint: follow: tail -f slurm-12.out · state: squeue -j 12 · cancel: scancel 12\n"
@@ -149,47 +134,47 @@ def test_nobody_reads(states, output, capsys, monkeypatch):
     def closed(*_: object) -> None:
         raise BrokenPipeError
 
-    states([JobState(state="RUNNING")])
+    states([RUNNING])
     monkeypatch.setattr(follow.Follower, "_show", closed)
-    assert follow.Follower("12", output).follow() == 130
+    assert follow.Follower(slurm.BACKEND, "12", output).follow() == 130
     assert "the output is not read any more: job 12 continues" in capsys.readouterr().err
 
 
 def test_what_arrives_late_is_shown(states, output, capsys, monkeypatch):
     monkeypatch.setattr(follow, "_LAST_WORDS", 0.05)
     monkeypatch.setattr(follow.time, "sleep", lambda _: output.write_text("epoch 1\nepoch 2\n"))
-    states([JobState(state="COMPLETED")])
-    assert follow.Follower("12", output).follow() == 0
+    states([DONE])
+    assert follow.Follower(slurm.BACKEND, "12", output).follow() == 0
     assert capsys.readouterr().out == "epoch 1\nepoch 2\n"
 
 
 def test_output_that_the_nodes_wrote_elsewhere(states, output, capsys):
     output.unlink()
-    states([JobState(state="COMPLETED", nodes="n1")])
-    assert follow.Follower("12", output).follow() == 0
+    states([DONE])
+    assert follow.Follower(slurm.BACKEND, "12", output).follow() == 0
     assert (
         "slurm-12.out is not there: do the nodes share this directory?" in capsys.readouterr().err
     )
 
 
 def test_slurm_that_is_away_for_a_while(states, output, capsys):
-    away = slurm.NoAnswerError("Unable to contact")
-    states([away, away, JobState(state="RUNNING", nodes="n1"), JobState(state="COMPLETED")])
-    assert follow.Follower("12", output).follow() == 0
+    away = NoAnswerError("Unable to contact")
+    states([away, away, RUNNING, DONE])
+    assert follow.Follower(slurm.BACKEND, "12", output).follow() == 0
     assert capsys.readouterr().err.count("Slurm does not answer (Unable to contact); trying") == 1
 
 
 def test_slurm_that_stays_away(states, output, monkeypatch):
     monkeypatch.setattr(follow, "_PATIENCE", -1.0)
-    states([slurm.NoAnswerError("Unable to contact")])
+    states([NoAnswerError("Unable to contact")])
     with pytest.raises(
         RunError, match=r"Unable to contact\nhint: job 12 may be running; follow: tail"
     ):
-        follow.Follower("12", output).follow()
+        follow.Follower(slurm.BACKEND, "12", output).follow()
 
 
 def test_a_job_that_slurm_has_forgotten(states, output, capsys):
-    states([slurm.UnknownJobError("12")])
-    with pytest.raises(RunError, match="forgotten job 12, so that it is not known how it ended"):
-        follow.Follower("12", output).follow()
+    states([UnknownJobError("12")])
+    with pytest.raises(RunError, match="forgotten job 12; expected it to say how it ended"):
+        follow.Follower(slurm.BACKEND, "12", output).follow()
     assert capsys.readouterr().out == "epoch 1\n"

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lockstep.errors import UsageError
+from lockstep.tools.submit.backends.slurm import BACKEND
 from lockstep.tools.submit.request import JobRequest
-from lockstep.tools.submit.script import job_script
 
 HOME = Path("/home/ada/project")
 
 
 def text(request: JobRequest, *, directory: Path = HOME, run_dir: Path = HOME / "runs/t/1") -> str:
-    return job_script(request, directory=directory, run_dir=run_dir, python="/opt/venv/bin/python")
+    request = replace(request, directory=directory, python="/opt/venv/bin/python")
+    return BACKEND.script(request, run_dir)
 
 
 def test_the_whole_script():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.tools.submit import slurm
-from lockstep.tools.submit.slurm import JobState
+from lockstep.tools.submit.backend import JobState, NoAnswerError, Submission, UnknownJobError
+from lockstep.tools.submit.backends import slurm
 
 #: Recorded from Slurm 22.05.
 FAILED = """\
@@ -40,41 +41,84 @@ def program(directory: Path, name: str, text: str) -> None:
     file.chmod(0o755)
 
 
+def listing(state: str, reason: str = "None", **changes: str) -> str:
+    """Return what scontrol prints of a job."""
+    fields = {"JobState": state, "Reason": reason, "Restarts": "0", "ExitCode": "0:0"}
+    fields |= {"TimeLimit": "00:01:00", "NodeList": "n[1-2]", **changes}
+    return "JobId=12 JobName=t\n" + "".join(f" {name}={text}" for name, text in fields.items())
+
+
 def test_a_jobs_state():
-    state = slurm.parse(FAILED)
-    assert state == JobState(
-        state="FAILED",
-        reason="NonZeroExitCode",
-        nodes="n[1-2]",
+    assert slurm.parse(FAILED, "4") == JobState(
+        phase="ended",
+        text="failed with exit code 3 (NonZeroExitCode)",
         restarts=2,
         exit_code=3,
-        time_limit="00:05:00",
+        has_run=True,
     )
-    assert (state.waits, state.ended) == (False, True)
 
 
 @pytest.mark.parametrize(
-    ("state", "waits", "ended"),
+    ("state", "reason", "phase", "text"),
     [
-        ("PENDING", True, False),
-        ("REQUEUE_HOLD", True, False),
-        ("RUNNING", False, False),
-        ("COMPLETING", False, False),
-        ("SUSPENDED", False, False),
-        ("COMPLETED", False, True),
-        ("OUT_OF_MEMORY", False, True),
-        ("SOMETHING_NEW", False, True),
+        ("PENDING", "None", "waiting", "waits"),
+        ("REQUEUE_HOLD", "Resources", "waiting", "waits: Resources"),
+        ("PENDING", "JobHeldUser", "waiting", "will not start as it is: JobHeldUser"),
+        ("RUNNING", "None", "running", "runs on n[1-2]"),
+        ("SUSPENDED", "None", "running", "is suspended"),
+        ("COMPLETING", "None", "ending", ""),
     ],
 )
-def test_states(state, waits, ended):
-    one = JobState(state=state)
-    assert (one.waits, one.ended) == (waits, ended)
+def test_states(state, reason, phase, text):
+    found = slurm.parse(listing(state, reason), "12")
+    assert (found.phase, found.text) == (phase, text)
+    assert bool(found.hint) is ("as it is" in text)
+
+
+@pytest.mark.parametrize(
+    ("state", "exit_code", "code", "said"),
+    [
+        ("COMPLETED", "0:0", 0, "is done"),
+        ("FAILED", "3:0", 3, "failed with exit code 3 (X)"),
+        ("FAILED", "0:9", 137, "was ended by signal 9"),
+        ("CANCELLED", "0:0", 1, "was cancelled"),
+        ("CANCELLED", "0:15", 143, "was cancelled"),
+        ("TIMEOUT", "0:0", 1, "was stopped at its time limit of 00:01:00"),
+        ("OUT_OF_MEMORY", "0:125", 253, "was killed: it used more memory than it asked for"),
+        ("NODE_FAIL", "0:0", 1, "ended because a node failed (n[1-2])"),
+        ("REVOKED", "0:0", 1, "ended as REVOKED (X)"),
+    ],
+)
+def test_ends(state, exit_code, code, said):
+    found = slurm.parse(listing(state, "X", ExitCode=exit_code), "12")
+    assert (found.phase, found.exit_code, found.text) == ("ended", code, said)
+    assert bool(found.hint) is (state in ("TIMEOUT", "OUT_OF_MEMORY"))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("qos=high",), "--sbatch is 'qos=high'; expected an option of sbatch"),
+        (("",), "--sbatch is ''"),
+        (("--array=1-3",), "--sbatch=--array=1-3 cannot be combined"),
+        (("-a1-3",), "--sbatch=-a1-3 cannot"),
+        (("-o", "--qos=high"), "--sbatch=-o cannot"),
+        (("--output=x",), "hint: --run-dir DIR"),
+        (("--wrap=ls",), "hint: name a script of Python"),
+        (("--signal=B:TERM",), "hint: --save-before SECONDS"),
+    ],
+)
+def test_options_that_cannot_be_combined(options, said):
+    given = argparse.Namespace(partition=None, account=None, sbatch=list(options))
+    with pytest.raises(UsageError) as caught:
+        slurm.BACKEND.options(given)
+    assert said in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["", "nothing", FAILED.replace("3:0", "3"), FAILED[:200]])
 def test_a_state_that_is_none(text):
-    with pytest.raises(slurm.NoAnswerError, match="scontrol said"):
-        slurm.parse(text)
+    with pytest.raises(NoAnswerError, match="scontrol said"):
+        slurm.parse(text, "4")
 
 
 def test_handing_in(programs, monkeypatch):
@@ -82,13 +126,13 @@ def test_handing_in(programs, monkeypatch):
     monkeypatch.setenv("SLURM_CONF", "/etc/other.conf")
     seen = programs / "seen"
     program(programs, "sbatch", f'echo "$@ $SLURM_NTASKS $SLURM_CONF" > {seen}; echo "12;alpha"')
-    assert slurm.submit(Path("job.sh")) == slurm.Taken("12", "")
+    assert slurm.BACKEND.submit(Path("job.sh")) == Submission("12")
     assert seen.read_text() == "--parsable job.sh  /etc/other.conf\n"
 
 
 def test_warnings_are_kept(programs):
     program(programs, "sbatch", "echo 'sbatch: warning: small is full' >&2; echo 12")
-    assert slurm.submit(Path("job.sh")).warnings == "sbatch: warning: small is full"
+    assert slurm.BACKEND.submit(Path("job.sh")).warnings == "sbatch: warning: small is full"
 
 
 @pytest.mark.parametrize(
@@ -101,15 +145,15 @@ def test_warnings_are_kept(programs):
 def test_refusals(programs, text, said):
     program(programs, "sbatch", text)
     with pytest.raises(UsageError) as caught:
-        slurm.submit(Path("job.sh"))
+        slurm.BACKEND.submit(Path("job.sh"))
     assert said in str(caught.value)
 
 
 def test_no_slurm(programs):
     with pytest.raises(UsageError, match="there is no sbatch on PATH"):
-        slurm.submit(Path("job.sh"))
-    with pytest.raises(slurm.NoAnswerError, match="No such file"):
-        slurm.state("12")
+        slurm.BACKEND.submit(Path("job.sh"))
+    with pytest.raises(NoAnswerError, match="No such file"):
+        slurm.BACKEND.state("12")
 
 
 def test_slurm_that_does_not_answer(programs, monkeypatch):
@@ -117,17 +161,17 @@ def test_slurm_that_does_not_answer(programs, monkeypatch):
     for name in ("sbatch", "scontrol"):
         program(programs, name, "exec /bin/sleep 60")
     with pytest.raises(UsageError, match=r"no answer within 0\.2 s"):
-        slurm.submit(Path("job.sh"))
-    with pytest.raises(slurm.NoAnswerError, match=r"no answer within 0\.2 s"):
-        slurm.state("12")
+        slurm.BACKEND.submit(Path("job.sh"))
+    with pytest.raises(NoAnswerError, match=r"no answer within 0\.2 s"):
+        slurm.BACKEND.state("12")
 
 
 def test_jobs_that_slurm_does_not_know(programs):
     program(
         programs, "scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
     )
-    with pytest.raises(slurm.UnknownJobError):
-        slurm.state("12")
+    with pytest.raises(UnknownJobError):
+        slurm.BACKEND.state("12")
     program(programs, "scontrol", "echo 'scontrol: error: Unable to contact' >&2; exit 1")
-    with pytest.raises(slurm.NoAnswerError, match=r"^Unable to contact$"):
-        slurm.state("12")
+    with pytest.raises(NoAnswerError, match=r"^Unable to contact$"):
+        slurm.BACKEND.state("12")

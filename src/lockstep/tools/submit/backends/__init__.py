@@ -1,0 +1,19 @@
+"""Systems that run jobs: each module of this package has one, as `BACKEND`, under the module's name."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from lockstep.tools.submit.backend import Backend
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all backends."""
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
+
+
+def load(name: str) -> Backend:
+    """Return a backend."""
+    backend: Backend = importlib.import_module(f"{__name__}.{name}").BACKEND
+    return backend

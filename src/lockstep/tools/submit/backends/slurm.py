@@ -1,0 +1,346 @@
+"""Slurm: job scripts for sbatch, and its commands."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import unicodedata
+from pathlib import Path
+
+from lockstep.errors import PREEMPTED, UsageError
+from lockstep.tools.submit.backend import (
+    Backend,
+    JobState,
+    NoAnswerError,
+    Submission,
+    UnknownJobError,
+)
+from lockstep.tools.submit.request import JobRequest
+
+_SECONDS = 60.0
+_OUTPUT = "slurm-{}.out"
+_PENDING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
+_RUNNING = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
+#: Variables of Slurm that concern the commands, not the job from which they may be called.
+_KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_TIME_FORMAT")
+#: Reasons that do not pass by themselves, and what to do.
+_STUCK = {
+    "BadConstraints": "ask for what some node has",
+    "JobHeldAdmin": "an administrator holds it: ask why",
+    "JobHeldUser": "scontrol release lets it go",
+    "PartitionNodeLimit": "ask for fewer --nodes",
+    "PartitionTimeLimit": "ask for less --time",
+}
+_HINTS = {
+    "TIMEOUT": "--time T asks for more",
+    "OUT_OF_MEMORY": "--sbatch=--mem=SIZE asks for more",
+}
+#: Options of sbatch that would take from `lockstep submit` what it works with, and what to do instead.
+_OURS = {
+    "array": "submit once for each run",
+    "cpus-per-task": "--cpus-per-task of submit itself says it, for each rank",
+    "error": "errors and output come in one file, in order",
+    "nodes": "--nodes of submit itself says it",
+    "ntasks": "-n sets the ranks of each node",
+    "ntasks-per-node": "-n sets the ranks of each node",
+    "output": "--run-dir DIR says where the output goes",
+    "signal": "--save-before SECONDS says when the run is told to save itself",
+    "test-only": "--dry-run prints the job script and submits nothing",
+    "wait": "without --no-follow, the job's end is waited for",
+    "wrap": "name a script of Python",
+}
+_SHORT = {
+    "a": "array",
+    "c": "cpus-per-task",
+    "e": "error",
+    "N": "nodes",
+    "n": "ntasks",
+    "o": "output",
+    "W": "wait",
+}
+#: Seconds that launchers may end after each other before Slurm kills the rest.
+_LAST_SECONDS = 60
+#: What Slurm sends before it takes the nodes away. Not SIGTERM: that is also how a job is cancelled.
+_SIGNAL = signal.SIGUSR1
+_NAME = _SIGNAL.name.removeprefix("SIG")
+_REQUEUE = f"""\
+code=$?
+
+# {PREEMPTED}: preempted, its state is saved. {128 + _SIGNAL}: the signal came before there was any.
+# Requeue the job: the same run resumes. A job that Slurm is ending already is left alone.
+if [ $code -eq {PREEMPTED} ] || [ $code -eq {128 + _SIGNAL} ]; then
+  if [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+  fi
+fi
+exit $code
+"""
+
+
+class Slurm(Backend):
+    """Jobs of sbatch."""
+
+    title = "Slurm"
+    program = "sbatch"
+
+    def add_flags(self, group: argparse._ActionsContainer) -> None:
+        """Add partition, account, and any other option of sbatch."""
+        group.add_argument(
+            "-p", "--partition", metavar="P", help="partition (default: the cluster's)"
+        )
+        group.add_argument("-A", "--account", metavar="A", help="account to charge")
+        group.add_argument(
+            "--sbatch",
+            action="append",
+            default=[],
+            metavar="OPTION",
+            help="any other option of sbatch, such as --sbatch=--qos=high; may be repeated",
+        )
+
+    def options(self, options: argparse.Namespace) -> tuple[str, ...]:
+        """Return options of sbatch, the user's own last."""
+        named = {"partition": options.partition, "account": options.account}
+        given = {name: value for name, value in named.items() if value is not None}
+        for name, value in given.items():
+            if not value:
+                raise UsageError(f"--{name} is empty; expected a name")
+        for option in options.sbatch:
+            _check_option(option)
+        return (*(f"--{name}={value}" for name, value in given.items()), *options.sbatch)
+
+    def script(self, request: JobRequest, run_dir: Path) -> str:
+        """Return the script for sbatch; the same request gives the same text."""
+        # What stands in a directive, where no quotes help. The words of the command may hold anything.
+        paths = (str(request.directory), str(run_dir), request.python)
+        for text in (*paths, *request.run_options):
+            _check_characters(text)
+        return "\n".join(
+            [
+                "#!/bin/bash",
+                "# Written by `lockstep submit`; `sbatch` takes it as it is, and as you change it.",
+                *(f"#SBATCH {option}" for option in _directives(request, run_dir)),
+                "",
+                "# One launcher on each node starts the ranks of that node.",
+                f"{_step(request)} \\",
+                f"  {shlex.join(_launcher(request, run_dir))}",
+                _REQUEUE,
+            ]
+        )
+
+    def submit(self, script: Path) -> Submission:
+        """Submit a script with sbatch."""
+        program = shutil.which("sbatch")
+        if program is None:
+            raise UsageError(
+                "there is no sbatch on PATH; expected the commands of Slurm",
+                hint="use a machine from which the cluster takes jobs; --dry-run prints the job script",
+            )
+        try:
+            done = _call(program, "--parsable", str(script))
+        except NoAnswerError as error:
+            raise UsageError(f"sbatch did not take the job: {error}") from None
+        if done.returncode:
+            raise UsageError(
+                f"sbatch did not take the job: {_words(done.stderr) or 'it gives no reason'}",
+                hint="sinfo lists the partitions, sacctmgr show associations the accounts",
+            )
+        return Submission(done.stdout.strip().partition(";")[0], _words(done.stderr))
+
+    def state(self, job: str) -> JobState:
+        """Return the state of a job, from scontrol."""
+        done = _call(shutil.which("scontrol") or "scontrol", "show", "job", job)
+        if "Invalid job id" in done.stderr:
+            raise UnknownJobError(job)
+        if done.returncode:
+            raise NoAnswerError(_words(done.stderr))
+        return parse(done.stdout, job)
+
+    def output(self, run_dir: Path, job: str) -> Path:
+        """Return the file that the script names."""
+        return run_dir / _OUTPUT.format(job)
+
+    def commands(self, job: str = "") -> str:
+        """Return squeue and scancel."""
+        return f"state: squeue -j {job} · cancel: scancel {job}" if job else "squeue --me"
+
+
+BACKEND = Slurm()
+
+
+def parse(text: str, job: str) -> JobState:
+    """Read what `scontrol show job` prints of one job.
+
+    Raises:
+        NoAnswerError: if it is not that.
+    """
+    try:
+        code, ended_by = map(int, _field(text, "ExitCode").split(":"))
+        restarts = int(_field(text, "Restarts"))
+        names = ("JobState", "Reason", "NodeList", "TimeLimit")
+        state, reason, nodes, limit = (_field(text, name) for name in names)
+    except ValueError:
+        raise NoAnswerError(f"scontrol said {text[:200]!r}") from None
+    if state in _PENDING and reason in _STUCK:
+        why, hint = f"will not start as it is: {reason}", f"{_STUCK[reason]}, or scancel {job}"
+        return JobState(phase="waiting", text=why, hint=hint, restarts=restarts)
+    if state in _PENDING:
+        why = "" if reason == "None" else f": {reason}"
+        return JobState(phase="waiting", text=f"waits{why}", restarts=restarts)
+    if state == "COMPLETING":
+        return JobState(phase="ending", restarts=restarts)
+    if state in _RUNNING:
+        does = f"runs on {nodes}" if state == "RUNNING" else f"is {state.lower()}"
+        return JobState(phase="running", text=does, restarts=restarts)
+    failed = f"failed with exit code {code} ({reason})"
+    how = {
+        "COMPLETED": "is done",
+        "FAILED": f"was ended by signal {ended_by}" if ended_by else failed,
+        "CANCELLED": "was cancelled",
+        "TIMEOUT": f"was stopped at its time limit of {limit}",
+        "OUT_OF_MEMORY": "was killed: it used more memory than it asked for",
+        "NODE_FAIL": f"ended because a node failed ({nodes})",
+        "PREEMPTED": "was preempted by another job",
+        "DEADLINE": "was stopped at its deadline",
+        "BOOT_FAIL": "could not start: a node did not boot",
+    }.get(state, f"ended as {state} ({reason})")
+    # The exit code is that of a shell.
+    failure = code or (128 + ended_by if ended_by else 1)
+    return JobState(
+        phase="ended",
+        text=how,
+        hint=_HINTS.get(state, ""),
+        restarts=restarts,
+        exit_code=0 if state == "COMPLETED" else failure,
+        has_run=nodes not in ("", "(null)"),
+    )
+
+
+def _field(text: str, name: str) -> str:
+    # The job's name, which may hold anything, is on the first line.
+    found = re.search(rf"[ ]{name}=(\S*)", text.partition("\n")[2])
+    if found is None:
+        raise ValueError(name)
+    return found[1]
+
+
+def _call(*words: str) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            words,
+            env=_environ(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise NoAnswerError(f"no answer within {_SECONDS:g} s") from None
+    except OSError as error:
+        raise NoAnswerError(f"{words[0]}: {error.strerror}") from None
+
+
+def _environ() -> dict[str, str]:
+    """Return the environment without what a surrounding job says of itself: srun would believe it."""
+    kept = {name for name in os.environ if not name.startswith("SLURM") or name in _KEPT}
+    return {name: os.environ[name] for name in kept}
+
+
+def _words(text: str) -> str:
+    """Return what a command complained of, in one line."""
+    lines = (re.sub(r"^\w+: (error|fatal): ", "", line.strip()) for line in text.splitlines())
+    return "; ".join(line for line in lines if line)
+
+
+def _check_option(option: str) -> None:
+    found = re.match(r"--([a-z][a-z-]*)|-([A-Za-z])", option)
+    if found is None:
+        raise UsageError(
+            f"--sbatch is {option!r}; expected an option of sbatch",
+            hint="as in --sbatch=--qos=high",
+        )
+    name = found[1] or _SHORT.get(found[2], "")
+    if name in _OURS:
+        raise UsageError(f"--sbatch={option} cannot be combined with this", hint=_OURS[name])
+
+
+def _check_characters(text: str) -> None:
+    """Refuse what would end a line of the script, so that sbatch would read another directive there."""
+    if any(unicodedata.category(character) in ("Cc", "Zl", "Zp", "Cs") for character in text):
+        raise UsageError(
+            f"{text!r} has a control character, and cannot stand in a job script",
+            hint="rename the directory, or work in another one",
+        )
+
+
+def _directives(request: JobRequest, run_dir: Path) -> list[str]:
+    named = [
+        ("job-name", request.name),
+        ("nodes", str(request.nodes)),
+        ("ntasks-per-node", "1"),
+        ("cpus-per-task", _text(request.cpus_per_node)),
+        ("gpus-per-node", request.gpus_per_node),
+        ("time", request.time_limit),
+        ("chdir", str(request.directory)),
+        ("output", _pattern(run_dir, request.directory)),
+        # A job that is requeued continues in the same file.
+        ("open-mode", "append"),
+    ]
+    own = [f"--{name}={_quoted(value)}" for name, value in named if value is not None]
+    # The user's own words come last: the last one wins.
+    # To the steps of the job, not to its script: that waits for them.
+    own += ["--requeue", f"--signal={_NAME}@{request.seconds_to_save}"]
+    return [*own, *(_quoted_option(option) for option in request.options)]
+
+
+def _step(request: JobRequest) -> str:
+    words = ["srun", f"--nodes={request.nodes}", f"--ntasks={request.nodes}", "--ntasks-per-node=1"]
+    if request.cpus_per_node is not None:
+        # Since 22.05 a step does not inherit it.
+        words.append(f"--cpus-per-task={request.cpus_per_node}")
+    # The launchers end each other when a rank fails, and the one that tells why may not be the first to go.
+    return shlex.join([*words, "--kill-on-bad-exit=0", f"--wait={_LAST_SECONDS}"])
+
+
+def _launcher(request: JobRequest, run_dir: Path) -> list[str]:
+    ranks = "gpu" if request.ranks is None and request.gpus_per_node else request.ranks
+    number = [] if ranks is None else ["-n", str(ranks)]
+    own = ["--run-dir", str(run_dir), "--preempt-signal", _NAME]
+    options = [*number, *own, *request.run_options]
+    return [request.python, "-m", "lockstep", "run", *options, *request.command]
+
+
+def _pattern(run_dir: Path, directory: Path) -> str:
+    """Return the output file's name as sbatch reads it: `%` begins a symbol there."""
+    # Slurm puts its working directory in front, so that only what comes after it need be harmless.
+    inside = run_dir.is_relative_to(directory)
+    pattern = str(run_dir.relative_to(directory) if inside else run_dir).replace("%", "%%")
+    if "\\" in f"{directory}{run_dir}":
+        raise UsageError(
+            f"{run_dir} has a backslash in it, where Slurm does not expand names of files",
+            hint="--run-dir DIR names another place, or work in another directory",
+        )
+    return str(Path(pattern) / _OUTPUT.format("%j"))
+
+
+def _quoted_option(option: str) -> str:
+    name, equals, value = option.partition("=")
+    return f"{name}={_quoted(value)}" if equals else _quoted(option)
+
+
+def _quoted(text: str) -> str:
+    """Quote `text` the way sbatch reads its directives: like a shell, but without expansions."""
+    if text and shlex.quote(text) == text:
+        return text
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _text(value: int | None) -> str | None:
+    return None if value is None else str(value)
