@@ -47,7 +47,7 @@ def test_the_launchers_count_is_torchs(uuids: list[str]) -> None:
 
 
 def test_cuda_counts_the_same_in_a_child() -> None:
-    assert machine._count_in_a_child() == torch.cuda.device_count()
+    assert machine.count_in_a_child() == torch.cuda.device_count()
 
 
 def test_identities_are_the_ids_that_are_listed(uuids: list[str]) -> None:

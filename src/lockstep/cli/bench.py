@@ -143,7 +143,7 @@ def _benchmark(options: argparse.Namespace) -> Benchmark:
 def _link(options: argparse.Namespace) -> Link:
     """Return what is given of the link to project to."""
     from lockstep.tools.bench.projection import Link
-    from lockstep.tools.bench.quantities import parse_bandwidth, parse_latency
+    from lockstep.tools.quantities import parse_bandwidth, parse_latency
 
     for flag, value in (("--bandwidth", options.bandwidth), ("--latency", options.latency)):
         if value is not None and options.project is None:

@@ -152,7 +152,10 @@ def _run_options(options: argparse.Namespace) -> list[str]:
 
 
 def _show_outcome(outcome: Outcome) -> None:
-    endured = f"{_endured(outcome)}, " if outcome.layout.is_disturbed else ""
+    from lockstep.tools.quantities import counted
+
+    kills, generations = counted(outcome.kills, "kill"), counted(outcome.generations, "generation")
+    endured = f"{kills}, {generations}, " if outcome.layout.is_disturbed else ""
     print(
         f"ran on {outcome.layout}: {outcome.steps} steps, {endured}{outcome.seconds:.1f} s",
         file=sys.stderr,
@@ -165,14 +168,6 @@ def _show_outcome(outcome: Outcome) -> None:
             f"lockstep: the run came to its end after {outcome.kills} of {storm.kills} kills",
             file=sys.stderr,
         )
-
-
-def _endured(outcome: Outcome) -> str:
-    return f"{_counted(outcome.kills, 'kill')}, {_counted(outcome.generations, 'generation')}"
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _table(outcomes: Sequence[Outcome]) -> Table:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 
 from lockstep.launch.agent.child import Child, LostError
 from lockstep.launch.devices.gpus import Gpu, Listing, list_gpus, parts, visible
@@ -45,7 +47,7 @@ def look(*, gpus: bool = True) -> Machine:
         visible_variable=accelerator.facts().visible,
         device_type=accelerator.kind() or "cuda",
         topology=topology(),
-        loopback=_loopback_interface(),
+        loopback="lo" if "lo" in (name for _, name in socket.if_nameindex()) else None,
     )
 
 
@@ -74,23 +76,26 @@ def _count(listing: Listing) -> int:
         return len(left)
     if accelerator.kind() is None:
         return 0
-    return accelerator.count() if accelerator.is_initialized() else _count_in_a_child()
+    return accelerator.count() if accelerator.is_initialized() else count_in_a_child()
 
 
-def _count_in_a_child() -> int:
+def count_in_a_child() -> int:
     """Return the driver's own count of GPUs; a process that has asked for it cannot be forked any more."""
+
+    def count(_: object) -> int:
+        from lockstep.world import accelerator
+
+        accelerator.module().init()
+        return accelerator.count()
+
     with contextlib.suppress(LostError):  # workers will fail for the same reason, and say it
-        return int(Child(_count_by_driver).give(None).result(_TIMEOUT))
+        return int(Child(count).give(None).result(_TIMEOUT))
     return 0
 
 
-def _count_by_driver(_: object) -> int:
-    from lockstep.world import accelerator
-
-    accelerator.module().init()
-    return accelerator.count()
-
-
-def _loopback_interface() -> str | None:
-    names = [name for _, name in socket.if_nameindex()]
-    return "lo" if "lo" in names else None
+def processor() -> str:
+    """Return the model of the processor."""
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()

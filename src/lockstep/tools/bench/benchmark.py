@@ -14,6 +14,7 @@ import psutil
 
 from lockstep.errors import UsageError
 from lockstep.launch.command import RunCommand
+from lockstep.launch.devices.machine import processor
 from lockstep.tools.bench.combinations import Combination, check_gpus, visible_gpus
 from lockstep.tools.bench.comparing import FORMAT, RESULT, check_scripts, compare, load
 from lockstep.tools.bench.launches import Launches, Listener
@@ -86,7 +87,7 @@ class Benchmark:
 def describe_machine() -> dict[str, Any]:
     """Return the identity of this machine, and the versions that are installed."""
     return {
-        "processor": _processor(),
+        "processor": processor(),
         "cores": usable_cores(),
         "memory_bytes": psutil.virtual_memory().total,
         "versions": {
@@ -95,10 +96,3 @@ def describe_machine() -> dict[str, Any]:
             "lockstep": __version__,
         },
     }
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()

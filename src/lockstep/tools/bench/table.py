@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lockstep.tools.bench.quantities import seconds, size, three
 from lockstep.tools.bench.results import BY_WALL, Row, label
+from lockstep.tools.quantities import seconds, size, three
 
 #: A column: its title, and the text of a row in it, if any.
 Column = tuple[str, Callable[[Row], str]]

@@ -81,25 +81,18 @@ class Check:
 ENTERED: list[Check] = []
 
 
-def check(
-    name: str,
-    *,
-    look: Look | None = None,
-    together: Together | None = None,
-    seconds: float = 10.0,
-) -> Callable[[Judge], Judge]:
-    """Enter a judgement among the checks; the arguments are those of `Check`."""
+def check(name: str, **fields: Any) -> Callable[[Judge], Judge]:
+    """Decorate the judgement of a check; `fields` are the others of `Check`."""
 
     def enter(judge: Judge) -> Judge:
-        entered = Check(name=name, judge=judge, look=look, together=together, seconds=seconds)
-        ENTERED.append(entered)
+        ENTERED.append(Check(name=name, judge=judge, **fields))
         return judge
 
     return enter
 
 
 def check_each(name: str, *, look: Look, seconds: float = 10.0) -> Callable[[JudgeOne], JudgeOne]:
-    """Enter a judgement of one node's facts: what is wrong there, or in words what is right."""
+    """Decorate a judgement of one node's facts: what is wrong there, or in words what is right."""
 
     def enter(judge_one: JudgeOne) -> JudgeOne:
         def judge(seen: Seen) -> Iterator[Finding]:
@@ -132,12 +125,3 @@ def listed(values: Sequence[tuple[str, str]], seen: Seen) -> str:
 def one_line(text: str) -> str:
     """Return a message of several lines in one."""
     return re.sub(r"\n\s*", "; ", re.sub(r":\n\s*", ": ", text))
-
-
-def size(count: float) -> str:
-    """Return a number of bytes in words."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            break
-        count /= 1024
-    return f"{count:.0f} {unit}" if unit == "bytes" or count >= 100 else f"{count:.1f} {unit}"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from lockstep.launch.devices.gpus import list_gpus
-from lockstep.tools.doctor.check import Asked, Facts, Finding, Seen, check, listed, size
+from lockstep.tools.doctor.check import Asked, Facts, Finding, Seen, check, listed
+from lockstep.tools.quantities import binary_size
 
 #: Bits of NVML's reasons for lower clocks that are no wish of anything that runs: NVML calls them
 #: HwSlowdown, SwThermalSlowdown, HwThermalSlowdown and HwPowerBrakeSlowdown.
@@ -40,10 +42,10 @@ def _nvml() -> Any:
     """Return NVML's module, ready for use; `None` where it is not installed, or there is no NVML."""
     try:
         import pynvml
+
+        pynvml.nvmlInit()
     except ImportError:
         return None
-    try:
-        pynvml.nvmlInit()
     except pynvml.NVMLError:
         return None
     return pynvml
@@ -54,33 +56,27 @@ def _gpu(index: int, nvml: Any) -> dict[str, Any]:
 
     properties = torch.cuda.get_device_properties(index)
     free, total = torch.cuda.mem_get_info(index)
-    facts = {"name": properties.name, "total": total, "free": free}
+    facts: dict[str, Any] = {"name": properties.name, "total": total, "free": free}
     if nvml is None:
         return facts
     try:  # by its id: NVML counts all GPUs of the machine, torch those that this process sees
         handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}")
     except nvml.NVMLError:
         return facts  # a part of a GPU (MIG)
+    ecc = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
     asked: dict[str, Callable[[], Any]] = {
-        "processes": lambda: [
-            one.pid
-            for one in nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-            if _is_of_another(one.pid)
-        ],
+        "processes": lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle),
         "slowed": lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle),
-        "ecc": lambda: nvml.nvmlDeviceGetTotalEccErrors(
-            handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-        ),
+        "ecc": lambda: nvml.nvmlDeviceGetTotalEccErrors(handle, *ecc),
     }
     for name, ask in asked.items():
-        try:
+        with contextlib.suppress(nvml.NVMLError):  # this model does not say
             facts[name] = ask()
-        except nvml.NVMLError:
-            facts[name] = None  # this model does not tell
+    facts["processes"] = [one.pid for one in facts.get("processes", ()) if _is_other(one.pid)]
     return facts
 
 
-def _is_of_another(pid: int) -> bool:
+def _is_other(pid: int) -> bool:
     """Whether a process is there, and none of this doctor's; NVML may know those of other containers."""
     import psutil
 
@@ -117,7 +113,7 @@ def gpus(seen: Seen) -> Iterator[Finding]:
 
 def _problems(where: str, gpu: Facts) -> Iterator[Finding]:
     if gpu["free"] < gpu["total"] // 2:
-        text = f"{where}: {size(gpu['free'])} of {size(gpu['total'])} are free"
+        text = f"{where}: {binary_size(gpu['free'])} of {binary_size(gpu['total'])} are free"
         yield Finding("warning", text, "end what uses it (nvidia-smi), or choose others: --devices")
     if gpu.get("processes"):
         numbers = ", ".join(map(str, gpu["processes"]))
@@ -144,9 +140,7 @@ def _peers(on: str, peers: list[list[bool]]) -> Iterator[Finding]:
 def _words(facts: Facts) -> str:
     if not facts["gpus"]:
         return str(facts["none"])
-    pairs = facts["peers"]
-    direct = sum(map(sum, pairs)) // 2
-    each = [
-        f"{gpu['name']}, {size(gpu['free'])} of {size(gpu['total'])} free" for gpu in facts["gpus"]
-    ]
-    return f"{'; '.join(each)}; {direct} pairs reach each other's memory"
+    direct = sum(map(sum, facts["peers"])) // 2
+    sizes = [(gpu, binary_size(gpu["free"]), binary_size(gpu["total"])) for gpu in facts["gpus"]]
+    each = "; ".join(f"{gpu['name']}, {free} of {total} free" for gpu, free, total in sizes)
+    return f"{each}; {direct} pairs reach each other's memory"

@@ -7,7 +7,8 @@ import resource
 import tempfile
 from pathlib import Path
 
-from lockstep.tools.doctor.check import Asked, Facts, Finding, Level, check_each, size
+from lockstep.tools.doctor.check import Asked, Facts, Finding, Level, check_each
+from lockstep.tools.quantities import binary_size
 from lockstep.world.cgroups import cpu_quota, memory_left
 from lockstep.world.cores import show_list, usable_cores
 
@@ -42,7 +43,7 @@ def shm(facts: Facts) -> list[Finding] | str:
     """Judge shared memory: full, or too small for DataLoader workers."""
     if facts.get("missing"):
         return [Finding("failure", f"there is no {_SHM}", "mount a tmpfs there")]
-    left = f"{size(facts['free'])} of {size(facts['size'])} are free"
+    left = f"{binary_size(facts['free'])} of {binary_size(facts['size'])} are free"
     if "problem" in facts:
         text = f"1 MiB cannot be had of {_SHM}: {facts['problem']}; {left}"
         return [Finding("failure", text, _MORE_SHM)]
@@ -67,26 +68,23 @@ def _look_limits(_: Asked) -> Facts:
 def limits(facts: Facts) -> list[Finding] | str:
     """Judge the limits of a process that trainings run into."""
     limited = {name: limit for name, limit in facts.items() if limit != _UNLIMITED}
+    files, processes = limited.get("files", _FILES), limited.get("processes", _FILES)
+    addresses, locked = (binary_size(limited.get(name, 0)) for name in ("addresses", "locked"))
     found = []
-    if limited.get("files", _FILES) < _FILES:
-        text = f"a process may open {limited['files']} files; expected at least {_FILES}"
-        found.append(
-            Finding("warning", text, "ulimit -n 65536: DataLoader workers pass on open files")
-        )
+    if files < _FILES:
+        text = f"a process may open {files} files; expected at least {_FILES}"
+        found.append((text, "ulimit -n 65536: DataLoader workers pass on open files"))
     if "addresses" in limited:
-        text = f"a process may have {size(limited['addresses'])} of addresses; expected no limit"
-        found.append(
-            Finding("warning", text, "ulimit -v unlimited: CUDA reserves more than it uses")
-        )
+        text = f"a process may have {addresses} of addresses; expected no limit"
+        found.append((text, "ulimit -v unlimited: CUDA reserves more than it uses"))
     if facts["rdma"] and "locked" in limited:
-        text = f"a process may lock {size(limited['locked'])} of memory; RDMA needs more"
-        found.append(
-            Finding("warning", text, "ulimit -l unlimited (docker run --ulimit memlock=-1)")
-        )
-    if limited.get("processes", _FILES) < _FILES:
-        text = f"this user may have {limited['processes']} processes and threads; expected {_FILES}"
-        found.append(Finding("warning", text, "ulimit -u 4096, or TasksMax= of the systemd unit"))
-    return found or f"a process may open {limited.get('files', 'any number of')} files"
+        text = f"a process may lock {locked} of memory; RDMA needs more"
+        found.append((text, "ulimit -l unlimited (docker run --ulimit memlock=-1)"))
+    if processes < _FILES:
+        text = f"this user may have {processes} processes and threads; expected {_FILES}"
+        found.append((text, "ulimit -u 4096, or TasksMax= of the systemd unit"))
+    warnings = [Finding("warning", text, advice) for text, advice in found]
+    return warnings or f"a process may open {limited.get('files', 'any number of')} files"
 
 
 def _look_memory(_: Asked) -> Facts:
@@ -102,7 +100,7 @@ def memory(facts: Facts) -> list[Finding] | str:
     group = facts["group"]
     left = facts["free"] if group is None else min(facts["free"], group)
     by = "" if left == facts["free"] else " by its control group"
-    text = f"{size(left)} of {size(facts['total'])} are left{by}"
+    text = f"{binary_size(left)} of {binary_size(facts['total'])} are left{by}"
     if left >= _GIB:
         return text
     advice = "end what uses it (ps aux --sort=-rss), or raise the limit of the container or the job"

@@ -55,16 +55,15 @@ def _together(rendezvous: Rendezvous, _: Seen, __: Asked) -> Facts:
     with listen(0, loopback=False) as listener:
         listener.settimeout(_PATIENCE)
         own = [listener.getsockname()[1], token.hex()]
-        places = rendezvous.gather("links/places", own)
+        addresses = rendezvous.gather("links/places", own)
         rounds = tournament(len(rendezvous.labels))
         seconds = max(_LEAST, min(_MOST, _ALL / len(rounds)))
         found = []
         for number, pairs in enumerate(rounds):
             pair = next((one for one in pairs if rendezvous.index in one), None)
             if pair is not None:
-                found.append(
-                    {"pair": pair, **_measure(rendezvous, pair, places, listener, seconds)}
-                )
+                rate = _measure(rendezvous, pair, addresses, listener, seconds)
+                found.append({"pair": pair, **rate})
             rendezvous.gather(f"links/{number}", True, _BARRIER)
         return found
 
@@ -72,16 +71,16 @@ def _together(rendezvous: Rendezvous, _: Seen, __: Asked) -> Facts:
 def _measure(
     rendezvous: Rendezvous,
     pair: tuple[int, int],
-    places: list[Facts],
+    addresses: list[Facts],
     listener: socket.socket,
     seconds: float,
 ) -> dict[str, Facts]:
     try:
         if rendezvous.index == pair[0]:
-            port, token = places[pair[1]]
+            port, token = addresses[pair[1]]
             place = (rendezvous.reach[pair[1]].address, port)
             return _call(place, bytes.fromhex(token), seconds)
-        return _answer(listener, bytes.fromhex(places[rendezvous.index][1]), seconds)
+        return _answer(listener, bytes.fromhex(addresses[rendezvous.index][1]), seconds)
     except OSError as error:
         if text := rendezvous.gone():
             raise LostError(text) from error

@@ -88,19 +88,16 @@ def clocks(seen: Seen) -> Iterator[Finding]:
     told = [facts for _, facts in seen.of("network")]
     for text in told[0]["clocks"] if told else ():
         yield Finding("warning", text, "set it: timedatectl set-ntp true, or chronyc makestep")
-    if why := _not_compared(seen, told):
+    why = ""
+    if seen.missed:
+        why = "not compared: the other nodes did not come"
+    elif told and "alone" in told[0]:
+        why = "one host has one clock"
+    elif not told and not any("network" in one["problems"] for one in seen.told):
+        why = "not compared: a node was lost before"
+    elif not told or ("problem" in told[0] and not told[0]["clocks"]):
+        why = "not compared: the network check failed"
+    if why:
         yield Finding("skipped", why)
     elif not told[0]["clocks"]:
         yield Finding("ok", f"within {CLOCK_TOLERANCE:g} s of that of {seen.labels[0]}")
-
-
-def _not_compared(seen: Seen, told: list[Facts]) -> str:
-    """Return why clocks were not compared, or not all of them."""
-    if seen.missed:
-        return "not compared: the other nodes did not come"
-    if told and "alone" in told[0]:
-        return "one host has one clock"
-    if not told and not any("network" in one["problems"] for one in seen.told):
-        return "not compared: a node was lost before"
-    failed = not told or ("problem" in told[0] and not told[0]["clocks"])
-    return "not compared: the network check failed" if failed else ""

@@ -35,13 +35,13 @@ def start(job: dict[str, Any]) -> list[dict[str, Any]]:
         Child(reduce).give({**job, "rank": job["first"] + local, "local": local})
         for local in range(job["here"])
     ]
-    told: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for child in children:
         try:
-            told.append(child.result(2 * _SECONDS))
+            results.append(child.result(2 * _SECONDS))
         except LostError as error:
-            told.append({"problem": str(error)})
-    return told
+            results.append({"problem": str(error)})
+    return results
 
 
 def reduce(job: dict[str, Any]) -> dict[str, Any]:
@@ -82,7 +82,8 @@ def _together(rendezvous: Rendezvous, seen: Seen, _: Asked) -> Facts:
         return {"skipped": "not all nodes reach each other"}
     counts = [ranks(told.get("gpus"), alone=seen.alone) for told in seen.told]
     gpus = all((told.get("gpus") or {}).get("gpus") for told in seen.told)
-    here = rendezvous.reach[rendezvous.index].interface if rendezvous.reach else _loopback()
+    own = rendezvous.reach[rendezvous.index] if rendezvous.reach else None
+    here = own.interface if own else next((one.name for one in interfaces() if one.loopback), None)
     store = host_store(0, loopback=not rendezvous.reach) if rendezvous.index == 0 else None
     job = {
         "address": rendezvous.reach[0].address if rendezvous.reach else LOOPBACK,
@@ -97,10 +98,6 @@ def _together(rendezvous: Rendezvous, seen: Seen, _: Asked) -> Facts:
         backend: starter.give({**job, "backend": backend}).result(3 * _SECONDS)
         for backend, starter in zip(backends, rendezvous.starters, strict=False)
     }
-
-
-def _loopback() -> str | None:
-    return next((one.name for one in interfaces() if one.loopback), None)
 
 
 @check("all-reduce", together=_together, seconds=60)
@@ -121,11 +118,8 @@ def all_reduce(seen: Seen) -> Iterator[Finding]:
             yield Finding("failure", text, advice)
         for label, count in wrong:
             text = f"{backend} on {len(each)} ranks: {seen.on(label)}{count} of {_ELEMENTS} sums are wrong"
-            yield Finding(
-                "failure", text, "take this node out: its memory or its network is defective"
-            )
+            advice = "take this node out: its memory or its network is defective"
+            yield Finding("failure", text, advice)
         if not failed and not wrong:
-            slowest = max(one["ms"] for _, one in each)
-            yield Finding(
-                "ok", f"{backend} on {len(each)} ranks: 1 MiB in {slowest:.0f} ms, all sums right"
-            )
+            took = f"1 MiB in {max(one['ms'] for _, one in each):.0f} ms"
+            yield Finding("ok", f"{backend} on {len(each)} ranks: {took}, all sums right")

@@ -11,15 +11,16 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep.tools.doctor.check import Asked, Facts, Finding, Level, Seen, check, check_each, size
+from lockstep.tools.doctor.check import Asked, Facts, Finding, Level, Seen, check, check_each
 from lockstep.tools.doctor.node_rendezvous import Rendezvous
+from lockstep.tools.quantities import binary_size
 
 _GIB = 1 << 30
 _PREFIX = ".lockstep-doctor-"
 
 
-def _place(run_dir: Path) -> Path:
-    """Return the directory in which a run would make its own: the nearest that this process can see."""
+def _existing(run_dir: Path) -> Path:
+    """Return the nearest directory that exists: a run would make its own there."""
     return next(one for one in (run_dir, *run_dir.absolute().parents) if _is_there(one))
 
 
@@ -29,7 +30,7 @@ def _is_there(path: Path) -> bool:
 
 
 def _look(asked: Asked) -> Facts:
-    place = _place(asked.run_dir)
+    place = _existing(asked.run_dir)
     facts = {"place": str(place.absolute())}
     if not place.is_dir():
         return facts | {"problem": "is a file; expected a directory"}
@@ -46,14 +47,14 @@ def _locks(directory: Path) -> str:
     """Return what is wrong with locks there; nothing if they keep a second one out."""
     with (directory / "lock").open("w") as first, (directory / "lock").open("w") as second:
         try:
-            fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _takes(first.fileno())
         except OSError as error:
             return f"has no locks (flock): {error.strerror}"
         return "gives one lock (flock) twice" if _takes(second.fileno()) else ""
 
 
 def _takes(file: int) -> bool:
-    """Return whether a lock can be had; not where another holds it.
+    """Take a lock; return whether it could be had.
 
     Raises:
         OSError: if the file system has no locks.
@@ -70,8 +71,6 @@ def _renames(directory: Path) -> str:
     old, new = directory / "old", directory / "new"
     old.write_text("1")
     new.write_text("2")
-    with old.open("rb") as file:
-        os.fsync(file.fileno())
     try:
         old.replace(new)
         (directory / "draft").mkdir()
@@ -96,10 +95,10 @@ def storage(facts: Facts) -> list[Finding] | str:
         if problem
     ]
     if facts["free"] < _GIB:
-        text = f"{size(facts['free'])} are free at {place}; expected at least 1 GiB"
+        text = f"{binary_size(facts['free'])} are free at {place}; expected at least 1 GiB"
         level: Level = "failure" if facts["free"] < _GIB // 64 else "warning"
         found.append(Finding(level, text, "free it, or choose another place with --run-dir"))
-    return found or f"{place}: locks, rename, {size(facts['free'])} free"
+    return found or f"{place}: locks, rename, {binary_size(facts['free'])} free"
 
 
 def _together(rendezvous: Rendezvous, seen: Seen, asked: Asked) -> Facts:
@@ -107,7 +106,7 @@ def _together(rendezvous: Rendezvous, seen: Seen, asked: Asked) -> Facts:
     if rendezvous.alone:
         return None
     path = (
-        _place(asked.run_dir)
+        _existing(asked.run_dir)
         / f"{_PREFIX}{rendezvous.gather('shared/name', secrets.token_hex(8))[0]}"
     )
     facts = {"sees": False, "takes": False, "problem": ""}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
+from lockstep.launch.devices.machine import processor
 from lockstep.tools.doctor.check import Asked, Facts, Finding, Seen, check
 from lockstep.world.devices import make_deterministic
 
@@ -27,24 +27,14 @@ def _look(_: Asked) -> Facts:
     for device in devices:
         make_deterministic(torch.device(device))
         facts[device] = {
-            "kind": _kind(device),
+            # The promise of the same bits is for one kind of hardware.
+            "kind": f"{processor()} ({torch.backends.cpu.get_cpu_capability()})"
+            if device == "cpu"
+            else str(accelerator.name(torch.device(device))),
             "exact": exact_digest(device),
             "twice": [ordinary_digest(device) for _ in range(2)],
         }
     return facts
-
-
-def _kind(device: str) -> str:
-    """Return the kind of hardware: the promise of the same bits is for one kind."""
-    import torch
-
-    from lockstep.world import accelerator
-
-    if device != "cpu":
-        return str(accelerator.name(torch.device(device)))
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((one.partition(": ")[2] for one in lines if one.startswith("model name")), "?")
-    return f"{model} ({torch.backends.cpu.get_cpu_capability()})"
 
 
 @check("training", look=_look, seconds=20)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lockstep.state.record.reading import Event
+from lockstep.tools.quantities import counted
 from lockstep.tools.report import timeline
 from lockstep.tools.report.charts import (
     Clock,
@@ -30,18 +31,23 @@ def title(runs: Sequence[Shown]) -> str:
 def sections(runs: Sequence[Shown]) -> list[Section]:
     """Return all sections of a report on `runs`."""
     clock = Clock(runs)
+    happened: list[Part] = []
+    for run in runs:
+        prefix = _prefix(run, runs)
+        happened.append(timeline.chart(run, clock, f"{prefix}Timeline"))
+        happened.append(timeline.table(run, f"{prefix}starts, failures, restarts and the end"))
     shares = [share_chart(run, _prefix(run, runs)) for run in runs]
     speed = [*speed_charts(runs, clock), *(chart for chart in shares if chart is not None)]
     machine = [chart for run in runs for chart in machine_charts(run, clock, _prefix(run, runs))]
-    held = [table for run in runs for table in _held(run, _prefix(run, runs))]
+    memory = [table for run in runs for table in _memory(run, _prefix(run, runs))]
     return [
         Section("Run" if len(runs) == 1 else "Runs", _about(runs)),
         Section("Losses and metrics", _or_text(curve_charts(runs), "The run logged no numbers.")),
         Section(
             "Speed", _or_text(speed, "No pace is recorded: no step was made, or an older version.")
         ),
-        Section("Memory and utilisation", _or_text([*machine, *held], "Nothing is recorded.")),
-        Section("What happened", [part for run in runs for part in _happened(run, clock, runs)]),
+        Section("Memory and utilisation", _or_text([*machine, *memory], "Nothing is recorded.")),
+        Section("What happened", happened),
     ]
 
 
@@ -53,14 +59,6 @@ def _or_text(parts: Sequence[Part], text: str) -> Sequence[Part]:
     return parts or [Text(text)]
 
 
-def _happened(run: Shown, clock: Clock, runs: Sequence[Shown]) -> list[Part]:
-    prefix = _prefix(run, runs)
-    return [
-        timeline.chart(run, clock, f"{prefix}Timeline"),
-        timeline.table(run, f"{prefix}starts, failures, restarts and the end"),
-    ]
-
-
 # --- what the runs are ---------------------------------------------------------------------------
 
 
@@ -70,31 +68,29 @@ def _about(runs: Sequence[Shown]) -> list[Part]:
         return [Facts({name: value for name, value in facts[0].items() if value is not None})]
     names = dict.fromkeys(name for one in facts for name in one)
     known = [name for name in names if any(one.get(name) is not None for one in facts)]
-    rows = [[name, *(_or_dash(one.get(name)) for one in facts)] for name in known]
+    rows = [
+        [name, *(None if one.get(name) is None else str(one[name]) for one in facts)]
+        for name in known
+    ]
     return [Text(_compared(facts)), Table(["", *(run.label for run in runs)], rows)]
 
 
 def _facts(run: Shown) -> dict[str, object]:
-    content, identity = run.recorded.run, run.identity
-    generations = run.generations
-    told: Mapping[str, Any] = {
+    content, generations = run.recorded.run, run.generations
+    newest = max(int(event.get("step", 0)) for events in run.ranks.values() for event in events)
+    return {
         "status": run.status,
         "verdict": _verdict(run),
         "error": content.get("error"),
         "digest": content.get("digest", _NONE),
-        "steps": content.get("steps", content.get("step", _newest_step(run))),
+        "steps": content.get("steps", content.get("step", newest)),
         "seconds (last start)": content.get("seconds"),
         "layout": _layout(generations[-1]) if generations else None,
         "generations": len(generations),
         "devices": _devices(run),
-        **_identity(identity),
+        **_identity(run.identity),
         "directory": run.recorded.directory,
     }
-    return dict(told)
-
-
-def _or_dash(value: object) -> str | None:
-    return None if value is None else str(value)
 
 
 def _verdict(run: Shown) -> str | None:
@@ -110,17 +106,10 @@ def _devices(run: Shown) -> str | None:
     return ", ".join(names) or None
 
 
-def _newest_step(run: Shown) -> int:
-    return max(int(event.get("step", 0)) for events in run.ranks.values() for event in events)
-
-
 def _layout(generation: Mapping[str, Any]) -> str:
-    ranks, nodes = generation.get("ranks", 1), generation.get("nodes", 1)
-    return f"{_count(ranks, 'rank')} on {_count(nodes, 'node')}, {generation.get('environment')}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+    ranks = counted(generation.get("ranks", 1), "rank")
+    nodes = counted(generation.get("nodes", 1), "node")
+    return f"{ranks} on {nodes}, {generation.get('environment')}"
 
 
 def _identity(identity: Mapping[str, Any]) -> dict[str, object]:
@@ -158,18 +147,21 @@ def _compared(facts: Sequence[Mapping[str, object]]) -> str:
     return f"{identity} {'The digests differ.' if differ('digest') else 'One digest.'}"
 
 
-# --- what each rank held -------------------------------------------------------------------------
+# --- memory of each rank -------------------------------------------------------------------------
 
 
-def _held(run: Shown, prefix: str) -> list[Table]:
-    """Return a table of what lay on each rank at the run's end, in MiB."""
+def _memory(run: Shown, prefix: str) -> list[Table]:
+    """Return a table of the memory of each rank at its end, in MiB."""
     found = {rank: _newest(events, "memory") for rank, events in run.ranks.items()}
     known = {rank: event for rank, event in found.items() if event is not None}
     names = dict.fromkeys(
         name for event in known.values() for name in event if name not in ("time", "kind")
     )
     rows = [
-        [f"rank {rank}", *(_mebibytes(event.get(name)) for name in names)]
+        [
+            f"rank {rank}",
+            *(event[name] / _MIB if event.get(name) is not None else None for name in names),
+        ]
         for rank, event in known.items()
     ]
     heads = (name.replace("_", " ") for name in names)
@@ -178,7 +170,3 @@ def _held(run: Shown, prefix: str) -> list[Table]:
 
 def _newest(events: Sequence[Event], kind: str) -> Event | None:
     return next((event for event in reversed(events) if event["kind"] == kind), None)
-
-
-def _mebibytes(value: float | None) -> float | None:
-    return None if value is None else value / _MIB

@@ -18,7 +18,7 @@ from rich.live import Live
 
 from lockstep.errors import PREEMPTED
 from lockstep.tools.watch.screen import Screen
-from lockstep.tools.watch.view import Moment, View
+from lockstep.tools.watch.view import Moment
 from lockstep.tools.watch.watcher import Watcher
 
 #: Exit code by how a run has ended; without one it continues.
@@ -72,23 +72,19 @@ def _lines(watcher: Watcher, seconds: float) -> int:
         view = watcher.look()
         for moment in view.moments[-_MOMENTS:]:
             if moment not in shown:
-                _say(f"{time.strftime('%H:%M:%S', time.localtime(moment.time))}  {moment.text}")
+                _print(f"{time.strftime('%H:%M:%S', time.localtime(moment.time))}  {moment.text}")
         shown = view.moments
-        _say(view.summary)
+        _print(view.summary)
         if view.status in _ENDS:
-            _say_end(view)
+            if view.end is not None:
+                _print(view.end)
             return _ENDS[view.status]
         time.sleep(seconds)
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
-
-
-def _say_end(view: View) -> None:
-    if view.end is not None:
-        _say(view.end)
 
 
 @contextlib.contextmanager

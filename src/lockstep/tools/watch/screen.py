@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.progress_bar import ProgressBar
@@ -10,7 +12,8 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.tools.watch.view import RankView, View, size
+from lockstep.tools.quantities import binary_size, counted
+from lockstep.tools.watch.view import RankView, View
 
 _COLOURS = {"running": "green", "finished": "green", "preempted": "yellow"}
 #: Lines that a short terminal keeps for moments and for the log.
@@ -47,7 +50,7 @@ class Screen:
         text.append(view.name, "bold").append("  ").append(view.status, f"bold {colour}")
         text.append(f"  {view.layout}")
         if view.restarts:
-            text.append(f"  {view.restarts} restart{'' if view.restarts == 1 else 's'}", "yellow")
+            text.append(f"  {counted(view.restarts, 'restart')}", "yellow")
         text.append(f"  {view.directory}", "dim")
         return text if view.end is None else Group(text, Text(view.end, colour))
 
@@ -85,18 +88,18 @@ class Screen:
         return Group(table, Text(f"and {left} more ranks", "dim")) if left else table
 
     def _cells(self, rank: RankView, *, on_gpu: bool) -> list[str]:
-        median = rank.measured("pace", "median")
-        cells = [
-            "" if rank.step is None else f"{rank.step:,}",
-            "" if median is None else _duration(median),
-            _percent(rank.share("data")),
-            _percent(rank.share("exchange")),
-            _number(rank.measured("machine", "cpu")),
-            _size(rank.measured("machine", "host")),
+        kinds: list[tuple[Any, Callable[[Any], str]]] = [
+            (rank.step, lambda step: f"{step:,}"),
+            (rank.measured("pace", "median"), _duration),
+            (rank.share("data"), _percent),
+            (rank.share("exchange"), _percent),
+            (rank.measured("machine", "cpu"), lambda cores: f"{cores:.2f}"),
+            (rank.measured("machine", "host"), binary_size),
         ]
         if on_gpu:
-            cells += [_size(rank.measured("machine", "device"))]
-            cells += [_percent(rank.measured("machine", "busy"))]
+            kinds.append((rank.measured("machine", "device"), binary_size))
+            kinds.append((rank.measured("machine", "busy"), _percent))
+        cells = ["" if value is None else form(value) for value, form in kinds]
         if self._view.status == "running":
             heard = f"{_clock(self._view.time - rank.time)} ago"
             cells.append(heard if rank.time else "never")
@@ -107,7 +110,7 @@ class Screen:
             yield Rule("what happened", style="dim", align="left")
             for moment in self._view.moments[-count:]:
                 text = Text(no_wrap=True, overflow="ellipsis").append(
-                    f"{_hour(moment.time)}  ", "dim"
+                    f"{time.strftime('%H:%M:%S', time.localtime(moment.time))}  ", "dim"
                 )
                 yield text.append(moment.text, "red" if moment.is_bad else "")
 
@@ -117,10 +120,6 @@ class Screen:
             yield Rule("log", style="dim", align="left")
             for line in lines:
                 yield Text(line, no_wrap=True, overflow="ellipsis")
-
-
-def _hour(moment: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(moment))
 
 
 def _clock(seconds: float) -> str:
@@ -135,13 +134,5 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
 
 
-def _percent(part: float | None) -> str:
-    return "" if part is None else f"{part:.0%}"
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
-
-
-def _size(value: float | None) -> str:
-    return "" if value is None else size(value)
+def _percent(part: float) -> str:
+    return f"{part:.0%}"

@@ -8,10 +8,10 @@ from typing import Any
 
 from lockstep.state.files.lock import status
 from lockstep.state.record.reading import Event
+from lockstep.tools.quantities import binary_size, counted
 
 #: Seconds without news after which a rank's pace is no longer that of now.
 _STALE = 10.0
-_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 @dataclass(slots=True)
@@ -138,27 +138,24 @@ class View:
 
     @property
     def memory(self) -> int | None:
-        """Bytes that all ranks hold, of their hosts' memory."""
-        held = [rank.measured("machine", "host") for rank in self.ranks.values()]
-        known = [one for one in held if one is not None]
+        """Bytes of host memory in use by all ranks."""
+        measured = [rank.measured("machine", "host") for rank in self.ranks.values()]
+        known = [one for one in measured if one is not None]
         return sum(known) if known else None
 
     @property
     def end(self) -> str | None:
-        """What is to be said about how the run ended; `None` for nothing, or while it continues."""
+        """The digest, or why the run failed; `None` for neither, or while it continues."""
         if self.status == "dead":
             return (
                 "no process of this run is left; "
                 f"the same command with --run-dir {self.directory} continues it"
             )
-        said = {"finished": self.content.get("digest"), "failed": self._cause}.get(self.status)
-        return None if said is None else str(said).partition("\n")[0]
-
-    @property
-    def _cause(self) -> Any:
-        """Why the run failed: the launcher's verdict, else the main rank's error, maybe a consequence."""
+        # The main rank's error may be a consequence of what the launcher saw.
         failures = [moment.text for moment in self.moments if moment.is_bad]
-        return failures[-1] if failures else self.content.get("error")
+        cause = failures[-1] if failures else self.content.get("error")
+        text = {"finished": self.content.get("digest"), "failed": cause}.get(self.status)
+        return None if text is None else str(text).partition("\n")[0]
 
     @property
     def summary(self) -> str:
@@ -167,19 +164,6 @@ class View:
         parts += [f"{name} {value:.4g}" for name, value in self.values.items()]
         parts.append(None if self.rate is None else f"{self.rate:,.0f} samples/s")
         parts.append(self.layout)
-        parts.append(None if self.memory is None else f"memory {size(self.memory)}")
+        parts.append(None if self.memory is None else f"memory {binary_size(self.memory)}")
         parts.append(counted(self.restarts, "restart") if self.restarts else None)
         return "  ".join(part for part in parts if part)
-
-
-def counted(number: int, what: str) -> str:
-    """Return `1 rank`, `2 ranks`."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def size(count: float) -> str:
-    """Return a number of bytes as it is read."""
-    unit, factor = next(((u, f) for u, f in _UNITS if count >= f), ("B", 1))
-    return (
-        f"{count / factor:.3g} {unit}" if count / factor < 100 else f"{count / factor:.0f} {unit}"
-    )

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from lockstep.errors import UsageError
 from lockstep.state.files.lock import DirectoryLock, Owner
+from lockstep.tools.quantities import binary_size
 from lockstep.tools.watch.screen import Screen
-from lockstep.tools.watch.view import size
 from lockstep.tools.watch.watcher import Watcher, newest, plain
 from tests.recorded import Run
 
@@ -186,9 +186,9 @@ def test_lines_cannot_steer_the_terminal(line: str, seen: str) -> None:
 
 
 def test_sizes() -> None:
-    assert [size(n) for n in (512, 2048, 150 * 2**20, 3 * 2**30 // 2)] == [
-        "512 B",
-        "2 KiB",
+    assert [binary_size(n) for n in (512, 2048, 150 * 2**20, 3 * 2**30 // 2)] == [
+        "512 bytes",
+        "2.0 KiB",
         "150 MiB",
         "1.5 GiB",
     ]

@@ -67,3 +67,17 @@ def three(value: float) -> str:
         return "0"
     digits = max(0, 2 - math.floor(math.log10(abs(value))))
     return f"{value:,.{digits}f}"
+
+
+def binary_size(value: float) -> str:
+    """Return a number of bytes with a binary unit, such as `1.5 GiB`."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "bytes" or value >= 100 else f"{value:.1f} {unit}"
+
+
+def counted(number: int, what: str) -> str:
+    """Return `1 rank`, `2 ranks`."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
