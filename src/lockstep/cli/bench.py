@@ -8,15 +8,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.cli import setting_flags
-from lockstep.cli.directory import add_keep, kept_directory
 from lockstep.cli.parser import Parser
+from lockstep.cli.several_launches import add_flags, kept_directory, run_command
 from lockstep.errors import OutputError, UsageError
-from lockstep.settings import OF_SERVERS
 
 if TYPE_CHECKING:
     from lockstep.tools.bench.benchmark import Benchmark
-    from lockstep.tools.bench.projection import Link
 
 _EPILOG = """\
 The script runs on every combination of ranks, strategies and exchanges, K times, in rounds: all
@@ -40,14 +37,15 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         epilog=_EPILOG,
         examples=_EXAMPLES,
     )
-    parser.takes_script = True
-    parser.advice = lambda options, left: (
-        f"arguments of the script come after --: lockstep bench {options.target} -- {' '.join(left)}"
-    )
     _add_what(parser)
     _add_outputs(parser)
-    setting_flags.add_training(parser)
-    parser.add_argument("target", metavar="SCRIPT", help="the script to measure")
+    add_flags(
+        parser,
+        "bench",
+        replicas="replicas on all layouts (default: the number of ranks)",
+        threads="intra-op threads per rank (default: the script's, else cores / the most ranks)",
+        kept="keep the run directories in DIR",
+    )
     parser.set_defaults(handler=handle)
 
 
@@ -65,16 +63,6 @@ def _add_what(parser: Parser) -> None:
         help="run each number of ranks with each exchange: tree,shared-memory",
     )
     add("--repeat", type=int, default=3, metavar="K", help="number of measured rounds (default: 3)")
-    setting_flags.add(
-        parser, "replicas", help="replicas on all layouts (default: the number of ranks)"
-    )
-    setting_flags.add(
-        parser,
-        "threads",
-        help="intra-op threads per rank (default: the script's, else the cores divided by the most ranks)",
-    )
-    one = {"choices": ("auto", "cpu", "gpu"), "metavar": None, "help": "devices of the ranks"}
-    setting_flags.add(parser, "devices", **one)
     add(
         "--restart",
         action=argparse.BooleanOptionalAction,
@@ -99,7 +87,6 @@ def _add_outputs(parser: Parser) -> None:
     )
     add("--json", type=Path, metavar="FILE", help="write the results to FILE")
     add("--html", type=Path, metavar="FILE", help="write a page with charts to FILE")
-    add_keep(parser, "keep the run directories in DIR")
 
 
 def handle(options: argparse.Namespace) -> int:
@@ -107,53 +94,39 @@ def handle(options: argparse.Namespace) -> int:
     benchmark = _benchmark(options)
     _check_outputs(options)
     with kept_directory(options.keep_runs, "bench") as directory:
-        content = benchmark.run(directory, _say, keep=options.keep_runs is not None)
+        content = benchmark.run(directory, _report, keep=options.keep_runs is not None)
     refused = benchmark.compare(content)
-    _tell(content, options)
+    _write(content, options)
     if refused is not None:
         raise refused  # after what was measured
     return 1 if any(row["verdict"] for row in content["results"]) else 0
 
 
 def _benchmark(options: argparse.Namespace) -> Benchmark:
-    from lockstep.launch.command import RunCommand, choose_strategies
-    from lockstep.launch.given import Given
-    from lockstep.launch.target.target import check_script
     from lockstep.tools.bench.benchmark import Benchmark
     from lockstep.tools.bench.combinations import choose_exchanges, combine, parse_counts
-
-    # What cannot work is refused before anything runs.
-    Given(**setting_flags.given(options, setting_flags.SHARED))
-    of_servers = setting_flags.words(options, OF_SERVERS)
-    strategies = choose_strategies(options.strategy, options.strategies, of_servers)
-    exchanges = choose_exchanges(options.exchange, options.exchanges)
-    check_script(options.target)
-    script = [options.target, *options.script_args]
-    return Benchmark(
-        command=RunCommand(script, _run_options(options), of_servers),
-        combinations=combine(parse_counts("--ranks", options.ranks), strategies, exchanges),
-        repeat=options.repeat,
-        restarts=options.restart,
-        wanted=parse_counts("--project", options.project) if options.project else [],
-        link=_link(options),
-        other=options.compare,
-    )
-
-
-def _link(options: argparse.Namespace) -> Link:
-    """Return what is given of the link to project to."""
     from lockstep.tools.bench.projection import Link
     from lockstep.tools.quantities import parse_bandwidth, parse_latency
 
+    command, strategies = run_command(options, "exchange")
+    exchanges = choose_exchanges(options.exchange, options.exchanges)
     for flag, value in (("--bandwidth", options.bandwidth), ("--latency", options.latency)):
         if value is not None and options.project is None:
             raise UsageError(
                 f"{flag} without --project; expected both: it is of the link to project to",
                 hint=f"for example --project 8,64 {flag} {value}",
             )
-    return Link(
-        None if options.bandwidth is None else parse_bandwidth(options.bandwidth),
-        None if options.latency is None else parse_latency(options.latency),
+    return Benchmark(
+        command=command,
+        combinations=combine(parse_counts("--ranks", options.ranks), strategies, exchanges),
+        repeat=options.repeat,
+        restarts=options.restart,
+        wanted=parse_counts("--project", options.project) if options.project else [],
+        link=Link(
+            None if options.bandwidth is None else parse_bandwidth(options.bandwidth),
+            None if options.latency is None else parse_latency(options.latency),
+        ),
+        other=options.compare,
     )
 
 
@@ -168,31 +141,23 @@ def _check_outputs(options: argparse.Namespace) -> None:
             raise UsageError(f"{flag} {path}: expected a file in a directory that exists")
 
 
-def _run_options(options: argparse.Namespace) -> list[str]:
-    ours = ("strategy", "exchange", *OF_SERVERS)
-    return setting_flags.words(options, [name for name in setting_flags.SHARED if name not in ours])
-
-
-def _say(line: str) -> None:
+def _report(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _tell(content: dict[str, Any], options: argparse.Namespace) -> None:
+def _write(content: dict[str, Any], options: argparse.Namespace) -> None:
+    """Print the results, and write the files that were asked for."""
     from rich.console import Console
 
     from lockstep.tools.bench import table
 
     table.show(content, Console())
     if options.json is not None:
-        _write(options.json, json.dumps(content, indent=1) + "\n")
+        try:
+            options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise OutputError(f"{options.json} cannot be written: {error.strerror}") from None
     if options.html is not None:
         from lockstep.tools.bench.charts import write
 
         write(options.html, content)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise OutputError(f"{path} cannot be written: {error.strerror}") from None

@@ -13,7 +13,7 @@ from lockstep.settings import TABLE
 
 if TYPE_CHECKING:
     from lockstep.launch.spec import LaunchSpec
-    from lockstep.launch.streams import Bits, Streams
+    from lockstep.launch.streams import Bits
     from lockstep.launch.torchrun import Asked
 
 _EPILOG = """\
@@ -48,8 +48,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     nodes.add(parser, elastic=True)
     setting_flags.add_training(parser)
     _add_start(parser)
-    tolerance = parser.add_argument_group("fault tolerance")
-    setting_flags.add(tolerance, *setting_flags.of_group("fault tolerance"))
+    setting_flags.add_group(parser.add_argument_group("fault tolerance"), "fault tolerance")
     _add_records(parser)
     torchrun.add_flags(parser)
     parser.add_script("the script to run, or with -m a module")
@@ -73,7 +72,7 @@ def handle(options: argparse.Namespace) -> int:
 
 
 def read(options: argparse.Namespace, asked: Asked) -> tuple[LaunchSpec, tuple[str, ...]]:
-    """Return the launch that `options` describe, and what the user is told of them.
+    """Return the launch that `options` describe, and notes for the user.
 
     Args:
         options: the parsed words.
@@ -84,8 +83,11 @@ def read(options: argparse.Namespace, asked: Asked) -> tuple[LaunchSpec, tuple[s
     """
     from lockstep.launch.given import Given
     from lockstep.launch.spec import LaunchSpec, parse_ranks
+    from lockstep.launch.streams import Streams, parse_ranks_filter
     from lockstep.launch.torchrun import rendezvous_nodes
 
+    bound = {"bind": "cores"} if asked.numa_binding else {}
+    flags = setting_flags.given(options, (name for name, one in TABLE.items() if one.flag))
     several, notes = rendezvous_nodes(asked, nodes.given(options))
     spec = LaunchSpec(
         target=options.target,
@@ -93,10 +95,14 @@ def read(options: argparse.Namespace, asked: Asked) -> tuple[LaunchSpec, tuple[s
         args=of_script(options.args),
         n=None if options.n is None else parse_ranks(options.n),
         start=asked.start(options.start),
-        settings=Given(**_settings(options, asked)),
+        settings=Given(**bound | flags),
         signals=asked.signals,
         log_dir=options.log_dir,
-        streams=_streams(options),
+        streams=Streams(
+            redirects=options.redirects,
+            tee=options.tee,
+            only=parse_ranks_filter(options.local_ranks_filter or ""),
+        ),
         role=options.role,
         local_rank_option=options.local_rank_option,
         nodes=several,
@@ -116,21 +122,6 @@ def _command(options: argparse.Namespace) -> tuple[str, ...]:
         elif flag not in ("--resume", "--fresh") and not flag.startswith("--run-dir="):
             kept.append(word)
     return (*kept, *script)
-
-
-def _settings(options: argparse.Namespace, asked: Asked) -> dict[str, object]:
-    bound = {"bind": "cores"} if asked.numa_binding else {}
-    return bound | setting_flags.given(options, (name for name, one in TABLE.items() if one.flag))
-
-
-def _streams(options: argparse.Namespace) -> Streams:
-    from lockstep.launch.streams import Streams, parse_ranks_filter
-
-    return Streams(
-        redirects=options.redirects,
-        tee=options.tee,
-        only=parse_ranks_filter(options.local_ranks_filter or ""),
-    )
 
 
 def _bits_of(flag: str) -> Callable[[str], Bits]:
@@ -154,8 +145,7 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
         help="number of ranks, or cpu (one per core), gpu (one per GPU), auto (gpu, else cpu) "
         "(default: 1, or one for each of --devices)",
     )
-    setting_flags.add(group, "replicas", "devices", "threads")
-    setting_flags.add(group, "bind", choices=TABLE["bind"].choices)
+    setting_flags.add_group(group, "layout")
 
 
 def _add_start(parser: argparse.ArgumentParser) -> None:
@@ -201,7 +191,7 @@ def _add_start(parser: argparse.ArgumentParser) -> None:
 
 def _add_records(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("records")
-    setting_flags.add(group, "run_dir", "resume", "fresh")
+    setting_flags.add_group(group, "records")
     group.add_argument(
         "-t",
         "--tee",
@@ -224,4 +214,3 @@ def _add_records(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="directory of log files; a launch makes a new folder in it",
     )
-    setting_flags.add(group, "loggers", "stop_on_nan")

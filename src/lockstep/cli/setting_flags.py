@@ -9,45 +9,45 @@ from typing import Any
 from lockstep.settings import TABLE, Setting, boolean, names
 
 
-def of_group(group: str) -> tuple[str, ...]:
-    """Return the settings whose flags are in a group."""
-    return tuple(name for name, one in TABLE.items() if one.flag and one.flag[0] == group)
+def add_group(group: argparse._ActionsContainer, named: str) -> None:
+    """Add the flags of all settings whose row names a group, such as `training`."""
+    add(group, *(name for name, one in TABLE.items() if one.flag and one.flag[0] == named))
 
 
-#: The settings that every such verb has flags for.
-OF_TRAINING = of_group("training")
-SHARED = ("replicas", "threads", "devices", *OF_TRAINING)
+#: The settings that every verb that starts runs has flags for.
+SHARED = (
+    *("replicas", "threads", "devices"),
+    *(name for name, one in TABLE.items() if one.flag and one.flag[0] == "training"),
+)
 
 
 def add(group: argparse._ActionsContainer, *chosen: str, **changed: Any) -> None:
-    """Add the flags of settings to a group of a verb's flags."""
+    """Add the flags of settings to a group; `changed` replaces what their rows say to `add_argument`."""
     for name in chosen:
         group.add_argument(TABLE[name].option, **{**_keywords(TABLE[name]), **changed})
 
 
 def _keywords(setting: Setting) -> dict[str, Any]:
-    """Return what `add_argument` is told: a flag that is not given leaves `None`."""
+    """Return the keywords of `add_argument`: a flag that is not given leaves `None`."""
     assert setting.flag is not None
-    known: dict[str, Any] = {"dest": setting.name, "default": None, "help": _help(setting)}
+    choices = f"; one of {', '.join(setting.choices)}" if setting.choices else ""
+    default = "" if setting.parse is boolean else f" (default: {setting.said_default})"
+    text = f"{setting.help}{choices}{default}".replace("`", "")
+    known: dict[str, Any] = {"dest": setting.name, "default": None, "help": text}
     if setting.parse is boolean:
         both = argparse.BooleanOptionalAction if setting.negatable else "store_true"
         return known | {"action": both}
-    known["metavar"] = setting.flag[1].partition(" ")[2] or None
+    metavar = setting.flag[1].partition(" ")[2] or None
+    known |= {"metavar": metavar} if metavar else {"choices": setting.choices}
     if setting.parse is names:
         return known | {"action": "append"}
     return known | {"type": setting.parse}
 
 
-def _help(setting: Setting) -> str:
-    choices = f"; one of {', '.join(setting.choices)}" if setting.choices else ""
-    default = "" if setting.parse is boolean else f" (default: {setting.said_default})"
-    return f"{setting.help}{choices}{default}".replace("`", "")
-
-
 def add_training(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say how a run trains."""
     title = "training", "Each flag wins over the argument of lockstep.Run."
-    add(parser.add_argument_group(*title), *OF_TRAINING)
+    add_group(parser.add_argument_group(*title), "training")
 
 
 def given(options: argparse.Namespace, chosen: Iterable[str]) -> dict[str, Any]:

@@ -111,7 +111,7 @@ def _add_start(group: argparse._ArgumentGroup) -> None:
         metavar="NAME,…",
         help="signals, beside TERM, INT and HUP, that end the launch and are forwarded to the ranks",
     )
-    setting_flags.add(group, "shutdown_timeout")
+    setting_flags.add_group(group, "torchrun")
 
 
 def _add_without_effect(group: argparse._ArgumentGroup) -> None:

@@ -9,11 +9,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from lockstep.cli import setting_flags
-from lockstep.cli.directory import add_keep, kept_directory
 from lockstep.cli.parser import Parser
+from lockstep.cli.several_launches import add_flags, kept_directory, run_command
 from lockstep.errors import UsageError
-from lockstep.settings import OF_SERVERS
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -50,10 +48,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         epilog=_EPILOG,
         examples=_EXAMPLES,
     )
-    parser.takes_script = True
-    parser.advice = lambda options, left: (
-        f"arguments of the script come after --: lockstep verify {options.target} -- {' '.join(left)}"
-    )
     parser.add_argument(
         "--layouts",
         action="append",
@@ -71,18 +65,13 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "--seed", type=int, metavar="S", help="seed of the times of the kills (default: 0)"
     )
-    setting_flags.add(
-        parser,
-        "replicas",
-        help="replicas on all layouts (default: the ranks of the largest layout)",
-    )
-    setting_flags.add(parser, "threads")
-    one = {"choices": ("auto", "cpu", "gpu"), "metavar": None, "help": "devices of the ranks"}
-    setting_flags.add(parser, "devices", **one)
-    setting_flags.add_training(parser)
     parser.add_argument("--json", action="store_true", help="print the verdict as JSON")
-    add_keep(parser, "keep the run directories and traces in DIR")
-    parser.add_argument("target", metavar="SCRIPT", help="the script to verify")
+    add_flags(
+        parser,
+        "verify",
+        replicas="replicas on all layouts (default: the ranks of the largest layout)",
+        kept="keep the run directories and traces in DIR",
+    )
     parser.set_defaults(handler=handle)
 
 
@@ -101,24 +90,15 @@ def one_layout_each(words: Sequence[str]) -> list[str]:
 
 def handle(options: argparse.Namespace) -> int:
     """Verify what `options` say; return the exit code."""
-    from lockstep.launch.command import RunCommand, choose_strategies
-    from lockstep.launch.given import Given
-    from lockstep.launch.target.target import check_script
     from lockstep.tools.verify.layouts import parse
     from lockstep.tools.verify.running import Work
     from lockstep.tools.verify.verdict import judge, outcomes
 
-    # What cannot work is refused before anything runs.
-    Given(**setting_flags.given(options, setting_flags.SHARED))
-    of_servers = setting_flags.words(options, OF_SERVERS)
-    strategies = choose_strategies(options.strategy, options.strategies, of_servers)
+    command, strategies = run_command(options)
     layouts = parse(options.layouts or ["1,2"], _storm(options), strategies)
-    check_script(options.target)
-    script = [options.target, *options.script_args]
-    ranks = max(layout.ranks for layout in layouts)
+    work = Work(command, replicas=max(layout.ranks for layout in layouts))
     with kept_directory(options.keep_runs, "verify") as directory:
         done = []
-        work = Work(RunCommand(script, _run_options(options), of_servers), replicas=ranks)
         for outcome in outcomes(layouts, work, directory):
             done.append(outcome)
             if not options.json:
@@ -144,11 +124,6 @@ def _storm(options: argparse.Namespace) -> Storm | None:
     if options.kills < 1:
         raise UsageError(f"--kills is {options.kills}; expected at least 1")
     return Storm(options.kills, options.seed or 0)
-
-
-def _run_options(options: argparse.Namespace) -> list[str]:
-    ours = ("strategy", *OF_SERVERS)
-    return setting_flags.words(options, [name for name in setting_flags.SHARED if name not in ours])
 
 
 def _show_outcome(outcome: Outcome) -> None:

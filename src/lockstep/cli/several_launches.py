@@ -1,0 +1,75 @@
+"""Flags and directories of verbs that start a script many times: `verify` and `bench`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.cli import setting_flags
+from lockstep.cli.parser import Parser
+from lockstep.errors import UsageError
+from lockstep.settings import OF_SERVERS
+
+if TYPE_CHECKING:
+    from lockstep.launch.command import RunCommand
+
+
+def add_flags(parser: Parser, verb: str, *, replicas: str, kept: str, threads: str = "") -> None:
+    """Add the flags of the runs, and SCRIPT; some have a help of the verb's own."""
+    parser.takes_script = True
+    parser.advice = lambda options, left: (
+        f"arguments of the script come after --: lockstep {verb} {options.target} -- {' '.join(left)}"
+    )
+    setting_flags.add(parser, "replicas", help=replicas)
+    setting_flags.add(parser, "threads", **({"help": threads} if threads else {}))
+    kinds = {"choices": ("auto", "cpu", "gpu"), "metavar": None, "help": "devices of the ranks"}
+    setting_flags.add(parser, "devices", **kinds)
+    setting_flags.add_training(parser)
+    parser.add_argument("--keep-runs", type=Path, metavar="DIR", help=kept)
+    # Its name before `lockstep run --keep N` was a flag.
+    parser.add_argument("--keep", dest="keep_runs", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("target", metavar="SCRIPT", help=f"the script to {verb}")
+
+
+def run_command(
+    options: argparse.Namespace, *chosen_here: str
+) -> tuple[RunCommand, Sequence[str | None]]:
+    """Return the command of every launch, without the settings that each chooses, and the strategies.
+
+    Raises:
+        UsageError: if a flag cannot work: before anything runs.
+    """
+    from lockstep.launch.command import RunCommand, choose_strategies
+    from lockstep.launch.given import Given
+    from lockstep.launch.target.target import check_script
+
+    Given(**setting_flags.given(options, setting_flags.SHARED))
+    of_servers = setting_flags.words(options, OF_SERVERS)
+    strategies = choose_strategies(options.strategy, options.strategies, of_servers)
+    check_script(options.target)
+    own = ("strategy", *OF_SERVERS, *chosen_here)
+    words = setting_flags.words(options, (name for name in setting_flags.SHARED if name not in own))
+    return RunCommand([options.target, *options.script_args], words, of_servers), strategies
+
+
+@contextlib.contextmanager
+def kept_directory(keep: Path | None, verb: str) -> Iterator[Path]:
+    """Give a directory for the runs of a verb: `keep`, or a temporary one.
+
+    Raises:
+        UsageError: if `keep` exists already.
+    """
+    if keep is not None:
+        if keep.exists():
+            raise UsageError(
+                f"{keep} exists already; expected a new directory",
+                hint="name another with --keep-runs",
+            )
+        yield keep
+        return
+    with tempfile.TemporaryDirectory(prefix=f"lockstep-{verb}-") as directory:
+        yield Path(directory)
