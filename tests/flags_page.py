@@ -36,7 +36,7 @@ this page. Flags of [settings](settings.md) have an environment variable, too.
 
 def written() -> str:
     """Return the page."""
-    parser = cli._parser()
+    parser = cli.whole_parser()
     seen: dict[tuple[str, ...], str] = {}
     sections = [line for name, verb in parser.verbs.items() for line in _verb(name, verb, seen)]
     return _HEAD + "\n".join([*_overview(parser), *sections])

@@ -16,7 +16,7 @@ from tests.console import REASONS, Block, blocks, commands, flags_of_spans, matc
 from tests.ports import ROOT
 
 BLOCKS = list(blocks())
-VERBS = cli._parser().verbs
+VERBS = cli.whole_parser().verbs
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def _messages() -> Iterator[tuple[str, str]]:
             yield from ((kind, text) for text in pair)
     for name, setting in TABLE.items():
         yield name, setting.help
-    whole = cli._parser()
+    whole = cli.whole_parser()
     for parser in (whole, *whole.verbs.values()):
         groups = [group.description for group in parser._action_groups]
         flags = [action.help for action in parser._actions if action.help != argparse.SUPPRESS]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from lockstep.cli import _parser
+from lockstep.cli import whole_parser
 from tests import flags_page
 
 
@@ -16,7 +16,7 @@ def test_the_page_is_current() -> None:
 
 def test_each_flag_is_on_the_page() -> None:
     sections = dict(re.findall(r"(?ms)^## lockstep (\w+)\n(.*?)(?=^## |\Z)", flags_page.written()))
-    verbs = _parser().verbs
+    verbs = whole_parser().verbs
     assert sections.keys() == verbs.keys()
     for name, verb in verbs.items():
         linked = [

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli import _parser, setting_flags
+from lockstep.cli import setting_flags, whole_parser
 from lockstep.errors import UsageError
 from lockstep.launch.given import Given
 from lockstep.settings import OF_RUNS, OF_SCRIPTS, TABLE, Settings, from_environment
@@ -51,7 +51,7 @@ def test_the_page_of_the_manual_is_current() -> None:
 
 @pytest.mark.parametrize("verb", ["run", "submit", "verify", "bench"])
 def test_flags_that_are_not_given_say_nothing(verb: str) -> None:
-    options = _parser().parse_args([verb, "train.py"])
+    options = whole_parser().parse_args([verb, "train.py"])
     assert setting_flags.given(options, setting_flags.SHARED) == {}
     assert setting_flags.words(options, setting_flags.SHARED) == []
 
@@ -59,7 +59,7 @@ def test_flags_that_are_not_given_say_nothing(verb: str) -> None:
 def test_flags_are_read_and_handed_on_as_they_were_given() -> None:
     words = ["--replicas", "4", "--strategy", "fsdp", "--sync-every", "8", "--mesh", "2x1"]
     words += ["--staleness", "0", "--no-exact"]
-    options = _parser().parse_args(["verify", *words, "train.py"])
+    options = whole_parser().parse_args(["verify", *words, "train.py"])
     found = setting_flags.given(options, setting_flags.SHARED)
     assert found == {
         "replicas": 4,
@@ -72,7 +72,7 @@ def test_flags_are_read_and_handed_on_as_they_were_given() -> None:
     handed_on = setting_flags.words(options, setting_flags.SHARED)
     assert (
         setting_flags.given(
-            _parser().parse_args(["run", *handed_on, "train.py"]), setting_flags.SHARED
+            whole_parser().parse_args(["run", *handed_on, "train.py"]), setting_flags.SHARED
         )
         == found
     )

@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lockstep import unknown_variables as variables
 from lockstep.cli import (
@@ -39,6 +39,11 @@ _EXAMPLES = {
 }
 
 
+#: Each verb is a module with HELP, USAGE, EPILOG, EXAMPLES, `add_flags` and `handle`.
+_VERBS: tuple[Any, ...] = (
+    *(run, submit, verify, check, convert, doctor),
+    *(bench, export, report, watch, completion),
+)
 #: Verbs that start runs.
 _STARTING = ("run", "submit", "verify", "bench")
 
@@ -78,7 +83,7 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     words, script_args = split(given)
     if words[:1] == ["verify"]:
         words = verify.one_layout_each(words)
-    parser = _parser()
+    parser = whole_parser()
     for verb in parser.verbs.values():
         verb.takes_script = verb.takes_script and "--" not in given
     return parser.parse_args(words, argparse.Namespace(script_args=script_args, words=given))
@@ -95,7 +100,8 @@ def _end_as_exceptions_do() -> None:
             signal.signal(number, end)
 
 
-def _parser() -> Parser:
+def whole_parser() -> Parser:
+    """Return the parser of the whole command line."""
     parser = Parser(
         prog="lockstep",
         description="Train PyTorch models on any number of devices, with the same result on each.",
@@ -105,17 +111,12 @@ def _parser() -> Parser:
     parser.set_defaults(handler=lambda _: print(parser.format_help(), end="") or 0)
     parser.add_argument("--version", action="version", version=f"lockstep {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND")
-    run.add_parser(subparsers)
-    submit.add_parser(subparsers)
-    verify.add_parser(subparsers)
-    check.add_parser(subparsers)
-    convert.add_parser(subparsers)
-    doctor.add_parser(subparsers)
-    bench.add_parser(subparsers)
-    export.add_parser(subparsers)
-    report.add_parser(subparsers)
-    watch.add_parser(subparsers)
-    completion.add_parser(subparsers, parser)
+    for verb in _VERBS:
+        name = verb.__name__.rpartition(".")[2]
+        words = {"help": verb.HELP, "usage": f"lockstep {name} {verb.USAGE}", "epilog": verb.EPILOG}
+        own = subparsers.add_parser(name, examples=verb.EXAMPLES, **words)
+        own.set_defaults(handler=verb.handle)
+        verb.add_flags(own)
     return parser
 
 

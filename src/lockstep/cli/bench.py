@@ -9,44 +9,38 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.cli.parser import Parser
-from lockstep.cli.several_launches import add_flags, kept_directory, run_command
+from lockstep.cli.several_launches import add_shared_flags, kept_directory, run_command
 from lockstep.errors import OutputError, UsageError
 
 if TYPE_CHECKING:
     from lockstep.tools.bench.benchmark import Benchmark
 
-_EPILOG = """\
+HELP = "measure a script on several layouts, and project it to others"
+USAGE = "[options] SCRIPT [[--] ARG ...]"
+EPILOG = """\
 The script runs on every combination of ranks, strategies and exchanges, K times, in rounds: all
 combinations, then all again. The first step of each run is left out. Arguments for the script come
 last, or after `--`. A script without lockstep.Run is measured by its wall time. Exit codes: 0 done, 1
 the script failed on a layout (the others are reported), 2 usage, or results that do not compare.
 """
-_EXAMPLES = {
+EXAMPLES = {
     "lockstep bench train.py --ranks 1,2,4": "compare 1, 2 and 4 ranks",
     "lockstep bench train.py --project 8,64 --html bench.html": "project to 8 and 64 ranks, with charts",
     "lockstep bench train.py -- --epochs 1": "--epochs 1 is for the script",
 }
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """Add this verb to the command line."""
-    parser = subparsers.add_parser(
-        "bench",
-        help="measure a script on several layouts, and project it to others",
-        usage="lockstep bench [options] SCRIPT [[--] ARG ...]",
-        epilog=_EPILOG,
-        examples=_EXAMPLES,
-    )
+def add_flags(parser: Parser) -> None:
+    """Add the flags of this verb."""
     _add_what(parser)
     _add_outputs(parser)
-    add_flags(
+    add_shared_flags(
         parser,
         "bench",
         replicas="replicas on all layouts (default: the number of ranks)",
         threads="intra-op threads per rank (default: the script's, else cores / the most ranks)",
         kept="keep the run directories in DIR",
     )
-    parser.set_defaults(handler=handle)
 
 
 def _add_what(parser: Parser) -> None:

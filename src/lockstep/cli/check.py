@@ -17,28 +17,23 @@ if TYPE_CHECKING:
     from lockstep.tools.check.engine import Outcome
     from lockstep.tools.check.source import Module
 
-_EPILOG = """\
+HELP = "find what breaks, hangs or slows a distributed script"
+USAGE = "[options] PATH [PATH ...]"
+EPILOG = """\
 Rules are for scripts of torch.distributed, Accelerate, Fabric and Lockstep; other files are skipped.
 `# lockstep: ignore[LS201]` on its line silences a finding; [tool.lockstep.check] in pyproject.toml has
 select and ignore. Exit codes: 0 no findings, or all fixed; 1 findings, or with --diff something to fix;
 2 usage.
 """
-_EXAMPLES = {
+EXAMPLES = {
     "lockstep check train.py": "show what breaks, hangs or slows the script",
     "lockstep check --diff src": "show what --fix would change in all scripts of a directory",
     "lockstep check --explain LS201": "explain a rule",
 }
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """Add this verb to the command line."""
-    parser = subparsers.add_parser(
-        "check",
-        help="find what breaks, hangs or slows a distributed script",
-        usage="lockstep check [options] PATH [PATH ...]",
-        epilog=_EPILOG,
-        examples=_EXAMPLES,
-    )
+def add_flags(parser: Parser) -> None:
+    """Add the flags of this verb."""
     add = parser.add_argument
     add("paths", nargs="*", type=Path, metavar="PATH", help="scripts, notebooks, directories")
     add("--fix", action="store_true", help="apply the safe fixes")
@@ -54,7 +49,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     add("--exit-zero", action="store_true", help="exit with 0 even if there are findings")
     add("--list", action="store_true", help="list all rules, and check nothing")
     add("--explain", metavar="CODE", help="explain a rule, and check nothing")
-    parser.set_defaults(handler=handle)
 
 
 def handle(options: argparse.Namespace) -> int:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import functools
 
 from lockstep.cli.parser import Parser
 from lockstep.settings import TABLE
 
-_EPILOG = """\
+HELP = "print the completion script for bash, zsh or fish"
+USAGE = "SHELL"
+EPILOG = """\
 The script lists the verbs, flags and values of this version: a shell that reads it starts no Python to
 complete a word. Exit codes: 0 printed, 2 usage.
 """
-_EXAMPLES = {
+EXAMPLES = {
     'eval "$(lockstep completion bash)"': "in ~/.bashrc",
     'eval "$(lockstep completion zsh)"': "in ~/.zshrc, after compinit",
     "lockstep completion fish | source": "in ~/.config/fish/config.fish",
@@ -22,24 +23,20 @@ _FILES = ("SCRIPT", "ARG", "FILE", "OUT", "PATH")
 _DIRECTORIES = ("DIR", "RUN_DIR")
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Parser], whole: Parser) -> None:
-    """Add this verb to the command line."""
-    parser = subparsers.add_parser(
-        "completion",
-        help="print the completion script for bash, zsh or fish",
-        usage="lockstep completion SHELL",
-        epilog=_EPILOG,
-        examples=_EXAMPLES,
-    )
+def add_flags(parser: Parser) -> None:
+    """Add the flags of this verb."""
     parser.add_argument(
         "shell", choices=("bash", "zsh", "fish"), metavar="SHELL", help="bash, zsh or fish"
     )
-    parser.set_defaults(handler=functools.partial(handle, whole))
 
 
-def handle(whole: Parser, options: argparse.Namespace) -> int:
+def handle(options: argparse.Namespace) -> int:
     """Print the script for the shell that `options` name; return the exit code."""
     import shtab
+
+    from lockstep.cli import whole_parser
+
+    whole = whole_parser()
 
     for action in (one for parser in (whole, *whole.verbs.values()) for one in parser._actions):
         if action.metavar in (*_FILES, *_DIRECTORIES):

@@ -13,27 +13,22 @@ from lockstep.errors import OutputError, UsageError
 if TYPE_CHECKING:
     from lockstep.tools.convert.script import Converted
 
-_EPILOG = """\
+HELP = "turn a script for one device, or a DDP script, into a Lockstep script"
+USAGE = "[-o OUT] SCRIPT"
+EPILOG = """\
 Questions that are left to you are comments `# lockstep: question: …` in the script, and listed at the
 end. Exit codes: 0 converted; 1 converted, with questions left, or OUT cannot be written; 2 usage, or not
 converted.
 """
-_EXAMPLES = {
+EXAMPLES = {
     "lockstep convert train.py": "show what would change",
     "lockstep convert train.py -o train_ls.py": "write the converted script",
     "lockstep verify train_ls.py --layouts 1,2,3": "prove that it gives the same weights on every layout",
 }
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """Add this verb to the command line."""
-    parser = subparsers.add_parser(
-        "convert",
-        help="turn a script for one device, or a DDP script, into a Lockstep script",
-        usage="lockstep convert [-o OUT] SCRIPT",
-        epilog=_EPILOG,
-        examples=_EXAMPLES,
-    )
+def add_flags(parser: Parser) -> None:
+    """Add the flags of this verb."""
     parser.add_argument("script", type=Path, metavar="SCRIPT", help="the script to convert")
     parser.add_argument(
         "-o",
@@ -42,7 +37,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         help="write the converted script to OUT, - for standard output (default: show a diff)",
     )
     parser.add_argument("--force", action="store_true", help="overwrite OUT, which may be SCRIPT")
-    parser.set_defaults(handler=handle)
 
 
 def handle(options: argparse.Namespace) -> int:

@@ -11,26 +11,21 @@ from lockstep.cli import nodes
 from lockstep.cli.parser import Parser
 from lockstep.errors import UsageError
 
-_EPILOG = """\
+HELP = "find what is wrong with machines and the network between them"
+USAGE = "[options]"
+EPILOG = """\
 Under Slurm, `srun -N 2 lockstep doctor` examines two nodes and the network between them. Each line is
 ok, a warning or a failure, and says what to do. Nothing is changed. Exit codes: 0 no failure, 1 a failure,
 2 usage, 3 a node did not arrive.
 """
-_EXAMPLES = {
+EXAMPLES = {
     "lockstep doctor": "examine this machine",
     "lockstep doctor --nnodes 2 --rdzv-endpoint node0": "on each of two nodes: examine both",
 }
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """Add this verb to the command line."""
-    parser = subparsers.add_parser(
-        "doctor",
-        help="find what is wrong with machines and the network between them",
-        usage="lockstep doctor [options]",
-        epilog=_EPILOG,
-        examples=_EXAMPLES,
-    )
+def add_flags(parser: Parser) -> None:
+    """Add the flags of this verb."""
     nodes.add(parser, elastic=False)
     parser.add_argument(
         "--run-dir",
@@ -40,7 +35,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         help="directory of the runs, whose file system is checked (default: runs)",
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.set_defaults(handler=handle)
 
 
 def handle(options: argparse.Namespace) -> int:

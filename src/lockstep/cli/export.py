@@ -8,25 +8,20 @@ from pathlib import Path
 from lockstep.cli.parser import Parser
 from lockstep.errors import UsageError
 
-_EPILOG = """\
+HELP = "write the weights of a run to a plain file"
+USAGE = "[options] RUN_DIR"
+EPILOG = """\
 The file is a state_dict, for torch.load or safetensors, without `module.` before the names. Exit codes:
 0 written, 1 the checkpoint cannot be read or the file not be written, 2 usage.
 """
-_EXAMPLES = {
+EXAMPLES = {
     "lockstep export runs/train/20261122-103512 -o model.safetensors": "the newest checkpoint",
     "lockstep export runs/train/20261122-103512 --best": "the best one, to model.pt in the run directory",
 }
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """Add this verb to the command line."""
-    parser = subparsers.add_parser(
-        "export",
-        help="write the weights of a run to a plain file",
-        usage="lockstep export [options] RUN_DIR",
-        epilog=_EPILOG,
-        examples=_EXAMPLES,
-    )
+def add_flags(parser: Parser) -> None:
+    """Add the flags of this verb."""
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the directory of the run")
     parser.add_argument(
         "-o",
@@ -49,7 +44,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         help="index of the model, in the order of the run.model calls",
     )
     parser.add_argument("--force", action="store_true", help="overwrite FILE")
-    parser.set_defaults(handler=handle)
 
 
 def handle(options: argparse.Namespace) -> int:

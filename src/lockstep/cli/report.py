@@ -7,27 +7,22 @@ from pathlib import Path
 
 from lockstep.cli.parser import Parser
 
-_EPILOG = """\
+HELP = "write what runs recorded to one HTML page"
+USAGE = "[options] RUN_DIR [RUN_DIR ...]"
+EPILOG = """\
 The page shows losses and metrics, speed, memory and utilisation of each rank, starts, failures, restarts
 and checkpoints, identity and digest; several runs beside each other. It is one file, which loads nothing
 from elsewhere. A run that is still training is shown as far as it is. Exit codes: 0 written, 1 a record
 cannot be read or the file not be written, 2 usage.
 """
-_EXAMPLES = {
+EXAMPLES = {
     "lockstep report runs/train/20261122-103512": "one run, to report.html in its directory",
     "lockstep report runs/train/* -o all.html": "several runs beside each other",
 }
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """Add this verb to the command line."""
-    parser = subparsers.add_parser(
-        "report",
-        help="write what runs recorded to one HTML page",
-        usage="lockstep report [options] RUN_DIR [RUN_DIR ...]",
-        epilog=_EPILOG,
-        examples=_EXAMPLES,
-    )
+def add_flags(parser: Parser) -> None:
+    """Add the flags of this verb."""
     parser.add_argument(
         "run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="the directories of the runs"
     )
@@ -38,7 +33,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         metavar="FILE",
         help="page to write, overwritten if it exists (default: report.html in the first RUN_DIR)",
     )
-    parser.set_defaults(handler=handle)
 
 
 def handle(options: argparse.Namespace) -> int:

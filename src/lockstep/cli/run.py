@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from lockstep.launch.streams import Bits
     from lockstep.launch.torchrun import Asked
 
-_EPILOG = """\
+HELP = "launch a script on any number of ranks"
+USAGE = "[options] SCRIPT [ARG ...]"
+EPILOG = """\
 Everything after SCRIPT belongs to the script. Flags win over the LOCKSTEP_* variables of the
 environment, and these over torchrun's PET_* variables. Exit codes: 0 done, 1 the script failed,
 2 usage, 3 a check did not hold, 75 preempted. A command that is started again begins a new run, and
@@ -25,7 +27,7 @@ The promise: a script that uses lockstep.Run gives the same weights, bit for bit
 with R fixed by --replicas and the threads by --threads, on one kind of hardware, with one version
 of Python, PyTorch and Lockstep. Without --replicas, R is the number of ranks.
 """
-_EXAMPLES = {
+EXAMPLES = {
     "lockstep run -n 4 train.py --lr 0.1": "4 ranks on this machine; --lr 0.1 is for the script",
     "lockstep run -n gpu --replicas 8 train.py": "one rank for each GPU, with the result of 8 ranks",
     "lockstep run --nnodes 2 --node-rank 0 --master-addr a train.py": "2 nodes; node 1 has --node-rank 1",
@@ -33,15 +35,8 @@ _EXAMPLES = {
 }
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """Add this verb to the command line."""
-    parser = subparsers.add_parser(
-        "run",
-        help="launch a script on any number of ranks",
-        usage="lockstep run [options] SCRIPT [ARG ...]",
-        epilog=_EPILOG,
-        examples=_EXAMPLES,
-    )
+def add_flags(parser: Parser) -> None:
+    """Add the flags of this verb."""
     parser.synonyms = RANKS
     parser.advice = lambda *_: "arguments of the script come after its name"
     _add_layout(parser)
@@ -52,7 +47,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     _add_records(parser)
     torchrun.add_flags(parser)
     parser.add_script("the script to run, or with -m a module")
-    parser.set_defaults(handler=handle)
 
 
 def handle(options: argparse.Namespace) -> int:

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from lockstep.launch.command import RunCommand
 
 
-def add_flags(parser: Parser, verb: str, *, replicas: str, kept: str, threads: str = "") -> None:
+def add_shared_flags(
+    parser: Parser, verb: str, *, replicas: str, kept: str, threads: str = ""
+) -> None:
     """Add the flags of the runs, and SCRIPT; some have a help of the verb's own."""
     parser.takes_script = True
     parser.advice = lambda options, left: (

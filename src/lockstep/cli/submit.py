@@ -16,25 +16,20 @@ if TYPE_CHECKING:
     from lockstep.tools.submit.backend import Backend
     from lockstep.tools.submit.request import JobRequest
 
-_EPILOG = """\
+HELP = "run a script as a job of Slurm"
+USAGE = "[options] SCRIPT [ARG ...]"
+EPILOG = """\
 Everything after SCRIPT belongs to the script. Exit codes: that of the job; 2 if there is none; 130
 if Ctrl-C ended the command and left the job running.
 """
-_EXAMPLES = {
+EXAMPLES = {
     "lockstep submit --nodes 2 -n 4 --time 2:00:00 train.py": "2 nodes of 4 ranks, for two hours",
     "lockstep submit --dry-run --nodes 2 -n 4 train.py": "show the job script",
 }
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """Add this verb to the command line."""
-    parser = subparsers.add_parser(
-        "submit",
-        help="run a script as a job of Slurm",
-        usage="lockstep submit [options] SCRIPT [ARG ...]",
-        epilog=_EPILOG,
-        examples=_EXAMPLES,
-    )
+def add_flags(parser: Parser) -> None:
+    """Add the flags of this verb."""
     parser.synonyms = RANKS
     _add_job(parser)
     _add_run(parser)
@@ -46,7 +41,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         "--no-follow", action="store_true", help="print the job's number and return"
     )
     parser.add_script("the script to run, or with -m a module")
-    parser.set_defaults(handler=handle)
 
 
 def handle(options: argparse.Namespace) -> int:

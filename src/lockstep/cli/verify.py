@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lockstep.cli.parser import Parser
-from lockstep.cli.several_launches import add_flags, kept_directory, run_command
+from lockstep.cli.several_launches import add_shared_flags, kept_directory, run_command
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from lockstep.tools.verify.running import Outcome
     from lockstep.tools.verify.verdict import Verdict
 
-_EPILOG = """\
+HELP = "prove that a script gives the same weights on every layout"
+USAGE = "[options] SCRIPT [[--] ARG ...]"
+EPILOG = """\
 A layout is a number of ranks, or ranks that change on the way: "4>2@30>3@60" begins on 4, continues with
 2 after step 30 and with 3 after step 60. Faults follow after commas: "2,kill@30" kills a rank in step
 30, "2,term@25" preempts the run after step 25. Arguments for the script come last, or after `--`. A script
@@ -29,7 +31,7 @@ layouts, 1 the script failed, 2 usage, 3 not the same. The promise that is
 checked: the same weights on 1 to R ranks, for R replicas (--replicas), T threads (--threads), one
 kind of hardware, and one version of Python, PyTorch and Lockstep.
 """
-_EXAMPLES = {
+EXAMPLES = {
     "lockstep verify train.py --layouts 1,2,4": "compare 1, 2 and 4 ranks",
     'lockstep verify train.py --layouts 1 "4>2@30" "2,kill@30"': "with fewer ranks, and with a kill",
     "lockstep verify train.py --layouts 1,2 -- --epochs 1": "--epochs 1 is for the script",
@@ -39,15 +41,8 @@ _EXAMPLES = {
 _LAYOUT = re.compile(r"\d+([,>@].*)?|[a-z]+@\d+(,.*)?")
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """Add this verb to the command line."""
-    parser = subparsers.add_parser(
-        "verify",
-        help="prove that a script gives the same weights on every layout",
-        usage="lockstep verify [options] SCRIPT [[--] ARG ...]",
-        epilog=_EPILOG,
-        examples=_EXAMPLES,
-    )
+def add_flags(parser: Parser) -> None:
+    """Add the flags of this verb."""
     parser.add_argument(
         "--layouts",
         action="append",
@@ -66,13 +61,12 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         "--seed", type=int, metavar="S", help="seed of the times of the kills (default: 0)"
     )
     parser.add_argument("--json", action="store_true", help="print the verdict as JSON")
-    add_flags(
+    add_shared_flags(
         parser,
         "verify",
         replicas="replicas on all layouts (default: the ranks of the largest layout)",
         kept="keep the run directories and traces in DIR",
     )
-    parser.set_defaults(handler=handle)
 
 
 def one_layout_each(words: Sequence[str]) -> list[str]:

@@ -8,27 +8,22 @@ from pathlib import Path
 from lockstep.cli.parser import Parser
 from lockstep.errors import UsageError
 
-_EPILOG = """\
+HELP = "show the progress of a run on the terminal"
+USAGE = "[options] [RUN_DIR]"
+EPILOG = """\
 `lockstep watch` reads the run directory and nothing else: the run is not affected. On a terminal it draws
 a picture, q or Ctrl-C leaves; elsewhere it prints lines. It ends when the run does.
 Exit codes: 0 finished, or left before; 1 the run failed, its processes were killed, or the record cannot
 be read; 2 usage; 75 the run was preempted.
 """
-_EXAMPLES = {
+EXAMPLES = {
     "lockstep watch": "the newest run in runs/",
     "lockstep watch runs/train/20261122-103512 --rank 1": "another run, with the log of rank 1",
 }
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """Add this verb to the command line."""
-    parser = subparsers.add_parser(
-        "watch",
-        help="show the progress of a run on the terminal",
-        usage="lockstep watch [options] [RUN_DIR]",
-        epilog=_EPILOG,
-        examples=_EXAMPLES,
-    )
+def add_flags(parser: Parser) -> None:
+    """Add the flags of this verb."""
     parser.add_argument(
         "run_dir",
         type=Path,
@@ -45,7 +40,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         metavar="SECONDS",
         help="seconds between updates (default: 1 on a terminal, 5 elsewhere)",
     )
-    parser.set_defaults(handler=handle)
 
 
 def handle(options: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.cli import _parser, parse, run, torchrun
+from lockstep.cli import parse, run, torchrun, whole_parser
 from lockstep.errors import UsageError
 from lockstep.launch.given import Given
 from lockstep.launch.nodes.config import Nodes
@@ -46,9 +46,9 @@ def words_of(action: argparse.Action, flag: str) -> list[str]:
 
 @pytest.mark.parametrize("action", theirs(), ids=lambda one: one.dest)
 def test_every_flag_of_torchrun_is_known_in_each_spelling(action: argparse.Action) -> None:
-    plain = vars(_parser().parse_args(["run", "x.py"]))
+    plain = vars(whole_parser().parse_args(["run", "x.py"]))
     for flag in action.option_strings:
-        options = vars(_parser().parse_args(["run", *words_of(action, flag), "x.py", "-a"]))
+        options = vars(whole_parser().parse_args(["run", *words_of(action, flag), "x.py", "-a"]))
         assert (options["target"], options["args"]) == ("x.py", ["-a"]), flag
         assert options != {**plain, "args": ["-a"]}, f"{flag} says nothing"
 
@@ -248,7 +248,7 @@ def test_what_is_refused(line: str, said: str, hint: str | None) -> None:
 )
 def test_near_misses_get_a_suggestion(line: str, said: str, hint: str) -> None:
     with pytest.raises(UsageError) as caught:
-        _parser().parse_args(line.split(), argparse.Namespace(script_args=[]))
+        whole_parser().parse_args(line.split(), argparse.Namespace(script_args=[]))
     assert said in caught.value.message
     assert hint in (caught.value.hint or "")
 
