@@ -16,8 +16,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """The message of a rank at its end."""
+class Report:
+    """The report of a rank at its end."""
 
     value: Any = None
     error: str | None = None
@@ -32,24 +32,20 @@ def run(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    """Run `function` as one rank, and tell the parent how it went."""
+    """Run `function` as one rank, and send its report to the parent."""
     # A rank must not outlive the test, however the test's process ends.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.update(environ)
     try:
-        told = Told(value=function(*args), time=time.monotonic())
+        report = Report(value=function(*args), time=time.monotonic())
     except BaseException as error:
-        told = _describe(error)
-    connection.send(told)
+        from lockstep.state.record.error_report import is_consequence
+
+        report = Report(
+            error=f"{type(error).__name__}: {error}",
+            trace="".join(traceback.format_exception(error)),
+            time=time.monotonic(),
+            consequence=is_consequence(error),
+        )
+    connection.send(report)
     connection.close()
-
-
-def _describe(error: BaseException) -> Told:
-    from lockstep.state.record.error_report import is_consequence
-
-    return Told(
-        error=f"{type(error).__name__}: {error}",
-        trace="".join(traceback.format_exception(error)),
-        time=time.monotonic(),
-        consequence=is_consequence(error),
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,9 +14,9 @@ from typing import Any
 
 from lockstep.errors import CheckFailedError, LockstepError
 from lockstep.testing import rank_process
-from lockstep.testing.rank_process import Told
+from lockstep.testing.rank_process import Report
 
-_GRACE_SECONDS = 2.0  # for other ranks to tell what they have to, once one has failed
+_GRACE_SECONDS = 2.0  # for the reports of other ranks, once one has failed
 
 
 class RankError(LockstepError):
@@ -38,8 +39,8 @@ class RankTimeoutError(LockstepError):
 class _Rank:
     process: ForkServerProcess
     connection: Connection
-    told: Told | None = None
-    is_over: bool = False
+    report: Report | None = None
+    has_ended: bool = False
 
 
 def run_ranks(
@@ -74,7 +75,7 @@ def run_ranks(
         _collect(ranks, timeout)
     finally:
         _end(ranks)
-    return [rank.told.value for rank in ranks if rank.told is not None]
+    return [rank.report.value for rank in ranks if rank.report is not None]
 
 
 def _host_store() -> Any:
@@ -122,42 +123,36 @@ def _start(function: Callable[..., Any], args: tuple[Any, ...], environ: dict[st
 
 
 def _collect(ranks: Sequence[_Rank], timeout: float) -> None:
+    """Receive the reports of all ranks.
+
+    Raises:
+        RankError: if a rank failed: the first one.
+        RankTimeoutError: if a rank had not ended at the timeout.
+    """
     deadline = time.monotonic() + timeout
     failed = False
-    while running := [rank for rank in ranks if not rank.is_over]:
+    while running := [rank for rank in ranks if not rank.has_ended]:
         ready = wait([rank.connection for rank in running], max(0.0, deadline - time.monotonic()))
         if not ready:
             break
         for rank in running:
             if rank.connection in ready:
-                _hear(rank)
-        if not failed and any(_has_failed(rank) for rank in ranks):
-            failed = True
-            deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-    _judge(ranks, timeout)
-
-
-def _hear(rank: _Rank) -> None:
-    rank.is_over = True
-    try:
-        rank.told = rank.connection.recv()
-    except EOFError:
-        rank.process.join()
-
-
-def _has_failed(rank: _Rank) -> bool:
-    return rank.is_over and (rank.told is None or rank.told.error is not None)
-
-
-def _judge(ranks: Sequence[_Rank], timeout: float) -> None:
+                rank.has_ended = True
+                with contextlib.suppress(EOFError):
+                    rank.report = rank.connection.recv()
+                if not failed and (rank.report is None or rank.report.error is not None):
+                    failed = True
+                    deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
     for number, rank in enumerate(ranks):
-        if rank.is_over and rank.told is None:
+        if rank.has_ended and rank.report is None:
+            rank.process.join()
             raise RankError(number, f"died with exit code {rank.process.exitcode}")
-    errors = [(told, n) for n, told in enumerate(r.told for r in ranks) if told and told.error]
+    reports = [(rank.report, number) for number, rank in enumerate(ranks) if rank.report]
+    errors = [(report, number) for report, number in reports if report.error]
     if errors:
-        told, number = min(errors, key=lambda pair: (pair[0].consequence, pair[0].time))
-        raise RankError(number, told.error or "", told.trace)
-    slow = [str(number) for number, rank in enumerate(ranks) if not rank.is_over]
+        report, number = min(errors, key=lambda pair: (pair[0].consequence, pair[0].time))
+        raise RankError(number, report.error or "", report.trace)
+    slow = [str(number) for number, rank in enumerate(ranks) if not rank.has_ended]
     if slow:
         raise RankTimeoutError(
             f"rank {', '.join(slow)} of {len(ranks)} still ran after {timeout:g} s",
@@ -167,7 +162,7 @@ def _judge(ranks: Sequence[_Rank], timeout: float) -> None:
 
 def _end(ranks: Sequence[_Rank]) -> None:
     for rank in ranks:
-        if not rank.is_over:
+        if not rank.has_ended:
             rank.process.kill()
         rank.process.join()
         rank.process.close()

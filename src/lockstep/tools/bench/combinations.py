@@ -10,6 +10,7 @@ from lockstep.errors import UsageError
 from lockstep.launch.command import parse_names
 from lockstep.launch.devices.gpus import Gpu, list_gpus, visible
 from lockstep.registry import EXCHANGES, STRATEGIES
+from lockstep.tools.quantities import counted
 
 #: The strategy of one rank with several GPUs.
 (DATA_PARALLEL,) = STRATEGIES.where(lambda one: one.scatters)
@@ -37,9 +38,9 @@ class Combination:
     def __str__(self) -> str:
         if self.processes < self.ranks:
             return f"{self.ranks} GPUs of one rank with {self.strategy}"
-        held = "" if self.strategy is None else f" with {self.strategy}"
-        met = "" if self.exchange is None else f" over {self.exchange}"
-        return f"{self.ranks} rank{'s' if self.ranks > 1 else ''}{held}{met}"
+        strategy = "" if self.strategy is None else f" with {self.strategy}"
+        exchange = "" if self.exchange is None else f" over {self.exchange}"
+        return f"{counted(self.ranks, 'rank')}{strategy}{exchange}"
 
 
 def visible_gpus() -> Sequence[Gpu]:

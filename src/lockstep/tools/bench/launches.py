@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -43,7 +44,12 @@ class Launches:
             for combination in self._alive():
                 trial = self._in(f"{number}", combination, self.work.run)
                 self._trials.setdefault(combination, []).append(trial)
-                self._check(trial)
+                asked = combination.strategy or combination.exchange
+                if asked and not trial.verdict and trial.measured is None:
+                    raise UsageError(
+                        f"{asked} was asked for, and the script makes no lockstep.Run; expected one",
+                        hint="without --strategies and --exchanges the wall time of the script is measured",
+                    )
                 self.say(f"round {number} of {rounds}: {combination}: {_described(trial)}")
         for combination in self._alive() if restarts else ():
             self._restart(combination)
@@ -60,10 +66,7 @@ class Launches:
         if trial.measured is None:
             return
 
-        def launch(what: Combination, directory: Path) -> float | None:
-            return self.work.restart(what, trial, directory)
-
-        seconds = self._in("restart", combination, launch)
+        seconds = self._in("restart", combination, partial(self.work.restart, trial.measured))
         self._restarts[combination] = seconds
         took = "the run did not resume" if seconds is None else f"{seconds:.2f} s"
         self.say(f"restart after a kill: {combination}: {took}")
@@ -71,21 +74,13 @@ class Launches:
     def _in(
         self, name: str, combination: Combination, launch: Callable[[Combination, Path], Value]
     ) -> Value:
-        words = re.sub(r"[^0-9a-z]+", "-", str(combination))
-        directory = self.directory / f"{words}.{name}"
+        layout = re.sub(r"[^0-9a-z]+", "-", str(combination))
+        directory = self.directory / f"{layout}.{name}"
         try:
             return launch(combination, directory)
         finally:
             if not self.keep:
                 shutil.rmtree(directory, ignore_errors=True)
-
-    def _check(self, trial: Trial) -> None:
-        asked = trial.combination.strategy or trial.combination.exchange
-        if asked and not trial.verdict and trial.measured is None:
-            raise UsageError(
-                f"{asked} was asked for, and the script makes no lockstep.Run; expected one to hold models",
-                hint="leave out --strategies and --exchanges: the script is measured by its wall time",
-            )
 
     def rows(self, cores: int) -> list[Row]:
         """Return a row of results for each combination; `cores` are those of this machine."""

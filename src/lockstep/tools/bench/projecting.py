@@ -13,6 +13,11 @@ from lockstep.tools.bench.results import BY_STEPS, Row, belongs, group, rounded
 
 #: Strategies whose ranks do other work than a share of the samples each.
 _NOT_SHARED = STRATEGIES.where(lambda one: one.scatters or one.spreads)
+_UNEVEN = "with {} ranks do not share the samples evenly; there is no model of that"
+_NO_BATCH = "the samples of a step are neither the same on all layouts nor the same for each rank"
+_NO_EXCHANGE = (
+    "no layout with several ranks is left to fit the exchange to; --bandwidth says its cost"
+)
 _COMPETES = "more threads than cores: ranks wait for each other's cores"
 
 
@@ -44,9 +49,7 @@ def project(rows: Sequence[Row], wanted: Sequence[int], link: Link) -> Projectio
     done = Projection()
     is_alone = all(one["ranks"] == 1 for one in rows)
     for of in dict.fromkeys(group(one) for one in rows if one["ranks"] > 1 or is_alone):
-        members = [one for one in rows if belongs(one, of)]
-        named = "/".join(filter(None, of)) or "the script's own strategy"
-        _project_group(done, of, members, wanted, link, named)
+        _project_group(done, of, [one for one in rows if belongs(one, of)], wanted, link)
     return done
 
 
@@ -56,16 +59,27 @@ def _project_group(
     members: Sequence[Row],
     wanted: Sequence[int],
     link: Link,
-    named: str,
 ) -> None:
     usable = [one for one in members if one.get("measured_by") == BY_STEPS]
     strategy = next((one["strategy_used"] for one in reversed(usable)), of[0])
-    points = [_point(one) for one in usable]
+    points = [
+        Point(
+            ranks=one["ranks"],
+            batch=one["batch"],
+            replicas=one["replicas"] or one["ranks"],
+            step=one["step_seconds"],
+            data=one["data_seconds"],
+            exchange=one["exchange_seconds"] if one["ranks"] > 1 else 0.0,
+            left_out=_COMPETES if one["competing"] else "",
+        )
+        for one in usable
+    ]
     used = [point for point in points if not point.left_out]
     batches = Batches.of(used) if used else None
     cost = _cost(usable, strategy)
-    why = _refusal(strategy, members, used, batches, cost, link)
+    why = _refusal(strategy, usable, used, batches, cost, link)
     if why is not None or batches is None or cost is None:
+        named = "/".join(filter(None, of)) or "the script's own strategy"
         done.refused.append(f"{named}: {why}")
         return
     fitted = fit_model(points, cost, batches)
@@ -77,18 +91,6 @@ def _project_group(
     done.rows += [names | _row(model, ranks, base) for ranks in wanted]
     assumed = _assumptions(model, cost, link, used)
     done.assumptions += [line for line in assumed if line not in done.assumptions]
-
-
-def _point(one: Row) -> Point:
-    return Point(
-        ranks=one["ranks"],
-        batch=one["batch"],
-        replicas=one["replicas"] or one["ranks"],
-        step=one["step_seconds"],
-        data=one["data_seconds"],
-        exchange=one["exchange_seconds"] if one["ranks"] > 1 else 0.0,
-        left_out=_COMPETES if one["competing"] else "",
-    )
 
 
 def _cost(usable: Sequence[Row], strategy: str | None) -> Cost | None:
@@ -110,7 +112,7 @@ def _cost(usable: Sequence[Row], strategy: str | None) -> Cost | None:
 
 def _refusal(
     strategy: str | None,
-    members: Sequence[Row],
+    usable: Sequence[Row],
     used: Sequence[Point],
     batches: Batches | None,
     cost: Cost | None,
@@ -118,18 +120,15 @@ def _refusal(
 ) -> str | None:
     """Return why there can be no model; `None` if there can."""
     alone = all(one.ranks == 1 for one in used)
-    checks = {
-        f"with {strategy} ranks do not share the samples evenly; there is no model of that": strategy
-        in _NOT_SHARED,
-        "no steps were measured": not any(one.get("measured_by") == BY_STEPS for one in members),
-        "every layout has more threads than this machine has cores": not used,
-        "the samples of a step are neither the same on all layouts nor the same for each rank": batches
-        is None,
-        "the bytes that its exchange sends are not recorded": cost is None,
-        "no layout with several ranks is left to fit the exchange to; --bandwidth says its cost": alone
-        and link.bandwidth is None,
-    }
-    return next((why for why, applies in checks.items() if applies), None)
+    checks = [
+        (strategy in _NOT_SHARED, _UNEVEN.format(strategy)),
+        (not usable, "no steps were measured"),
+        (not used, "every layout has more threads than this machine has cores"),
+        (batches is None, _NO_BATCH),
+        (cost is None, "the bytes that its exchange sends are not recorded"),
+        (alone and link.bandwidth is None, _NO_EXCHANGE),
+    ]
+    return next((why for applies, why in checks if applies), None)
 
 
 def _residual(model: Model, point: Point) -> Row:

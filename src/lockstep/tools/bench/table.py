@@ -11,8 +11,8 @@ from rich.table import Table
 from lockstep.tools.bench.results import BY_WALL, Row, label
 from lockstep.tools.quantities import seconds, size, three
 
-#: A column: its title, and the text of a row in it, if any.
-Column = tuple[str, Callable[[Row], str]]
+#: A column: its title, the name of its value in a row, and the form of that.
+Column = tuple[str, str, Callable[[Any], str]]
 
 #: Cores' worth of a rank, of the share of the time that it computes.
 _UNHINDERED = 0.8
@@ -68,27 +68,20 @@ def cells(
     columns: Sequence[Column], rows: Sequence[Row]
 ) -> tuple[list[str], list[tuple[str, ...]]]:
     """Return the titles and the lines of a table: layout and `columns`, without those that are empty."""
-    texts = [(title, [take(row) for row in rows]) for title, take in (*_LAYOUT, *columns)]
+    texts = [
+        (title, [_text(row, name, form) for row in rows])
+        for title, name, form in (*_LAYOUT, *columns)
+    ]
     if not any(any(column) for _, column in texts[len(_LAYOUT) :]):
         return [], []
     kept = [(title, column) for title, column in texts if any(column)]
     return [title for title, _ in kept], list(zip(*(column for _, column in kept), strict=True))
 
 
-def _value(name: str, form: Callable[[Any], str]) -> Callable[[Row], str]:
-    def take(row: Row) -> str:
-        value = row.get(name)
-        return "" if value is None else form(value)
-
-    return take
-
-
-def _range(name: str, form: Callable[[Any], str]) -> Callable[[Row], str]:
-    def take(row: Row) -> str:
-        low, high = row.get(f"{name}_range") or (None, None)
-        return "" if low == high else f"{form(low)} to {form(high)}"
-
-    return take
+def _text(row: Row, name: str, form: Callable[[Any], str]) -> str:
+    if name == "speedup" and row.get("repeats") == 0:
+        return "failed"
+    return "" if row.get(name) is None else form(row[name])
 
 
 def _percent(share: float) -> str:
@@ -103,71 +96,73 @@ def _largest(values: Iterable[float]) -> str:
     return size(max(values))
 
 
-def _speedup(row: Row) -> str:
-    return _value("speedup", _hundredths)(row) if row.get("repeats") else "failed"
+def _range(form: Callable[[float], str]) -> Callable[[Sequence[float]], str]:
+    return lambda ends: "" if ends[0] == ends[1] else f"{form(ends[0])} to {form(ends[1])}"
 
 
 _LAYOUT: list[Column] = [
-    ("strategy", _value("strategy", str)),
-    ("exchange", _value("exchange", str)),
-    ("ranks", _value("ranks", str)),
+    ("strategy", "strategy", str),
+    ("exchange", "exchange", str),
+    ("ranks", "ranks", str),
 ]
-_GAINED: list[Column] = [("speed-up", _speedup), ("efficiency", _value("efficiency", _percent))]
+_GAINED: list[Column] = [
+    ("speed-up", "speedup", _hundredths),
+    ("efficiency", "efficiency", _percent),
+]
 SPEED: list[Column] = [
-    ("samples/s", _value("samples_per_second", three)),
-    ("range", _range("samples_per_second", three)),
-    ("step", _value("step_seconds", seconds)),
+    ("samples/s", "samples_per_second", three),
+    ("range", "samples_per_second_range", _range(three)),
+    ("step", "step_seconds", seconds),
     *_GAINED,
 ]
 BY_WALL_TIME: list[Column] = [
-    ("wall time", _value("wall_seconds", seconds)),
-    ("range", _range("wall_seconds", seconds)),
+    ("wall time", "wall_seconds", seconds),
+    ("range", "wall_seconds_range", _range(seconds)),
     *_GAINED,
 ]
 TIMES: list[Column] = [
-    ("exchange time", _value("exchange_share", _percent)),
-    ("data", _value("data_share", _percent)),
-    ("sent/step", _value("sent_bytes_per_step", size)),
-    ("start", _value("start_seconds", seconds)),
-    ("restart", _value("restart_seconds", seconds)),
+    ("exchange time", "exchange_share", _percent),
+    ("data", "data_share", _percent),
+    ("sent/step", "sent_bytes_per_step", size),
+    ("start", "start_seconds", seconds),
+    ("restart", "restart_seconds", seconds),
 ]
 _MACHINE: list[Column] = [
-    ("memory", _value("host_bytes", _largest)),
-    ("max/mean", _value("host_imbalance", _hundredths)),
-    ("on GPU", _value("device_bytes", _largest)),
-    ("max/mean", _value("device_imbalance", _hundredths)),
-    ("GPU busy", _value("device_busy", _percent)),
-    ("cores", _value("cpu", _hundredths)),
+    ("memory", "host_bytes", _largest),
+    ("max/mean", "host_imbalance", _hundredths),
+    ("on GPU", "device_bytes", _largest),
+    ("max/mean", "device_imbalance", _hundredths),
+    ("GPU busy", "device_busy", _percent),
+    ("cores", "cpu", _hundredths),
 ]
 PROJECTED: list[Column] = [
-    ("samples/s", _value("samples_per_second", three)),
-    ("step", _value("step_seconds", seconds)),
-    ("speed-up", _value("speedup", _hundredths)),
-    ("efficiency", _value("efficiency", _percent)),
+    ("samples/s", "samples_per_second", three),
+    ("step", "step_seconds", seconds),
+    *_GAINED,
 ]
 _PROJECTED_TIMES: list[Column] = [
-    ("compute", _value("compute_seconds", seconds)),
-    ("exchange time", _value("exchange_seconds", seconds)),
-    ("data", _value("data_seconds", seconds)),
+    ("compute", "compute_seconds", seconds),
+    ("exchange time", "exchange_seconds", seconds),
+    ("data", "data_seconds", seconds),
 ]
 RESIDUALS: list[Column] = [
-    ("step", _value("step_seconds", seconds)),
-    ("model", _value("predicted_step_seconds", seconds)),
-    ("error", _value("error", lambda value: f"{value:+.1%}")),
-    ("not fitted", _value("left_out", str)),
+    ("step", "step_seconds", seconds),
+    ("model", "predicted_step_seconds", seconds),
+    ("error", "error", lambda value: f"{value:+.1%}"),
+    ("not fitted", "left_out", str),
 ]
 COMPARED: list[Column] = [
-    ("samples/s", _value("samples_per_second_here", three)),
-    ("other", _value("samples_per_second_there", three)),
-    ("wall time", _value("wall_seconds_here", seconds)),
-    ("other", _value("wall_seconds_there", seconds)),
-    ("ratio", _value("ratio", _hundredths)),
+    ("samples/s", "samples_per_second_here", three),
+    ("other", "samples_per_second_there", three),
+    ("wall time", "wall_seconds_here", seconds),
+    ("other", "wall_seconds_there", seconds),
+    ("ratio", "ratio", _hundredths),
 ]
 GAINS: list[Column] = [
-    ("speed-up", _value("speedup_here", _hundredths)),
-    ("other", _value("speedup_there", _hundredths)),
-    ("efficiency", _value("efficiency_here", _percent)),
-    ("other", _value("efficiency_there", _percent)),
+    ("speed-up", "speedup_here", _hundredths),
+    ("other", "speedup_there", _hundredths),
+    ("efficiency", "efficiency_here", _percent),
+    ("other", "efficiency_there", _percent),
 ]
 
 

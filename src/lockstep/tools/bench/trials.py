@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lockstep.errors import PREEMPTED
@@ -19,6 +19,10 @@ from lockstep.tools.bench.measuring import Measured, measure, restart_seconds
 
 #: Seconds of training before the kill of a measured restart.
 _BEFORE_KILL = 3.0
+_TOO_SHORT = (
+    "the run has {} steps, of which the first warms up; expected at least 2 of each rank\n"
+    "hint: arguments for the script come after `--`: more samples, more epochs"
+)
 #: Steps of the run after it.
 _AFTER_KILL = 3
 
@@ -47,34 +51,20 @@ class Work:
     def run(self, combination: Combination, directory: Path) -> Trial:
         """Run the script; `directory` is new, and its parent exists."""
         exit_code, launched, wall = self._launch(combination, directory)
+        trial = Trial(combination=combination, exit_code=exit_code, wall_seconds=wall)
         if exit_code:
-            return Trial(
-                combination=combination,
-                exit_code=exit_code,
-                wall_seconds=wall,
-                verdict=verdict_in(directory / "errors.txt"),
-            )
+            return replace(trial, verdict=verdict_in(directory / "errors.txt"))
         record = run_file.read(directory / "run")
         if record is None:
-            return Trial(combination=combination, exit_code=0, wall_seconds=wall)
+            return trial
         measured = measure(Recorded.of(directory / "run"), launched)
-        return Trial(
-            combination=combination,
-            exit_code=0,
-            wall_seconds=wall,
-            measured=measured,
-            identity=record.get("identity", {}),
-            digest=record.get("digest"),
-            verdict=_too_short(record.get("steps", 0)) if measured is None else "",
-        )
+        verdict = "" if measured else _TOO_SHORT.format(record.get("steps", 0))
+        known = {"identity": record.get("identity", {}), "digest": record.get("digest")}
+        return replace(trial, measured=measured, verdict=verdict, **known)
 
-    def restart(self, combination: Combination, trial: Trial, directory: Path) -> float | None:
-        """Run the script once more, kill a rank, and return how long the run took to resume."""
-        assert trial.measured is not None
-        kill = min(
-            max(2, trial.measured.steps // 2),
-            2 + math.ceil(_BEFORE_KILL / trial.measured.step_seconds),
-        )
+    def restart(self, run: Measured, combination: Combination, directory: Path) -> float | None:
+        """Run the script once more, kill a rank, and return the seconds until the run resumed."""
+        kill = min(max(2, run.steps // 2), 2 + math.ceil(_BEFORE_KILL / run.step_seconds))
         faults = f"kill@{kill},term@{kill + _AFTER_KILL}"
         exit_code, _, _ = self._launch(combination, directory, {"LOCKSTEP_FAULTS": faults})
         recorded = run_file.read(directory / "run") if exit_code in (0, PREEMPTED) else None
@@ -88,7 +78,11 @@ class Work:
         words = ["-n", str(combination.processes), "--run-dir", str(directory / "run")]
         words += self.command.words(combination.strategy, os.environ)
         words += [] if combination.exchange is None else ["--exchange", combination.exchange]
-        environ = self._environ(combination) | dict(variables or {})
+        environ = {"OMP_NUM_THREADS": str(self.threads)}  # without effect inside of a Run
+        environ |= self.command.environ(combination.strategy, os.environ)
+        environ |= combination.environ(self.gpus)
+        environ |= {"LOCKSTEP_PROGRESS": "0", "LOCKSTEP_DEFAULT_THREADS": str(self.threads)}
+        environ |= variables or {}
         launched, began = time.time(), time.monotonic()
         launcher = self.command.start(
             words, environ, directory / "output.txt", directory / "errors.txt"
@@ -99,19 +93,6 @@ class Work:
             launcher.kill()  # its workers go with it
             launcher.wait()
         return exit_code, launched, time.monotonic() - began
-
-    def _environ(self, combination: Combination) -> dict[str, str]:
-        ours = {"LOCKSTEP_PROGRESS": "0", "LOCKSTEP_DEFAULT_THREADS": str(self.threads)}
-        plain = {"OMP_NUM_THREADS": str(self.threads)}  # without effect inside of a Run
-        shown = combination.environ(self.gpus)
-        return plain | self.command.environ(combination.strategy, os.environ) | shown | ours
-
-
-def _too_short(steps: object) -> str:
-    return (
-        f"the run has {steps} steps, of which the first warms up; expected at least 2 of each rank\n"
-        "hint: arguments for the script come after `--`: more samples, more epochs"
-    )
 
 
 def choose_threads(cores: int, ranks: Sequence[int]) -> int:

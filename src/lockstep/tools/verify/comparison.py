@@ -23,8 +23,13 @@ def compare(one: Traces, other: Traces, name: str, other_name: str) -> Differenc
 
     Within a step, what was seen comes before what was made: samples, losses, parameters, other state.
     """
-    found = (_compare_evaluated, _compare_steps, _compare_ends)
-    differences = [compare(one, other, name, other_name) for compare in found]
+    # Evaluations and callbacks may change the state after the last step.
+    last = max([*one.steps, *other.steps], default=0)
+    differences = [
+        _compare_evaluated(one, other, name, other_name),
+        _compare_steps(one, other, name, other_name),
+        _compare_made(last, one.ends, other.ends, name, other_name, is_end=True),
+    ]
     return min(filter(None, differences), key=lambda difference: difference.step, default=None)
 
 
@@ -40,12 +45,6 @@ def _compare_steps(one: Traces, other: Traces, name: str, other_name: str) -> Di
         if difference is not None:
             return difference
     return None
-
-
-def _compare_ends(one: Traces, other: Traces, name: str, other_name: str) -> Difference | None:
-    """Compare what is there at the end: evaluations and callbacks may change it after the last step."""
-    last = max([*one.steps, *other.steps], default=0)
-    return _compare_made(last, one.ends, other.ends, name, other_name, is_end=True)
 
 
 def _compare_evaluated(one: Traces, other: Traces, name: str, other_name: str) -> Difference | None:
@@ -113,9 +112,9 @@ def redone(traces: Traces, name: str) -> Difference | None:
     """Return the first step that a layout did again after a crash with another result."""
     if not traces.redone:
         return None
-    first = min(traces.redone, key=lambda found: found.step)
-    text = f"step {first.step} was computed again after a crash on {name} and differs: {first.text}"
-    return Difference(first.step, "redone", text)
+    step, differs = min(traces.redone, key=lambda found: found[0])
+    text = f"step {step} was computed again after a crash on {name} and differs: {differs}"
+    return Difference(step, "redone", text)
 
 
 @dataclass(frozen=True, slots=True)

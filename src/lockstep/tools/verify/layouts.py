@@ -36,7 +36,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Storm:
-    """Kills of random workers at random moments."""
+    """Kills of random workers at random moments, drawn from a seed."""
 
     kills: int
     seed: int
@@ -60,11 +60,6 @@ class Layout:
     def is_disturbed(self) -> bool:
         """Whether anything happens to it."""
         return self.storm is not None or any(stage.faults for stage in self.stages)
-
-    @property
-    def kills(self) -> int:
-        """How many ranks kill themselves."""
-        return sum(len(stage.kills) for stage in self.stages)
 
     def __str__(self) -> str:
         held = "" if self.strategy is None else f" with {self.strategy}"
@@ -130,12 +125,18 @@ def _parse_layout(text: str, faults: Sequence[str]) -> Layout:
             f"the steps of the layout {text!r} do not rise; expected each after the one before",
             hint='for example "4>2@30>3@60"',
         )
-    terms, kills = _parse_faults(faults)
+    steps: dict[str, list[int]] = {"term": [], "kill": []}
+    for fault in faults:
+        kind, _, step = fault.partition("@")
+        steps[kind].append(_step(step, fault))
     # A run that is preempted without being moved continues as it was.
-    stays = [([begun, *(ranks for ranks, end in moves if end <= step)][-1], step) for step in terms]
+    stays = [
+        ([begun, *(ranks for ranks, end in moves if end <= step)][-1], step)
+        for step in steps["term"]
+    ]
     ends = sorted([*moves, *stays], key=lambda end: end[1])
     name = ",".join([text, *faults])
-    return Layout(name, _stages(begun, ends, kills, name))
+    return Layout(name, _stages(begun, ends, sorted(steps["kill"]), name))
 
 
 def _stages(
@@ -160,15 +161,6 @@ def _parse_move(move: str, text: str) -> tuple[int, int]:
             hint='for example "4>2@30": 4 ranks, after step 30 only 2',
         )
     return _ranks(found[1], text), _step(found[2], text)
-
-
-def _parse_faults(faults: Sequence[str]) -> tuple[list[int], list[int]]:
-    """Return the steps of terms and of kills, in order."""
-    steps: dict[str, list[int]] = {"term": [], "kill": []}
-    for fault in faults:
-        kind, _, step = fault.partition("@")
-        steps[kind].append(_step(step, fault))
-    return steps["term"], sorted(steps["kill"])
 
 
 def _ranks(word: str, text: str) -> int:

@@ -51,21 +51,21 @@ class Outcome:
 
 
 def run(layout: Layout, work: Work, directory: Path, steps: int) -> Outcome:
-    """Run a script on `layout`.
+    """Run a script on `layout`, in a new directory; `steps` is how many it does undisturbed, or 0.
 
     Raises:
         UsageError: if the run is over before what was to happen to it.
     """
     directory.mkdir(parents=True)
-    place = _Place(directory)
-    kills = layout.kills
+    trace, recorded = directory / "trace", directory / "run"
+    kills = sum(len(stage.kills) for stage in layout.stages)
     started = time.monotonic()
     for stage in layout.stages:
-        launcher = _start(layout, stage, work, place)
+        launcher = _start(layout, stage, work, directory)
         try:
             if layout.storm is not None:
                 strikes = draw(layout.storm.kills, layout.storm.seed, steps)
-                kills = Chaos(launcher, place.trace, steps).work(strikes)
+                kills = Chaos(launcher, trace, steps).work(strikes)
             exit_code = launcher.wait()
         finally:
             launcher.kill()  # its workers go with it
@@ -73,40 +73,30 @@ def run(layout: Layout, work: Work, directory: Path, steps: int) -> Outcome:
         if exit_code != (0 if stage.until is None else PREEMPTED):
             break
     seconds = time.monotonic() - started
-    recorded = run_file.read(place.run) or {}
+    content = run_file.read(recorded) or {}
     outcome = Outcome(
         layout=layout,
         exit_code=exit_code,
-        digest=recorded.get("digest"),
-        steps=recorded.get("steps", 0),
+        digest=content.get("digest"),
+        steps=content.get("steps", 0),
         seconds=seconds,
         kills=kills,
-        generations=len(recorded.get("generations", [])),
-        traces=read(place.trace),
-        complaint=verdict_in(place.errors) if exit_code else "",
+        generations=len(content.get("generations", [])),
+        traces=read(trace),
+        complaint=verdict_in(directory / "errors.txt") if exit_code else "",
     )
     _check_faults(outcome)
     return outcome
 
 
-class _Place:
-    """Where the launches of a layout leave what they do."""
-
-    def __init__(self, directory: Path) -> None:
-        self.run = directory / "run"
-        self.trace = directory / "trace"
-        self.output = directory / "output.txt"
-        self.errors = directory / "errors.txt"
-
-
-def _start(layout: Layout, stage: Stage, work: Work, place: _Place) -> subprocess.Popen[bytes]:
-    words = ["-n", str(stage.ranks), "--run-dir", str(place.run)]
+def _start(layout: Layout, stage: Stage, work: Work, directory: Path) -> subprocess.Popen[bytes]:
+    words = ["-n", str(stage.ranks), "--run-dir", str(directory / "run")]
     words += work.command.words(layout.strategy, os.environ)
     kills = len(stage.kills) if layout.storm is None else layout.storm.kills
     if kills > _RESTARTS:
         words += ["--max-restarts", str(kills)]
     environ = work.command.environ(layout.strategy, os.environ) | {
-        "LOCKSTEP_TRACE": str(place.trace),
+        "LOCKSTEP_TRACE": str(directory / "trace"),
         "LOCKSTEP_PROGRESS": "0",
         "LOCKSTEP_DEFAULT_REPLICAS": str(work.replicas),
         # A script may have switched its audit off; only the user of the command decides here.
@@ -114,7 +104,7 @@ def _start(layout: Layout, stage: Stage, work: Work, place: _Place) -> subproces
     }
     if stage.faults:
         environ["LOCKSTEP_FAULTS"] = ",".join(stage.faults)
-    return work.command.start(words, environ, place.output, place.errors)
+    return work.command.start(words, environ, directory / "output.txt", directory / "errors.txt")
 
 
 def _check_faults(outcome: Outcome) -> None:

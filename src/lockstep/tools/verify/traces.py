@@ -45,37 +45,23 @@ class Step:
     digests: Digests = field(default_factory=dict)  # the state after the step
 
 
-@dataclass(frozen=True, slots=True)
-class Redone:
-    """A step that was computed again after a crash, with another result."""
-
-    step: int  # counted from 1
-    text: str  # what differs, with both values
-
-
 @dataclass(slots=True)
 class Traces:
     """What all ranks of a layout saw and made, as far as it counts.
 
     A generation that begins from a state of step S does anew what earlier ones did after S: what they
     left of it does not count, but has to be the same.
-
-    Attributes:
-        steps: what each step saw and made, by its number.
-        lengths: number of samples of each loader that shows every sample once.
-        complete: loops that went to the end of their data.
-        redone: steps that were done anew, and differ.
-        evaluated: samples of microbatches without a backward pass, and after which step they were seen.
-            Results of an evaluation may be saved, so that no later generation sees its samples.
-        ends: the state at the end, by rank, as in a step.
     """
 
-    steps: dict[int, Step] = field(default_factory=dict)
-    lengths: dict[int, int] = field(default_factory=dict)
-    complete: set[LoopKey] = field(default_factory=set)
-    redone: list[Redone] = field(default_factory=list)
+    steps: dict[int, Step] = field(default_factory=dict)  # by number, from 1
+    lengths: dict[int, int] = field(default_factory=dict)  # of loaders that show each sample once
+    complete: set[LoopKey] = field(default_factory=set)  # loops that went to the end of their data
+    #: steps that were done anew and differ, with what differs
+    redone: list[tuple[int, str]] = field(default_factory=list)
+    #: samples of microbatches without a backward pass, and after which step they were seen; results of
+    #: an evaluation may be saved, so that no later generation sees its samples
     evaluated: dict[EvaluationKey, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
-    ends: Digests = field(default_factory=dict)
+    ends: Digests = field(default_factory=dict)  # the state at the end
 
 
 def read(directory: Path) -> Traces:
@@ -152,21 +138,21 @@ def _merge(steps: dict[int, Step], number: int, new: Step) -> None:
     step.digests.update(new.digests)
 
 
-def _differences(number: int, first: Step, again: Step) -> Iterator[Redone]:
+def _differences(number: int, first: Step, again: Step) -> Iterator[tuple[int, str]]:
     """Compare what two generations did in one step, as far as both came: either may have been killed."""
     for key in sorted(first.passes.keys() & again.passes.keys()):
         one, other = first.passes[key], again.passes[key]
         if one.samples != other.samples:
             what = f"samples {few(one.samples)}, then {few(other.samples)}"
-            yield Redone(number, f"replica {key[-2]} saw {what}")
+            yield number, f"replica {key[-2]} saw {what}"
         elif one.bits != other.bits:
             what = f"{one.value!r} ({one.bits}), then {other.value!r} ({other.bits})"
-            yield Redone(number, f"the loss of replica {key[-2]} was {what}")
+            yield number, f"the loss of replica {key[-2]} was {what}"
     for name in names(first.digests):
         before, after = values(first.digests, name), values(again.digests, name)
         if before and after and before != after:
             what = f"{min(before)[:19]}, then {min(after)[:19]}"
-            yield Redone(number, f"the {name} after it: {what}")
+            yield number, f"the {name} after it: {what}"
 
 
 def names(digests: Digests) -> list[str]:

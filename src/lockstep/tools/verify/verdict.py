@@ -60,7 +60,7 @@ class Verdict:
 
 
 def outcomes(layouts: Sequence[Layout], work: Work, directory: Path) -> Iterable[Outcome]:
-    """Run a script on every layout, and yield what came of it.
+    """Run a script on every layout, and yield the outcomes.
 
     Raises:
         RunError: if the script fails on a layout otherwise than by a difference that the run has found.
@@ -74,20 +74,16 @@ def outcomes(layouts: Sequence[Layout], work: Work, directory: Path) -> Iterable
                 hint="pass the optimizer through run.optimizer(…)",
             )
         outcome = run(layout, work, directory / directory_name(number, layout), steps)
-        _check(outcome)
+        if outcome.exit_code and not outcome.differs:
+            error = UsageError if outcome.exit_code == 2 else RunError
+            raise error(f"the script fails on {layout}\n{outcome.complaint}")
+        if outcome.digest is None and not outcome.differs:
+            raise UsageError(
+                "the script ends without a lockstep.Run; expected one to verify",
+                hint="train inside `with lockstep.Run(…) as run:`",
+            )
         steps = steps or outcome.steps
         yield outcome
-
-
-def _check(outcome: Outcome) -> None:
-    if outcome.exit_code and not outcome.differs:
-        error = UsageError if outcome.exit_code == 2 else RunError
-        raise error(f"the script fails on {outcome.layout}\n{outcome.complaint}")
-    if outcome.digest is None and not outcome.differs:
-        raise UsageError(
-            "the script ends without a lockstep.Run; expected one to verify",
-            hint="train inside `with lockstep.Run(…) as run:`",
-        )
 
 
 def judge(outcomes: Sequence[Outcome]) -> Verdict:
@@ -99,13 +95,9 @@ def judge(outcomes: Sequence[Outcome]) -> Verdict:
         for other in others
     ]
     found = [difference for difference in differences if difference is not None]
-    earliest = min(found, key=lambda difference: difference.step) if found else None
-    return Verdict(outcomes, earliest, _coverage(outcomes))
-
-
-def _coverage(outcomes: Sequence[Outcome]) -> Coverage:
-    whole = outcomes[0].traces.complete
-    own = coverage(outcomes[0].traces)
+    earliest = min(found, key=lambda difference: difference.step, default=None)
+    own = coverage(first.traces)
     # A layout whose ranks diverged stopped early: it has not reached the samples that it lacks.
-    others = (coverage(one.traces, whole) for one in outcomes[1:] if one.digest is not None)
-    return next((one for one in (own, *others) if not one.is_exact), own)
+    ended = [other.traces for other in others if other.digest is not None]
+    known = [own, *(coverage(traces, first.traces.complete) for traces in ended)]
+    return Verdict(outcomes, earliest, next((one for one in known if not one.is_exact), own))

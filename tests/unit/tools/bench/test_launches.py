@@ -45,8 +45,8 @@ class Work:
             verdict="it broke" if failed else "",
         )
 
-    def restart(self, combination: Combination, trial: Trial, directory: Path) -> float:
-        assert trial.measured is RUN
+    def restart(self, run: Measured, combination: Combination, directory: Path) -> float:
+        assert run is RUN
         directory.mkdir()
         self.done.append(f"{combination.ranks} killed")
         return 0.5

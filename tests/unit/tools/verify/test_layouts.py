@@ -55,7 +55,6 @@ def test_what_the_ranks_of_a_launch_are_told() -> None:
 def test_a_fault_belongs_to_the_layout_before_it() -> None:
     layouts = parse(["1,2,kill@3,4,term@5,kill@6"])
     assert [layout.name for layout in layouts] == ["1", "2,kill@3", "4,term@5,kill@6"]
-    assert [layout.kills for layout in layouts] == [0, 1, 1]
 
 
 def test_the_largest_number_of_ranks_counts() -> None:

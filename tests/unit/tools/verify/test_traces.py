@@ -117,12 +117,12 @@ def test_parameters_and_samples_count_too_and_over_several_generations(tmp_path:
     write(tmp_path, "rank-0.0.jsonl", begin(0), made(1), made(2, "one"))
     write(tmp_path, "rank-0.1.jsonl", begin(0), made(1))
     write(tmp_path, "rank-0.2.jsonl", begin(0), made(1), made(2, "other"))
-    assert [one.text for one in read(tmp_path).redone] == [
+    assert [text for _, text in read(tmp_path).redone] == [
         "the parameters after it: one, then other"
     ]
     write(tmp_path, "rank-0.1.jsonl", begin(1), {**seen(2), "samples": [7, 8]})
     write(tmp_path, "rank-0.0.jsonl", begin(0), made(1), seen(2))
-    assert [one.text for one in read(tmp_path).redone] == [
+    assert [text for _, text in read(tmp_path).redone] == [
         "replica 0 saw samples [2, 3], then [7, 8]"
     ]
 
