@@ -56,22 +56,17 @@ def shares(topology: Topology, n: int) -> tuple[Core, ...]:
     if n <= len(topology):
         groups = [[core for node in some for core in node] for some in _blocks(topology, n)]
     else:
-        ranks = _ranks_of_nodes(topology, n)
+        # Each node gets a rank at least, and the next where most cores are left for it.
+        ranks = [1] * len(topology)
+        for _ in range(n - len(topology)):
+            room = [len(node) / (count + 1) for node, count in zip(topology, ranks, strict=True)]
+            ranks[room.index(max(room))] += 1
         groups = [
             list(block)
             for node, count in zip(topology, ranks, strict=True)
             for block in _blocks(node, count)
         ]
     return tuple(tuple(sorted(cpu for core in group for cpu in core)) for group in groups)
-
-
-def _ranks_of_nodes(topology: Topology, n: int) -> list[int]:
-    """Return how many ranks each node gets: at least one, and the next where most cores are left for it."""
-    ranks = [1] * len(topology)
-    for _ in range(n - len(topology)):
-        room = [len(node) / (count + 1) for node, count in zip(topology, ranks, strict=True)]
-        ranks[room.index(max(room))] += 1
-    return ranks
 
 
 def _blocks(items: Sequence[Item], count: int) -> list[Sequence[Item]]:

@@ -52,7 +52,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """What nvidia-smi told."""
+    """The GPUs of a machine, as nvidia-smi lists them."""
 
     gpus: tuple[Gpu, ...] = ()  # each followed by its MIG devices
     problem: str | None = None  # why there are no facts
@@ -70,8 +70,8 @@ def list_gpus(tool: str | None = None) -> Listing:
     except OSError as error:
         return Listing(problem=f"nvidia-smi -L cannot be run: {error.strerror}")
     if code != 0:
-        told = (out + err).strip().partition("\n")[0]
-        return Listing(problem=f"nvidia-smi -L failed: {told or f'exit code {code}'}")
+        why = (out + err).strip().partition("\n")[0] or f"exit code {code}"
+        return Listing(problem=f"nvidia-smi -L failed: {why}")
     return read_listing(out)
 
 
@@ -87,15 +87,8 @@ def read_listing(text: str) -> Listing:
         elif part := _MIG_LINE.fullmatch(line.rstrip()):
             profile, index, uuid = part.groups()
             name = " ".join(filter(None, ("MIG", profile, "of", parent.name)))
-            gpus.append(
-                Gpu(
-                    index=int(index),
-                    label=f"{parent.label} MIG {index}",
-                    uuid=uuid,
-                    name=name,
-                    parent=parent.uuid,
-                )
-            )
+            own = {"uuid": uuid, "name": name, "parent": parent.uuid}
+            gpus.append(Gpu(index=int(index), label=f"{parent.label} MIG {index}", **own))
         elif "UUID" in line:
             return Listing(problem=f"nvidia-smi -L told what Lockstep cannot read: {line.strip()}")
     return Listing(gpus=tuple(gpus))
@@ -130,27 +123,19 @@ def visible(everything: Sequence[Gpu], environ: Mapping[str, str]) -> Visible:
     found: list[Gpu] = []
     by_id = asked.strip().startswith(("GPU-", "MIG-"))
     for entry in map(str.strip, asked.split(",")):
-        gpu = _by_id(entry, everything) if by_id else _by_index(entry, whole)
+        same = [gpu for gpu in whole if entry == str(gpu.index)]
+        named = fits(entry, everything) if by_id else same
         # CUDA stops at the first entry that it does not know, or that is not of the first one's kind.
-        if gpu is None or not entry.startswith(asked.strip()[: len("GPU-") if by_id else 0]):
+        if len(named) != 1 or not entry.startswith(asked.strip()[: len("GPU-") if by_id else 0]):
             break
-        if gpu in found:  # and shows none if one is named twice
+        if named[0] in found:  # and shows none if one is named twice
             return Visible(gpus=())
-        found.append(gpu)
+        found.append(named[0])
     return Visible(gpus=tuple(found), ordered=by_id or in_order)
 
 
-def _by_index(entry: str, whole: Sequence[Gpu]) -> Gpu | None:
-    return next((gpu for gpu in whole if entry == str(gpu.index)), None)
-
-
-def _by_id(entry: str, everything: Sequence[Gpu]) -> Gpu | None:
-    fitting = fits(entry, everything)
-    return fitting[0] if len(fitting) == 1 else None
-
-
 def fits(uuid: str, everything: Sequence[Gpu]) -> tuple[Gpu, ...]:
-    """Return those whose id is `uuid`, or begins with it where it is a whole GPU's."""
+    """Return the GPUs whose id is `uuid`, or begins with it where it is that of a whole GPU."""
     wanted = uuid.lower()
     if wanted.startswith("mig-"):
         return tuple(one for one in everything if one.uuid and one.uuid.lower() == wanted)

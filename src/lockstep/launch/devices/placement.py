@@ -14,7 +14,7 @@ from lockstep.world.devices_asked import CHOSEN, SHOWN, Ids, Word, parse
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """Where one local rank computes."""
+    """The device of one local rank, and the variables that give it that device."""
 
     device: str = "cpu"  # `cpu`, or `cuda:K`
     gpu: Gpu | None = None
@@ -71,23 +71,22 @@ def seats(
     if isinstance(wanted, tuple):
         return _named(choose(spec, machine, environ), machine)
     if wanted == "cpu" or machine.gpus == 0:
-        told = {"LOCKSTEP_DEVICES": "cpu"} if spec.n == "cpu" else {}
-        return (Seat(env=told),) * len(local_ranks)
-    known = _in_order(machine, environ)
+        env = {"LOCKSTEP_DEVICES": "cpu"} if spec.n == "cpu" else {}
+        return (Seat(env=env),) * len(local_ranks)
+    left = visible(machine.cards, environ)
+    split = any(parts(gpu, machine.cards) for gpu in left.gpus)
+    known = left.gpus if left.ordered and not split else ()  # in the order of torch's indices
+    shown = environ.get(machine.visible_variable)
+    seen = {} if shown is None else {SHOWN: shown}
     return tuple(
         Seat(
             device=f"{machine.device_type}:{k}",
             gpu=known[k] if k < len(known) else None,
-            env=_chosen(f"{machine.device_type}:{k}", machine, environ) if own else {},
+            # The device of other ranks follows from their local rank.
+            env={CHOSEN: f"{machine.device_type}:{k}", **seen} if own else {},
         )
         for k in (range(len(local_ranks)) if own else local_ranks)
     )
-
-
-def _chosen(device: str, machine: Machine, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what tells a rank its device where that doesn't follow from its local rank."""
-    shown = environ.get(machine.visible_variable)
-    return {CHOSEN: device} | ({} if shown is None else {SHOWN: shown})
 
 
 def _named(gpus: Sequence[Gpu], machine: Machine) -> tuple[Seat, ...]:
@@ -101,13 +100,6 @@ def _named(gpus: Sequence[Gpu], machine: Machine) -> tuple[Seat, ...]:
         # A launcher that the script starts shall not read the list again, among what is left by it.
         found.append(Seat(device=device, gpu=gpu, env={**env, "LOCKSTEP_DEVICES": "gpu"}))
     return tuple(found)
-
-
-def _in_order(machine: Machine, environ: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """Return the GPUs in the order of torch's indices, or none where that order is not known."""
-    left = visible(machine.cards, environ)
-    split = any(parts(gpu, machine.cards) for gpu in left.gpus)
-    return left.gpus if left.ordered and not split else ()
 
 
 def choose(spec: LaunchSpec, machine: Machine, environ: Mapping[str, str]) -> tuple[Gpu, ...]:

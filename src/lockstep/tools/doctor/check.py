@@ -37,12 +37,12 @@ class Seen:
     """What all nodes have told, as far as they could."""
 
     labels: tuple[str, ...]
-    told: tuple[Mapping[str, Facts], ...]  # by node, its facts by check
+    reports: tuple[Mapping[str, Facts], ...]  # by node, its facts by check
     asked: int = 1  # number of nodes that were to come
 
     def of(self, name: str) -> list[tuple[str, Facts]]:
         """Return the label and the facts of each node that found something for a check."""
-        pairs = zip(self.labels, self.told, strict=True)
+        pairs = zip(self.labels, self.reports, strict=True)
         return [(label, told[name]) for label, told in pairs if told.get(name) is not None]
 
     @property

@@ -83,7 +83,7 @@ class Report:
                 {"check": name, "level": one.level, "text": one.text, "advice": one.advice}
                 for name, one in self.findings
             ],
-            "facts": dict(zip(self.seen.labels, self.seen.told, strict=True)),
+            "facts": dict(zip(self.seen.labels, self.seen.reports, strict=True)),
         }
 
 
@@ -111,8 +111,8 @@ def examine(
         seen = Seen(rendezvous.labels, tuple(told), 1 if config is None else config.count)
         stage = "nodes"
         try:
-            told = _bounded(rendezvous, "looks", own, _LOOKS_SECONDS)
-            seen = replace(seen, told=tuple(told))
+            told = _gather(rendezvous, "looks", own, _LOOKS_SECONDS)
+            seen = replace(seen, reports=tuple(told))
             for stage in CHECKS:
                 seen = _together(stage, rendezvous, seen, asked)
         except LostError as error:
@@ -179,17 +179,17 @@ def _together(name: str, rendezvous: Rendezvous, seen: Seen, asked: Asked) -> Se
         facts, problem = None, str(error).partition("\n")[0]
     except _UNLIKE as error:
         facts, problem = None, f"{type(error).__name__} in what nodes told: {error}"
-    told = _bounded(rendezvous, f"check/{name}", [facts, problem], PATIENCE)
+    told = _gather(rendezvous, f"check/{name}", [facts, problem], PATIENCE)
     more = []
-    for (its, why), before in zip(told, seen.told, strict=True):
+    for (its, why), before in zip(told, seen.reports, strict=True):
         problems = before[_PROBLEMS] | ({} if why is None else {name: why})
         more.append({**before, name: its, _PROBLEMS: problems})
-    return replace(seen, told=tuple(more))
+    return replace(seen, reports=tuple(more))
 
 
-def _bounded(rendezvous: Rendezvous, question: str, own: Any, seconds: float) -> list[Any]:
-    told: list[Any] = bounded(lambda: rendezvous.gather(question, own, seconds), seconds + _SLACK)
-    return told
+def _gather(rendezvous: Rendezvous, question: str, own: Any, seconds: float) -> list[Any]:
+    gathered = bounded(lambda: rendezvous.gather(question, own, seconds), seconds + _SLACK)
+    return list(gathered)
 
 
 def _leave(rendezvous: Rendezvous) -> None:
@@ -199,7 +199,7 @@ def _leave(rendezvous: Rendezvous) -> None:
 
 def _judged(name: str, seen: Seen) -> Iterator[Finding]:
     """Yield the lines of a check."""
-    for label, told in zip(seen.labels, seen.told, strict=True):
+    for label, told in zip(seen.labels, seen.reports, strict=True):
         why = told[_PROBLEMS].get(name)
         if why is not None:
             advice = "run it again; if it stays, look at the kernel's log of this node"
@@ -213,8 +213,8 @@ def _judged(name: str, seen: Seen) -> Iterator[Finding]:
             yield Finding("failure", text, "install one version of Lockstep on all nodes")
 
 
-def _version(told: Any) -> str:
+def _version(facts: Any) -> str:
     try:
-        return f"lockstep {told['bits']['lockstep']}"
+        return f"lockstep {facts['bits']['lockstep']}"
     except _UNLIKE:
         return "another version of lockstep"

@@ -93,7 +93,7 @@ def clocks(seen: Seen) -> Iterator[Finding]:
         why = "not compared: the other nodes did not come"
     elif told and "alone" in told[0]:
         why = "one host has one clock"
-    elif not told and not any("network" in one["problems"] for one in seen.told):
+    elif not told and not any("network" in one["problems"] for one in seen.reports):
         why = "not compared: a node was lost before"
     elif not told or ("problem" in told[0] and not told[0]["clocks"]):
         why = "not compared: the network check failed"

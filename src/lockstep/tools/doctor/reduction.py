@@ -75,13 +75,13 @@ def reduce(job: dict[str, Any]) -> dict[str, Any]:
 
 def _together(rendezvous: Rendezvous, seen: Seen, _: Asked) -> Facts:
     """Reduce with all other nodes, by each backend that all of them have."""
-    kinds = {str((told.get("versions") or {}).get("bits")) for told in seen.told}
+    kinds = {str((told.get("versions") or {}).get("bits")) for told in seen.reports}
     if len(kinds) > 1:
         return {"skipped": "nodes have unlike versions, which a launch refuses"}
     if rendezvous.several_hosts and not rendezvous.reach:
         return {"skipped": "not all nodes reach each other"}
-    counts = [ranks(told.get("gpus"), alone=seen.alone) for told in seen.told]
-    gpus = all((told.get("gpus") or {}).get("gpus") for told in seen.told)
+    counts = [ranks(told.get("gpus"), alone=seen.alone) for told in seen.reports]
+    gpus = all((told.get("gpus") or {}).get("gpus") for told in seen.reports)
     own = rendezvous.reach[rendezvous.index] if rendezvous.reach else None
     here = own.interface if own else next((one.name for one in interfaces() if one.loopback), None)
     store = host_store(0, loopback=not rendezvous.reach) if rendezvous.index == 0 else None

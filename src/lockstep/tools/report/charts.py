@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lockstep.state.record.curves import Life
@@ -25,14 +25,9 @@ class Clock:
 
     def __init__(self, runs: Sequence[Shown]) -> None:
         longest = max((run.ended - run.began for run in runs), default=0.0)
+        units = (("s", 1, 600), ("min", 60, 36_000), ("h", 3600, float("inf")))
         self.unit, self._seconds = next(
-            (unit, seconds)
-            for unit, seconds, most in (
-                ("s", 1, 600),
-                ("min", 60, 36_000),
-                ("h", 3600, float("inf")),
-            )
-            if longest <= most
+            (unit, seconds) for unit, seconds, most in units if longest <= most
         )
 
     def of(self, run: Shown, time: float) -> float:
@@ -74,62 +69,47 @@ def _line(objects: Any, name: str, points: Sequence[Point], colour: str) -> Any:
 
 def curve_charts(runs: Sequence[Shown]) -> list[Chart]:
     """Return a chart for each logged number, with a line for each run that logged it."""
-    names = dict.fromkeys(name for run in runs for name in run.curves)
-    return [
-        Chart(
-            line_figure(
-                [(run.label, list(run.curves[name].items())) for run in runs if name in run.curves],
-                "step",
-                from_zero=False,
-            ),
-            name,
-            log=True,
-        )
-        for name in names
-    ]
+    charts = []
+    for name in dict.fromkeys(name for run in runs for name in run.curves):
+        lines = [(run.label, [*run.curves[name].items()]) for run in runs if name in run.curves]
+        charts.append(Chart(line_figure(lines, "step", from_zero=False), name, log=True))
+    return charts
 
 
 def speed_charts(runs: Sequence[Shown], clock: Clock) -> list[Chart]:
     """Return charts of samples per second and of a step's time, as the lowest rank measured them."""
-    rates = [(run.label, _paced(run, clock, _rate)) for run in runs]
-    steps = [(run.label, _paced(run, clock, lambda pace: pace["median"] * 1000)) for run in runs]
-    charts = [
-        (rates, "samples/s", "Samples per second", "of all ranks together"),
-        (steps, "ms", "Time of a step", "the median of each second"),
-    ]
-    return [
-        Chart(line_figure(lines, clock.title, unit), title, note)
-        for lines, unit, title, note in charts
-        if any(points for _, points in lines)
-    ]
 
+    def rate(pace: Event) -> float | None:
+        return pace["samples"] / pace["seconds"] if pace["seconds"] else None
 
-def _rate(pace: Event) -> float | None:
-    return pace["samples"] / pace["seconds"] if pace["seconds"] else None
+    def step(pace: Event) -> float:
+        return float(pace["median"] * 1000)
 
-
-def _paced(run: Shown, clock: Clock, value: Callable[[Event], float | None]) -> list[Point]:
-    return list(_points(run, clock, min(run.ranks), "pace", value))
+    charts = []
+    for value, unit, title, note in (
+        (rate, "samples/s", "Samples per second", "of all ranks together"),
+        (step, "ms", "Time of a step", "the median of each second"),
+    ):
+        lines = [(run.label, _points(run, clock, min(run.ranks), "pace", value)) for run in runs]
+        if any(points for _, points in lines):
+            charts.append(Chart(line_figure(lines, clock.title, unit), title, note))
+    return charts
 
 
 def _points(
-    run: Shown,
-    clock: Clock,
-    rank: int,
-    kind: str,
-    value: Callable[[Event], float | None],
-) -> Iterator[Point]:
-    """Yield a value over time, with a gap between two generations."""
-    for number, life in enumerate(run.lives[rank]):
-        if number:
-            yield clock.of(run, life.time), None
-        for event in _measured(life.events, kind):
-            yield clock.of(run, event["time"]), value(event)
+    run: Shown, clock: Clock, rank: int, kind: str, value: Callable[[Event], float | None]
+) -> list[Point]:
+    """Return a value over time, with a gap between two generations."""
+    points: list[Point] = []
+    for life in run.lives[rank]:
+        points += [(clock.of(run, life.time), None)] if points else []
+        points += [(clock.of(run, event["time"]), value(event)) for event in _measured(life, kind)]
+    return points
 
 
-def _measured(events: Sequence[Event], kind: str) -> list[Event]:
+def _measured(life: Life, kind: str) -> list[Event]:
     """Return the measurements of one kind; of the pace without the first, which is that of a warm-up."""
-    found = [event for event in events if event["kind"] == kind]
+    found = [event for event in life.events if event["kind"] == kind]
     return found[1:] if kind == "pace" else found
 
 
@@ -143,10 +123,11 @@ def machine_charts(run: Shown, clock: Clock, prefix: str) -> list[Chart]:
     ]
     charts = []
     for key, title, unit in measures:
-        lines = [
-            (f"rank {rank}", list(_points(run, clock, rank, "machine", _in(key, unit))))
-            for rank in run.ranks
-        ]
+
+        def value(event: Event, key: str = key, unit: float = unit) -> float | None:
+            return None if event.get(key) is None else event[key] / unit
+
+        lines = [(f"rank {one}", _points(run, clock, one, "machine", value)) for one in run.ranks]
         if not any(value is not None for _, points in lines for _, value in points):
             continue
         note = ""
@@ -157,50 +138,30 @@ def machine_charts(run: Shown, clock: Clock, prefix: str) -> list[Chart]:
     return charts
 
 
-def _in(key: str, unit: float) -> Callable[[Event], float | None]:
-    def value(event: Event) -> float | None:
-        measured = event.get(key)
-        return None if measured is None else measured / unit
-
-    return value
-
-
 def share_chart(run: Shown, prefix: str) -> Chart | None:
     """Return a chart of what the time of each rank went to; `None` where no pace is recorded."""
-    objects = graph_objects()
     spent = {rank: _spent(found) for rank, found in run.lives.items()}
     known = {rank: parts for rank, parts in spent.items() if sum(parts.values()) > 0}
     if not known:
         return None
     names = [f"rank {rank}" for rank in known]
-    bars = [
-        objects.Bar(
-            y=names,
-            x=[
-                rounded(100 * parts.get(part, 0.0) / sum(parts.values()))
-                for parts in known.values()
-            ],
-            name=part,
-            orientation="h",
-            marker={"color": COLOURS[k]},
-        )
-        for k, part in enumerate(dict.fromkeys(part for parts in known.values() for part in parts))
-    ]
+    figure = graph_objects().Figure()
+    for k, part in enumerate(dict.fromkeys(part for parts in known.values() for part in parts)):
+        shares = [parts.get(part, 0.0) / sum(parts.values()) for parts in known.values()]
+        x, marker = [rounded(100 * share) for share in shares], {"color": COLOURS[k]}
+        figure.add_bar(y=names, x=x, name=part, orientation="h", marker=marker)
     layout = {
         "barmode": "stack",
         "xaxis": {"title": {"text": "% of the time of all steps"}, "range": [0, 100]},
         "yaxis": {"autorange": "reversed", "type": "category"},
     }
-    return Chart(
-        objects.Figure(bars, layout),
-        f"{prefix}Time of steps",
-        height=max(200, 110 + 24 * len(names)),
-    )
+    figure.update_layout(layout)
+    return Chart(figure, f"{prefix}Time of steps", height=max(200, 110 + 24 * len(names)))
 
 
 def _spent(found: Sequence[Life]) -> dict[str, float]:
     """Return the seconds of a rank's steps by what they went to."""
-    paces = [pace for life in found for pace in _measured(life.events, "pace")]
+    paces = [pace for life in found for pace in _measured(life, "pace")]
     data = sum(pace["data"] for pace in paces)
     exchange = sum(pace.get("exchange") or 0.0 for pace in paces)
     hidden = any(pace.get("exchange") is None for pace in paces)

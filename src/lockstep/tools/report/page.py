@@ -6,12 +6,12 @@ A figure takes its colours of text, grid and background from the page, light or 
 
 from __future__ import annotations
 
-import html
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from html import escape
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -120,31 +120,34 @@ def build(title: str, sections: Sequence[Section]) -> str:
     Raises:
         UsageError: if plotly is not installed.
     """
-    body = "\n".join(_section(section) for section in sections)
+    graph_objects()
+    from plotly.offline import get_plotlyjs
+
+    body = "\n".join(
+        f'<section>\n<h2>{escape(section.title)}</h2>\n<div class="parts">\n'
+        + "\n".join(map(_part, section.parts))
+        + "\n</div>\n</section>"
+        for section in sections
+    )
     own = _own("page.js").replace("COLOURWAY", json.dumps(COLOURS))
-    script = f"<script>{_plotly_js()}</script>\n<script>{own}</script>"
+    script = f"<script>{get_plotlyjs()}</script>\n<script>{own}</script>"
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        f'<link rel="icon" href="data:,">\n<title>{_text(title)}</title>\n'
+        f'<link rel="icon" href="data:,">\n<title>{escape(title)}</title>\n'
         f"<style>{_own('page.css')}</style>\n</head>\n<body>\n"
-        f"<h1>{_text(title)}</h1>\n{body}\n{script}\n</body>\n</html>\n"
+        f"<h1>{escape(title)}</h1>\n{body}\n{script}\n</body>\n</html>\n"
     )
-
-
-def _section(section: Section) -> str:
-    parts = "\n".join(_part(part) for part in section.parts)
-    return f'<section>\n<h2>{_text(section.title)}</h2>\n<div class="parts">\n{parts}\n</div>\n</section>'
 
 
 def _part(part: Part) -> str:
     match part:
         case Text(text):
-            return f'<p class="wide">{_text(text)}</p>'
+            return f'<p class="wide">{escape(text)}</p>'
         case Facts(values):
-            rows = (f"<dt>{_text(k)}</dt><dd>{_text(_shown(v))}</dd>" for k, v in values.items())
+            rows = (f"<dt>{escape(k)}</dt><dd>{escape(_shown(v))}</dd>" for k, v in values.items())
             return f'<dl class="wide">{"".join(rows)}</dl>'
         case Table():
             return _table(part)
@@ -153,19 +156,17 @@ def _part(part: Part) -> str:
 
 
 def _table(table: Table) -> str:
-    columns = zip(*table.rows, strict=True) if table.rows else [()] * len(table.head)
-    head = "".join(_heading(name, column) for name, column in zip(table.head, columns, strict=True))
+    head = ""
+    for k, name in enumerate(table.head):
+        column = [row[k] for row in table.rows if row[k] not in (None, "")]
+        kind = _NUMBER if column and all(map(_is_number, column)) else ""
+        head += f'<th scope="col"{kind}>{escape(name)}</th>'
     rows = "\n".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in table.rows)
-    caption = f"<caption>{_text(table.caption)}</caption>" if table.caption else ""
+    caption = f"<caption>{escape(table.caption)}</caption>" if table.caption else ""
     return (
         f'<div class="table wide"><table>{caption}<thead><tr>{head}</tr></thead>\n'
         f"<tbody>\n{rows}\n</tbody></table></div>"
     )
-
-
-def _heading(name: str, column: Sequence[object]) -> str:
-    numbers = any(map(_is_number, column)) and all(not one or _is_number(one) for one in column)
-    return f'<th scope="col"{_NUMBER if numbers else ""}>{_text(name)}</th>'
 
 
 def _is_number(value: object) -> bool:
@@ -176,7 +177,7 @@ def _is_number(value: object) -> bool:
 
 def _cell(value: object) -> str:
     kind = _NUMBER if _is_number(value) or value is None else ""
-    return f"<td{kind}>{_text(_shown(value))}</td>"
+    return f"<td{kind}>{escape(_shown(value))}</td>"
 
 
 def _shown(value: object) -> str:
@@ -188,12 +189,12 @@ def _shown(value: object) -> str:
 
 
 def _chart(chart: Chart) -> str:
-    note = f"<p>{_text(chart.note)}</p>" if chart.note else ""
+    note = f"<p>{escape(chart.note)}</p>" if chart.note else ""
     switch = '<label><input type="checkbox"> log scale</label>' if chart.log else ""
     return (
         f"<figure{' class=wide' if chart.wide else ''}>"
-        f"<figcaption>{switch}<h3>{_text(chart.title)}</h3>{note}</figcaption>"
-        f'<div class="chart" role="img" aria-label="{_text(chart.title)}" '
+        f"<figcaption>{switch}<h3>{escape(chart.title)}</h3>{note}</figcaption>"
+        f'<div class="chart" role="img" aria-label="{escape(chart.title)}" '
         f'style="height:{chart.height}px"></div>'
         f'<script type="application/json">{_figure(chart.figure)}</script></figure>'
     )
@@ -202,9 +203,8 @@ def _chart(chart: Chart) -> str:
 def _figure(figure: Any) -> str:
     """Return a figure as JSON that cannot end the script element around it."""
     content = json.loads(figure.to_json())
-    content["layout"].pop(
-        "template", None
-    )  # plotly's own, 7 kB for each figure: the page has its own
+    # Plotly's own template has 7 kB for each figure: the page has one.
+    content["layout"].pop("template", None)
     return json.dumps(_escaped(content), separators=(",", ":")).replace("<", "\\u003c")
 
 
@@ -214,23 +214,9 @@ def _escaped(value: Any, key: str = "") -> Any:
         return {name: _escaped(one, name) for name, one in value.items()}
     if isinstance(value, list):
         return [_escaped(one, key) for one in value]
-    return (
-        html.escape(value, quote=False)
-        if isinstance(value, str) and key not in _TEMPLATES
-        else value
-    )
-
-
-def _text(text: str) -> str:
-    return html.escape(text)
-
-
-def _plotly_js() -> str:
-    graph_objects()
-    from plotly.offline import get_plotlyjs
-
-    code: str = get_plotlyjs()
-    return code
+    if isinstance(value, str) and key not in _TEMPLATES:
+        return escape(value, quote=False)
+    return value
 
 
 @cache

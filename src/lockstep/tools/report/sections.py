@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lockstep.state.record.reading import Event
@@ -66,37 +66,50 @@ def _about(runs: Sequence[Shown]) -> list[Part]:
     facts = [_facts(run) for run in runs]
     if len(runs) == 1:
         return [Facts({name: value for name, value in facts[0].items() if value is not None})]
-    names = dict.fromkeys(name for one in facts for name in one)
-    known = [name for name in names if any(one.get(name) is not None for one in facts)]
-    rows = [
-        [name, *(None if one.get(name) is None else str(one[name]) for one in facts)]
-        for name in known
+    rows = []
+    for name in dict.fromkeys(name for one in facts for name in one):
+        values = [None if one.get(name) is None else str(one[name]) for one in facts]
+        rows += [[name, *values]] if any(value is not None for value in values) else []
+    return [
+        Text(_compared(facts, [run.identity for run in runs])),
+        Table(["", *(run.label for run in runs)], rows),
     ]
-    return [Text(_compared(facts)), Table(["", *(run.label for run in runs)], rows)]
 
 
 def _facts(run: Shown) -> dict[str, object]:
-    content, generations = run.recorded.run, run.generations
-    newest = max(int(event.get("step", 0)) for events in run.ranks.values() for event in events)
+    identity = run.identity
+    versions = (f"{name} {one}" for name, one in identity.get("versions", {}).items())
     return {
-        "status": run.status,
-        "verdict": _verdict(run),
-        "error": content.get("error"),
-        "digest": content.get("digest", _NONE),
-        "steps": content.get("steps", content.get("step", newest)),
-        "seconds (last start)": content.get("seconds"),
-        "layout": _layout(generations[-1]) if generations else None,
-        "generations": len(generations),
-        "devices": _devices(run),
-        **_identity(run.identity),
+        **_own(run),
+        **{name: str(value) for name, value in identity.items()},
+        "arguments": " ".join(map(str, identity.get("arguments", ()))),
+        "versions": ", ".join(versions),
         "directory": run.recorded.directory,
     }
 
 
-def _verdict(run: Shown) -> str | None:
-    """Return why the run failed, as the launcher saw it: the main rank's error may be a consequence."""
+def _own(run: Shown) -> dict[str, object]:
+    """Return the facts that each run has for itself; its identity makes it the same run as another."""
+    content, generations = run.recorded.run, run.generations
+    newest = max(int(event.get("step", 0)) for events in run.ranks.values() for event in events)
+    # The main rank's error may be a consequence of what the launcher saw.
     failures = [event["text"] for event in run.launchers if event["kind"] == "failure"]
-    return str(failures[-1]) if failures and run.status == "failed" else None
+    layout = None
+    if generations:
+        ranks = counted(generations[-1].get("ranks", 1), "rank")
+        nodes = counted(generations[-1].get("nodes", 1), "node")
+        layout = f"{ranks} on {nodes}, {generations[-1].get('environment')}"
+    return {
+        "status": run.status,
+        "verdict": failures[-1] if failures and run.status == "failed" else None,
+        "error": content.get("error"),
+        "digest": content.get("digest", _NONE),
+        "steps": content.get("steps", content.get("step", newest)),
+        "seconds (last start)": content.get("seconds"),
+        "layout": layout,
+        "generations": len(generations),
+        "devices": _devices(run),
+    }
 
 
 def _devices(run: Shown) -> str | None:
@@ -106,45 +119,18 @@ def _devices(run: Shown) -> str | None:
     return ", ".join(names) or None
 
 
-def _layout(generation: Mapping[str, Any]) -> str:
-    ranks = counted(generation.get("ranks", 1), "rank")
-    nodes = counted(generation.get("nodes", 1), "node")
-    return f"{ranks} on {nodes}, {generation.get('environment')}"
+def _compared(
+    facts: Sequence[Mapping[str, object]], identities: Sequence[Mapping[str, Any]]
+) -> str:
+    def differ(name: str, values: Sequence[Mapping[str, object]]) -> bool:
+        return len({str(one.get(name)) for one in values}) > 1
 
-
-def _identity(identity: Mapping[str, Any]) -> dict[str, object]:
-    shown: dict[str, Callable[[Any], str]] = {
-        "arguments": lambda words: " ".join(map(str, words)),
-        "versions": lambda found: ", ".join(f"{name} {one}" for name, one in found.items()),
-    }
-    return {name: shown.get(name, str)(value) for name, value in identity.items()}
-
-
-#: Of these each run has its own; the rest is what makes it the same run.
-_OWN = (
-    "status",
-    "verdict",
-    "error",
-    "digest",
-    "steps",
-    "seconds (last start)",
-    "layout",
-    "generations",
-    "devices",
-    "directory",
-)
-
-
-def _compared(facts: Sequence[Mapping[str, object]]) -> str:
-    def differ(name: str) -> bool:
-        return len({str(one.get(name)) for one in facts}) > 1
-
-    names = dict.fromkeys(name for one in facts for name in one)
-    other = [name for name in names if name not in _OWN and differ(name)]
+    names = dict.fromkeys(name for one in identities for name in one)
+    other = [name for name in names if differ(name, identities)]
     identity = f"The identities differ in: {', '.join(other)}." if other else "One identity."
     if any(one["digest"] == _NONE for one in facts):
         return f"{identity} Only finished runs have a digest."
-    return f"{identity} {'The digests differ.' if differ('digest') else 'One digest.'}"
+    return f"{identity} {'The digests differ.' if differ('digest', facts) else 'One digest.'}"
 
 
 # --- memory of each rank -------------------------------------------------------------------------
@@ -152,21 +138,16 @@ def _compared(facts: Sequence[Mapping[str, object]]) -> str:
 
 def _memory(run: Shown, prefix: str) -> list[Table]:
     """Return a table of the memory of each rank at its end, in MiB."""
-    found = {rank: _newest(events, "memory") for rank, events in run.ranks.items()}
-    known = {rank: event for rank, event in found.items() if event is not None}
+    known: dict[int, Event] = {}
+    for rank, events in run.ranks.items():
+        known |= {rank: event for event in events if event["kind"] == "memory"}  # the last
     names = dict.fromkeys(
         name for event in known.values() for name in event if name not in ("time", "kind")
     )
-    rows = [
-        [
-            f"rank {rank}",
-            *(event[name] / _MIB if event.get(name) is not None else None for name in names),
-        ]
-        for rank, event in known.items()
-    ]
+    rows: list[list[object]] = []
+    for rank, event in known.items():
+        values = (event.get(name) for name in names)
+        sizes = (None if value is None else value / _MIB for value in values)
+        rows.append([f"rank {rank}", *sizes])
     heads = (name.replace("_", " ") for name in names)
     return [Table(["", *heads], rows, f"{prefix}memory at the end (MiB)")] if rows else []
-
-
-def _newest(events: Sequence[Event], kind: str) -> Event | None:
-    return next((event for event in reversed(events) if event["kind"] == kind), None)
