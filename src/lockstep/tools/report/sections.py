@@ -140,7 +140,9 @@ def _memory(run: Shown, prefix: str) -> list[Table]:
     """Return a table of the memory of each rank at its end, in MiB."""
     known: dict[int, Event] = {}
     for rank, events in run.ranks.items():
-        known |= {rank: event for event in events if event["kind"] == "memory"}  # the last
+        for event in events:
+            if event["kind"] == "memory":
+                known[rank] = event
     names = dict.fromkeys(
         name for event in known.values() for name in event if name not in ("time", "kind")
     )
