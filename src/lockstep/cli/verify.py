@@ -14,8 +14,6 @@ from lockstep.cli.several_launches import add_shared_flags, kept_directory, run_
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from lockstep.tools.verify.layouts import Storm
     from lockstep.tools.verify.running import Outcome
     from lockstep.tools.verify.verdict import Verdict
@@ -125,42 +123,30 @@ def _show_outcome(outcome: Outcome) -> None:
 
     kills, generations = counted(outcome.kills, "kill"), counted(outcome.generations, "generation")
     endured = f"{kills}, {generations}, " if outcome.layout.is_disturbed else ""
-    print(
-        f"ran on {outcome.layout}: {outcome.steps} steps, {endured}{outcome.seconds:.1f} s",
-        file=sys.stderr,
-    )
+    lines = [f"ran on {outcome.layout}: {outcome.steps} steps, {endured}{outcome.seconds:.1f} s"]
     if outcome.differs:
-        print(outcome.complaint, file=sys.stderr)
+        lines.append(outcome.complaint)
     storm = outcome.layout.storm
     if storm is not None and outcome.kills < storm.kills:
-        print(
-            f"lockstep: the run came to its end after {outcome.kills} of {storm.kills} kills",
-            file=sys.stderr,
-        )
-
-
-def _table(outcomes: Sequence[Outcome]) -> Table:
-    from rich.table import Table
-
-    disturbed = any(outcome.layout.is_disturbed for outcome in outcomes)
-    named = any(outcome.layout.strategy is not None for outcome in outcomes)
-    more = ("kills", "generations") if disturbed else ()
-    table = Table(*(("strategy",) * named), "layout", "steps", *more, "seconds", "digest")
-    for outcome in outcomes:
-        digest = (outcome.digest or "none").removeprefix("sha256:")
-        counts = (str(outcome.kills), str(outcome.generations)) if disturbed else ()
-        seconds = f"{outcome.seconds:.1f}"
-        strategy = (outcome.layout.strategy or "",) * named
-        table.add_row(
-            *strategy, outcome.layout.name, str(outcome.steps), *counts, seconds, digest[:16]
-        )
-    return table
+        few = f"{outcome.kills} of {storm.kills} kills"
+        lines.append(f"lockstep: the run came to its end after {few}")
+    print(*lines, sep="\n", file=sys.stderr)
 
 
 def _show(verdict: Verdict) -> None:
     from rich.console import Console
+    from rich.table import Table
 
-    Console().print(_table(verdict.outcomes))
+    disturbed = any(outcome.layout.is_disturbed for outcome in verdict.outcomes)
+    named = any(outcome.layout.strategy is not None for outcome in verdict.outcomes)
+    more = ("kills", "generations") if disturbed else ()
+    table = Table(*(("strategy",) * named), "layout", "steps", *more, "seconds", "digest")
+    for outcome in verdict.outcomes:
+        digest = (outcome.digest or "none").removeprefix("sha256:")[:16]
+        counts = (str(outcome.kills), str(outcome.generations)) if disturbed else ()
+        cells = (outcome.layout.name, str(outcome.steps), *counts, f"{outcome.seconds:.1f}", digest)
+        table.add_row(*((outcome.layout.strategy or "",) * named), *cells)
+    Console().print(table)
     print(f"same: {'yes' if verdict.same else 'no'}")
     if not any(outcome.steps or outcome.differs for outcome in verdict.outcomes):
         print("no steps: only the final weights were compared; pass the optimizer to run.optimizer")

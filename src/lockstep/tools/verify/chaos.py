@@ -14,14 +14,17 @@ import statistics
 import subprocess
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 
 from lockstep.state.record.reading import LineReader
 from lockstep.tools.verify.traces import generations
+
+Value = TypeVar("Value")
 
 #: Share of the kills that don't wait for a step of the generation that they hit.
 _HASTY = 0.2
@@ -89,7 +92,12 @@ class Chaos:
                 self._seen.look()
             self._workers.arrive()
             return self._workers.kill(strike.choice)
-        while not self._is_due(strike):
+        while True:
+            self._seen.look()
+            # After the last step but one, the next thing to be seen may be the end of the run.
+            moved = self._seen.moved or self._seen.highest >= self._last
+            if moved and self._seen.highest >= strike.step:
+                break
             if not self._workers.live():
                 return False
             time.sleep(_LOOK)
@@ -97,12 +105,6 @@ class Chaos:
         self._workers.arrive()
         time.sleep(max(0.0, moment - time.monotonic()))
         return self._workers.kill(strike.choice)
-
-    def _is_due(self, strike: Strike) -> bool:
-        seen = self._seen
-        seen.look()
-        # After the last step but one, the next thing to be seen may be the end of the run.
-        return seen.highest >= strike.step and (seen.moved or seen.highest >= self._last)
 
 
 class _Workers:
@@ -138,42 +140,37 @@ class _Workers:
     def _all(self) -> list[psutil.Process]:
         with contextlib.suppress(psutil.NoSuchProcess):
             below = psutil.Process(self._launcher).children(recursive=True)
-            caught = {one.pid for one in below if _is_caught(one.pid)}
+            caught = {one.pid for one in below if _is_caught(one)}
             # What a worker has started, such as loaders of data, has the output of the worker.
-            return [one for one in below if one.pid in caught and _parent(one) not in caught]
+            return [one for one in below if one.pid in caught and _read(one.ppid, 0) not in caught]
         return []
 
 
-def _is_caught(pid: int) -> bool:
+def _is_caught(process: psutil.Process) -> bool:
     """Return whether what a process prints goes to a launcher that reads it, or to a log."""
-    try:
-        place = str(Path(f"/proc/{pid}/fd/1").readlink())
-    except OSError:
-        return False
+    place = _read(lambda: str(Path(f"/proc/{process.pid}/fd/1").readlink()), "")
     return place.startswith("pipe:") or place.endswith(".log")
 
 
 def _born(process: psutil.Process) -> float:
     """Return when a process was made, by the clock that counts from the machine's start."""
-    try:
-        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0  # it is over
-    return int(fields[19]) / os.sysconf("SC_CLK_TCK")
-
-
-def _parent(process: psutil.Process) -> int:
-    try:
-        return int(process.ppid())
-    except psutil.NoSuchProcess:
-        return 0
+    text = _read(Path(f"/proc/{process.pid}/stat").read_text, "")
+    ticks = text.rpartition(")")[2].split()[19:20] or ["0"]
+    return int(ticks[0]) / os.sysconf("SC_CLK_TCK")
 
 
 def _lives(process: psutil.Process) -> bool:
+    return _read(
+        lambda: process.is_running() and process.status() != psutil.STATUS_ZOMBIE, default=False
+    )
+
+
+def _read(fact: Callable[[], Value], default: Value) -> Value:
+    """Return a fact about a process; `default` where it has ended."""
     try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
+        return fact()
+    except (psutil.NoSuchProcess, OSError):
+        return default
 
 
 class _Progress:

@@ -74,10 +74,8 @@ def _compare_seen(
             text = f"{place}: samples {few(a.samples)} on {name}, {few(b.samples)} on {other_name}"
             return Difference(step, "samples", text)
         if a.bits != b.bits:
-            text = (
-                f"{place}: the loss is {a.value!r} ({a.bits}) on {name}, "
-                f"{b.value!r} ({b.bits}) on {other_name}"
-            )
+            here, there = (f"{seen.value!r} ({seen.bits})" for seen in (a, b))
+            text = f"{place}: the loss is {here} on {name}, {there} on {other_name}"
             return Difference(step, "loss", text)
     return None
 
@@ -96,16 +94,10 @@ def _compare_made(
         if one and other and a != b:
             verb = "are" if what == "parameters" else "is"
             equal = "equal steps" if is_end else "equal samples and losses"
-            text = (
-                f"{place}: {equal}, but the {part} {verb} "
-                f"{_any(a)} on {name}, {_any(b)} on {other_name}"
-            )
-            return Difference(number, what, text)
+            first, second = (next(iter(digests), "missing")[:19] for digests in (a, b))
+            both = f"{first} on {name}, {second} on {other_name}"
+            return Difference(number, what, f"{place}: {equal}, but the {part} {verb} {both}")
     return None
-
-
-def _any(digests: AbstractSet[str]) -> str:
-    return next(iter(digests), "missing")[:19]
 
 
 def redone(traces: Traces, name: str) -> Difference | None:

@@ -109,7 +109,15 @@ def _read_generation(files: dict[int, Path], traces: Traces) -> tuple[float, dic
 def _take(traces: Traces, steps: dict[int, Step], rank: int, entry: dict[str, Any]) -> None:
     kind = entry["kind"]
     if kind in ("microbatch", "seen"):
-        _take_microbatch(traces, steps, entry)
+        names = ("loader", "epoch", "round", "batch", "turn", "replica")
+        key: Any = tuple(entry[name] for name in names)
+        number, samples = entry["step"], tuple(entry["samples"])
+        if kind == "seen":
+            traces.evaluated[key] = number, samples
+            return
+        passes = steps.setdefault(number, Step()).passes
+        nth = next(n for n in itertools.count() if (number, *key, n) not in passes)
+        passes[number, *key, nth] = Seen(entry["loss"], entry["value"], samples)
     elif kind == "step":
         steps.setdefault(entry["step"], Step()).digests[rank] = entry["digests"]
     elif kind == "end":
@@ -118,18 +126,6 @@ def _take(traces: Traces, steps: dict[int, Step], rank: int, entry: dict[str, An
         traces.lengths[entry["loader"]] = entry["length"]
     elif kind == "loop" and entry["complete"]:
         traces.complete.add((entry["loader"], entry["epoch"], entry["round"]))
-
-
-def _take_microbatch(traces: Traces, steps: dict[int, Step], entry: dict[str, Any]) -> None:
-    names = ("loader", "epoch", "round", "batch", "turn", "replica")
-    key: Any = tuple(entry[name] for name in names)
-    number, samples = entry["step"], tuple(entry["samples"])
-    if entry["kind"] == "seen":
-        traces.evaluated[key] = number, samples
-    else:
-        passes = steps.setdefault(number, Step()).passes
-        nth = next(n for n in itertools.count() if (number, *key, n) not in passes)
-        passes[number, *key, nth] = Seen(entry["loss"], entry["value"], samples)
 
 
 def _merge(steps: dict[int, Step], number: int, new: Step) -> None:

@@ -114,34 +114,19 @@ def newest(base: Path) -> Path:
     Raises:
         UsageError: if there is none.
     """
-    found: tuple[float, Path] | None = None
     # Below a run's directory lie those of the runs that its script made after it.
-    found_files = [*base.glob(f"*/*/{run_file.NAME}"), *base.glob(f"*/*/*/{run_file.NAME}")]
-    files = sorted(found_files, key=_changed, reverse=True)
-    for file in files:
-        if found is not None and _changed(file) < found[0]:
-            break  # a run that began later has a record of later
-        began = _began(file)
-        if found is None or began > found[0]:
-            found = began, file.parent
-    if found is None:
+    files = [*base.glob(f"*/*/{run_file.NAME}"), *base.glob(f"*/*/*/{run_file.NAME}")]
+    if not files:
         raise UsageError(
             f"there is no run in {base}; expected {base}/NAME/TIME with a {run_file.NAME}",
             hint="name the run directory: lockstep watch RUN_DIR",
         )
-    return found[1]
+    return max((file.parent for file in files), key=_began)
 
 
-def _changed(file: Path) -> float:
+def _began(directory: Path) -> float:
     try:
-        return file.stat().st_mtime
-    except OSError:
-        return 0.0
-
-
-def _began(file: Path) -> float:
-    try:
-        generations = (run_file.read(file.parent) or {}).get("generations") or [{}]
+        generations = (run_file.read(directory) or {}).get("generations") or [{}]
     except RunDirectoryError:
         return 0.0
     return float(generations[-1].get("time", 0.0))

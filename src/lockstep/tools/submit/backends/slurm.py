@@ -118,7 +118,12 @@ class Slurm(Backend):
         # What stands in a directive, where no quotes help. The words of the command may hold anything.
         paths = (str(request.directory), str(run_dir), request.python)
         for text in (*paths, *request.run_options):
-            _check_characters(text)
+            # It would end a line of the script, so that sbatch would read another directive there.
+            if any(unicodedata.category(one) in ("Cc", "Zl", "Zp", "Cs") for one in text):
+                raise UsageError(
+                    f"{text!r} has a control character, and cannot stand in a job script",
+                    hint="rename the directory, or work in another one",
+                )
         return "\n".join(
             [
                 "#!/bin/bash",
@@ -229,10 +234,12 @@ def _field(text: str, name: str) -> str:
 
 
 def _call(*words: str) -> subprocess.CompletedProcess[str]:
+    # Without the variables of a surrounding job, which srun would take for those of this one.
+    kept = {name for name in os.environ if not name.startswith("SLURM") or name in _KEPT}
     try:
         return subprocess.run(
             words,
-            env=_environ(),
+            env={name: os.environ[name] for name in kept},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -244,12 +251,6 @@ def _call(*words: str) -> subprocess.CompletedProcess[str]:
         raise NoAnswerError(f"no answer within {_SECONDS:g} s") from None
     except OSError as error:
         raise NoAnswerError(f"{words[0]}: {error.strerror}") from None
-
-
-def _environ() -> dict[str, str]:
-    """Return the environment without what a surrounding job says of itself: srun would believe it."""
-    kept = {name for name in os.environ if not name.startswith("SLURM") or name in _KEPT}
-    return {name: os.environ[name] for name in kept}
 
 
 def _words(text: str) -> str:
@@ -270,21 +271,12 @@ def _check_option(option: str) -> None:
         raise UsageError(f"--sbatch={option} cannot be combined with this", hint=_OURS[name])
 
 
-def _check_characters(text: str) -> None:
-    """Refuse what would end a line of the script, so that sbatch would read another directive there."""
-    if any(unicodedata.category(character) in ("Cc", "Zl", "Zp", "Cs") for character in text):
-        raise UsageError(
-            f"{text!r} has a control character, and cannot stand in a job script",
-            hint="rename the directory, or work in another one",
-        )
-
-
 def _directives(request: JobRequest, run_dir: Path) -> list[str]:
     named = [
         ("job-name", request.name),
-        ("nodes", str(request.nodes)),
+        ("nodes", request.nodes),
         ("ntasks-per-node", "1"),
-        ("cpus-per-task", _text(request.cpus_per_node)),
+        ("cpus-per-task", request.cpus_per_node),
         ("gpus-per-node", request.gpus_per_node),
         ("time", request.time_limit),
         ("chdir", str(request.directory)),
@@ -292,11 +284,14 @@ def _directives(request: JobRequest, run_dir: Path) -> list[str]:
         # A job that is requeued continues in the same file.
         ("open-mode", "append"),
     ]
-    own = [f"--{name}={_quoted(value)}" for name, value in named if value is not None]
+    own = [f"--{name}={_quoted(str(value))}" for name, value in named if value is not None]
     # The user's own words come last: the last one wins.
     # To the steps of the job, not to its script: that waits for them.
     own += ["--requeue", f"--signal={_NAME}@{request.seconds_to_save}"]
-    return [*own, *(_quoted_option(option) for option in request.options)]
+    for option in request.options:
+        name, equals, value = option.partition("=")
+        own.append(f"{name}={_quoted(value)}" if equals else _quoted(option))
+    return own
 
 
 def _step(request: JobRequest) -> str:
@@ -329,18 +324,9 @@ def _pattern(run_dir: Path, directory: Path) -> str:
     return str(Path(pattern) / _OUTPUT.format("%j"))
 
 
-def _quoted_option(option: str) -> str:
-    name, equals, value = option.partition("=")
-    return f"{name}={_quoted(value)}" if equals else _quoted(option)
-
-
 def _quoted(text: str) -> str:
     """Quote `text` the way sbatch reads its directives: like a shell, but without expansions."""
     if text and shlex.quote(text) == text:
         return text
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
-
-
-def _text(value: int | None) -> str | None:
-    return None if value is None else str(value)
