@@ -64,7 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("lockstep: stopped by SIGINT", file=sys.stderr)
         code = 130
     except BrokenPipeError:
-        if not _reader_has_left():
+        poll = select.poll()
+        poll.register(sys.stdout, 0)
+        if not poll.poll(0):  # the reader has not left: the error is another one
             raise
         code = 128 + signal.SIGPIPE
     finally:
@@ -138,12 +140,6 @@ def _flush() -> None:
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _reader_has_left() -> bool:
-    poll = select.poll()
-    poll.register(sys.stdout, 0)
-    return bool(poll.poll(0))
 
 
 def _leave(code: int) -> NoReturn:

@@ -61,18 +61,15 @@ def add_flags(parser: Parser) -> None:
         "variables. Ignored: --monitor-interval, --event-log-handler. Refused: --logs-specs, "
         "--duplicate-stdout-filters, --duplicate-stderr-filters, --virtual-local-rank.",
     )
-    before = _dests(parser)
-    _add_meeting(group)
+    before = {action.dest for action in parser._actions}
+    _add_rendezvous(group)
     _add_start(group)
     _add_without_effect(group)
-    parser.abbreviated = {"n", *_SHARED, *(_dests(parser) - before)}
+    after = {action.dest for action in parser._actions}
+    parser.abbreviated = {"n", *_SHARED, *(after - before)}
 
 
-def _dests(parser: argparse.ArgumentParser) -> set[str]:
-    return {action.dest for action in parser._actions}
-
-
-def _add_meeting(group: argparse._ArgumentGroup) -> None:
+def _add_rendezvous(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--standalone", action="store_true", help="single node, whatever the environment says"
     )

@@ -27,7 +27,7 @@ from lockstep.world.cores import usable_cores
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """What is to be measured, and what is to be said of it."""
+    """The options of a benchmark; `run` measures."""
 
     command: RunCommand
     combinations: Sequence[Combination]
@@ -74,7 +74,7 @@ class Benchmark:
         return content
 
     def compare(self, content: dict[str, Any]) -> UsageError | None:
-        """Set the other results beside these; return why they do not compare, if so."""
+        """Add the comparison with the other results; return why they do not compare, if so."""
         if self.other is None:
             return None
         try:

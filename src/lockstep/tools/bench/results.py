@@ -44,6 +44,8 @@ def _of_runs(trials: Sequence[Trial], restart: float | None, cores: int) -> Row:
     if not runs:
         return {"measured_by": BY_WALL}
     last, identity = runs[-1], trials[-1].identity
+    threads = identity.get("threads")
+    threads = threads if isinstance(threads, int) else 1
     host, device = _largest(run.host for run in runs), _largest(run.device for run in runs)
     return {
         "measured_by": BY_STEPS,
@@ -74,15 +76,10 @@ def _of_runs(trials: Sequence[Trial], restart: float | None, cores: int) -> Row:
         "cpu": _median(run.cpu for run in runs),
         "start_seconds": _median(run.start_seconds for run in runs),
         "restart_seconds": rounded(restart),
-        "competing": _competes(trials[-1], cores),
+        # Whether ranks have less than a core for each of their threads.
+        "competing": identity.get("device") == "cpu"
+        and trials[-1].combination.ranks * threads > cores,
     }
-
-
-def _competes(trial: Trial, cores: int) -> bool:
-    """Return whether ranks have less than a core for each of their threads."""
-    threads = trial.identity.get("threads")
-    wanted = trial.combination.ranks * (threads if isinstance(threads, int) else 1)
-    return trial.identity.get("device") == "cpu" and wanted > cores
 
 
 def add_speedups(rows: Sequence[Row]) -> None:

@@ -75,44 +75,40 @@ def _measure(
     listener: socket.socket,
     seconds: float,
 ) -> dict[str, Facts]:
+    """Measure one pair: the first node calls, the other one answers; then bytes go the other way."""
+    first, second = pair
+    port, token = addresses[second]
+    shown = bytes.fromhex(token)
     try:
-        if rendezvous.index == pair[0]:
-            port, token = addresses[pair[1]]
-            place = (rendezvous.reach[pair[1]].address, port)
-            return _call(place, bytes.fromhex(token), seconds)
-        return _answer(listener, bytes.fromhex(addresses[rendezvous.index][1]), seconds)
+        if rendezvous.index == first:
+            address = (rendezvous.reach[second].address, port)
+            times = []
+            with _connect(address, shown) as line:
+                for _ in range(_PINGS):
+                    began = time.perf_counter()
+                    line.sendall(b".")
+                    _receive(line, 1)
+                    times.append(time.perf_counter() - began)
+                _send(line, seconds)
+            with _connect(address, shown) as line:
+                rate = _receive_for(line, seconds)
+            facts = {"mbit": rate, "ms": 1000 * statistics.median(times)}
+        else:
+            with _accept(listener, shown) as line:
+                for _ in range(_PINGS):
+                    line.sendall(_receive(line, 1))
+                facts = {"mbit": _receive_for(line, seconds)}
+            with _accept(listener, shown) as line:
+                _send(line, seconds)
     except OSError as error:
         if text := rendezvous.gone():
             raise LostError(text) from error
         return {"failure": why_unreached(error)}
+    return facts
 
 
-def _call(place: tuple[str, int], token: bytes, seconds: float) -> dict[str, Facts]:
-    with _connect(place, token) as line:
-        times = []
-        for _ in range(_PINGS):
-            began = time.perf_counter()
-            line.sendall(b".")
-            _receive(line, 1)
-            times.append(time.perf_counter() - began)
-        _send(line, seconds)
-    with _connect(place, token) as line:
-        rate = _receive_for(line, seconds)
-    return {"mbit": rate, "ms": 1000 * statistics.median(times)}
-
-
-def _answer(listener: socket.socket, token: bytes, seconds: float) -> dict[str, Facts]:
-    with _accept(listener, token) as line:
-        for _ in range(_PINGS):
-            line.sendall(_receive(line, 1))
-        rate = _receive_for(line, seconds)
-    with _accept(listener, token) as line:
-        _send(line, seconds)
-    return {"mbit": rate}
-
-
-def _connect(place: tuple[str, int], token: bytes) -> socket.socket:
-    line = socket.create_connection(place, timeout=_PATIENCE)
+def _connect(address: tuple[str, int], token: bytes) -> socket.socket:
+    line = socket.create_connection(address, timeout=_PATIENCE)
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     line.sendall(token)
     return line
@@ -194,9 +190,8 @@ def links(seen: Seen) -> Iterator[Finding]:
         return
     for (low, high), why in failures.items():
         text = f"{low} and {high} lost each other while the link between them was measured: {why}"
-        yield Finding(
-            "failure", text, "look at cables, the interface, and the kernel's log on both"
-        )
+        advice = "look at cables, the interface, and the kernel's log on both"
+        yield Finding("failure", text, advice)
     yield from _judge(ways, delays)
 
 
@@ -220,10 +215,8 @@ def _judge(
     if ways and not slow:
         slowest = min(ways, key=lambda pair: ways[pair])
         worst = max(delays.values(), default=0.0)
-        text = (
-            f"{len(ways)} ways; the slowest is {slowest[0]} to {slowest[1]}: {_rate(ways[slowest])}"
-        )
-        yield Finding("ok", f"{text}; at most {worst:.2f} ms there and back")
+        text = f"the slowest is {slowest[0]} to {slowest[1]}: {_rate(ways[slowest])}"
+        yield Finding("ok", f"{len(ways)} ways; {text}; at most {worst:.2f} ms there and back")
 
 
 def _rate(mbit: float) -> str:

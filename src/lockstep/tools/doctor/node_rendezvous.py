@@ -34,7 +34,7 @@ _LEAVING_SECONDS = 3.0
 
 @dataclass(slots=True, kw_only=True)
 class Rendezvous:
-    """The nodes, as one of them sees them."""
+    """The nodes that are examined together, on one of them."""
 
     index: int = 0  # of this node
     labels: tuple[str, ...]
@@ -56,17 +56,12 @@ class Rendezvous:
         """Whether the nodes are on more than one host."""
         return len(set(self.hosts)) > 1
 
-    @property
-    def store(self) -> dist.Store:
-        """The store of the rendezvous."""
-        assert self.endpoint is not None, "several nodes have met"
-        return self.endpoint.store
-
     def part(self, name: str) -> dist.Store:
-        """Return a part of the store for one purpose."""
+        """Return a part of the store of the rendezvous for one purpose."""
         from torch.distributed import PrefixStore
 
-        return PrefixStore(f"doctor/{name}", self.store)
+        assert self.endpoint is not None, "there are several nodes"
+        return PrefixStore(f"doctor/{name}", self.endpoint.store)
 
     def gather(self, question: str, own: Any, seconds: float = PATIENCE) -> list[Any]:
         """Give this node's value; return those of all, in their order.
@@ -97,7 +92,7 @@ class Rendezvous:
         return f"the interface {own} of {self.labels[self.index]} is gone"
 
     def close(self) -> None:
-        """Leave; the host of the store leaves last."""
+        """Leave the rendezvous; the host of the store leaves last."""
         if self.endpoint is None:
             return
         store = self.part("left")
@@ -109,7 +104,7 @@ class Rendezvous:
 
 
 def join_nodes(config: RendezvousConfig, seconds: float, interface: str | None) -> Rendezvous:
-    """Meet the other nodes.
+    """Join the rendezvous with the other nodes.
 
     Raises:
         WorldError: if one does not come; of those that came, all get the same.

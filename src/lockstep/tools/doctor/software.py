@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep.tools.doctor.check import Asked, Facts, Finding, Seen, check, listed
+from lockstep.tools.doctor.check import Asked, Facts, Finding, Level, Seen, check, listed
 from lockstep.world import host
 from lockstep.world.rendezvous.membership_check import HINTS, differing_versions
 
@@ -48,17 +48,11 @@ def versions(seen: Seen) -> Iterator[Finding]:
             mine, its = facts["more"].get(name, "none"), expected["more"].get(name, "none")
             if mine != its:
                 fine = False
-                yield Finding(
-                    # NCCL of two versions does not connect; the others may compute other bits.
-                    "failure" if name == "NCCL" else "warning",
-                    f"{label} has {name} {mine}, {first} has {its}; expected the same",
-                    "install the same on all nodes",
-                )
+                # NCCL of two versions does not connect; the others may compute other bits.
+                level: Level = "failure" if name == "NCCL" else "warning"
+                text = f"{label} has {name} {mine}, {first} has {its}; expected the same"
+                yield Finding(level, text, "install the same on all nodes")
     if fine:
-        each = [(label, _words(facts)) for label, facts in told]
+        known = ((label, {**facts["bits"], **facts["more"]}) for label, facts in told)
+        each = [(label, ", ".join(map(" ".join, found.items()))) for label, found in known]
         yield Finding("ok", listed(each, seen))
-
-
-def _words(facts: Facts) -> str:
-    known = {**facts["bits"], **facts["more"]}
-    return ", ".join(f"{name} {version}" for name, version in known.items())

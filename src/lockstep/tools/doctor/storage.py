@@ -102,32 +102,30 @@ def storage(facts: Facts) -> list[Finding] | str:
 
 
 def _together(rendezvous: Rendezvous, seen: Seen, asked: Asked) -> Facts:
-    """Find out whether this node sees what node 0 has made there, and its lock."""
+    """Return whether this node sees a file that node 0 has made in the run directory, and its lock."""
     if rendezvous.alone:
         return None
-    path = (
-        _existing(asked.run_dir)
-        / f"{_PREFIX}{rendezvous.gather('shared/name', secrets.token_hex(8))[0]}"
-    )
+    name = rendezvous.gather("shared/name", secrets.token_hex(8))[0]
+    path = _existing(asked.run_dir) / f"{_PREFIX}{name}"
     facts = {"sees": False, "takes": False, "problem": ""}
     with contextlib.ExitStack() as stack:
-        if rendezvous.index == 0:
-            try:
-                held = stack.enter_context(path.open("w"))
+        try:
+            if rendezvous.index == 0:
+                locked = stack.enter_context(path.open("w"))
                 stack.callback(lambda: path.unlink(missing_ok=True))
-                _takes(held.fileno())
-            except OSError as error:
-                facts["problem"] = f"{error.strerror}"
+                _takes(locked.fileno())
+        except OSError as error:
+            facts["problem"] = f"{error.strerror}"
         rendezvous.gather("shared/made", own=True)
         facts["sees"] = _is_there(path)
         if not os.access(path.parent, os.X_OK):
             facts["problem"] = os.strerror(errno.EACCES)
-        if rendezvous.index > 0 and facts["sees"]:
-            try:
+        try:
+            if rendezvous.index > 0 and facts["sees"]:
                 with path.open("r+") as other:
                     facts["takes"] = _takes(other.fileno())
-            except OSError as error:
-                facts["problem"] = f"{error.strerror}"
+        except OSError as error:
+            facts["problem"] = f"{error.strerror}"
         rendezvous.gather("shared/seen", own=True)
     return facts
 
